@@ -1,0 +1,72 @@
+# What a person does more than once. `make` alone lists it.
+
+SHELL := bash
+VENV ?= .venv
+PY := $(VENV)/bin/python
+SEED ?= 0
+PYTEST_ARGS ?=
+
+suffix := $(if $(filter-out 0,$(SEED)),-seed$(SEED))
+quickstart_data := runs/quickstart-data$(suffix)
+quickstart_run := runs/quickstart$(suffix)
+shell_scripts = $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
+
+export VENV
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup setup-gpu setup-bench environment quickstart test test-fast lint format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  variables: SEED (quickstart), PYTEST_ARGS (tests), VENV, PYTHON (interpreter that makes VENV)"
+
+setup:  ## environment in .venv with everything for CPU
+	@tools/setup.sh cpu
+
+setup-gpu:  ## the same with the CUDA builds
+	@tools/setup.sh gpu
+
+setup-bench:  ## add what the benchmarks compare with
+	@tools/setup.sh "" bench
+
+# What the other targets need: the environment as it was set up, or a new one for CPU.
+environment:
+	@tools/setup.sh
+
+quickstart: environment $(quickstart_data)/test.jsonl  ## learn three-digit addition on the whole stack; SEED=1 for another draw
+	@run=$(quickstart_run); n=1; \
+	while [ -e "$$run" ]; do n=$$((n + 1)); run=$(quickstart_run)-$$n; done; \
+	set -e; \
+	$(PY) -m rlhf.grpo --config configs/quickstart.yaml run.dir="$$run" run.seed=$(SEED) \
+	    model.path=$(quickstart_data)/model data.train=$(quickstart_data)/train.jsonl \
+	    data.eval=$(quickstart_data)/test.jsonl; \
+	echo "where to look next:"; \
+	echo "  $$run/metrics.jsonl   every metric of every step (offline wandb: $$run/wandb)"; \
+	echo "  $$run/rollouts/       every response trained on, with its reward and advantage"; \
+	echo "  $$run/model/          the trained model, for transformers and vllm"; \
+	echo "  configs/quickstart.yaml, README.md: change the run, write your own"
+
+# Made anew when the program that makes it changed.
+$(quickstart_data)/test.jsonl: rlhf/quickstart.py | environment
+	@rm -rf $(quickstart_data)
+	@$(PY) -m rlhf.quickstart --output $(quickstart_data) --seed $(SEED)
+
+test: environment  ## every test, those on Ray, vLLM and DeepSpeed too
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-fast: environment  ## the tests that start no engine, in under a minute
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack" $(PYTEST_ARGS)
+
+lint: environment  ## ruff, mypy, shellcheck
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/shellcheck $(shell_scripts)
+
+format: environment  ## ruff's fixes and format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:  ## remove caches and build leftovers; runs/ and .venv stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find rlhf tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Healthy: the package and its vLLM plug-in are installed and, where this container belongs to a cluster, its head answers.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python launch/nodes.py report | grep -q '"vLLM plug-in": "installed"'
+[ -z "${HEAD_ADDRESS:-}" ] || ray health-check --address "$HEAD_ADDRESS:${HEAD_PORT:-6379}"

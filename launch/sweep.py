@@ -1,0 +1,275 @@
+#!/usr/bin/env python3
+"""A grid over overrides: runs the program once a cell, one line each, and prints a table of the results.
+
+    python launch/sweep.py --output runs/kl-scan --config configs/quickstart.yaml \\
+        --grid algo.kl_estimator=k1,k2,k3,k4 --grid algo.kl_coef=0.01,0.05,0.1
+
+Every cell is a run of its own in OUTPUT/NAME, its terminal output in OUTPUT/NAME.log. The same command again leaves
+finished cells alone, goes on with interrupted ones from their checkpoints, and begins those without one anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from resume import prepare
+
+USER_ERROR, RUN_ERROR = 2, 1
+GRACE_S = 90.0  # a run ends its engines on SIGTERM
+LOG_LINES = 5
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+DEFAULT_COLUMNS = ("evaluation_before.*", "evaluation_after.*", "updates_taken", "updates_skipped")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the grid: its values, the keys' last parts making the name, and its run folder."""
+
+    values: tuple[tuple[str, str], ...]
+    folder: Path
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.values]
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    def summary(self) -> dict[str, Any] | None:
+        """What the finished run wrote; None where there is none."""
+        try:
+            found = json.loads((self.folder / "summary.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+
+def parse_axis(text: str) -> tuple[str, list[str]]:
+    """`key=a,b` -> the key and its values; commas inside brackets and quotes belong to a value."""
+    key, separator, values = text.partition("=")
+    parts, depth, quote = [""], 0, ""
+    for letter in values:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[{(") - (letter in "]})")
+        if letter == "," and depth == 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if not separator or not key or not all(parts):
+        raise ValueError(f"--grid {text!r}: write section.key=value,value, such as algo.kl_coef=0.01,0.1.")
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"--grid {text!r}: a value stands twice. Name each once.")
+    return key, parts
+
+
+def cells(axes: Sequence[tuple[str, list[str]]], output: Path) -> list[Cell]:
+    """The grid, the last axis turning fastest.
+
+    Raises:
+        ValueError: a key stands twice, or two cells have the same name.
+    """
+    keys = [key for key, _ in axes]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"--grid: {next(k for k in keys if keys.count(k) > 1)} stands twice. Give each key one list.")
+    short = [key.rsplit(".", 1)[-1] for key in keys]
+    names = keys if len(set(short)) < len(short) else short
+    found = []
+    for values in itertools.product(*(values for _, values in axes)):
+        name = ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        folder = re.sub(r"[^\w.,=+-]+", "_", name)
+        found.append(Cell(tuple(zip(keys, values, strict=True)), output / folder))
+    if len({cell.folder for cell in found}) < len(found):
+        raise ValueError("--grid: two cells would have the same folder, for their values differ in signs alone.")
+    return found
+
+
+def command(cell: Cell, module: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", module, *arguments, *cell.overrides, f"run.dir={cell.folder}"]
+
+
+# --- running ---
+
+
+class Interrupted(SystemExit):
+    """A signal ended the sweep; the code is what a shell reports for it."""
+
+
+def _interrupt(number: int, _: object) -> None:
+    raise Interrupted(128 + number)
+
+
+def _as_child() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a run and its session."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_cells(waiting: list[Cell], options: argparse.Namespace) -> list[Cell]:
+    """Run what has no result yet, `--jobs` at a time, a line each; returns the cells that failed."""
+    environment = os.environ | {"RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)}
+    waiting, total = list(waiting), len(waiting)
+    running: list[tuple[Cell, subprocess.Popen[bytes], float]] = []
+    failed: list[Cell] = []
+    done = 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < options.jobs:
+                cell = waiting.pop(0)
+                if cell.summary() is not None:
+                    done += 1
+                    print(f"[{done}/{total}] {cell.folder.name}: has its result", flush=True)
+                    continue
+                with cell.log.open("ab") as log:
+                    process = subprocess.Popen(
+                        command(cell, options.module, [*options.program, *prepare(cell.folder)]),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=environment,
+                        start_new_session=True,
+                        preexec_fn=_as_child,
+                    )
+                running.append((cell, process, time.monotonic()))
+            for entry in list(running):
+                cell, process, began = entry
+                if process.poll() is None:
+                    continue
+                running.remove(entry)
+                done += 1
+                how = _ending(cell, process.returncode)
+                print(f"[{done}/{total}] {cell.folder.name}: {how}, {time.monotonic() - began:.0f} s", flush=True)
+                if how != "done":
+                    failed.append(cell)
+                    print(_tail(cell.log), file=sys.stderr, flush=True)
+            time.sleep(0.1)
+    finally:
+        for _, process, _ in running:
+            stop(process)
+    return failed
+
+
+def _ending(cell: Cell, returncode: int) -> str:
+    if returncode != 0:
+        return f"failed with status {128 - returncode if returncode < 0 else returncode}"
+    return "done" if cell.summary() is not None else "ended with 0 but wrote no summary.json"
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    return "\n".join([f"  {log}:", *(f"    {line}" for line in lines)])
+
+
+# --- the table ---
+
+
+def flatten(summary: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in summary.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def table(grid: Sequence[Cell], columns: Sequence[str]) -> str:
+    """Markdown: a row a cell with its values, then the columns of its summary; `a.*` is all that begin with `a.`."""
+    flat = {cell: flatten(cell.summary() or {}) for cell in grid}
+    known = list(dict.fromkeys(name for values in flat.values() for name in values))
+    wanted = []
+    for column in columns:
+        wanted += [n for n in known if n.startswith(column[:-1])] if column.endswith("*") else [column]
+    wanted = list(dict.fromkeys(wanted))
+    keys = [key for key, _ in grid[0].values]
+    rows = [[*keys, *wanted]]
+    for cell in grid:
+        shown = [_show(flat[cell].get(name)) if flat[cell] else "-" for name in wanted]
+        rows.append([*(value for _, value in cell.values), *shown])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
+
+
+def _show(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s --output DIR --grid KEY=V,V ... [flags] --config FILE ... [section.key=value ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder of the runs, their logs and table.md")
+    parser.add_argument("--grid", action="append", required=True, metavar="KEY=V,V", help="an axis; repeat it")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, each with its own Ray (default: 1)")
+    parser.add_argument(
+        "--column", action="append", help="of summary.json, such as seconds.update or tokens.*; repeat it"
+    )
+    parser.add_argument("--module", default="rlhf.grpo", help="the program (default: rlhf.grpo)")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and stop")
+    parser.add_argument("--table", action="store_true", help="print the table of what is there and stop")
+    parser.add_argument("--config", action="append", metavar="FILE", help="goes to the program, as do the overrides")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_intermixed_args(argv)
+    options.program = [argument for file in options.config or [] for argument in ("--config", file)] + options.overrides
+    if options.jobs < 1:
+        parser.error(f"--jobs={options.jobs}: at least 1")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    try:
+        grid = cells([parse_axis(text) for text in options.grid], options.output)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    if options.dry_run:
+        for cell in grid:
+            print(shlex.join(command(cell, options.module, options.program)))
+        return 0
+    failed: list[Cell] = []
+    if not options.table:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, _interrupt)
+        options.output.mkdir(parents=True, exist_ok=True)
+        failed = run_cells(grid, options)
+    text = table(grid, options.column or DEFAULT_COLUMNS)
+    print(text)
+    if not options.table:
+        (options.output / "table.md").write_text(text + "\n")
+    if failed:
+        print(f"{len(failed)} of {len(grid)} runs failed; the same command tries them again.", file=sys.stderr)
+    return RUN_ERROR if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Ray actors as groups: hosted classes, calls with deadlines, and the cause of a failure in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+
+class ClusterError(RuntimeError):
+    """Something outside the config failed at run time: an actor died, a wait ran out. The message names the cause."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where an actor runs: its node's address, a port that is free there, and the GPUs that Ray gave it."""
+
+    host: str
+    port: int
+    gpu_ids: tuple[str, ...]
+
+
+class HostedActor:
+    """A Ray actor around a class that is imported in the actor's process only.
+
+    The driver names it by module and class, and so starts without torch's, DeepSpeed's and vLLM's import times. It is
+    built in a second call, when it is known where all actors of the group ended up.
+    """
+
+    _hosted: Any = None
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self._name = module, name
+
+    def locate(self) -> Location:
+        gpu_ids = tuple(str(i) for i in ray.get_gpu_ids())
+        return Location(ray.util.get_node_ip_address(), free_port(), gpu_ids)
+
+    def build(self, environment: Mapping[str, str], *arguments: Any) -> None:
+        """Import and construct, after setting the environment that the libraries read when they are imported."""
+        os.environ.update(environment)
+        self._hosted = getattr(importlib.import_module(self._module), self._name)(*arguments)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._hosted, method)(*arguments)
+
+
+class HostedAsyncActor(HostedActor):
+    """The same for a class whose methods are coroutines, many of which run at once."""
+
+    async def locate(self) -> Location:  # type: ignore[override]
+        return super().locate()
+
+    async def build(self, environment: Mapping[str, str], *arguments: Any) -> None:  # type: ignore[override]
+        super().build(environment, *arguments)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await getattr(self._hosted, method)(*arguments)
+
+
+async def wait_for(awaitable: Awaitable[Any], *, what: str, deadline_s: float) -> Any:
+    """Await with a deadline; raise ClusterError that says what was waited for and why it failed.
+
+    A ValueError of the actor is raised as it is: it is meant for the user.
+    """
+    try:
+        return await asyncio.wait_for(_as_coroutine(awaitable), deadline_s)
+    except RayTaskError as error:  # before TimeoutError: Ray's wrapper of an actor's own time-out is one, too
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        if isinstance(cause, ValueError):
+            raise cause from None
+        raise ClusterError(f"{what} failed: {type(cause).__name__}: {cause}") from error
+    except RayActorError as error:
+        raise ClusterError(f"{what} failed: {' '.join(str(error).split())}") from error
+    except TimeoutError:
+        raise ClusterError(f"{what}: no answer within {deadline_s:.0f} s.") from None
+
+
+async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+class ActorGroup:
+    """Actors of one kind, called together; the order of `actors` is the order of ranks."""
+
+    def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
+        self.name = name
+        self.actors = actors
+        self.deadline_s = deadline_s
+
+    async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> list[Any]:
+        """The same call on every actor; results in rank order."""
+        return await self.call_each(method, [arguments] * len(self.actors), deadline_s=deadline_s)
+
+    async def call_each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, deadline_s: float | None = None
+    ) -> list[Any]:
+        """One call on each actor, with its own arguments; the first failure is raised at once."""
+        refs = [a.call.remote(method, *args) for a, args in zip(self.actors, arguments, strict=True)]
+        return await self._gather(refs, method, deadline_s)
+
+    async def locate(self, *, deadline_s: float) -> list[Location]:
+        return await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
+
+    async def build(
+        self, environments: Sequence[Mapping[str, str]], arguments: Sequence[tuple[Any, ...]], *, deadline_s: float
+    ) -> None:
+        """Construct the hosted objects, all at once."""
+        triples = zip(self.actors, environments, arguments, strict=True)
+        await self._gather([a.build.remote(env, *args) for a, env, args in triples], "start-up", deadline_s)
+
+    async def _gather(self, refs: list[Any], what: str, deadline_s: float | None) -> list[Any]:
+        found: list[Any] = await wait_for(
+            asyncio.gather(*refs), what=f"{self.name}.{what}", deadline_s=deadline_s or self.deadline_s
+        )
+        return found
+
+    def kill(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+class RemoteCall:
+    """How learner rank 0 reaches the engine actors: starts a call, returns a function that waits for it."""
+
+    def __init__(self, actors: list[Any]) -> None:
+        self._actors = actors
+
+    def __call__(self, engine: int, method: str, *arguments: Any) -> Callable[[], Any]:
+        ref = self._actors[engine].call.remote(method, *arguments)
+        return lambda: ray.get(ref)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

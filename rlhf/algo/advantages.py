@@ -1,0 +1,185 @@
+"""From rewards to advantages: the group-relative family, one number a response, and GAE, one number a token.
+
+Dr. GRPO (arXiv:2503.20783) is `group_advantages` without the std, together with the loss aggregation `constant`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf.algo.numerics import full_precision, masked, segment_counts, segment_ids
+
+STD_EPS = 1e-6  # keeps a quotient finite; far below the std of any two rewards that a grader can tell apart
+WHITEN_EPS = 1e-8  # added to the variance, as in the original RLHF code (openai/lm-human-preferences)
+
+
+def group_advantages(rewards: Tensor, *, normalize_std: bool, eps: float = STD_EPS) -> Tensor:
+    """Group-relative advantages (DeepSeekMath, arXiv:2402.03300, sec. 4.1.2; Dr. GRPO drops the std).
+
+    Args:
+        rewards: [G] one scalar a response of the same prompt; NaN marks an unscorable response, which leaves the
+            baseline.
+        normalize_std: divide by (std + eps) of the scorable rewards, std with n - 1.
+
+    Returns:
+        [G] reward minus the mean of the scorable ones, over their std if asked; exactly 0 for NaN, for a group of one
+        and for equal rewards, which max == min decides (eight rewards of 0.1 have a float32 std above 0).
+    """
+    scores = rewards.double()  # a mean that rounds would leave an offset of its own size in small differences
+    scorable = ~scores.isnan()
+    scores = scores[scorable]
+    advantages = torch.zeros_like(rewards, dtype=torch.float64)
+    if len(scores) and scores.max() != scores.min():
+        centered = scores - scores.mean()
+        advantages[scorable] = centered / (scores.std() + eps) if normalize_std else centered
+    return advantages.to(full_precision(rewards).dtype)
+
+
+def rloo_advantages(rewards: Tensor) -> Tensor:
+    """REINFORCE leave-one-out (arXiv:2402.14740): each reward minus the mean of the group's others.
+
+    That is G / (G - 1) times reward minus mean, G counting the scorable responses.
+
+    Args:
+        rewards: [G], NaN for unscorable.
+
+    Returns:
+        [G]; exactly 0 for NaN, for a group of one and for equal rewards.
+    """
+    count = int((~rewards.isnan()).sum())
+    return group_advantages(rewards, normalize_std=False) * (count / max(count - 1, 1))
+
+
+def reinforce_plus_plus_advantages(rewards: Tensor, group_ids: Tensor | None = None, *, eps: float = STD_EPS) -> Tensor:
+    """REINFORCE++ (arXiv:2501.03262): rewards normalized over the global batch instead of over the group.
+
+    The baseline form, with `group_ids`, first subtracts each group's mean. The mean of what is left is 0 by
+    construction and is not subtracted again, so that a group of equal rewards keeps an advantage of exactly 0.
+    Statistics are over responses; a KL in the reward is part of the response's scalar.
+
+    Args:
+        rewards: [B] all responses of the step; NaN for unscorable.
+        group_ids: [B] int, the group of each response; None: no group baseline.
+
+    Returns:
+        [B] over (std + eps) of the batch, std with n - 1; exactly 0 for NaN, and for equal rewards of the batch (of
+        the group, in the baseline form).
+    """
+    if group_ids is None:
+        return group_advantages(rewards, normalize_std=True, eps=eps)
+    centered = torch.zeros_like(full_precision(rewards))
+    for group in group_ids.unique():
+        members = group_ids == group
+        centered[members] = group_advantages(rewards[members], normalize_std=False)
+    scorable = ~rewards.isnan()
+    spread = centered[scorable].std() if int(scorable.sum()) > 1 else centered.new_zeros(())
+    return centered / (spread + eps)
+
+
+def token_rewards(scores: Tensor, kl_penalties: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Per-token rewards of RLHF (arXiv:1909.08593, sec. 2, per token as in arXiv:2203.02155, sec. 3.5).
+
+    Args:
+        scores: [S] one a response, paid at the last True token of its segment; not at all where there is none.
+        kl_penalties: [T] coefficient times KL, subtracted at each True token; what stands elsewhere does not matter.
+        response_mask: [T] bool. cu_seqlens: [S+1].
+
+    Returns:
+        [T], 0 outside of the mask.
+    """
+    rewards = -masked(kl_penalties, response_mask)
+    positions = response_mask.nonzero().squeeze(1)
+    counts = segment_counts(response_mask, cu_seqlens)
+    last = positions[counts.cumsum(0)[counts > 0] - 1]
+    return rewards.index_add(0, last, full_precision(scores)[counts > 0].to(rewards.dtype))
+
+
+class Gae(NamedTuple):
+    """Both [T], 0 outside of the response mask; returns = advantages + values, what the critic learns."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> Gae:
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16) on a packed row.
+
+        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
+
+    where t + 1 is the next response token of the same segment: holes of the mask are skipped, segments do not see each
+    other, and both V and A after a segment's last response token are 0.
+
+    Args:
+        rewards, values: [T]; V_t is the value of the state in which token t is chosen.
+        response_mask: [T] bool; what stands where it is False does not matter.
+        cu_seqlens: [S+1].
+    """
+    rewards, values = masked(rewards, response_mask), masked(values, response_mask)
+    counts = segment_counts(response_mask, cu_seqlens)
+    steps = int(counts.max()) if len(counts) else 0
+    segment = segment_ids(cu_seqlens, len(rewards))[response_mask]
+    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))[:-1]
+    # One row a step and one column a segment, responses aligned at their ends: beyond a response's first token the
+    # rows above hold nothing, and the recursion runs over whole rows from the last to the first.
+    step = steps - counts[segment] + torch.arange(len(segment), device=segment.device) - first[segment]
+    by_step_rewards = rewards.new_zeros(steps, len(counts))
+    by_step_values = rewards.new_zeros(steps + 1, len(counts))
+    by_step_rewards[step, segment] = rewards[response_mask]
+    by_step_values[step, segment] = values[response_mask]
+    deltas = by_step_rewards + gamma * by_step_values[1:] - by_step_values[:-1]
+    for index in range(steps - 2, -1, -1):
+        deltas[index] += gamma * lam * deltas[index + 1]
+    advantages = torch.zeros_like(rewards)
+    advantages[response_mask] = deltas[step, segment]
+    return Gae(advantages, advantages + values)
+
+
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """x with mean 0 and variance 1 over the True tokens of mask, as the original RLHF code does it.
+
+    Args:
+        x, mask: [T], any shape; outside of the mask the result is 0 and the input does not matter.
+        shift_mean: False keeps the mean (rewards are whitened so), and only the spread becomes 1.
+    """
+    kept = full_precision(x)[mask]
+    if not len(kept):
+        return torch.zeros_like(full_precision(x))
+    return whiten_from_moments(
+        x, mask, mean=float(kept.mean()), variance=float(kept.var(correction=0)), shift_mean=shift_mean
+    )
+
+
+def whiten_from_moments(x: Tensor, mask: Tensor, *, mean: float, variance: float, shift_mean: bool = True) -> Tensor:
+    """`whiten` with the moments of a larger batch, so that every part of it is treated alike.
+
+    Args:
+        mean, variance: over all True tokens of all parts; the variance is the mean squared deviation (n, not n - 1).
+    """
+    whitened = (masked(x, mask) - mean) * (variance + WHITEN_EPS) ** -0.5
+    return torch.where(mask, whitened if shift_mean else whitened + mean, 0.0)
+
+
+def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the True tokens: 1 for a perfect critic, 0 for a constant one.
+
+    Args:
+        values, returns, response_mask: [T] of the whole batch.
+
+    Returns:
+        At most 1, negative for a critic worse than a constant; NaN where all returns are equal or there are none.
+    """
+    values, returns = values[response_mask].double(), returns[response_mask].double()
+    if not len(returns) or returns.max() == returns.min():
+        return float("nan")
+    return 1 - float((returns - values).var(correction=0) / returns.var(correction=0))

@@ -1,0 +1,251 @@
+"""Log-probabilities and entropies of sampled tokens straight from hidden states, without a T x V matrix of logits.
+
+The head, the log-softmax and the choice of the sampled token are one operation, computed in tiles of tokens and
+vocabulary; the backward pass computes each tile of logits again. Logits are products in the type of the head's weight
+(tensor cores or AMX where there are any), everything after them is float32: log-sum-exp, probabilities, entropy, and
+the sums of both gradients over tiles. float64 stays float64.
+
+Only response tokens are computed. This is the only place where positions shift: the state at t - 1 predicts token t.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlhf.algo.numerics import full_precision
+
+
+class TokenLogprobs(NamedTuple):
+    """`logprobs` and `entropy` [T] float32, both 0 outside of the response mask; `entropy` None unless asked for."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head_weight: Tensor,
+    token_ids: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    head_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    token_tile: int | None = None,
+    vocab_tile: int | None = None,
+) -> TokenLogprobs:
+    """Log-probability of each response token given the tokens before it in its segment, and the entropy there.
+
+    With z = (hidden[t-1] W^T + b) / temperature: logprobs[t] = z[token t] - logsumexp(z), and
+    entropy[t] = logsumexp(z) - sum softmax(z) z, in nats. Both are differentiable in hidden states, weight and bias;
+    without gradients nothing is kept. The same inputs give the same bits, with and without gradients.
+
+    Args:
+        hidden: [T, H] of the packed row, as the transformer's last norm leaves them.
+        head_weight: [V, H], the embedding itself where the two are tied; it must be the parameter, not a copy of it.
+        token_ids: [T] int.
+        response_mask: [T] bool. Elsewhere the results are 0, and neither states nor tokens matter.
+        cu_seqlens: [S+1]; a True mask at the first token of a segment is a programming error.
+        head_bias: [V].
+        temperature: the one that the tokens were sampled with.
+        token_tile, vocab_tile: sizes of a tile; memory and speed depend on them, results only by rounding.
+    """
+    positions = response_mask.nonzero().squeeze(1)
+    assert not response_mask[cu_seqlens[:-1].long()[cu_seqlens.diff() > 0]].any(), (
+        "response_mask is True at the first token of a segment, which nothing predicts"
+    )
+    tiles = _default_tiles(head_weight, token_tile, vocab_tile)
+    logprobs, entropy = _FusedHead.apply(
+        hidden, head_weight, head_bias, positions - 1, token_ids[positions].long(), temperature, with_entropy, tiles
+    )
+    empty = logprobs.new_zeros(len(token_ids))
+    return TokenLogprobs(
+        empty.index_copy(0, positions, logprobs), empty.index_copy(0, positions, entropy) if with_entropy else None
+    )
+
+
+class _Tiles(NamedTuple):
+    tokens: int
+    vocab: int
+
+
+def _default_tiles(weight: Tensor, token_tile: int | None, vocab_tile: int | None) -> _Tiles:
+    """A CPU wants a tile of logits near its caches, a GPU one large enough to fill its multiprocessors."""
+    tokens, vocab = (2048, 16384) if weight.is_cuda else (1024, 2048)
+    return _Tiles(token_tile or tokens, vocab_tile or vocab)
+
+
+def _spans(length: int, tile: int) -> list[slice]:
+    return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
+
+
+class _Head:
+    """Tiles of scaled logits in accumulation precision, made in two buffers that every tile of a pass shares."""
+
+    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, tiles: _Tiles) -> None:
+        self.states, self.weight, self.bias, self.scale = states, weight, bias, 1 / temperature
+        self.row_tiles = _spans(len(states), tiles.tokens)
+        self.vocab_tiles = _spans(len(weight), tiles.vocab)
+        size = min(tiles.tokens, len(states)) * min(tiles.vocab, len(weight))
+        self.product = weight.new_empty(size)
+        self.logits = full_precision(self.product[:0]).new_empty(size)
+
+    def tile(self, rows: slice, vocab: slice) -> Tensor:
+        """[rows, vocab] (states W^T + b) / temperature, overwritten by the next call."""
+        shape = rows.stop - rows.start, vocab.stop - vocab.start
+        logits = _view(self.logits, shape)
+        if self.product.dtype == self.logits.dtype:
+            torch.mm(self.states[rows], self.weight[vocab].t(), out=logits)
+        else:
+            logits.copy_(torch.mm(self.states[rows], self.weight[vocab].t(), out=_view(self.product, shape)))
+        if self.bias is not None:
+            logits.add_(self.bias[vocab])
+        return logits.mul_(self.scale) if self.scale != 1 else logits
+
+    def rounded(self, tile: Tensor) -> Tensor:
+        """The tile in the weight's type, for the next matrix product."""
+        if self.product.dtype == tile.dtype:
+            return tile
+        return _view(self.product, (tile.shape[0], tile.shape[1])).copy_(tile)
+
+
+def _view(buffer: Tensor, shape: tuple[int, int]) -> Tensor:
+    return buffer[: shape[0] * shape[1]].view(shape)
+
+
+def _in_tile(targets: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
+    """Which targets lie in this part of the vocabulary [n], and their columns [n, 1] there (any, for the others)."""
+    inside = (targets >= vocab.start) & (targets < vocab.stop)
+    return inside, torch.where(inside, targets - vocab.start, 0).unsqueeze(1)
+
+
+def _forward_tiles(head: _Head, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """-> log-sum-exp [N], the targets' logits [N], entropy [N] (empty unless asked for)."""
+    partial = head.logits.new_empty(len(head.vocab_tiles), len(targets))
+    expected = torch.empty_like(partial) if with_entropy else partial[:0]
+    chosen = head.logits.new_zeros(len(targets))
+    scratch = torch.empty_like(head.logits)
+    for part, vocab in enumerate(head.vocab_tiles):
+        for rows in head.row_tiles:
+            logits = head.tile(rows, vocab)
+            # log_softmax is one kernel where logsumexp is several; at the maximum the difference loses no digits.
+            local = torch.log_softmax(logits, dim=-1, out=_view(scratch, (len(logits), logits.shape[1])))
+            torch.sub(logits.amax(-1), local.amax(-1), out=partial[part, rows])
+            inside, column = _in_tile(targets[rows], vocab)
+            chosen[rows] = torch.where(inside, logits.gather(1, column).squeeze(1), chosen[rows])
+            if with_entropy:
+                expected[part, rows] = local.exp_().mul_(logits).sum(-1)
+    lse = partial.logsumexp(0)
+    if not with_entropy:
+        return lse, chosen, lse[:0]
+    return lse, chosen, lse - (expected * (partial - lse).exp()).sum(0)
+
+
+def _backward_tiles(
+    head: _Head,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    wants: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """-> gradients of states [N, H] in accumulation precision, weight [V, H] and bias [V] in their own types.
+
+    With p = softmax(z), g and e the incoming gradients of log-probability and entropy S, the gradient of logit z_j is
+    (g (1[j = target] - p_j) - e p_j (z_j - lse + S)) / temperature.
+    """
+    states, weight, bias = head.states, head.weight, head.bias
+    accumulate = head.logits.dtype
+    grad_states = torch.zeros_like(states, dtype=accumulate) if wants[0] else None
+    grad_weight = torch.empty_like(weight) if wants[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=accumulate) if wants[2] and bias is not None else None
+    grad_logprobs = grad_logprobs * head.scale
+    one_tile = len(head.row_tiles) == 1
+    own = torch.zeros_like(lse)  # the gradient of each target's logit
+    for vocab in head.vocab_tiles:
+        part = None if one_tile else torch.zeros_like(weight[vocab], dtype=accumulate)
+        for rows in head.row_tiles:
+            logits = head.tile(rows, vocab).sub_(lse[rows, None])
+            inside, column = _in_tile(targets[rows], vocab)
+            pull = grad_logprobs[rows]
+            if entropy is None or grad_entropy is None:
+                grad = logits.exp_().mul_(-pull[:, None])
+            else:
+                push = (grad_entropy[rows] * head.scale)[:, None]
+                grad = (logits + entropy[rows, None]).mul_(push).add_(pull[:, None])
+                grad = grad.mul_(logits.exp_()).neg_()
+            at_column = grad.gather(1, column) + torch.where(inside, pull, 0.0)[:, None]
+            grad.scatter_(1, column, at_column)
+            if grad_bias is not None:
+                grad_bias[vocab] += grad.sum(0)
+            grad = head.rounded(grad)
+            if grad_weight is not None:
+                if part is None:
+                    torch.mm(grad.t(), states[rows], out=grad_weight[vocab])
+                else:
+                    part += grad.t() @ states[rows]
+            if grad_states is not None:
+                # The target's own term is most of a state's gradient: it stays out of the rounded product.
+                own[rows] = torch.where(inside, at_column.squeeze(1), own[rows])
+                grad.scatter_(1, column, torch.where(inside[:, None], 0.0, at_column).to(grad.dtype))
+                grad_states[rows] += grad @ weight[vocab]
+        if grad_weight is not None and part is not None:
+            grad_weight[vocab] = part
+    if grad_states is not None:
+        for rows in head.row_tiles:
+            grad_states[rows] += own[rows, None] * weight[targets[rows]]
+    return grad_states, grad_weight, grad_bias if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+
+
+class _FusedHead(torch.autograd.Function):
+    """(hidden [T,H], weight [V,H], bias [V]) -> logprobs [N], entropy [N] of N chosen rows and targets."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: Tensor,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        tiles: _Tiles,
+    ) -> tuple[Tensor, Tensor]:
+        head = _Head(hidden[rows].to(weight.dtype), weight, bias, temperature, tiles)
+        lse, chosen, entropy = _forward_tiles(head, targets, with_entropy)
+        ctx.save_for_backward(hidden, weight, bias, rows, targets, lse, entropy)
+        ctx.temperature, ctx.tiles = temperature, tiles
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return chosen - lse, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, rows, targets, lse, entropy = ctx.saved_tensors
+        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
+        # A clipped token or one without an advantage has no gradient, and its part of the backward pass is left out.
+        active = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
+        kept = active.nonzero().squeeze(1)
+        head = _Head(hidden[rows[kept]].to(weight.dtype), weight, bias, ctx.temperature, ctx.tiles)
+        grad_states, grad_weight, grad_bias = _backward_tiles(
+            head,
+            targets[kept],
+            lse[kept],
+            None if grad_entropy is None else entropy[kept],
+            grad_logprobs[kept],
+            None if grad_entropy is None else grad_entropy[kept],
+            ctx.needs_input_grad[:3],
+        )
+        grad_hidden = None
+        if grad_states is not None:
+            grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows[kept], grad_states.to(hidden.dtype))
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None

@@ -1,0 +1,256 @@
+"""Policy losses, the value loss, importance correction, and the one reduction from tokens to a loss.
+
+Everything up to `aggregate` is per token. Inputs are masked by `torch.where` before the first arithmetic, so that
+neither value nor gradient depends by a single bit on what stands where `response_mask` is False.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf.algo.numerics import MAX_LOG_RATIO, bounded_exp, masked, segment_counts, segment_ids, segment_sums
+
+POLICY_LOSSES = ("ppo", "gspo", "cispo")
+LOSS_AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+IMPORTANCE_CORRECTIONS = ("none", "truncated", "masked")
+IMPORTANCE_LEVELS = ("token", "sequence")
+
+
+class PolicyLossTerms(NamedTuple):
+    """Per token, all [T] and 0 or False outside of the mask.
+
+    Attributes:
+        loss: to be minimized; carries the gradient.
+        ratio: pi / pi_old as the loss used it (gspo: one value a sequence), without gradient.
+        clipped: the bound of the ratio decided the loss of this token: its gradient is zero (ppo, gspo), or its
+            weight was cut (cispo).
+        dual_clipped: the dual clip decided it; its gradient is zero.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    dual_clipped: Tensor
+
+
+def policy_loss(
+    logprobs: Tensor,
+    *,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    kind: str = "ppo",
+    dual_clip: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> PolicyLossTerms:
+    """The clipped policy gradient, one value a token. With r = pi / pi_old:
+
+        ppo    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)                 arXiv:1707.06347, eq. 7; two separate
+               bounds are DAPO's clip-higher (arXiv:2503.14476, sec. 3.1)
+        gspo   the same with the sequence's r = exp(mean of log pi - log pi_old), which every token shares and whose
+               gradient stays with the token                                     arXiv:2507.18071, eqs. 7 and 13-14
+        cispo  -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log pi     arXiv:2506.13585, eqs. 4-5; clip_low
+               of 1 or more is the paper's own setting, no lower bound
+
+    Args:
+        logprobs: [T] with gradient.
+        old_logprobs, advantages: [T] without.
+        response_mask: [T] bool; tokens elsewhere get loss 0 and gradient 0, whatever their inputs hold.
+        dual_clip: c > 1 bounds the loss of ppo and gspo at -c A where A < 0 (arXiv:1912.09729); None: no bound.
+        cu_seqlens: [S+1], for gspo.
+
+    Raises:
+        ValueError: an unknown kind, a dual clip of at most 1 or for cispo, or gspo without cu_seqlens.
+    """
+    logprobs, old_logprobs, advantages = (masked(x, response_mask) for x in (logprobs, old_logprobs, advantages))
+    log_ratio = logprobs - old_logprobs.detach()
+    advantages = advantages.detach()
+    if kind == "cispo":
+        if dual_clip is not None:
+            raise ValueError(f"algo.dual_clip={dual_clip}: cispo has no dual clip. Leave it out, or use ppo or gspo.")
+        ratio = bounded_exp(log_ratio.detach())
+        weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+        nothing = torch.zeros_like(response_mask)
+        return PolicyLossTerms(-weight * advantages * logprobs, ratio * response_mask, weight != ratio, nothing)
+    if kind == "gspo":
+        if cu_seqlens is None:
+            raise ValueError("gspo needs cu_seqlens: its ratio is one of sequences.")
+        sequence = _segment_mean(log_ratio.detach(), response_mask, cu_seqlens)
+        # The value is the sequence's log ratio (the bracket is exactly 0), the gradient that of the token's log pi.
+        log_ratio = torch.where(response_mask, sequence + (logprobs - logprobs.detach()), 0.0)
+    elif kind != "ppo":
+        raise ValueError(f"algo.policy_loss={kind!r}: unknown. Use one of {', '.join(POLICY_LOSSES)}.")
+    ratio = bounded_exp(log_ratio)
+    free = -ratio * advantages
+    bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    loss = torch.maximum(free, bounded)
+    clipped = bounded > free
+    dual_clipped = torch.zeros_like(clipped)
+    if dual_clip is not None:
+        if dual_clip <= 1:
+            raise ValueError(f"algo.dual_clip={dual_clip}: must be above 1, or it would cut ratios that are not off.")
+        limit = -dual_clip * advantages
+        dual_clipped = (advantages < 0) & (loss > limit)
+        loss = torch.where(dual_clipped, limit, loss)
+        clipped = clipped & ~dual_clipped
+    return PolicyLossTerms(loss, ratio.detach() * response_mask, clipped, dual_clipped)
+
+
+class ValueLossTerms(NamedTuple):
+    """Per token, both [T] and 0 or False outside of the mask; `clipped`: the gradient of this token is zero."""
+
+    loss: Tensor
+    clipped: Tensor
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, *, clip: float | None
+) -> ValueLossTerms:
+    """Half the squared error to the return, the larger of plain and clipped (arXiv:2005.12729).
+
+        max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2
+
+    Args:
+        values: [T] with gradient. old_values, returns: [T] without.
+        response_mask: [T] bool; elsewhere loss and gradient are 0.
+        clip: how far a value may move from its old one; None: the plain squared error.
+    """
+    values, old_values, returns = (masked(x, response_mask) for x in (values, old_values, returns))
+    free = (values - returns).square() / 2
+    if clip is None:
+        return ValueLossTerms(free, torch.zeros_like(response_mask))
+    bounded = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square() / 2
+    return ValueLossTerms(torch.maximum(free, bounded), bounded > free)
+
+
+class ImportanceWeights(NamedTuple):
+    """How much each token counts after the correction for what the engine sampled from.
+
+    Attributes:
+        weights: [T], 0 outside of the mask; multiply the per-token policy loss with them.
+        outside: [T] bool, the ratio was beyond the cap: cut (truncated) or left out (masked).
+        samples: n, the tokens or (at level `sequence`) the responses that the next two sums are over.
+        ratio_sum, ratio_square_sum: scalars, of the ratios before any cap, for `effective_sample_fraction`.
+    """
+
+    weights: Tensor
+    outside: Tensor
+    samples: Tensor
+    ratio_sum: Tensor
+    ratio_square_sum: Tensor
+
+
+def effective_sample_fraction(samples: float, ratio_sum: float, ratio_square_sum: float) -> float:
+    """Kish's effective sample size over n: (sum w)^2 / (n sum w^2), of sums over as many microbatches as wanted.
+
+    1 when engine and learner agree, 1/n when one sample carries everything, NaN for no samples.
+    """
+    return ratio_sum**2 / (samples * ratio_square_sum) if samples else float("nan")
+
+
+@torch.no_grad()
+def importance_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    mode: str,
+    level: str = "token",
+    cap: float = 2.0,
+) -> ImportanceWeights:
+    """Weights w = pi_old / pi_rollout between the learner's policy and the engine's, one a token.
+
+        none       1
+        truncated  min(w, cap)                               truncated importance sampling (Ionides 2008), applied
+                                                             to the engine's mismatch as in arXiv:2505.24298
+        masked     w where 1/cap <= w <= cap, 0 elsewhere    arXiv:2510.18855, with one bound for both sides
+
+    At level `sequence` the ratio is that of the whole response, exp(sum of log ratios over its True tokens), the same
+    for each of its tokens; responses that are packed in one row do not touch each other.
+
+    Args:
+        old_logprobs, rollout_logprobs: [T], from the learner and as the engine reported them.
+        response_mask: [T] bool. cu_seqlens: [S+1].
+        cap: at least 1.
+
+    Raises:
+        ValueError: an unknown mode or level, or a cap below 1.
+    """
+    if mode not in IMPORTANCE_CORRECTIONS:
+        raise ValueError(f"algo.importance_correction={mode!r}: use one of {', '.join(IMPORTANCE_CORRECTIONS)}.")
+    if level not in IMPORTANCE_LEVELS:
+        raise ValueError(f"importance correction a {level!r}: unknown. Use one of {', '.join(IMPORTANCE_LEVELS)}.")
+    if cap < 1:
+        raise ValueError(f"importance correction with cap={cap}: below 1 it would cut weights where policies agree.")
+    log_ratio = masked(old_logprobs, response_mask) - masked(rollout_logprobs, response_mask)
+    if level == "sequence":
+        sums = segment_sums(log_ratio, cu_seqlens)
+        counted = segment_counts(response_mask, cu_seqlens) > 0
+        log_ratio = sums[segment_ids(cu_seqlens, len(log_ratio))]
+    else:
+        sums, counted = log_ratio, response_mask
+    ratios = torch.where(counted, torch.exp(sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), 0.0)
+    weights = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    outside = (weights > cap) & response_mask
+    match mode:
+        case "none":
+            weights, outside = torch.ones_like(weights), torch.zeros_like(outside)
+        case "truncated":
+            weights = weights.clamp(max=cap)
+        case "masked":
+            outside = ((weights > cap) | (weights < 1 / cap)) & response_mask
+            weights = torch.where(outside, 0.0, weights)
+    return ImportanceWeights(
+        torch.where(response_mask, weights, 0.0), outside, counted.sum(), ratios.sum(), ratios.double().square().sum()
+    )
+
+
+def aggregate(
+    per_token: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    aggregation: str,
+    tokens: int,
+    sequences: int,
+    constant_length: int | None = None,
+) -> Tensor:
+    """This microbatch's share of the minibatch's loss: the sum over all microbatches and ranks is the loss.
+
+        token_mean     sum over True tokens / tokens                               DAPO, arXiv:2503.14476, sec. 3.3
+        sequence_mean  sum over sequences of the mean of their True tokens / sequences        arXiv:2402.03300, eq. 3
+        constant       sum over True tokens / (sequences * constant_length)        Dr. GRPO, arXiv:2503.20783, sec. 3.2
+
+    Args:
+        per_token: [T]; a sequence without a True token contributes exactly 0, and the result stays in the graph.
+        response_mask: [T] bool. cu_seqlens: [S+1].
+        tokens, sequences: of the whole minibatch over all ranks; 0 (nothing to train anywhere) gives a loss of 0.
+        constant_length: tokens; for `constant`.
+
+    Raises:
+        ValueError: an unknown aggregation, or `constant` without its length.
+    """
+    values = masked(per_token, response_mask)
+    match aggregation:
+        case "token_mean":
+            return values.sum() / max(tokens, 1)
+        case "sequence_mean":
+            counts = segment_counts(response_mask, cu_seqlens)[segment_ids(cu_seqlens, len(values))]
+            return (values / counts.clamp(min=1)).sum() / max(sequences, 1)
+        case "constant":
+            if not constant_length:
+                raise ValueError("algo.loss_aggregation=constant needs a positive constant_length.")
+            return values.sum() / (max(sequences, 1) * constant_length)
+    raise ValueError(f"algo.loss_aggregation={aggregation!r}: unknown. Use one of {', '.join(LOSS_AGGREGATIONS)}.")
+
+
+def _segment_mean(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T]: at each token the mean of x over the True tokens of its segment; x is 0 where the mask is False."""
+    means = segment_sums(x, cu_seqlens) / segment_counts(mask, cu_seqlens).clamp(min=1)
+    return means[segment_ids(cu_seqlens, len(x))]

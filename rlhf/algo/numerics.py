@@ -1,0 +1,43 @@
+"""What the losses share: an exponential that stays finite, and sums over the segments of a packed row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: a probability ratio beyond it is no longer a measurement
+
+
+def bounded_exp(x: Tensor) -> Tensor:
+    """exp(x) up to MAX_LOG_RATIO, the tangent line beyond: finite, monotone, value and gradient exact inside.
+
+    The tangent, unlike a clamp, keeps the sign of the gradient where a policy has drifted furthest.
+    """
+    return torch.exp(x.clamp(max=MAX_LOG_RATIO)) * (1 + torch.relu(x - MAX_LOG_RATIO))
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """float64 stays, everything else becomes float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """x where the mask is True and 0 elsewhere, in full precision; what stood elsewhere, NaN too, leaves no trace."""
+    return torch.where(mask, full_precision(x), 0.0)
+
+
+def segment_ids(cu_seqlens: Tensor, length: int) -> Tensor:
+    """[T] int64: the segment that each of `length` packed tokens belongs to; cu_seqlens [S+1] starts at 0."""
+    positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
+
+
+def segment_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[S] int64: True tokens of mask [T] in each segment."""
+    running = torch.nn.functional.pad(mask.long().cumsum(0), (1, 0))
+    return running[cu_seqlens.long()].diff()
+
+
+def segment_sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[S]: sums of x [T] over each segment, in a fixed order (no atomics), 0 for an empty one."""
+    return torch.segment_reduce(x, "sum", offsets=cu_seqlens.long(), initial=0.0)

@@ -1,0 +1,85 @@
+"""The two published forms of Adam, both on torch's own AdamW.
+
+Algorithm 1 of Kingma & Ba (arXiv:1412.6980), which PyTorch implements, adds epsilon to the bias-corrected root:
+
+    theta -= lr  m_hat / (sqrt(v_hat) + eps)            m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t)
+
+The formulation just before their Section 2.1, which TensorFlow implements and the original RLHF work was trained
+with, folds both corrections into the step size and adds "epsilon hat" to the uncorrected root:
+
+    theta -= lr sqrt(1 - beta2^t) / (1 - beta1^t)  m / (sqrt(v) + eps_hat)
+
+Dividing numerator and denominator by sqrt(1 - beta2^t) gives the first form with eps_t = eps_hat / sqrt(1 - beta2^t):
+the two differ by an epsilon that is large at first and decays to eps_hat. Setting `group["eps"]` before each step
+therefore turns any Adam that reads it, fused or inside DeepSpeed's ZeRO, into the TensorFlow one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+ADAM_VARIANTS = ("torch", "tensorflow")
+
+
+class HasParamGroups(Protocol):
+    """A torch optimizer, or DeepSpeed's wrapper around one."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+def build_adam(
+    parameters: Iterable[Tensor],
+    *,
+    variant: str,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> torch.optim.AdamW:
+    """AdamW with decoupled weight decay (arXiv:1711.05101), ready for its first step.
+
+    The fused kernel is used on CPU as well as on GPU: one pass over parameter, gradient and both moments. `eps` is
+    the epsilon of the variant as published; `set_step` writes the effective one before every step.
+
+    Raises:
+        ValueError: an unknown variant.
+    """
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+    set_step(optimizer, lr=lr, adam_step=1, variant=variant, eps=eps, betas=betas)
+    return optimizer
+
+
+def adam_epsilon(adam_step: int, *, variant: str, eps: float, betas: tuple[float, float]) -> float:
+    """The epsilon that torch's Adam must be given at step t to be the variant: eps, or eps / sqrt(1 - beta2^t).
+
+    Raises:
+        ValueError: an unknown variant.
+    """
+    assert adam_step >= 1, f"Adam counts its steps from 1, got {adam_step}"
+    match variant:
+        case "torch":
+            return eps
+        case "tensorflow":
+            return eps / math.sqrt(1 - betas[1] ** adam_step)
+    raise ValueError(f"learner.optimizer.variant={variant!r}: unknown. Use one of {', '.join(ADAM_VARIANTS)}.")
+
+
+def set_step(
+    optimizer: HasParamGroups, *, lr: float, adam_step: int, variant: str, eps: float, betas: tuple[float, float]
+) -> None:
+    """Write the learning rate and the effective epsilon of the step about to be taken into every parameter group.
+
+    Args:
+        adam_step: t, 1-based: the steps that Adam itself has taken plus one. A skipped update does not advance it.
+        eps, betas: as the config names them.
+    """
+    effective = adam_epsilon(adam_step, variant=variant, eps=eps, betas=betas)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["eps"] = effective

@@ -1,0 +1,187 @@
+"""Sequences -> token-budget microbatches without padding, the same amount of work for every rank.
+
+The minibatches are drawn first, from a seeded permutation that knows neither ranks nor budgets; packing only decides
+where and when a sequence is computed, never which optimizer step it belongs to.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rlhf.types import PackedTokens, Rollout
+
+# Attention costs as much as everything else in a transformer at a length of about six times its hidden size
+# (12 H^2 multiply-adds a token and layer against 2 L H): 8,192 stands for hidden sizes of 1,000 to 2,000.
+QUADRATIC_LENGTH = 8192.0
+
+FILLER_ROW = -1
+
+
+def draw_minibatches(count: int, *, minibatches: int, seed: int, step: int, epoch: int) -> list[np.ndarray]:
+    """Split rollouts 0..count-1 into minibatches by a permutation seeded by run, training step and epoch.
+
+    Returns:
+        `minibatches` int64 arrays whose sizes differ by at most one; together every index exactly once.
+    """
+    order = np.random.default_rng([seed, step, epoch]).permutation(count)
+    return np.array_split(order, minibatches)
+
+
+def pack_microbatches(lengths: np.ndarray, *, max_tokens: int, ranks: int) -> list[list[list[int]]]:
+    """Distribute the sequences of one minibatch over microbatches of at most `max_tokens` and over ranks.
+
+    Best-fit decreasing finds how many microbatches are needed, rounded up to a multiple of `ranks`. Where there is
+    slack, sequences are spread anew, each in decreasing order to the microbatch with the least cost (length plus
+    length^2 / QUADRATIC_LENGTH); where the budget is too tight for that, the best-fit microbatches stand. Microbatches
+    of similar cost run at the same time on all ranks, since a reduction follows each of them.
+
+    Args:
+        lengths: [B] int, tokens of each sequence, prompt and response.
+        max_tokens: hard budget of one microbatch.
+        ranks: learners.
+
+    Returns:
+        [rank][microbatch] -> indices into `lengths`, ascending. Equally many microbatches for every rank, at least
+        one; the empty lists among them are fillers. The result depends on the arguments alone.
+
+    Raises:
+        ValueError: a sequence alone is over the budget.
+    """
+    if len(lengths) and int(lengths.max()) > max_tokens:
+        raise ValueError(
+            f"learner.max_tokens_per_microbatch={max_tokens}: a sequence has {int(lengths.max())} tokens, and one "
+            f"sequence is never split. Raise it to {int(lengths.max())} or more, or shorten prompts and responses."
+        )
+    order = np.argsort(-lengths, kind="stable")
+    sizes = lengths[order].tolist()
+    packed = _best_fit(sizes, max_tokens)
+    microbatches = max(1, -(-len(packed) // ranks))
+    spread = _spread(sizes, max_tokens, ranks * microbatches)
+    bins = packed if spread is None else spread
+    bins += [[] for _ in range(ranks * microbatches - len(bins))]
+    return _assign_ranks([sorted(order[members].tolist()) if members else [] for members in bins], lengths, ranks)
+
+
+def sequence_cost(lengths: np.ndarray) -> np.ndarray:
+    """Compute of sequences in units of one token outside of attention: L + L^2 / QUADRATIC_LENGTH, any shape."""
+    return lengths * (1 + lengths / QUADRATIC_LENGTH)
+
+
+def _best_fit(sizes: list[int], max_tokens: int) -> list[list[int]]:
+    """Best-fit decreasing; `sizes` is sorted downwards.
+
+    Room is an integer, so open bins are kept in one stack for each amount of room, and the amounts in use as the bits
+    of one integer: the tightest bin that still fits is the lowest bit at or above the size.
+    """
+    bins: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}
+    rooms_in_use = 0
+    smallest = sizes[-1] if sizes else 0
+    for index, size in enumerate(sizes):
+        fitting = rooms_in_use >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            stack = with_room[room]
+            target = stack.pop()
+            if not stack:
+                rooms_in_use ^= 1 << room
+            bins[target].append(index)
+        else:
+            room = max_tokens
+            target = len(bins)
+            bins.append([index])
+        left = room - size
+        if left >= smallest:
+            with_room.setdefault(left, []).append(target)
+            rooms_in_use |= 1 << left
+    return bins
+
+
+def _spread(sizes: list[int], max_tokens: int, count: int) -> list[list[int]] | None:
+    """Give each size, largest first, to the cheapest of `count` bins; None as soon as that bin lacks the room."""
+    costs = sequence_cost(np.asarray(sizes, dtype=np.float64)).tolist()
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room = [max_tokens] * count
+    heap = [(0.0, target) for target in range(count)]
+    for index, (size, cost) in enumerate(zip(sizes, costs, strict=True)):
+        load, target = heap[0]
+        if size > room[target]:
+            return None
+        bins[target].append(index)
+        room[target] -= size
+        heapq.heapreplace(heap, (load + cost, target))
+    return bins
+
+
+def _assign_ranks(bins: list[list[int]], lengths: np.ndarray, ranks: int) -> list[list[list[int]]]:
+    """Deal bins, costliest first, in rounds of one a rank; within a round the costliest goes to the least loaded."""
+    costs = [float(sequence_cost(lengths[members]).sum()) if members else 0.0 for members in bins]
+    dealt = sorted(range(len(bins)), key=lambda index: (-costs[index], index))
+    loads = [0.0] * ranks
+    result: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for start in range(0, len(dealt), ranks):
+        by_load = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
+        for rank, index in zip(by_load, dealt[start : start + ranks], strict=True):
+            result[rank].append(bins[index])
+            loads[rank] += costs[index]
+    return result
+
+
+def pack(rollouts: Sequence[Rollout], rows: Sequence[int]) -> PackedTokens:
+    """Concatenate the rollouts with these indices into one row; positions restart at every sequence.
+
+    No rows make a filler: a sequence of two tokens with nothing to train, whose forward and backward keep the ranks in
+    step and whose gradient is exactly zero. It is the only sequence with row -1.
+    """
+    if not len(rows):
+        return PackedTokens(
+            token_ids=np.zeros(2, np.int32),
+            position_ids=np.arange(2, dtype=np.int32),
+            response_mask=np.zeros(2, bool),
+            rollout_logprobs=np.zeros(2, np.float32),
+            cu_seqlens=np.array([0, 2], np.int32),
+            rows=np.array([FILLER_ROW], np.int32),
+        )
+    chosen = [rollouts[row] for row in rows]
+    lengths = [len(rollout.token_ids) for rollout in chosen]
+    return PackedTokens(
+        token_ids=np.concatenate([rollout.token_ids for rollout in chosen]).astype(np.int32, copy=False),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        response_mask=np.concatenate([rollout.response_mask for rollout in chosen]),
+        rollout_logprobs=np.concatenate([rollout.rollout_logprobs for rollout in chosen]).astype(
+            np.float32, copy=False
+        ),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        rows=np.asarray(rows, np.int32),
+    )
+
+
+def scatter(
+    values: Mapping[int, np.ndarray | float] | Sequence[np.ndarray | float], packed: PackedTokens
+) -> np.ndarray:
+    """Lay values of rollouts out along a packed row.
+
+    Args:
+        values: by row, either [L] one a token of that rollout or one number for all of its response tokens.
+
+    Returns:
+        [T] float32; 0 outside of `response_mask` and in fillers.
+    """
+    out = np.zeros(len(packed.token_ids), np.float32)
+    for row, start, end in _segments(packed):
+        out[start:end] = values[row]
+    return np.where(packed.response_mask, out, np.float32(0))
+
+
+def gather(values: np.ndarray, packed: PackedTokens) -> dict[int, np.ndarray]:
+    """The inverse of `scatter`: row -> [L] its part of values [T], as copies; fillers are left out."""
+    return {row: values[start:end].copy() for row, start, end in _segments(packed)}
+
+
+def _segments(packed: PackedTokens) -> list[tuple[int, int, int]]:
+    bounds = packed.cu_seqlens.tolist()
+    triples = zip(packed.rows.tolist(), bounds[:-1], bounds[1:], strict=True)
+    return [(row, start, end) for row, start, end in triples if row != FILLER_ROW]

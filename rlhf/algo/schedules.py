@@ -1,0 +1,84 @@
+"""The learning rate as a function of the optimizer update and of nothing else.
+
+Update u = 1..N counts optimizer steps of the whole run; the number of learners, microbatches or training steps never
+enters. Skipped updates (a non-finite gradient) consume u, so that planned and actual rates stay in step.
+"""
+
+from __future__ import annotations
+
+import math
+
+SCHEDULES = ("constant", "linear", "cosine", "polynomial")
+
+
+def warmup_updates(warmup: int | float, total_updates: int) -> int:
+    """How many updates the warm-up takes: an int is a number of updates, a float in (0, 1) a fraction of the run.
+
+    A fraction is rounded up, so that asking for a warm-up always gives one. 0 and 0.0 mean none.
+
+    Raises:
+        ValueError: a negative number, or a float that is no fraction.
+    """
+    if warmup < 0:
+        raise ValueError(f"learner.schedule.warmup_steps={warmup}: a warm-up cannot be negative. Use 0 for none.")
+    if isinstance(warmup, int):
+        return warmup
+    if warmup >= 1:
+        raise ValueError(
+            f"learner.schedule.warmup_steps={warmup}: a float is a fraction of all updates and lies below 1. "
+            f"Write {math.ceil(warmup)} for a number of updates."
+        )
+    return math.ceil(warmup * total_updates)
+
+
+def learning_rate(
+    update: int,
+    *,
+    total_updates: int,
+    lr: float,
+    name: str = "constant",
+    warmup_steps: int = 0,
+    num_cycles: float = 0.5,
+    min_lr: float = 0.0,
+    power: float = 1.0,
+) -> float:
+    """The learning rate of one optimizer update.
+
+    With w = `warmup_steps` and N = `total_updates`: lr u / w for u <= w. Then, with p = (u - w) / (N - w):
+
+        constant    lr
+        linear      min_lr + (lr - min_lr) (1 - p)
+        cosine      min_lr + (lr - min_lr) (1 + cos(2 pi num_cycles p)) / 2
+        polynomial  min_lr + (lr - min_lr) (1 - p)^power
+
+    so that linear, polynomial and cosine with half a cycle fall monotonically and reach `min_lr` exactly at u = N.
+    A warm-up longer than the run is a ramp that never ends.
+
+    Args:
+        update: u, from 1 to `total_updates`.
+        total_updates: N, optimizer updates of the whole run.
+        lr: the rate at the end of the warm-up.
+        num_cycles: periods of the cosine; 0.5 is one fall from `lr` to `min_lr`.
+        min_lr: what the decay ends at; the constant schedule and the warm-up do not look at it.
+        power: exponent of the polynomial.
+
+    Raises:
+        ValueError: an unknown name, or an update outside of the run.
+    """
+    if not 1 <= update <= total_updates:
+        raise ValueError(f"update {update} is outside of the run's updates 1 to {total_updates}.")
+    if name not in SCHEDULES:
+        raise ValueError(f"learner.schedule.name={name!r}: unknown. Use one of {', '.join(SCHEDULES)}.")
+    if update <= warmup_steps:
+        return lr * update / warmup_steps
+    progress = (update - warmup_steps) / (total_updates - warmup_steps)
+    match name:
+        case "linear":
+            share = 1 - progress
+        case "cosine":
+            share = (1 + math.cos(2 * math.pi * num_cycles * progress)) / 2
+        case "polynomial":
+            share = (1 - progress) ** power
+        case _:
+            return lr
+    return min_lr + (lr - min_lr) * share

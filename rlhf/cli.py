@@ -1,0 +1,119 @@
+"""What the training programs share: arguments, --help, error messages, exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from rlhf.config.base import Section
+from rlhf.config.describe import Key, describe_keys, describe_options
+from rlhf.config.load import load_config
+from rlhf.config.reward import OPTIONS_OF_REWARD
+
+C = TypeVar("C", bound=Section)
+
+USER_ERROR = 2  # the config, the data or the machine is not what the run needs
+RUN_ERROR = 1  # the run began and could not go on
+INTERRUPTED = 128 + 2  # as a shell reports SIGINT
+TERMINATED = 128 + 15  # and SIGTERM, which cancels the run's task
+
+HELP_COLUMNS = 100
+KEYS_HEADER = """\
+Keys of the YAML: key = default, type, meaning.
+
+--config may be repeated; later files win key by key, and a list is replaced as a whole. Overrides
+come after all files, wherever they stand on the command line. Their values are read as YAML:
+
+  run.steps=10   learner.optimizer.lr=1e-6   data.eval=null   'rollout.stop=["</answer>"]'"""
+REWARD_HEADER = "reward options, beside name and weight of a part: reward=[{name: math, mode: lenient}]"
+
+
+def training_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan", action="store_true", help="print the run's arithmetic, layout and memory, and stop")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.dir")
+
+
+def parse(
+    program: str,
+    description: str,
+    schema: type[C],
+    argv: Sequence[str] | None,
+    *,
+    add_flags: Callable[[argparse.ArgumentParser], None] = training_flags,
+) -> tuple[C, argparse.Namespace]:
+    """Arguments -> the config and the flags; --help lists every key of the schema.
+
+    Args:
+        add_flags: adds what the program takes beside --config and overrides.
+
+    Raises:
+        ValueError: from the config, or from arguments that are neither a flag nor an override.
+    """
+    arguments, unknown = _parser(program, description, schema, add_flags).parse_known_intermixed_args(argv)
+    for argument in unknown:
+        remedy = f"Write overrides without dashes: {argument.lstrip('-')}" if "=" in argument else "See --help"
+        raise ValueError(f"{argument}: there is no such flag. {remedy}.")
+    if not arguments.config:
+        raise ValueError(f"--config: no file given. Name a YAML file: python -m {program} --config configs/math.yaml")
+    return load_config(schema, arguments.config, arguments.overrides), arguments
+
+
+def _parser(
+    program: str, description: str, schema: type[Section], add_flags: Callable[[argparse.ArgumentParser], None]
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=description,
+        usage=f"python -m {program} --config FILE ... [flags] [section.key=value ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_list_keys(schema).replace("%", "%%"),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="append", metavar="FILE", help="YAML file; repeat it, later ones win")
+    add_flags(parser)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of the YAML")
+    return parser
+
+
+def _list_keys(schema: type[Section]) -> str:
+    lines = [KEYS_HEADER]
+    section = ""
+    for key in describe_keys(schema):
+        if key.name.split(".")[0] != section:
+            section = key.name.split(".")[0]
+            lines.append(f"\n{section}")
+        lines += _key_lines(key)
+    lines.append(f"\n{REWARD_HEADER}")
+    lines += [line for key in describe_options(OPTIONS_OF_REWARD) for line in _key_lines(key)]
+    return "\n".join(lines)
+
+
+def _key_lines(key: Key) -> Iterable[str]:
+    """`key = default    [type]`, then the description, indented and wrapped."""
+    name = f"  {key.name} (required)" if key.default is None else f"  {key.name} = {key.default}"
+    line = f"{name:<48} [{key.kind}]"
+    yield from [line] if len(line) <= HELP_COLUMNS else [name, f"      [{key.kind}]"]
+    yield from textwrap.wrap(key.description, HELP_COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def run_program(main: Callable[[], None]) -> int:
+    """Run and turn what a user can act on into one message and an exit status."""
+    try:
+        main()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return RUN_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except asyncio.CancelledError:
+        print("terminated", file=sys.stderr)
+        return TERMINATED
+    return 0

@@ -1,0 +1,166 @@
+"""The `data` section: which rows become prompts, how they are rendered, and which of their columns is the answer.
+
+`data.train` and `data.eval` take a string, a mapping, or a list of either; all three become a tuple of `SourceConfig`,
+so `data.train=some/train.jsonl` on a command line replaces whatever stood in the file and is read with the columns
+that the section sets for all sources.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from pathlib import PurePath
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+
+from rlhf.config.base import Section
+
+TemplateName = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
+AnswerFormat = Literal["auto", "gsm8k", "boxed", "text", "none"]
+
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+class SourceConfig(Section):
+    """One data set: a local file or folder, or a data set of the hub."""
+
+    path: str = Field(
+        min_length=1,
+        description="local .jsonl, .json or .parquet file, local folder, or hub name such as openai/gsm8k",
+    )
+    name: str | None = Field(None, description="configuration of a hub data set, e.g. main; local files have none")
+    split: str | None = Field(
+        None, description="split of a hub data set or folder; null: train for data.train, test for data.eval"
+    )
+    source: str | None = Field(
+        None,
+        min_length=1,
+        pattern=r"^[^/\s]+$",
+        description="label in prompt ids, metrics and rewards; null: the file's stem or the hub name's last part",
+    )
+    weight: float | None = Field(
+        None,
+        gt=0,
+        description="relative share of an epoch; the scarcest source is used up, the others are drawn anew each epoch",
+    )
+    rows: int | None = Field(
+        None, ge=1, description="rows of an epoch, drawn anew each epoch (eval: the first ones); null: all"
+    )
+    prompt_column: str | None = Field(None, description="this source's own data.prompt_column; null: the section's")
+    answer_column: str | None = Field(None, description="this source's own data.answer_column; null: the section's")
+    answer_format: AnswerFormat | None = Field(
+        None, description="this source's own data.answer_format; null: the section's"
+    )
+
+    @model_validator(mode="after")
+    def _one_way_of_mixing(self) -> SourceConfig:
+        if self.weight is not None and self.rows is not None:
+            raise ValueError(
+                f"weight={self.weight:g} and rows={self.rows} of {self.path} contradict each other: "
+                "both say how much of an epoch comes from it. Keep one."
+            )
+        return self
+
+    @property
+    def label(self) -> str:
+        """What `Prompt.source` carries."""
+        path = PurePath(self.path)
+        return self.source or (path.stem if path.suffix in FILE_SUFFIXES else path.name)
+
+
+class DataConfig(Section):
+    """Prompts for training and evaluation."""
+
+    train: tuple[SourceConfig, ...] = Field(
+        description="training data: a path or hub name, a mapping with `path`, or a list of either"
+    )
+    eval: tuple[SourceConfig, ...] = Field(
+        (), description="evaluation data, each set reported by itself: as data.train; null: none"
+    )
+    prompt_column: str | None = Field(
+        None,
+        description="column of the prompt, text or role/content messages, a.b for nested ones; "
+        "null: the first there is of question, problem, prompt, messages, instruction, query",
+    )
+    answer_column: str | None = Field(
+        None,
+        description="column of the answer, a.b for nested ones; "
+        "null: the first there is of answer, ground_truth, final_answer, expected_answer, solution",
+    )
+    answer_format: AnswerFormat = Field(
+        "auto",
+        description="where the answer stands in its column: gsm8k (after the last ####), boxed (last \\boxed{}), "
+        "text (all of it), auto (the first of these that fits), none (the data has no answers)",
+    )
+    template: TemplateName = Field(
+        "model",
+        description="model (the tokenizer's chat template), chatml, qwen-math, tulu, qa (Question:/Answer:), raw",
+    )
+    system_prompt: str | None = Field(
+        None, min_length=1, description="system message before prompts that bring none of their own; null: none"
+    )
+    prompt_suffix: str | None = Field(
+        None, min_length=1, description="text put on a line of its own after the prompt; null: none"
+    )
+    max_prompt_tokens: int = Field(
+        1024, ge=1, description="tokens; longer prompts, template included, are left out and counted"
+    )
+    eval_rows: int | None = Field(None, ge=1, description="first rows of each evaluation set to use; null: all")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, values: Any) -> Any:
+        _refuse_unknown_keys(cls, values, "data")
+        return values
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _as_sources(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read a string, a mapping, or a list of either, as a tuple of mappings."""
+        if value is None:
+            return ()
+        entries = value if isinstance(value, list | tuple) else (value,)
+        for index, entry in enumerate(entries):
+            key = f"data.{info.field_name}" if len(entries) == 1 else f"data.{info.field_name}.{index}"
+            _refuse_unknown_keys(SourceConfig, entry, key)
+            if not isinstance(entry, str | dict | SourceConfig):
+                raise ValueError(
+                    f"{key}: {entry!r} names no data. "
+                    "Use a path or hub name, a mapping with `path`, or a list of either."
+                )
+        return tuple({"path": entry} if isinstance(entry, str) else entry for entry in entries)
+
+    @model_validator(mode="after")
+    def _consistent_sources(self) -> DataConfig:
+        if not self.train:
+            raise ValueError("data.train is empty: there is nothing to train on. Name a file or a hub data set.")
+        for key, sources in (("data.train", self.train), ("data.eval", self.eval)):
+            label, count = next(iter(Counter(source.label for source in sources).most_common(1)), ("", 0))
+            if count > 1:
+                raise ValueError(
+                    f"{key}: {count} sources are labelled {label!r}, so their prompts could not be told apart. "
+                    "Give each its own `source`."
+                )
+        without = [source.path for source in self.train if source.weight is None]
+        if without and len(without) < len(self.train):
+            raise ValueError(
+                f"data.train: {without[0]} has no weight while other sources have one, so its share is not defined. "
+                "Give every source a weight, or none."
+            )
+        for source in self.eval:
+            if source.weight is not None:
+                raise ValueError(
+                    f"data.eval: {source.path} has weight={source.weight:g}, but evaluation sets are not mixed. "
+                    "Remove it, or use rows."
+                )
+        return self
+
+
+def _refuse_unknown_keys(schema: type[BaseModel], values: Any, key: str) -> None:
+    """Raise for a key that the schema has not, with the nearest one that it has."""
+    for name in values if isinstance(values, dict) else ():
+        if name not in schema.model_fields:
+            near = difflib.get_close_matches(str(name), schema.model_fields, n=1, cutoff=0.5)
+            known = f"Did you mean {key}.{near[0]}?" if near else f"Known: {', '.join(schema.model_fields)}."
+            raise ValueError(f"{key}.{name}={values[name]!r:.80}: there is no such key. {known}")

@@ -1,0 +1,108 @@
+"""The whole config of a PPO run: that of GRPO, with a critic, and rewards that are spread over tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from rlhf.config.run import GRPOConfig, schedule_problems
+from rlhf.config.sections import AlgoConfig, Fraction, NonNegativeInt, TrainedConfig
+
+
+class PPOAlgoConfig(AlgoConfig):
+    """The policy loss as in GRPO; advantages by GAE, and by default the KL in the reward."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
+        "gae", description="PPO has one: generalized advantage estimation with the critic's values"
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "k4"] = Field("k1", description="estimator of KL(policy || reference)")
+    kl_place: Literal["loss", "reward"] = Field(
+        "reward", description="where the KL penalty goes; in the reward, a token"
+    )
+    gamma: Fraction = Field(1.0, description="discount a token")
+    lam: Fraction = Field(0.95, description="GAE's lambda; 1 is the return minus the value, 0 one step ahead")
+    whiten_advantages: bool = Field(True, description="mean 0 and variance 1 over the tokens of the whole step")
+    whiten_rewards: Literal["none", "scale", "shift"] = Field(
+        "none", description="per-token rewards to variance 1 with their mean kept (scale), or with mean 0 (shift)"
+    )
+    reward_clip: PositiveFloat | None = Field(None, description="rewards of responses are cut to +-this, before the KL")
+    kl_controller: Literal["fixed", "adaptive"] = Field(
+        "fixed", description="kl_coef stays, or is steered so that the KL to the reference meets kl_target"
+    )
+    kl_target: PositiveFloat = Field(6.0, description="nats a response, of the adaptive controller")
+    kl_horizon: PositiveInt = Field(10_000, description="rollouts, of the adaptive controller; smaller reacts faster")
+
+
+class CriticConfig(TrainedConfig):
+    """The value function: a second model of as many ranks as the policy, on the policy's microbatches."""
+
+    path: str | None = Field(
+        None,
+        description="model it starts from, e.g. a reward model, whose head it keeps; null: model.path, head of zeros",
+    )
+    value_clip: PositiveFloat | None = Field(
+        0.2, description="how far a value may move from its old one before the loss ignores it; null: no bound"
+    )
+    warmup_steps: NonNegativeInt = Field(
+        0, description="first training steps, in which the critic learns alone; the policy's schedule starts after them"
+    )
+
+
+class PPOConfig(GRPOConfig):
+    """Everything that `python -m rlhf.ppo` reads."""
+
+    algo: PPOAlgoConfig = PPOAlgoConfig()
+    critic: CriticConfig = CriticConfig()
+
+    @property
+    def trained_worlds(self) -> int:
+        return 2
+
+    @property
+    def total_updates(self) -> int:
+        """N of the policy: steps in which the critic learns alone do not count."""
+        return (self.run.steps - self.critic.warmup_steps) * self.updates_per_step
+
+    def updates_before(self, step: int) -> int:
+        return max(0, step - self.critic.warmup_steps) * self.updates_per_step
+
+    @property
+    def critic_total_updates(self) -> int:
+        """N of the critic."""
+        return self.run.steps * self.updates_per_step
+
+    @property
+    def critic_warmup_updates(self) -> int:
+        schedule = self.critic.schedule
+        return schedule.warmup_steps or math.ceil(schedule.warmup_fraction * self.critic_total_updates)
+
+    @property
+    def critic_path(self) -> str:
+        return self.critic.path or self.model.path
+
+    @model_validator(mode="after")
+    def _refuse_contradictions_of_ppo(self) -> PPOConfig:
+        algo, critic = self.algo, self.critic
+        problems = schedule_problems("critic", critic, self.critic_total_updates)
+        if algo.advantage != "gae":
+            problems.append(f"algo.advantage={algo.advantage}: rlhf.ppo uses gae. Remove the key, or run rlhf.grpo.")
+        if critic.warmup_steps >= self.run.steps:
+            problems.append(
+                f"critic.warmup_steps={critic.warmup_steps}: the run has run.steps={self.run.steps}, so the policy "
+                "would never be updated. Shorten the warm-up or run longer."
+            )
+        if algo.kl_controller == "adaptive" and (algo.kl_coef == 0 or algo.kl_place != "reward"):
+            problems.append(
+                f"algo.kl_controller=adaptive with algo.kl_coef={algo.kl_coef} and algo.kl_place={algo.kl_place}: the "
+                "controller multiplies a coefficient in the reward. Set kl_place=reward and a kl_coef above 0, or "
+                "kl_controller=fixed."
+            )
+        if self.cluster.placement == "colocated":
+            problems.append(
+                "cluster.placement=colocated: critic and policy have GPUs of their own in rlhf.ppo. Use separate."
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self

@@ -1,0 +1,255 @@
+"""The `reward` section: which rewards grade a response, for which data sources, and the pool that runs them.
+
+Two spellings mean the same. A list names the parts; a mapping adds settings and other parts for some sources:
+
+    reward: [{name: math, weight: 1.0}, {name: format, weight: 0.1, style: think}]
+    reward: {parts: [{name: math}], by_source: {gsm8k: [{name: gsm8k}]}, workers: 16}
+
+Keys of a part other than `name` and `weight` are options of that reward.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from rlhf.config.base import Section
+
+ExtractionStep = Literal["box", "answer_tag", "hash", "answer_is", "math_span", "last_number"]
+
+STEPS_OF_MODE: dict[str, tuple[ExtractionStep, ...]] = {
+    "strict": ("box",),
+    "lenient": ("box", "answer_tag", "hash", "answer_is", "math_span", "last_number"),
+}
+
+
+class MathOptions(Section):
+    """A math answer, found in the response and compared with the gold answer."""
+
+    mode: Literal["strict", "lenient"] = Field(
+        "strict", description="strict takes a boxed answer only (training), lenient any stated answer (evaluation)"
+    )
+    extract: tuple[ExtractionStep, ...] | None = Field(
+        None, description="where an answer may stand, first match wins; null: the steps of the mode"
+    )
+
+    @field_validator("extract", mode="before")
+    @classmethod
+    def _list_is_tuple(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @property
+    def steps(self) -> tuple[ExtractionStep, ...]:
+        return self.extract if self.extract is not None else STEPS_OF_MODE[self.mode]
+
+
+class Gsm8kOptions(Section):
+    """The number after the last `####`."""
+
+
+class MultipleChoiceOptions(Section):
+    """The letter of the chosen option."""
+
+    letters: str = Field("ABCDEFGHIJ", min_length=2, description="the letters that name options")
+
+
+class ExactOptions(Section):
+    """The whole answer as a string."""
+
+    ignore_case: bool = Field(True, description="upper and lower case count as equal")
+
+
+class F1Options(Section):
+    """Overlap of the words of answer and gold."""
+
+    threshold: float | None = Field(None, gt=0, le=1, description="give 1 at this F1 or above, else 0; null: F1 itself")
+
+
+class FormatOptions(Section):
+    """The form of the response, whatever it answers."""
+
+    style: Literal["think", "think_answer", "boxed"] = Field(
+        "think_answer", description="<think>..</think> first; the same and <answer>..</answer> last; exactly one box"
+    )
+    pattern: str | None = Field(None, description="a regular expression that the whole response must match, instead")
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"not a regular expression ({error})") from None
+        return value
+
+
+class LengthOptions(Section):
+    """0 within the bounds, falling linearly to -1 over the buffer outside of them."""
+
+    min_tokens: int = Field(0, ge=0, description="shortest response without a penalty, tokens")
+    max_tokens: int | None = Field(None, ge=1, description="longest response allowed, tokens; null: no upper bound")
+    buffer_tokens: int = Field(0, ge=0, description="the penalty grows over so many tokens before the bound")
+
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens + self.buffer_tokens > self.max_tokens:
+            raise ValueError("min_tokens + buffer_tokens is above max_tokens, so every length would be penalized")
+        return self
+
+
+class RepetitionOptions(Section):
+    """The share of word n-grams that occurred before, as a penalty."""
+
+    ngram: int = Field(8, ge=1, description="words in an n-gram")
+    free_fraction: float = Field(0.1, ge=0, lt=1, description="share of repeated n-grams that costs nothing")
+
+
+OPTIONS_OF_REWARD: dict[str, type[Section]] = {
+    "math": MathOptions,
+    "gsm8k": Gsm8kOptions,
+    "multiple_choice": MultipleChoiceOptions,
+    "exact": ExactOptions,
+    "f1": F1Options,
+    "format": FormatOptions,
+    "length": LengthOptions,
+    "repetition": RepetitionOptions,
+}
+
+USER_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+class RewardPart(Section):
+    """One summand of the reward."""
+
+    name: str = Field(description=f"{', '.join(OPTIONS_OF_REWARD)}, or your_package.your_module:your_function")
+    weight: float = Field(1.0, description="factor of this part in the sum")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of this reward")
+
+    @property
+    def is_user_function(self) -> bool:
+        return ":" in self.name
+
+
+class RewardConfig(Section):
+    """The rewards that are summed, and the limits of the processes that compute them."""
+
+    parts: tuple[RewardPart, ...] = Field(
+        (RewardPart(name="math", weight=1.0, options={}),),
+        description="rewards whose weighted sum is the reward of a response",
+    )
+    by_source: dict[str, tuple[RewardPart, ...]] = Field(
+        default_factory=dict, description="other parts for the prompts of these data sources"
+    )
+    workers: int | None = Field(None, ge=1, description="grading processes; null: the cores, at most 8")
+    spares: int = Field(1, ge=0, description="loaded processes that wait to replace a killed one")
+    cpu_seconds: float = Field(2.0, gt=0, description="seconds of CPU that grading one part of one response may take")
+    wall_seconds: float = Field(
+        10.0, gt=0, description="seconds by the clock for the same, not counting time spent waiting for a core"
+    )
+    memory_mb: int = Field(1024, ge=64, description="memory that a grading process may add to what it starts with, MiB")
+    start_seconds: float = Field(120.0, gt=0, description="seconds for the grading processes to load")
+    bad_gold: Literal["fail", "skip"] = Field(
+        "fail", description="rows whose gold answer cannot be graded: stop the run, or leave the rows out"
+    )
+    failure_fraction: float = Field(
+        0.02, ge=0, le=1, description="share of the calls of a user function that may fail before the run stops"
+    )
+    failures_always_allowed: int = Field(
+        10, ge=0, description="failures of a user function that never stop the run, however few the calls"
+    )
+    cache_size: int = Field(100_000, ge=0, description="symbolic comparisons remembered by answer and gold")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalize(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            value = {"parts": value}
+        if not isinstance(value, dict):
+            return value
+        for key, setting in value.items():
+            if key not in cls.model_fields:
+                raise ValueError(f"reward.{key}={setting!r}: there is no such key. {_nearest(key, cls.model_fields)}")
+        normalized = dict(value)
+        prefix = "reward.parts" if value.keys() - {"parts"} else "reward"
+        if "parts" in value:
+            normalized["parts"] = _parts(value["parts"], prefix)
+        by_source = value.get("by_source", {})
+        if not isinstance(by_source, dict):
+            raise ValueError(f"reward.by_source={by_source!r}: not a mapping. Write {{source: [{{name: gsm8k}}]}}.")
+        normalized["by_source"] = {
+            source: _parts(parts, f"reward.by_source.{source}") for source, parts in by_source.items()
+        }
+        return normalized
+
+    def parts_of(self, source: str) -> tuple[RewardPart, ...]:
+        return self.by_source.get(source, self.parts)
+
+    @property
+    def all_parts(self) -> tuple[RewardPart, ...]:
+        return self.parts + tuple(part for parts in self.by_source.values() for part in parts)
+
+
+def _parts(value: Any, key: str) -> tuple[RewardPart, ...]:
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"{key}={value!r}: not a list of rewards. Write [{{name: math, weight: 1.0}}].")
+    parts = tuple(_part(item, f"{key}[{index}]") for index, item in enumerate(value))
+    names = [part.name for part in parts]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise ValueError(
+                f"{key}[{index}].name={name!r}: named twice, and parts are logged by name. Keep one of the two."
+            )
+    return parts
+
+
+def _part(value: Any, key: str) -> RewardPart:
+    """One entry of the list: its own keys, and every other key as an option of the reward it names."""
+    if isinstance(value, RewardPart):
+        return value
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError(f"{key}={value!r}: a reward needs a name. Write {{name: math, weight: 1.0}}.")
+    name, weight, options = value["name"], value.get("weight", 1.0), value.get("options", {})
+    if (
+        not isinstance(weight, int | float)
+        or isinstance(weight, bool)
+        or weight != weight
+        or abs(weight) == float("inf")
+    ):
+        raise ValueError(f"{key}.weight={weight!r}: not a finite number. Write a factor such as 1.0.")
+    if not isinstance(options, dict):
+        raise ValueError(f"{key}.options={options!r}: not a mapping. Write the options beside the name.")
+    options = {**options, **{k: v for k, v in value.items() if k not in ("name", "weight", "options")}}
+    if name in OPTIONS_OF_REWARD:
+        _check_options(OPTIONS_OF_REWARD[name], options, key, name)
+    elif not USER_FUNCTION.fullmatch(name):
+        reason = "not of the form package.module:function" if ":" in name else "there is no such reward"
+        raise ValueError(f"{key}.name={name!r}: {reason}. {_nearest(name, OPTIONS_OF_REWARD)}")
+    return RewardPart(name=name, weight=float(weight), options=options)
+
+
+def _check_options(schema: type[Section], options: dict[str, Any], key: str, name: str) -> None:
+    for option, value in options.items():
+        if option not in schema.model_fields:
+            raise ValueError(
+                f"{key}.{option}={value!r}: {name} has no such option. {_nearest(option, schema.model_fields)}"
+            )
+    try:
+        schema.model_validate(options)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join([key, *(str(part) for part in problem["loc"])])
+        reason = problem["msg"].removeprefix("Value error, ")
+        value = options if not problem["loc"] else problem["input"]
+        raise ValueError(f"{place}={value!r}: {reason[0].lower()}{reason[1:]}. See docs/rewards.md.") from None
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    if near:
+        return f"Did you mean {near[0]!r}?"
+    return f"Known: {', '.join(known)}." if known else "It has no options."

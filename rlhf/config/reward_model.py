@@ -1,0 +1,79 @@
+"""A learned reward: how a run uses one (`reward_model`), and the whole config of the program that trains one."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from rlhf.config.base import Section
+from rlhf.config.sections import ModelConfig, NonNegativeInt, TrainedConfig
+
+
+class RewardModelConfig(Section):
+    """A reward model whose normalized score, times its weight, is added to the reward of every response."""
+
+    path: str | None = Field(None, description="sequence-classification model with one label; null: an endpoint")
+    endpoint: str | None = Field(
+        None, description='URL that takes {"conversations": [[{role, content}]]} and returns {"scores": [number]}'
+    )
+    weight: float = Field(1.0, description="factor in the sum with the parts of `reward`")
+    mean: float | None = Field(None, description="subtracted from scores; null: as recorded beside the model, else 0")
+    std: PositiveFloat | None = Field(None, description="divides them then; null: as recorded beside the model, else 1")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="type of its weights")
+    replicas: PositiveInt = Field(1, description="copies of the model, a GPU each; or requests at once to the endpoint")
+    max_tokens_per_batch: PositiveInt = Field(16384, description="tokens in one forward of one copy")
+    timeout_s: PositiveFloat = Field(60.0, description="seconds that one request to the endpoint may take")
+    retries: NonNegativeInt = Field(5, description="further tries of a failed request, each after twice the wait")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> RewardModelConfig:
+        if (self.path is None) == (self.endpoint is None):
+            raise ValueError(
+                f"reward_model.path={self.path} and reward_model.endpoint={self.endpoint}: set exactly one of them."
+            )
+        return self
+
+
+class PairsConfig(Section):
+    train: str = Field(description="JSONL of preference pairs: chosen, rejected (text or messages), prompt with text")
+    eval: str | None = Field(None, description="held-out pairs of the same form; null: none")
+    max_tokens: PositiveInt = Field(
+        2048, description="longest conversation, tokens; longer pairs are left out, counted"
+    )
+
+
+class RewardTrainingRunConfig(Section):
+    dir: str = Field(description="folder that the model, its normalization and metrics.jsonl are written to")
+    epochs: PositiveInt = Field(1, description="passes over the pairs; one is the field's habit, more overfit")
+    seed: int = Field(0, ge=0, description="seeds the order of pairs and the head")
+
+
+class RewardTrainerConfig(TrainedConfig):
+    pairs_per_update: PositiveInt = Field(64, description="preference pairs of one optimizer step, over all learners")
+    max_tokens_per_microbatch: PositiveInt = Field(16384, description="tokens in one forward and backward of a learner")
+
+
+class RewardTrainingConfig(Section):
+    """Everything that `python -m rlhf.reward_model` reads."""
+
+    run: RewardTrainingRunConfig
+    model: ModelConfig
+    data: PairsConfig
+    learner: RewardTrainerConfig = RewardTrainerConfig()
+    learners: PositiveInt = Field(1, description="learner ranks on this machine, a GPU each")
+    device: Literal["cuda", "cpu"] = Field("cuda", description="where they compute")
+
+    def warmup_updates(self, total_updates: int) -> int:
+        schedule = self.learner.schedule
+        return schedule.warmup_steps or math.ceil(schedule.warmup_fraction * total_updates)
+
+    @model_validator(mode="after")
+    def _a_pair_fits(self) -> RewardTrainingConfig:
+        if self.learner.max_tokens_per_microbatch < 2 * self.data.max_tokens:
+            raise ValueError(
+                f"learner.max_tokens_per_microbatch={self.learner.max_tokens_per_microbatch}: a pair may have 2 x "
+                f"data.max_tokens = {2 * self.data.max_tokens} tokens and is never split. Raise one or lower the other."
+            )
+        return self

@@ -1,0 +1,277 @@
+"""The whole config of a GRPO run: the sections, what follows from them, and the contradictions between them."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import Field, model_validator
+
+from rlhf.config.base import Section
+from rlhf.config.data import DataConfig
+from rlhf.config.reward import RewardConfig
+from rlhf.config.reward_model import RewardModelConfig
+from rlhf.config.sections import (
+    AlgoConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    EvaluationConfig,
+    LearnerConfig,
+    LoggingConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainedConfig,
+)
+
+NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+
+
+class GRPOConfig(Section):
+    """Everything that `python -m rlhf.grpo` reads."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    reward_model: RewardModelConfig | None = Field(
+        None, description="a learned reward beside `reward`: path or endpoint, weight, mean, std; null: none"
+    )
+    rollout: RolloutConfig
+    algo: AlgoConfig = AlgoConfig()
+    learner: LearnerConfig = LearnerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.learner.epochs_per_step * self.learner.minibatches_per_epoch
+
+    @property
+    def total_updates(self) -> int:
+        """Planned optimizer steps of the run: N of the learning-rate schedule."""
+        return self.run.steps * self.updates_per_step
+
+    def updates_before(self, step: int) -> int:
+        """The policy's optimizer steps, taken and skipped, before this training step."""
+        return step * self.updates_per_step
+
+    @property
+    def trained_worlds(self) -> int:
+        """DeepSpeed worlds of cluster.learners ranks each."""
+        return 1
+
+    @property
+    def warmup_updates(self) -> int:
+        schedule = self.learner.schedule
+        return schedule.warmup_steps or math.ceil(schedule.warmup_fraction * self.total_updates)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def evaluation_groups_at_once(self) -> int:
+        """Prompts under way in an evaluation: what the engines run at once, and as much again to follow."""
+        sequences = self.cluster.engines * self.rollout.max_concurrent_sequences
+        return max(1, 2 * sequences // self.evaluation.samples_per_prompt)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algo.kl_coef > 0 or self.algo.log_kl
+
+    @property
+    def importance_correction(self) -> str:
+        if self.algo.importance_correction == "auto":
+            return "none" if self.rollout.max_policy_lag == 0 else "truncated"
+        return self.algo.importance_correction
+
+    @property
+    def needs_old_logprobs_pass(self) -> bool:
+        """Whether the policy before the first update differs from the one of some loss, or the driver reads it."""
+        return (
+            self.updates_per_step > 1
+            or self.importance_correction != "none"
+            or (self.algo.kl_place == "reward" and self.algo.kl_coef > 0)
+        )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed and still likely a mistake, one sentence each."""
+        found = []
+        algo = self.algo
+        if algo.kl_place == "reward" and algo.kl_coef > 0 and algo.kl_estimator in ("k2", "k3"):
+            blow_up = "; k3 grows like exp(-d) and can blow up" if algo.kl_estimator == "k3" else ""
+            found.append(
+                f"algo.kl_estimator={algo.kl_estimator} with algo.kl_place=reward: biased in the reward{blow_up}. "
+                "Only k1 is exact there."
+            )
+        if algo.kl_place == "loss" and algo.kl_coef > 0 and algo.kl_estimator == "k1":
+            found.append(
+                "algo.kl_estimator=k1 with algo.kl_place=loss: its expected gradient is zero, it will not hold the "
+                "policy near the reference. Use k2 or k4 in the loss, or k1 in the reward."
+            )
+        if self.rollouts_per_step % self.learner.minibatches_per_epoch:
+            found.append(
+                f"{self.rollouts_per_step} rollouts a step do not divide by learner.minibatches_per_epoch="
+                f"{self.learner.minibatches_per_epoch}: minibatches differ by one rollout."
+            )
+        if self.evaluation.every is not None and not self.data.eval:
+            found.append(
+                f"evaluation.every={self.evaluation.every} without data.eval: there is nothing to evaluate on. "
+                "Name a data set, or leave it out."
+            )
+        if self.evaluation.temperature == 0 and self.evaluation.samples_per_prompt > 1:
+            found.append(
+                f"evaluation.samples_per_prompt={self.evaluation.samples_per_prompt} with evaluation.temperature=0: "
+                "greedy samples of a prompt are all the same. Take one sample, or a temperature."
+            )
+        return tuple(found)
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> GRPOConfig:
+        problems = [*_sampling_problems(self), *_learner_problems(self), *_cluster_problems(self)]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _sampling_problems(config: GRPOConfig) -> list[str]:
+    rollout, algo = config.rollout, config.algo
+    problems = []
+    if rollout.samples_per_prompt < 2 and algo.advantage in NEEDS_A_GROUP:
+        problems.append(
+            f"rollout.samples_per_prompt={rollout.samples_per_prompt}: the advantages of algo.advantage="
+            f"{algo.advantage} would all be zero. Use at least 2, or algo.advantage=reinforce_pp."
+        )
+    if algo.advantage == "gae" and config.trained_worlds == 1:
+        problems.append("algo.advantage=gae: it needs a critic. Run rlhf.ppo, or use grpo.")
+    if algo.ref_update != "fixed" and not config.needs_reference:
+        problems.append(
+            f"algo.ref_update={algo.ref_update} with algo.kl_coef=0: there is no reference. Set kl_coef or "
+            "log_kl=true, or ref_update=fixed."
+        )
+    if rollout.dynamic_sampling and rollout.samples_per_prompt < 2:
+        problems.append(
+            f"rollout.dynamic_sampling=true with rollout.samples_per_prompt={rollout.samples_per_prompt}: rewards of a "
+            "group of one are always equal. Use at least 2, or false."
+        )
+    if rollout.top_p != 1.0:
+        problems.append(
+            f"rollout.top_p={rollout.top_p}: the engine would renormalize over a kept set that the learner does not "
+            "know, and every ratio would be wrong. Leave it at 1.0."
+        )
+    if rollout.max_policy_lag > 0 and config.importance_correction == "none":
+        problems.append(
+            f"algo.importance_correction=none with rollout.max_policy_lag={rollout.max_policy_lag}: lagging rollouts "
+            "need a correction. Use truncated or masked, or a lag of 0."
+        )
+    longest = config.evaluation.max_response_tokens
+    if longest is not None and longest > rollout.max_response_tokens:
+        problems.append(
+            f"evaluation.max_response_tokens={longest} with rollout.max_response_tokens={rollout.max_response_tokens}: "
+            "the engines are made for sequences of the latter, and would cut evaluations off. Raise it to as much."
+        )
+    if algo.kl_place == "reward" and algo.kl_estimator == "k4":
+        problems.append(
+            "algo.kl_estimator=k4 with algo.kl_place=reward: in the reward k4 equals k1 (the ratio is 1 there). Use k1."
+        )
+    if algo.kl_ratio_weighted and (algo.kl_estimator != "k3" or algo.kl_place != "loss"):
+        problems.append(
+            f"algo.kl_ratio_weighted=true with algo.kl_estimator={algo.kl_estimator} and algo.kl_place="
+            f"{algo.kl_place}: it is defined for k3 in the loss. Set kl_estimator=k3 and kl_place=loss, or false."
+        )
+    return problems
+
+
+def _learner_problems(config: GRPOConfig) -> list[str]:
+    learner, algo = config.learner, config.algo
+    problems = []
+    if learner.max_tokens_per_microbatch < config.max_sequence_tokens:
+        problems.append(
+            f"learner.max_tokens_per_microbatch={learner.max_tokens_per_microbatch}: one sequence may have "
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} tokens. "
+            "Raise the budget to at least that, or shorten prompts or responses."
+        )
+    if learner.minibatches_per_epoch > config.rollouts_per_step:
+        problems.append(
+            f"learner.minibatches_per_epoch={learner.minibatches_per_epoch}: there are only "
+            f"{config.rollouts_per_step} rollouts a step (rollout.prompts_per_step x rollout.samples_per_prompt). "
+            "Take fewer minibatches, or more rollouts."
+        )
+    problems += schedule_problems("learner", learner, config.total_updates)
+    if learner.zero_stage == 0 and config.model.dtype == "bfloat16":
+        problems.append(
+            "learner.zero_stage=0 with model.dtype=bfloat16: DeepSpeed would accumulate gradients in bfloat16 there. "
+            "Use stage 1 or higher, which costs nothing on one learner, or model.dtype=float32."
+        )
+    if algo.constant_length is not None and algo.loss_aggregation != "constant":
+        problems.append(
+            f"algo.constant_length={algo.constant_length} with algo.loss_aggregation={algo.loss_aggregation}: only "
+            "loss_aggregation=constant reads it. Remove it, or set loss_aggregation=constant."
+        )
+    if algo.clip_low >= 1.0 and algo.policy_loss != "cispo":
+        problems.append(f"algo.clip_low={algo.clip_low}: the lower bound 1 - clip_low must be above 0. Use 0.2.")
+    if algo.dual_clip is not None and algo.policy_loss == "cispo":
+        problems.append(
+            f"algo.dual_clip={algo.dual_clip} with algo.policy_loss={algo.policy_loss}: cispo has none. Remove it, or "
+            "set policy_loss=ppo."
+        )
+    return problems
+
+
+def schedule_problems(key: str, trained: TrainedConfig, total_updates: int) -> list[str]:
+    """Contradictions between optimizer, schedule and the optimizer steps of one trained module."""
+    schedule, problems = trained.schedule, []
+    if schedule.warmup_steps and schedule.warmup_fraction:
+        problems.append(
+            f"{key}.schedule.warmup_steps={schedule.warmup_steps} and {key}.schedule.warmup_fraction="
+            f"{schedule.warmup_fraction}: both set the warm-up. Set one of them."
+        )
+    if schedule.warmup_steps and schedule.warmup_steps >= total_updates:
+        problems.append(
+            f"{key}.schedule.warmup_steps={schedule.warmup_steps}: the run has only {total_updates} optimizer "
+            "steps (run.steps x epochs_per_step x minibatches_per_epoch). Shorten the warm-up (as "
+            "warmup_fraction it follows the length of the run), or run longer."
+        )
+    if schedule.min_lr > trained.optimizer.lr:
+        problems.append(
+            f"{key}.schedule.min_lr={schedule.min_lr}: above {key}.optimizer.lr={trained.optimizer.lr}. "
+            "The minimum must not exceed the peak."
+        )
+    if trained.offload_optimizer and trained.zero_stage == 0:
+        problems.append(f"{key}.offload_optimizer=true with {key}.zero_stage=0: offloading needs stage 1, 2 or 3.")
+    return problems
+
+
+def _cluster_problems(config: GRPOConfig) -> list[str]:
+    cluster = config.cluster
+    problems = []
+    if cluster.device == "cuda" and config.model.dtype == "float32":
+        problems.append(
+            "model.dtype=float32 with cluster.device=cuda: flash attention on packed rows takes bfloat16. Set "
+            "model.dtype=bfloat16 (master weights are float32 anyway), or cluster.device=cpu."
+        )
+    if cluster.placement == "colocated":
+        engine_gpus = cluster.engines * cluster.tensor_parallel
+        if cluster.device == "cpu":
+            problems.append(
+                "cluster.placement=colocated with cluster.device=cpu: there are no GPUs to share. "
+                "Use placement=separate."
+            )
+        elif engine_gpus != cluster.learners:
+            problems.append(
+                f"cluster.placement=colocated: cluster.engines x cluster.tensor_parallel = {engine_gpus} GPUs, but "
+                f"cluster.learners={cluster.learners}. Both must be the same GPUs, so the numbers must be equal."
+            )
+        if config.rollout.max_policy_lag > 0:
+            problems.append(
+                f"cluster.placement=colocated with rollout.max_policy_lag={config.rollout.max_policy_lag}: on shared "
+                "GPUs sampling and training take turns. Use separate placement or a lag of 0."
+            )
+    return problems

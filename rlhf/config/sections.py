@@ -1,0 +1,192 @@
+"""The sections of the YAML, one model each. Every size is global; none is per device."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from rlhf.config.base import Section
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+class ModelConfig(Section):
+    path: str = Field(description="folder or hub name of the model that is trained")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="type of weights and activations; master weights are float32 always"
+    )
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    trust_remote_code: bool = Field(False, description="run code that the model's repository ships")
+
+
+class RunConfig(Section):
+    dir: str = Field(description="folder of the run: config, metrics, rollouts, checkpoints, final model")
+    steps: PositiveInt = Field(
+        description="training steps; one consumes prompts_per_step x samples_per_prompt rollouts"
+    )
+    seed: NonNegativeInt = Field(0, description="seeds prompt order, sampling and minibatches")
+    export: bool = Field(True, description="write the final model in Hugging Face format")
+
+
+class RolloutConfig(Section):
+    prompts_per_step: PositiveInt = Field(description="prompts of one training step, over all engines")
+    samples_per_prompt: PositiveInt = Field(description="responses sampled for each prompt, the group size G")
+    max_response_tokens: PositiveInt = Field(description="longest response, tokens")
+    temperature: PositiveFloat = Field(
+        1.0, description="sampling temperature; the learner divides its logits by it too"
+    )
+    top_p: Fraction = Field(1.0, description="nucleus sampling; training takes only 1.0")
+    stop: tuple[str, ...] = Field((), description="strings that end a response beside the model's eos ids")
+    non_stop_reward: float | None = Field(
+        None, description="reward of a response that did not stop by itself, in place of its own; null leaves it"
+    )
+    missing_eos_penalty: NonNegative = Field(
+        0.0, description="subtracted from the reward of a response that did not stop by itself"
+    )
+    dynamic_sampling: bool = Field(
+        False, description="replace groups whose rewards are all equal, which teach nothing, by other prompts' (DAPO)"
+    )
+    max_replacements: NonNegativeInt = Field(
+        64, description="groups that dynamic sampling may replace before a step; after that equal groups are trained on"
+    )
+    max_policy_lag: NonNegativeInt = Field(
+        0, description="training steps that the oldest token of a rollout may be behind; 0 is synchronous"
+    )
+    on_weight_update: Literal["recompute", "keep_kv"] = Field(
+        "recompute", description="KV cache of running requests when weights change: prefill again, or keep"
+    )
+    gpu_memory_utilization: Fraction = Field(0.85, description="share of a GPU that an engine takes")
+    kv_cache_gib: PositiveInt = Field(1, description="KV cache of an engine on CPU, GiB")
+    max_concurrent_sequences: PositiveInt = Field(256, description="sequences that an engine runs at once")
+    enforce_eager: bool = Field(False, description="no CUDA graphs in the engines; CPU never has them")
+
+
+class AlgoConfig(Section):
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
+        "grpo", description="how rewards become advantages; grpo divides by the group's std; gae is for rlhf.ppo alone"
+    )
+    policy_loss: Literal["ppo", "gspo", "cispo"] = Field("ppo", description="surrogate objective")
+    clip_low: NonNegative = Field(0.2, description="the ratio is clipped below at 1 - clip_low")
+    clip_high: NonNegative = Field(0.2, description="the ratio is clipped above at 1 + clip_high")
+    dual_clip: float | None = Field(None, gt=1.0, description="bound of the loss for negative advantages; null is off")
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "token_mean", description="mean over tokens, over sequences of token means, or sum over a fixed length"
+    )
+    constant_length: PositiveInt | None = Field(
+        None, description="tokens, the fixed length of loss_aggregation=constant; null is max_response_tokens"
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "k4"] = Field("k3", description="estimator of KL(policy || reference)")
+    kl_place: Literal["loss", "reward"] = Field("loss", description="where the KL penalty goes")
+    kl_coef: NonNegative = Field(0.0, description="beta; 0 loads no reference model")
+    kl_ratio_weighted: bool = Field(
+        False, description="weight k3 in the loss by the ratio, which makes its gradient the reverse KL's"
+    )
+    ref_update: Literal["fixed", "replace", "average"] = Field(
+        "fixed", description="reference: the start model, replaced by the policy now and then, or a moving average"
+    )
+    ref_every: PositiveInt = Field(100, description="training steps between replacements (ref_update=replace)")
+    ref_decay: float = Field(
+        0.99, gt=0, lt=1, description="share that the average keeps of itself each training step (ref_update=average)"
+    )
+    log_kl: bool = Field(False, description="load the reference and log the KL even when kl_coef is 0")
+    entropy_coef: float = Field(0.0, description="bonus on the entropy of the policy, nats")
+    importance_correction: Literal["auto", "none", "truncated", "masked"] = Field(
+        "auto", description="weight of learner over engine log-probs; auto is none at lag 0, else truncated"
+    )
+    importance_level: Literal["token", "sequence"] = Field("token", description="one weight a token or a response")
+    importance_cap: float = Field(2.0, ge=1.0, description="upper bound of the importance weight")
+    mask_truncated: bool = Field(False, description="leave responses that did not stop out of the loss")
+
+
+class OptimizerConfig(Section):
+    variant: Literal["torch", "tensorflow"] = Field(
+        "torch", description="where Adam's epsilon stands: outside the bias-corrected root, or inside (epsilon-hat)"
+    )
+    lr: NonNegative = Field(1e-6, description="peak learning rate")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of the first and second moment")
+    eps: PositiveFloat = Field(1e-8, description="epsilon, in the place that variant says")
+    weight_decay: NonNegative = Field(0.0, description="decoupled weight decay, on every parameter")
+
+
+class ScheduleConfig(Section):
+    name: Literal["constant", "linear", "cosine", "polynomial"] = Field("constant", description="shape after warm-up")
+    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up")
+    warmup_fraction: Fraction = Field(0.0, description="warm-up as a share of all optimizer steps")
+    num_cycles: NonNegative = Field(0.5, description="cosine cycles; 0.5 is one monotone descent")
+    min_lr: NonNegative = Field(0.0, description="learning rate at the last optimizer step")
+    power: PositiveFloat = Field(1.0, description="exponent of polynomial")
+
+
+class TrainedConfig(Section):
+    """What every trained module has of its own: policy, critic, reward model."""
+
+    zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
+    offload_optimizer: bool = Field(False, description="keep optimizer state in host memory")
+    max_grad_norm: PositiveFloat | None = Field(1.0, description="global gradient norm is clipped to it; null is off")
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+class LearnerConfig(TrainedConfig):
+    epochs_per_step: PositiveInt = Field(1, description="passes over the rollouts of a step (GRPO's mu)")
+    minibatches_per_epoch: PositiveInt = Field(1, description="optimizer steps in a pass")
+    max_tokens_per_microbatch: PositiveInt = Field(
+        16384, description="tokens in one forward and backward of one learner; memory and speed, never the result"
+    )
+
+
+class CheckpointConfig(Section):
+    every: PositiveInt | None = Field(None, description="training steps between checkpoints; null saves none")
+    keep: PositiveInt = Field(2, description="newest complete checkpoints that are kept")
+
+
+class EvaluationConfig(Section):
+    every: PositiveInt | None = Field(None, description="training steps between evaluations; null is off")
+    at_start: bool = Field(True, description="evaluate before the first step")
+    at_end: bool = Field(True, description="evaluate after the last step")
+    samples_per_prompt: PositiveInt = Field(1, description="responses a prompt; avg@k and pass@k with k = this")
+    temperature: NonNegative = Field(1.0, description="sampling temperature; 0 is greedy")
+    max_response_tokens: PositiveInt | None = Field(None, description="tokens; null is rollout.max_response_tokens")
+
+
+class WandbConfig(Section):
+    mode: Literal["auto", "online", "offline", "disabled"] = Field(
+        "auto", description="auto is online where a key is at hand and offline otherwise"
+    )
+    project: str = Field("rlhf", description="project name")
+    entity: str | None = Field(None, description="team or user")
+    group: str | None = Field(None, description="group of runs")
+    name: str | None = Field(None, description="run name; null is the run folder's name")
+    tags: tuple[str, ...] = Field((), description="tags")
+    run_id: str | None = Field(None, description="run id; null makes one, and --resume takes it up again")
+
+
+class LoggingConfig(Section):
+    wandb: WandbConfig = WandbConfig()
+    rollouts: bool = Field(True, description="write every rollout trained on, with text, reward parts and advantage")
+    level: Literal["debug", "info", "warning"] = Field("warning", description="log level of the libraries underneath")
+
+
+class ClusterConfig(Section):
+    device: Literal["cuda", "cpu"] = Field("cuda", description="where engines and learners compute")
+    engines: PositiveInt = Field(1, description="vLLM engines")
+    tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine")
+    learners: PositiveInt = Field(1, description="learner ranks, a GPU each")
+    placement: Literal["separate", "colocated"] = Field(
+        "separate", description="engines and learners on GPUs of their own, or on the same"
+    )
+    gpus_per_node: PositiveInt = Field(8, description="GPUs of a node, for the drawing of --plan; a run finds its own")
+    gpu_memory_gib: PositiveFloat = Field(
+        79.0, description="GiB of a GPU, for the estimates of --plan; 79 is what a card of 80 GB has"
+    )
+    ray_address: str | None = Field(None, description="address of a running Ray cluster; null starts one here")
+    cpus_per_learner: PositiveFloat = Field(0.5, description="CPU cores that are reserved for a learner")
+    cpus_per_engine: PositiveFloat = Field(0.5, description="CPU cores that are reserved for an engine")
+    threads_per_learner: PositiveInt | None = Field(
+        None, description="threads of a learner on CPU; null shares the machine's cores among its learners"
+    )
+    start_deadline_s: PositiveFloat = Field(900.0, description="seconds that start-up may take before the run fails")
+    step_deadline_s: PositiveFloat = Field(3600.0, description="seconds that one wait in the loop may take")

@@ -1,0 +1,232 @@
+"""Data sets -> `Prompt`: pick the columns, take out the ground truth, render, tokenize, leave out what is too long.
+
+Everything here happens once, before any model is loaded, and needs only the tokenizer. Nothing is skipped in silence:
+a row that cannot be used is an error that names it, a prompt that is too long is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf.config.data import AnswerFormat, DataConfig, SourceConfig
+from rlhf.data.answers import extract_answer
+from rlhf.data.read import Row, config_sources, read_rows, source_key
+from rlhf.data.templates import ROLES, render, tokenize
+from rlhf.types import Prompt
+
+PROMPT_COLUMNS = ("question", "problem", "prompt", "messages", "instruction", "query")
+ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "expected_answer", "solution")
+
+Messages = tuple[dict[str, str], ...]
+
+
+@dataclass(frozen=True)
+class LoadedPrompts:
+    """The prompts of `data.train` or `data.eval`.
+
+    Attributes:
+        prompts: by source; ids are `source/row`, rows counted from 1.
+        dropped_too_long: by source, how many rows were left out because they have more than `max_prompt_tokens`.
+        rows_per_epoch: by source, how many prompts an epoch takes of it (all, unless weights or row counts mix them).
+    """
+
+    prompts: dict[str, list[Prompt]]
+    dropped_too_long: dict[str, int]
+    rows_per_epoch: dict[str, int]
+
+
+def load_prompts(
+    config: DataConfig, which: Literal["train", "eval"], tokenizer: Any, *, max_prompt_tokens: int
+) -> LoadedPrompts:
+    """Read and tokenize all sources of `data.train` or `data.eval`.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        max_prompt_tokens: longer prompts, template included, are left out and counted.
+
+    Raises:
+        ValueError: a source, column or row that cannot be used, or a source none of whose prompts is short enough.
+    """
+    prompts: dict[str, list[Prompt]] = {}
+    dropped: dict[str, int] = {}
+    sources = config_sources(config, which)
+    for index, source in enumerate(sources):
+        key = source_key(config, which, index)
+        rows = read_rows(source, which, key)
+        if source.rows is not None and source.rows > len(rows):
+            raise ValueError(
+                f"{key}: rows={source.rows}, but {source.path} has only {len(rows)}. Use at most {len(rows)}, or null."
+            )
+        if which == "eval":
+            rows = rows[: source.rows or config.eval_rows]
+        all_prompts = _make_prompts(config, source, rows, tokenizer, key)
+        kept = [prompt for prompt in all_prompts if len(prompt.token_ids) <= max_prompt_tokens]
+        if not kept:
+            shortest = min(len(prompt.token_ids) for prompt in all_prompts)
+            raise ValueError(
+                f"{key}={source.path}: all {len(rows)} prompts are too long: the shortest has {shortest} tokens, the "
+                f"limit is {max_prompt_tokens}. Raise data.max_prompt_tokens to at least {shortest}, if the model's "
+                "context leaves that beside rollout.max_response_tokens."
+            )
+        prompts[source.label] = kept
+        dropped[source.label] = len(all_prompts) - len(kept)
+    return LoadedPrompts(prompts, dropped, rows_per_epoch(sources, prompts))
+
+
+def leave_out(
+    config: DataConfig, which: Literal["train", "eval"], loaded: LoadedPrompts, ids: set[str]
+) -> LoadedPrompts:
+    """The same without the prompts of these ids, the mix of an epoch reckoned anew.
+
+    Raises:
+        ValueError: nothing is left of a source.
+    """
+    kept = {source: [p for p in prompts if p.id not in ids] for source, prompts in loaded.prompts.items()}
+    for source, prompts in kept.items():
+        if not prompts:
+            raise ValueError(f"data.{which}: nothing is left of {source} after leaving out rows. Remove the source.")
+    return LoadedPrompts(kept, loaded.dropped_too_long, rows_per_epoch(config_sources(config, which), kept))
+
+
+def show_prompt(prompt: Prompt, tokenizer: Any) -> str:
+    """A prompt as the model is given it, special tokens included, and the answer it is graded against."""
+    text = tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return f"prompt {prompt.id} ({len(prompt.token_ids)} tokens):\n{text}\nanswer: {prompt.answer or 'none'}"
+
+
+def first_prompt(loaded: LoadedPrompts) -> Prompt:
+    """The first row of the first source."""
+    return next(iter(loaded.prompts.values()))[0]
+
+
+def rows_per_epoch(sources: Sequence[SourceConfig], prompts: dict[str, list[Prompt]]) -> dict[str, int]:
+    """Prompts that an epoch takes of each source: by weight as many as the scarcest allows, by row count, or all."""
+    sizes = {source.label: len(prompts[source.label]) for source in sources}
+    weights = {source.label: source.weight for source in sources if source.weight is not None}
+    if weights:
+        per_weight = min(sizes[label] / weight for label, weight in weights.items())
+        return {label: max(1, min(sizes[label], round(weight * per_weight))) for label, weight in weights.items()}
+    return {source.label: min(source.rows or sizes[source.label], sizes[source.label]) for source in sources}
+
+
+def _make_prompts(config: DataConfig, source: SourceConfig, rows: list[Row], tokenizer: Any, key: str) -> list[Prompt]:
+    columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
+    prompt_column = _pick_column(
+        source.prompt_column or config.prompt_column, PROMPT_COLUMNS, columns, source, f"{key}: prompt_column"
+    )
+    messages = [_read_messages(config, row, prompt_column, f"{key}: row {row.number} of {source.path}") for row in rows]
+    answer_format = source.answer_format or config.answer_format
+    answers = [""] * len(rows)
+    if answer_format != "none":
+        answer_column = _pick_column(
+            source.answer_column or config.answer_column, ANSWER_COLUMNS, columns, source, f"{key}: answer_column"
+        )
+        answers = _read_answers(rows, answer_column, answer_format, source, key)
+    texts = [render(conversation, config.template, tokenizer) for conversation in messages]
+    token_ids = tokenize(texts, config.template, tokenizer)
+    for row, ids in zip(rows, token_ids, strict=True):
+        if not len(ids):
+            raise ValueError(
+                f"{key}: row {row.number} of {source.path} has no token: the tokenizer knows none of its characters. "
+                "Remove the row, or use the tokenizer that belongs to the data."
+            )
+    return [
+        Prompt(f"{source.label}/{row.number}", 0, ids, conversation, answer, source.label, row.columns)
+        for row, conversation, answer, ids in zip(rows, messages, answers, token_ids, strict=True)
+    ]
+
+
+def _pick_column(
+    explicit: str | None, usual: tuple[str, ...], columns: list[str], source: SourceConfig, key: str
+) -> str:
+    """The column that the config names, or the first usual one there is, in upper or lower case."""
+    if explicit is not None:
+        if explicit in columns or explicit.split(".")[0] in columns:
+            return explicit
+        raise ValueError(
+            f"{key}={explicit}: {source.path} has no such column, only {', '.join(columns)}. Name one of these."
+        )
+    by_lower_case = {column.lower(): column for column in reversed(columns)}
+    for name in usual:
+        if name in by_lower_case:
+            return by_lower_case[name]
+    raise ValueError(
+        f"{key} is not set, and {source.path} has none of {', '.join(usual)}, only {', '.join(columns)}. "
+        "Name one of these."
+    )
+
+
+def _column_value(columns: dict[str, Any], column: str) -> Any:
+    """The value of a column, of `a.b` in a nested one; None where it is missing."""
+    if column in columns:
+        return columns[column]
+    value: Any = columns
+    for part in column.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _read_answers(
+    rows: list[Row], column: str, answer_format: AnswerFormat, source: SourceConfig, key: str
+) -> list[str]:
+    answers, problems = [], []
+    for row in rows:
+        try:
+            answers.append(extract_answer(_column_value(row.columns, column), answer_format))
+        except ValueError as error:
+            problems.append(f"row {row.number} of {source.path} has no usable answer: `{column}` {error}")
+    if problems:
+        more = f" (and {len(problems) - 1} more such rows)" if len(problems) > 1 else ""
+        raise ValueError(
+            f"{key}: {problems[0]}{more}. Correct or remove the row, name another answer_column or answer_format, or "
+            "set data.answer_format=none if no reward needs answers."
+        )
+    return answers
+
+
+def _read_messages(config: DataConfig, row: Row, column: str, where: str) -> Messages:
+    """The prompt as messages: text becomes one of the user's; the config's system prompt and suffix are added."""
+    value = _column_value(row.columns, column)
+    match value:
+        case None:
+            raise ValueError(f"{where} has no prompt: `{column}` is missing. Correct or remove the row.")
+        case str():
+            messages = [{"role": "user", "content": value}]
+        case list() if value:
+            messages = [_read_message(message, column, where) for message in value]
+        case _:
+            raise ValueError(
+                f"{where}: `{column}` is {value!r:.80}, neither text nor a list of messages. "
+                "Correct the row, or name another prompt_column."
+            )
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{where}: the last message of `{column}` is the assistant's, so no response is asked for. Remove it."
+        )
+    if not messages[-1]["content"].strip():
+        raise ValueError(f"{where} has no prompt: `{column}` is empty. Correct or remove the row.")
+    if config.prompt_suffix:
+        messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{config.prompt_suffix}"}
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    try:
+        "".join(message["content"] for message in messages).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: `{column}` holds half a surrogate pair, which is no character ({error.object[error.start]!a}). "
+            "Correct or remove the row."
+        ) from error
+    return tuple(messages)
+
+
+def _read_message(message: Any, column: str, where: str) -> dict[str, str]:
+    role = message.get("role") if isinstance(message, dict) else None
+    content = message.get("content") if isinstance(message, dict) else None
+    if role not in ROLES or not isinstance(content, str):
+        raise ValueError(
+            f"{where}: `{column}` holds {message!r:.80}, not a message. "
+            f'Write messages as {{"role": ..., "content": text}} with a role of {", ".join(ROLES)}.'
+        )
+    return {"role": role, "content": content}

@@ -1,0 +1,160 @@
+"""The order in which prompts are trained on: seeded, the same on every machine, resumable from one number.
+
+    epoch 0: permutation(seed, 0) | epoch 1: permutation(seed, 1) | ...
+             0 1 2 ... E-1        | E E+1 ...                     |      `drawn` counts along this line
+
+The whole position is `drawn`, so any earlier state can be restored as well. Permutations come from raw PCG64 output,
+which numpy promises never to change, unlike its shuffles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rlhf.types import Prompt
+
+
+class PromptStream:
+    """An endless stream of prompts: each epoch a permutation of its own, none twice and none left out in an epoch.
+
+    Args:
+        prompts: by source; the mapping's order does not matter.
+        rows_per_epoch: prompts that an epoch takes of each source, drawn anew each epoch; all where it is not named.
+        seed: at least 0.
+    """
+
+    def __init__(
+        self,
+        prompts: Mapping[str, Sequence[Prompt]],
+        *,
+        seed: int,
+        rows_per_epoch: Mapping[str, int] | None = None,
+    ) -> None:
+        self._prompts = {source: prompts[source] for source in sorted(prompts)}
+        self._rows_per_epoch = {source: (rows_per_epoch or {}).get(source, len(prompts[source])) for source in prompts}
+        self._flat = [prompt for source in self._prompts.values() for prompt in source]
+        self._seed = seed
+        self._drawn = 0
+        self._order_epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+        assert self._flat, "a stream needs at least one prompt"
+        assert all(0 < rows <= len(prompts[source]) for source, rows in self._rows_per_epoch.items())
+
+    @property
+    def epoch_size(self) -> int:
+        """Prompts in one epoch."""
+        return sum(self._rows_per_epoch.values())
+
+    @property
+    def drawn(self) -> int:
+        """Prompts taken since the run began."""
+        return self._drawn
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data since the run began."""
+        return self._drawn / self.epoch_size
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts, on into the next epochs; each carries the epoch that it was drawn in."""
+        taken = []
+        for position in range(self._drawn, self._drawn + count):
+            epoch, place = divmod(position, self.epoch_size)
+            taken.append(replace(self._flat[self._epoch_order(epoch)[place]], epoch=epoch))
+        self._drawn += count
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """JSON values from which `restore` goes on with the very next prompt."""
+        return {
+            "drawn": self._drawn,
+            "seed": self._seed,
+            "sources": {
+                source: {
+                    "rows": len(prompts),
+                    "rows_per_epoch": self._rows_per_epoch[source],
+                    "fingerprint": self._fingerprints[source],
+                }
+                for source, prompts in self._prompts.items()
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            ValueError: the prompts, the mix or the seed are not those that the state was saved with.
+        """
+        if state["seed"] != self._seed:
+            raise ValueError(
+                f"run.seed={self._seed}: the run was started with {state['seed']}, and another seed is another order "
+                f"of the data. Resume with run.seed={state['seed']}, or start a new run."
+            )
+        saved, present = state["sources"], self.state()["sources"]
+        if sorted(saved) != sorted(present):
+            raise ValueError(
+                f"data.train: the run was started with the sources {', '.join(sorted(saved))} and would resume with "
+                f"{', '.join(sorted(present))}. Resume with the same data, or start a new run from the checkpoint's "
+                "model."
+            )
+        for source in present:
+            _check_unchanged(source, saved[source], present[source])
+        self._drawn = state["drawn"]
+
+    @cached_property
+    def _fingerprints(self) -> dict[str, str]:
+        """A digest of each source's ids, prompt tokens and answers, in order."""
+        fingerprints = {}
+        for source, prompts in self._prompts.items():
+            digest = hashlib.blake2b(digest_size=8)
+            for prompt in prompts:
+                digest.update(f"{prompt.id}\n{prompt.answer}\n".encode())
+                digest.update(prompt.token_ids.tobytes())
+            fingerprints[source] = digest.hexdigest()
+        return fingerprints
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """[epoch_size] indices into all prompts, in the order of this epoch."""
+        if self._order_epoch != epoch:
+            bits = np.random.PCG64([self._seed, epoch])
+            chosen, offset = [], 0
+            for source, prompts in self._prompts.items():
+                chosen.append(offset + _permutation(bits, len(prompts))[: self._rows_per_epoch[source]])
+                offset += len(prompts)
+            together = np.concatenate(chosen)
+            self._order = together[_permutation(bits, len(together))]
+            self._order_epoch = epoch
+        return self._order
+
+
+def _permutation(bits: np.random.PCG64, size: int) -> np.ndarray:
+    return np.argsort(bits.random_raw(size), kind="stable")
+
+
+def _check_unchanged(source: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Raise where a source differs from the one that a state was saved with."""
+    remedy = (
+        "Resume with the data and settings of the run's config.yaml, or start a new run from the checkpoint's model."
+    )
+    if saved["rows"] != present["rows"]:
+        raise ValueError(
+            f"data.train: source {source} had {saved['rows']} usable rows when the run was saved and has "
+            f"{present['rows']} now: rows or data.max_prompt_tokens changed. {remedy}"
+        )
+    if saved["fingerprint"] != present["fingerprint"]:
+        raise ValueError(
+            f"data.train: source {source} still has {present['rows']} rows, but their prompts or answers changed "
+            f"(fingerprint {saved['fingerprint']} when the run was saved, {present['fingerprint']} now): the file, "
+            f"its columns, data.template or the tokenizer is another. {remedy}"
+        )
+    if saved["rows_per_epoch"] != present["rows_per_epoch"]:
+        raise ValueError(
+            f"data.train: an epoch took {saved['rows_per_epoch']} rows of source {source} when the run was saved and "
+            f"would take {present['rows_per_epoch']} now: weight or rows changed. {remedy}"
+        )

@@ -1,0 +1,153 @@
+"""Rows of a data set, from a local file or folder or from the hub, each with the number that messages call it by.
+
+Rows are counted from 1; in a .jsonl file a row's number is its line's, blank lines included.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf.config.data import FILE_SUFFIXES, DataConfig, SourceConfig
+
+DEFAULT_SPLIT = {"train": "train", "eval": "test"}
+
+
+class Row(NamedTuple):
+    number: int
+    columns: dict[str, Any]
+
+
+def source_key(config: DataConfig, which: str, index: int) -> str:
+    """The config key of a source: `data.train`, or `data.train.1` where there are several."""
+    return f"data.{which}" if len(config_sources(config, which)) == 1 else f"data.{which}.{index}"
+
+
+def config_sources(config: DataConfig, which: str) -> tuple[SourceConfig, ...]:
+    return {"train": config.train, "eval": config.eval}[which]
+
+
+def check_sources(config: DataConfig) -> None:
+    """Check what can be known about the data without reading it: that local files are there and can be read.
+
+    Raises:
+        ValueError: the key, the path, the reason and the remedy.
+    """
+    for which in ("train", "eval"):
+        for index, source in enumerate(config_sources(config, which)):
+            check_source(source, source_key(config, which, index))
+
+
+def check_source(source: SourceConfig, key: str) -> None:
+    path = local_path(source)
+    if path is None or path.is_dir():
+        return
+    if not path.exists():
+        where = "" if path.is_absolute() else f" under {Path.cwd()}"
+        raise ValueError(f"{key}={source.path}: there is no such file{where}. Correct the path, or make the file.")
+    if path.suffix not in FILE_SUFFIXES:
+        raise ValueError(
+            f"{key}={source.path}: cannot tell how to read a {path.suffix or 'nameless'} file. "
+            f"Convert it to one of {', '.join(FILE_SUFFIXES)}."
+        )
+    if path.stat().st_size == 0:
+        raise ValueError(f"{key}={source.path}: the file is empty. Give it at least one row.")
+
+
+def local_path(source: SourceConfig) -> Path | None:
+    """The file or folder that a source names; None where it can only be the name of a hub data set."""
+    path = Path(source.path).expanduser()
+    if path.exists() or path.suffix in FILE_SUFFIXES:
+        return path
+    is_hub_name = not source.path.startswith((".", "/", "~")) and source.path.count("/") <= 1
+    return None if is_hub_name else path
+
+
+def read_rows(source: SourceConfig, which: str, key: str) -> list[Row]:
+    """All rows of a source.
+
+    Raises:
+        ValueError: missing or empty file, a line that is not JSON, a row that is not an object, a hub that does not
+            answer.
+    """
+    check_source(source, key)
+    path = local_path(source)
+    if path is None or path.is_dir():
+        rows = _read_dataset(source, path, source.split or DEFAULT_SPLIT[which], key)
+    elif path.suffix == ".parquet":
+        rows = _read_parquet(source, path, key)
+    else:
+        rows = _read_json(source, path, key)
+    if not rows:
+        raise ValueError(f"{key}={source.path}: it holds no row. Give it at least one.")
+    return rows
+
+
+def _read_json(source: SourceConfig, path: Path, key: str) -> list[Row]:
+    """JSON lines, or one list of objects; a .json file may be either."""
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
+    if path.suffix == ".json" and content.lstrip().startswith(b"["):
+        rows = list(enumerate(_parse(content, f"{key}: {source.path}", first_line=1), start=1))
+    else:
+        lines = enumerate(content.split(b"\n"), start=1)
+        rows = [
+            (number, _parse(line, f"{key}: line {number} of {source.path}", first_line=number))
+            for number, line in lines
+            if line.strip()
+        ]
+    for number, columns in rows:
+        if not isinstance(columns, dict):
+            raise ValueError(
+                f"{key}: row {number} of {source.path} is a {type(columns).__name__}, not an object with columns. "
+                'Write each row as {"question": ..., "answer": ...}.'
+            )
+    return [Row(number, columns) for number, columns in rows]
+
+
+def _parse(content: bytes, where: str, *, first_line: int) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where} is not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8."
+        ) from error
+    except json.JSONDecodeError as error:
+        place = f"line {first_line + error.lineno - 1}, column {error.colno}"
+        raise ValueError(f"{where} is not JSON ({error.msg}, {place}). Correct or remove it.") from error
+
+
+def _read_parquet(source: SourceConfig, path: Path, key: str) -> list[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{key}={source.path}: it cannot be read as Parquet ({error}). Write the file anew."
+        ) from error
+    return [Row(number, columns) for number, columns in enumerate(table.to_pylist(), start=1)]
+
+
+def _read_dataset(source: SourceConfig, folder: Path | None, split: str, key: str) -> list[Row]:
+    """A hub data set, a folder of data files, or a folder that `datasets` saved."""
+    import datasets
+
+    try:
+        if folder and any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(str(folder))
+            table = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+        else:
+            table = datasets.load_dataset(str(folder or source.path), source.name, split=split)
+        return [Row(number, dict(columns)) for number, columns in enumerate(table, start=1)]
+    except Exception as error:  # the hub's client and the file readers raise whatever their libraries raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        remedy = (
+            f"Check that the folder holds .jsonl, .json or .parquet files with a split {split!r}, or set `split`."
+            if folder
+            else f"No file of that name is here either. Check the name, its configuration (`name`: {source.name}) and "
+            f"its split ({split}), or, without a network, name a local .jsonl or .parquet file."
+        )
+        what = "the folder could not be loaded" if folder else "the hub did not give this data set"
+        raise ValueError(f"{key}={source.path}: {what} ({reason}). {remedy}") from error

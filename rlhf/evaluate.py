@@ -1,0 +1,74 @@
+"""Program: accuracy of any model or run on the data of a config.
+
+    python -m rlhf.evaluate --config configs/math.yaml model.path=runs/math/model evaluation.samples_per_prompt=8
+
+Reads the config of a training run and uses its model, data.eval, reward, rollout and evaluation sections, so that the
+numbers mean what they mean during training. Prints avg@k, pass@k and maj@k, and writes them with --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf import cli
+from rlhf.config.run import GRPOConfig
+from rlhf.plan import check_resources, joins_a_cluster, local_resources
+
+DESCRIPTION = "Sample, grade and average: avg@k, pass@k and maj@k of a model on data.eval."
+
+
+async def measure(config: GRPOConfig) -> dict[str, float]:
+    """Start engines alone, sample every prompt of every data set, and stop them."""
+    from rlhf.cluster import Cluster
+    from rlhf.data.load import load_prompts
+    from rlhf.evaluation import evaluate
+    from rlhf.model_files import check_context, load_tokenizer
+    from rlhf.rewards.scorer import Scorer
+    from rlhf.rollout.sampling import SamplingSettings
+    from rlhf.sampler import Sampler
+    from rlhf.types import Prompt, RolloutGroup
+
+    check_context(config)
+    tokenizer = load_tokenizer(config.model)
+    loaded = load_prompts(config.data, "eval", tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+    evaluation = config.evaluation
+    longest = evaluation.max_response_tokens or config.rollout.max_response_tokens
+    settings = SamplingSettings(evaluation.temperature, longest, config.rollout.stop)
+    with Scorer(config.reward) as scorer:
+        async with Cluster(config, trains=False) as cluster:
+            sampler = Sampler(cluster, scorer, tokenizer)
+
+            async def sample(prompt: Prompt) -> RolloutGroup:
+                return await sampler.sample(prompt, evaluation.samples_per_prompt, settings)
+
+            return await evaluate(loaded.prompts, sample, at_once=config.evaluation_groups_at_once)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    def add_output(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON")
+
+    config, arguments = cli.parse("rlhf.evaluate", DESCRIPTION, GRPOConfig, argv, add_flags=add_output)
+    if not config.data.eval:
+        raise ValueError("data.eval is empty: there is nothing to evaluate on. Name a file or a hub data set.")
+    from rlhf.data.read import check_sources
+    from rlhf.model_files import check_model
+
+    check_sources(config.data)
+    check_model(config.model.path)
+    if not joins_a_cluster(config):
+        check_resources(config, local_resources(), trains=False)
+    metrics = asyncio.run(measure(config))
+    for name, value in metrics.items():
+        print(f"{name.removeprefix('eval/'):<40} {value:.4f}")
+    if arguments.output:
+        Path(arguments.output).write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))

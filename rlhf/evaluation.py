@@ -1,0 +1,66 @@
+"""Accuracy of a policy on held-out prompts: avg@k, pass@k and maj@k of k sampled responses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import numpy as np
+
+from rlhf.types import Prompt, RolloutGroup, ScoredRollout
+
+RIGHT = 0.5  # a graded answer counts as right above this
+
+
+async def evaluate(
+    prompts: Mapping[str, Sequence[Prompt]],
+    sample: Callable[[Prompt], Awaitable[RolloutGroup]],
+    *,
+    at_once: int,
+) -> dict[str, float]:
+    """Sample and grade all prompts of each data set; metrics named eval/<data set>/<metric>@<k>.
+
+    A response's score is the first part of its reward (the grader), without format or length terms.
+
+    Args:
+        at_once: groups under way at the same time, so that the deadline of one does not run while it is queued.
+    """
+    places = asyncio.Semaphore(at_once)
+
+    async def in_turn(prompt: Prompt) -> RolloutGroup:
+        async with places:
+            return await sample(prompt)
+
+    metrics: dict[str, float] = {}
+    for source, rows in prompts.items():
+        groups = await asyncio.gather(*(in_turn(prompt) for prompt in rows))
+        metrics |= {f"eval/{source}/{name}": value for name, value in group_metrics(groups).items()}
+    return metrics
+
+
+def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """avg@k: mean score. pass@k: share of prompts with a right answer. maj@k: score of the most frequent answer."""
+    k = len(groups[0].samples)
+    scores = np.array([[_score(sample) for sample in group.samples] for group in groups])
+    lengths = [sample.rollout.response_length for group in groups for sample in group.samples]
+    stopped = [sample.rollout.finish_reason == "stop" for group in groups for sample in group.samples]
+    metrics = {f"avg@{k}": float(scores.mean())}
+    if k > 1:
+        metrics[f"pass@{k}"] = float((scores.max(axis=1) > RIGHT).mean())
+        metrics[f"maj@{k}"] = float(np.mean([_majority(group) for group in groups]))
+    return metrics | {"response_length": float(np.mean(lengths)), "stopped_fraction": float(np.mean(stopped))}
+
+
+def _score(sample: ScoredRollout) -> float:
+    first = next(iter(sample.reward_parts.values()), None)
+    return first or 0.0
+
+
+def _majority(group: RolloutGroup) -> float:
+    """Score of the answer that most samples gave; of several as frequent, the one that came first."""
+    answers = Counter(sample.extracted for sample in group.samples if sample.extracted)
+    if not answers:
+        return 0.0
+    winner, _ = answers.most_common(1)[0]
+    return next(_score(sample) for sample in group.samples if sample.extracted == winner)

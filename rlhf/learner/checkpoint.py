@@ -1,0 +1,154 @@
+"""fp32 master weights and Adam moments by parameter name, independent of the number of learners and of DeepSpeed.
+
+A checkpoint is a folder:
+
+    weights-00000.safetensors   fp32 master weights, by the names of the Hugging Face model
+    exp_avg-00000.safetensors   Adam's first moments, the same names
+    exp_avg_sq-00000...         second moments
+    learner.json                Adam's own step count and the shard lists
+
+No pickle. Reading it needs safetensors alone. The driver writes what is its own beside it, and renames the folder when
+it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SHARD_BYTES = 2 * 2**30
+
+
+class ShardWriter:
+    """Writes a stream of named tensors into shards of bounded size, so that no process holds the whole model twice."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._folder, self._kind = folder, kind
+        self._pending: dict[str, Tensor] = {}
+        self._bytes = 0
+        self.files: list[str] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._pending[name] = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+        self._bytes += self._pending[name].nbytes
+        if self._bytes >= SHARD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._pending:
+            return
+        file = f"{self._kind}-{len(self.files):05d}.safetensors"
+        save_file(self._pending, self._folder / file)
+        self.files.append(file)
+        self._pending, self._bytes = {}, 0
+
+
+def read_shards(folder: Path, files: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with safe_open(folder / file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - not a dict
+                yield name, shard.get_tensor(name)
+
+
+class OptimizerView:
+    """Full fp32 weights and moments of each parameter, whatever DeepSpeed does with them.
+
+    Reading is a collective at stages 1 to 3: every rank asks for the same parameters in the same order.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._stage = engine.zero_optimization_stage()
+
+    def weight(self, param: nn.Parameter) -> Tensor:
+        if self._stage == 0 and not hasattr(param, "_hp_mapping"):
+            return param.detach()
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(param)
+
+    def moment(self, param: nn.Parameter, key: str) -> Tensor:
+        if self._stage == 0 and not hasattr(param, "_hp_mapping"):
+            state = self._engine.optimizer.state.get(param, {})
+            return state.get(key, torch.zeros_like(param))
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        return safe_get_full_optimizer_state(param, key)
+
+    def gradient(self, param: nn.Parameter) -> Tensor:
+        """The reduced gradient after the last backward of a minibatch, before the step consumes it."""
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(param)
+
+    def set_weight(self, param: nn.Parameter, value: Tensor) -> None:
+        if self._stage == 0 and not hasattr(param, "_hp_mapping"):
+            param.data.copy_(value)
+            return
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        value = value.to(param.device)
+        safe_set_full_fp32_param(param, value)
+        if self._stage < 3:
+            param.data.copy_(value)
+        else:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                param.data.copy_(value)
+
+    def set_moment(self, param: nn.Parameter, key: str, value: Tensor) -> None:
+        if self._stage == 0 and not hasattr(param, "_hp_mapping"):
+            self._engine.optimizer.state[param][key] = value.to(param.device)
+            return
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        safe_set_full_optimizer_state(param, value.to(param.device), key)
+
+
+def save_learner(
+    folder: Path, names: dict[str, nn.Parameter], view: OptimizerView, *, adam_steps: int, write: bool
+) -> None:
+    """Write weights, moments and Adam's step count. Every rank calls it; the one with `write` touches the disk."""
+    files: dict[str, list[str]] = {}
+    kinds = ("weights", *MOMENTS) if adam_steps else ("weights",)
+    for kind in kinds:
+        writer = ShardWriter(folder, kind)
+        for name, param in names.items():
+            tensor = view.weight(param) if kind == "weights" else view.moment(param, kind)
+            if write:
+                writer.add(name, tensor)
+        writer.flush()
+        files[kind] = writer.files
+    if write:
+        (folder / "learner.json").write_text(json.dumps({"adam_steps": adam_steps, "files": files}, indent=2))
+
+
+def load_learner(folder: Path, names: dict[str, nn.Parameter], view: OptimizerView) -> int:
+    """Put weights and moments back; the optimizer's state must exist. Returns Adam's step count.
+
+    Raises:
+        ValueError: the checkpoint belongs to another model.
+    """
+    index = json.loads((folder / "learner.json").read_text())
+    for kind, files in index["files"].items():
+        missing = dict(names)
+        for name, tensor in read_shards(folder, files):
+            param = missing.pop(name, None)
+            if param is None:
+                raise ValueError(f"{folder}: the checkpoint has a parameter {name} that model.path does not have.")
+            if kind == "weights":
+                view.set_weight(param, tensor)
+            else:
+                view.set_moment(param, kind, tensor)
+        if missing:
+            raise ValueError(f"{folder}: the checkpoint lacks {next(iter(missing))}, which model.path has.")
+    return int(index["adam_steps"])

@@ -1,0 +1,85 @@
+"""The critic's rank: values of the step's states, and updates towards their returns."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlhf.algo import losses
+from rlhf.config.ppo import PPOConfig
+from rlhf.learner.messages import Place, ValueMinibatch
+from rlhf.learner.model import DeviceTokens
+from rlhf.learner.rank import TrainedRank, Training
+from rlhf.learner.update import masked_mean
+from rlhf.learner.value_model import ValueModel, load_scalar_transformer
+from rlhf.types import Denominators, PackedTokens, StepMetrics, Sum, ValueTargets
+
+
+class Critic(TrainedRank):
+    """One rank of the critic; a plain class, `rlhf.cluster` makes a Ray actor of it."""
+
+    def __init__(self, config: PPOConfig, place: Place) -> None:
+        training = Training(
+            name="critic",
+            section=config.critic,
+            total_updates=config.critic_total_updates,
+            warmup_updates=config.critic_warmup_updates,
+            dtype=config.model.dtype,
+            device=config.cluster.device,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        super().__init__(training, place)
+        self.clip = config.critic.value_clip
+        transformer = load_scalar_transformer(
+            config.critic_path,
+            key="critic.path" if config.critic.path else "model.path",
+            dtype=config.model.dtype,
+            head_std=0.0,  # every value is 0 before the first update, as in the original RLHF code
+            gradient_checkpointing=config.model.gradient_checkpointing,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        self.wrap(ValueModel(transformer).train())
+
+    @torch.no_grad()
+    def values(self, minibatches: list[tuple[PackedTokens, ...]]) -> list[list[np.ndarray]]:
+        """[minibatch][microbatch] -> [T] float32, the values before the first update of the step."""
+        return [
+            [self.engine(DeviceTokens.of(packed, self.device)).cpu().numpy() for packed in microbatches]
+            for microbatches in minibatches
+        ]
+
+    def update(self, minibatches: list[ValueMinibatch]) -> list[StepMetrics]:
+        """One optimizer step for each minibatch; this rank's metrics of each."""
+        return [self._update(minibatch) for minibatch in minibatches]
+
+    def _update(self, minibatch: ValueMinibatch) -> StepMetrics:
+        def forward(i: int) -> tuple[Tensor, StepMetrics]:
+            tokens = DeviceTokens.of(minibatch.microbatches[i], self.device)
+            return value_microbatch(self.engine, tokens, minibatch.targets[i], minibatch.denominators, clip=self.clip)
+
+        return self.take_step(len(minibatch.microbatches), forward)
+
+
+def value_microbatch(
+    model: nn.Module, tokens: DeviceTokens, targets: ValueTargets, denominators: Denominators, *, clip: float | None
+) -> tuple[Tensor, StepMetrics]:
+    """This microbatch's share of the value loss, the mean over the response tokens of the minibatch."""
+    mask = tokens.response_mask
+    old_values, returns = (torch.from_numpy(x).to(mask.device) for x in (targets.old_values, targets.returns))
+    values = model(tokens)
+    terms = losses.value_loss(values, old_values, returns, mask, clip=clip)
+    loss = losses.aggregate(
+        terms.loss,
+        mask,
+        tokens.cu_seqlens,
+        aggregation="token_mean",
+        tokens=denominators.tokens,
+        sequences=denominators.sequences,
+    )
+    loss = loss + 0.0 * values.sum()  # a microbatch without a trained token stays in the graph
+    return loss, {
+        "critic/loss": Sum(loss.item()),
+        "critic/clip_fraction": masked_mean(terms.clipped.float(), mask),
+        "critic/value": masked_mean(values.detach(), mask),
+    }

@@ -1,0 +1,115 @@
+"""What DeepSpeed wraps: a transformer whose forward ends in token log-probabilities.
+
+Everything that touches a parameter happens inside this forward, the head too. A head applied outside it would get
+silently wrong gradients under ZeRO-1/2 and a weight of size 0 under ZeRO-3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
+from rlhf.learner.attention import PACKED, Segments, segments_of
+from rlhf.types import PackedTokens
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+@dataclass(frozen=True)
+class DeviceTokens:
+    """A microbatch on the learner's device; the fields of PackedTokens as tensors, and the attention's segments."""
+
+    token_ids: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+    rollout_logprobs: Tensor
+    cu_seqlens: Tensor
+    segments: Segments
+
+    @classmethod
+    def of(cls, tokens: PackedTokens, device: torch.device) -> DeviceTokens:
+        def put(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(array).to(device=device, dtype=dtype)
+
+        segments = segments_of(tokens.cu_seqlens, device)
+        return cls(
+            token_ids=put(tokens.token_ids, torch.int64),
+            position_ids=put(tokens.position_ids, torch.int64),
+            response_mask=put(tokens.response_mask, torch.bool),
+            rollout_logprobs=put(tokens.rollout_logprobs, torch.float32),
+            cu_seqlens=segments.cu_seqlens,
+            segments=segments,
+        )
+
+
+class PolicyModel(nn.Module):
+    """A causal language model as a policy: packed tokens -> log-probability of each response token.
+
+    `temperature` divides the logits, as in the engine that sampled.
+    """
+
+    def __init__(self, transformer: PreTrainedModel, *, temperature: float) -> None:
+        super().__init__()
+        _refuse_logit_transforms(transformer.config)
+        self.transformer = transformer
+        self.temperature = temperature
+
+    def forward(
+        self, tokens: DeviceTokens, *, with_entropy: bool = False, temperature: float | None = None
+    ) -> TokenLogprobs:
+        hidden = self.transformer.base_model(
+            input_ids=tokens.token_ids.unsqueeze(0),
+            position_ids=tokens.position_ids.unsqueeze(0),
+            use_cache=False,
+            segments=tokens.segments,
+        ).last_hidden_state[0]
+        head = self.transformer.get_output_embeddings()
+        return token_logprobs(
+            hidden,
+            head.weight,
+            tokens.token_ids,
+            tokens.response_mask,
+            tokens.cu_seqlens,
+            head_bias=head.bias,
+            temperature=self.temperature if temperature is None else temperature,
+            with_entropy=with_entropy,
+        )
+
+
+def load_policy(
+    path: str, *, dtype: str, temperature: float, gradient_checkpointing: bool, trust_remote_code: bool
+) -> PolicyModel:
+    """Load a model from a folder or the hub for training: packed attention, dropout 0, no cache."""
+    transformer = AutoModelForCausalLM.from_pretrained(
+        path, dtype=DTYPES[dtype], attn_implementation=PACKED, trust_remote_code=trust_remote_code
+    )
+    disable_dropout(transformer)
+    if gradient_checkpointing:
+        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return PolicyModel(transformer, temperature=temperature)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0: with it, old and current log-probabilities would differ before the first update."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout", "dropout"):
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, 0.0)
+
+
+def _refuse_logit_transforms(config: PretrainedConfig) -> None:
+    for key in LOGIT_TRANSFORMS:
+        value = vars(config).get(key)
+        if value not in (None, 1, 1.0):
+            raise ValueError(
+                f"model.path: {config.model_type} changes its logits after the head ({key}={value}), which the fused "
+                "log-probabilities do not compute. Use a model without it, such as Qwen2, Qwen3, Llama or Mistral."
+            )

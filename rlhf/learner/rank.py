@@ -1,0 +1,267 @@
+"""One rank of a trained module in DeepSpeed, whatever the module: its world, optimizer steps, weights to and from disk.
+
+All ranks get the same calls in the same order, since each forward, backward and gathered parameter may be a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf.algo.optim import build_adam, set_step
+from rlhf.algo.packing import pack
+from rlhf.algo.schedules import learning_rate
+from rlhf.config.sections import TrainedConfig
+from rlhf.learner.checkpoint import MOMENTS, OptimizerView, load_learner, save_learner
+from rlhf.learner.messages import Place
+from rlhf.learner.model import DeviceTokens
+from rlhf.types import Last, Mean, StepMetrics, merge_metrics
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a module is trained: its section of the config, its own N and warm-up, and where it computes.
+
+    `name` begins the names of its metrics.
+    """
+
+    name: str
+    section: TrainedConfig
+    total_updates: int
+    warmup_updates: int
+    dtype: str
+    device: str
+    trust_remote_code: bool
+
+
+class TrainedRank:
+    """A module wrapped by DeepSpeed and what every kind of it needs; each kind adds its passes."""
+
+    def __init__(self, training: Training, place: Place) -> None:
+        self.training = training
+        self.place = place
+        self.device = _join_world(training.device, place)
+        self.updates_done = 0  # u of the schedule: taken and skipped
+        self.adam_steps = 0  # t of Adam: taken
+        self.engine: Any = None
+        self.names: dict[str, nn.Parameter] = {}
+
+    def wrap(self, module: nn.Module) -> None:
+        """Hand the module to DeepSpeed; `names` are those of the Hugging Face model in its `transformer`."""
+        optimizer = self.training.section.optimizer
+        adam = build_adam(
+            module.parameters(),
+            variant=optimizer.variant,
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+        settings = _training_config(self.training, self.place)
+        self.engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=settings)
+        self.names = {name.removeprefix("transformer."): param for name, param in module.named_parameters()}
+
+    def ready(self) -> dict[str, Any]:
+        """What the driver wants to know of a started rank."""
+        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.names.values())
+        return {"parameters": parameters, "host": os.uname().nodename}
+
+    # --- update ---
+
+    def take_step(self, microbatches: int, forward: Callable[[int], tuple[Tensor, StepMetrics]]) -> StepMetrics:
+        """One optimizer step: forward and backward of every microbatch, reduction after the last, update.
+
+        Args:
+            forward: microbatch -> its share of the minibatch's loss under global denominators, and its metrics.
+        """
+        started = time.monotonic()
+        found = []
+        for i in range(microbatches):
+            self.engine.set_gradient_accumulation_boundary(i == microbatches - 1)
+            loss, metrics = forward(i)
+            # The loss is a share under the global denominators, so gradients of ranks are to be added. DeepSpeed
+            # averages over ranks (accumulation steps are 1, so it divides by nothing else): undo that here.
+            self.engine.backward(loss * self.place.world_size)
+            found.append(metrics)
+        self.updates_done += 1
+        optimizer = self.training.section.optimizer
+        lr = self.learning_rate(self.updates_done)
+        set_step(
+            self.engine.optimizer,
+            lr=lr,
+            adam_step=self.adam_steps + 1,
+            variant=optimizer.variant,
+            eps=optimizer.eps,
+            betas=optimizer.betas,
+        )
+        grad_norm, taken = self._apply()
+        self.adam_steps += taken
+        name = self.training.name
+        return merge_metrics(found) | {
+            f"{name}/lr": Last(lr),
+            f"{name}/grad_norm": Mean(grad_norm, 1.0),
+            f"{name}/updates_taken": Last(float(self.adam_steps)),
+            f"{name}/updates_skipped": Last(float(self.updates_done - self.adam_steps)),
+            f"{name}/update_seconds": Mean(time.monotonic() - started, 1.0),
+        }
+
+    def learning_rate(self, update: int) -> float:
+        schedule = self.training.section.schedule
+        return learning_rate(
+            update,
+            total_updates=self.training.total_updates,
+            lr=self.training.section.optimizer.lr,
+            name=schedule.name,
+            warmup_steps=self.training.warmup_updates,
+            num_cycles=schedule.num_cycles,
+            min_lr=schedule.min_lr,
+            power=schedule.power,
+        )
+
+    def _apply(self) -> tuple[float, bool]:
+        """Take the optimizer step unless a gradient is not finite. Returns the gradient norm and whether it was."""
+        if self.engine.zero_optimization_stage() == 0:
+            # DeepSpeed skips a non-finite gradient at stages 1 to 3 only; at stage 0 it would poison every weight.
+            grads = [p.grad for p in self.names.values() if p.grad is not None]
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in grads])).item()
+            if not np.isfinite(norm):
+                self.engine.zero_grad()
+                return norm, False
+            self.engine.step()
+            return norm, True
+        self.engine.step()
+        if self.engine.optimizer.overflow:
+            return float("inf"), False
+        return float(self.engine.get_global_grad_norm()), True
+
+    # --- parameters ---
+
+    @contextlib.contextmanager
+    def whole(self, param: nn.Parameter, *, modify: bool = False) -> Iterator[None]:
+        """The full parameter for a while: gathered at ZeRO-3, as it is below."""
+        if self.training.section.zero_stage < 3:
+            yield
+            return
+        with deepspeed.zero.GatheredParameters([param], modifier_rank=0 if modify else None):
+            yield
+
+    # --- to disk ---
+
+    def save(self, folder: str) -> None:
+        save_learner(
+            Path(folder), self.names, OptimizerView(self.engine), adam_steps=self.adam_steps, write=self.place.rank == 0
+        )
+
+    def load(self, folder: str, updates_done: int) -> None:
+        """Resume: weights, moments and both counters."""
+        self._create_optimizer_state()
+        self.adam_steps = load_learner(Path(folder), self.names, OptimizerView(self.engine))
+        self.updates_done = updates_done
+        for state in self._torch_optimizer.state.values():
+            state["step"].fill_(float(self.adam_steps))
+
+    @property
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
+
+    def _create_optimizer_state(self) -> None:
+        """Adam's moments exist from its first step on: take one with zero gradient and zero learning rate."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.engine.set_gradient_accumulation_boundary(True)
+        tokens = DeviceTokens.of(pack([], []), self.device)
+        output = self.engine(tokens)
+        self.engine.backward((output if isinstance(output, Tensor) else output[0]).sum() * 0.0)
+        self.engine.step()
+        view = OptimizerView(self.engine)
+        for param in self.names.values():
+            for key in MOMENTS:
+                assert view.moment(param, key) is not None, "Adam has no moments after its first step"
+
+    def export(self, folder: str, tokenizer_path: str) -> None:
+        """Write the model in Hugging Face format, with the tokenizer, in the type that was trained."""
+        state = {}
+        for name, param in self.names.items():
+            with self.whole(param):
+                if self.place.rank == 0:
+                    state[name] = param.detach().cpu().clone()
+        if self.place.rank == 0:
+            from transformers import AutoTokenizer
+
+            transformer = self.engine.module.transformer
+            transformer.save_pretrained(folder, state_dict=state)
+            AutoTokenizer.from_pretrained(
+                tokenizer_path, trust_remote_code=self.training.trust_remote_code
+            ).save_pretrained(folder)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+SHM_OP = "deepspeed_shm_comm"
+
+
+def _join_world(device: str, place: Place) -> torch.device:
+    os.environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_RANK=str(place.local_rank),
+        MASTER_ADDR=place.master_host,
+        MASTER_PORT=str(place.master_port),
+    )
+    if device == "cpu":
+        torch.set_num_threads(place.threads)
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        # DeepSpeed would compile an all-reduce over shared memory here, at every first start on a machine; a build that
+        # is killed leaves a lock for which every later start waits without end. gloo does the same work.
+        deepspeed.ops.__compatible_ops__[SHM_OP] = False
+    deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
+    return torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+
+def place_frozen(module: nn.Module, rank: TrainedRank) -> Any:
+    """A module that is never trained on its device, partitioned at ZeRO-3 like the one that is."""
+    if rank.training.section.zero_stage < 3:
+        return module.to(rank.device)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": rank.place.world_size,
+        "bf16": {"enabled": rank.training.dtype == "bfloat16"},
+        "zero_optimization": {"stage": 3},
+    }
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    return engine
+
+
+def _training_config(training: Training, place: Place) -> dict[str, Any]:
+    section = training.section
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": place.world_size,
+        "bf16": {"enabled": training.dtype == "bfloat16"},
+        "zero_optimization": {"stage": section.zero_stage},
+        "gradient_clipping": section.max_grad_norm or 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if section.zero_stage > 0:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if section.offload_optimizer:
+        settings["zero_optimization"]["offload_optimizer"] = {
+            "device": "cpu",
+            "pin_memory": training.device == "cuda",
+        }
+    return settings

@@ -1,0 +1,89 @@
+"""A reward model in a process of its own: conversations in, normalized scores out, batched by tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf.algo.packing import pack_microbatches
+from rlhf.config.reward_model import RewardModelConfig
+from rlhf.learner.model import DeviceTokens
+from rlhf.learner.value_model import RewardModel, load_scalar_transformer
+from rlhf.types import PackedTokens
+
+NORMALIZATION_FILE = "reward_normalization.json"  # {"mean": ..., "std": ...} of scores on the pairs it was trained on
+
+
+class RewardScorer:
+    """One copy of a reward model with its own tokenizer and chat template; `rlhf.cluster` makes a Ray actor of it."""
+
+    def __init__(self, config: RewardModelConfig, device: str, threads: int) -> None:
+        from transformers import AutoTokenizer
+
+        assert config.path is not None
+        if device == "cpu":
+            torch.set_num_threads(threads)
+        self.device = torch.device(device)
+        self.tokenizer = AutoTokenizer.from_pretrained(config.path)
+        transformer = load_scalar_transformer(
+            config.path, key="reward_model.path", dtype=config.dtype, head_std=None,
+            gradient_checkpointing=False, trust_remote_code=False,
+        )  # fmt: skip
+        self.longest = min(config.max_tokens_per_batch, int(transformer.config.max_position_embeddings))
+        self.max_tokens = config.max_tokens_per_batch
+        self.model = RewardModel(transformer).eval().requires_grad_(False).to(self.device)
+        recorded = recorded_normalization(config.path)
+        self.mean = recorded[0] if config.mean is None else config.mean
+        self.std = recorded[1] if config.std is None else config.std
+
+    @torch.no_grad()
+    def score(self, conversations: list[list[dict[str, str]]]) -> list[float | None]:
+        """(raw - mean) / std at the last token of each conversation; None for one that the model cannot hold."""
+        ids = [conversation_ids(self.tokenizer, messages) for messages in conversations]
+        fitting = [i for i, sequence in enumerate(ids) if len(sequence) <= self.longest]
+        found: list[float | None] = [None] * len(ids)
+        lengths = np.array([len(ids[i]) for i in fitting], np.int64)
+        (batches,) = pack_microbatches(lengths, max_tokens=self.max_tokens, ranks=1)
+        for batch in batches:
+            members = [fitting[i] for i in batch]
+            if members:
+                scores = self.model(DeviceTokens.of(pack_sequences([ids[i] for i in members]), self.device))
+                for i, score in zip(members, scores.tolist(), strict=True):
+                    found[i] = (score - self.mean) / self.std
+        return found
+
+
+def recorded_normalization(path: str) -> tuple[float, float]:
+    """Mean and std that were recorded beside a model; 0 and 1 where none were."""
+    file = Path(path) / NORMALIZATION_FILE
+    if not file.is_file():
+        return 0.0, 1.0
+    recorded = json.loads(file.read_text())
+    return float(recorded["mean"]), float(recorded["std"])
+
+
+def conversation_ids(tokenizer: Any, messages: list[dict[str, str]]) -> np.ndarray:
+    """[L] int32 of the whole conversation in the tokenizer's own chat template."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def pack_sequences(sequences: Sequence[np.ndarray]) -> PackedTokens:
+    """Sequences without a response, in one row; none make a filler of two tokens."""
+    rows = list(range(len(sequences))) or [-1]
+    sequences = sequences or [np.zeros(2, np.int32)]
+    lengths = [len(sequence) for sequence in sequences]
+    total = sum(lengths)
+    return PackedTokens(
+        token_ids=np.concatenate(sequences).astype(np.int32),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        response_mask=np.zeros(total, bool),
+        rollout_logprobs=np.zeros(total, np.float32),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        rows=np.array(rows, np.int32),
+    )

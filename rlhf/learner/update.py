@@ -1,0 +1,164 @@
+"""One microbatch of the policy update: forward, loss, metrics. No DeepSpeed here, so that a test can run it alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.algo import kl, losses
+from rlhf.algo.numerics import masked
+from rlhf.config.run import GRPOConfig
+from rlhf.learner.model import DeviceTokens
+from rlhf.types import Denominators, EffectiveSampleFraction, Max, Mean, PolicyTargets, StepMetrics, Sum
+
+HEALTH_KL = "k3"  # the one estimator that the summary metrics use, whichever is optimized
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The choices of the config that the policy loss reads."""
+
+    kind: str
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    aggregation: str
+    constant_length: int
+    kl_coef: float
+    kl_estimator: str
+    kl_ratio_weighted: bool
+    has_reference: bool
+    entropy_coef: float
+    importance_mode: str
+    importance_level: str
+    importance_cap: float
+    old_is_current: bool
+
+    @classmethod
+    def of(cls, config: GRPOConfig) -> PolicyObjective:
+        algo = config.algo
+        return cls(
+            kind=algo.policy_loss,
+            clip_low=algo.clip_low,
+            clip_high=algo.clip_high,
+            dual_clip=algo.dual_clip,
+            aggregation=algo.loss_aggregation,
+            constant_length=algo.constant_length or config.rollout.max_response_tokens,
+            kl_coef=algo.kl_coef if algo.kl_place == "loss" else 0.0,
+            kl_estimator=algo.kl_estimator,
+            kl_ratio_weighted=algo.kl_ratio_weighted,
+            has_reference=config.needs_reference,
+            entropy_coef=algo.entropy_coef,
+            importance_mode=config.importance_correction,
+            importance_level=algo.importance_level,
+            importance_cap=algo.importance_cap,
+            old_is_current=not config.needs_old_logprobs_pass,
+        )
+
+
+def policy_microbatch(
+    model: nn.Module,
+    tokens: DeviceTokens,
+    targets: PolicyTargets,
+    denominators: Denominators,
+    objective: PolicyObjective,
+) -> tuple[Tensor, StepMetrics]:
+    """This microbatch's share of the minibatch loss, under the global denominators, and its metrics.
+
+    The shares of all microbatches of all ranks add up to the loss of the minibatch. A KL in the loss is added to each
+    token before aggregation, and its gradient flows.
+    """
+    mask = tokens.response_mask
+    advantages, old_logprobs, ref_logprobs = (
+        masked(torch.from_numpy(x).to(mask.device), mask)
+        for x in (targets.advantages, targets.old_logprobs, targets.ref_logprobs)
+    )
+    rollout_logprobs = masked(tokens.rollout_logprobs, mask)
+    logprobs, entropy = model(tokens, with_entropy=True)
+    if objective.old_is_current:
+        old_logprobs = logprobs.detach()
+
+    terms = losses.policy_loss(
+        logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        response_mask=mask,
+        cu_seqlens=tokens.cu_seqlens,
+        kind=objective.kind,
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip=objective.dual_clip,
+    )
+    per_token = terms.loss
+    metrics: StepMetrics = {}
+    if objective.importance_mode != "none":
+        correction = losses.importance_weights(
+            old_logprobs,
+            rollout_logprobs,
+            response_mask=mask,
+            cu_seqlens=tokens.cu_seqlens,
+            mode=objective.importance_mode,
+            level=objective.importance_level,
+            cap=objective.importance_cap,
+        )
+        per_token = per_token * correction.weights
+        metrics["policy/importance_weight"] = masked_mean(correction.weights, mask)
+        metrics["policy/importance_outside_fraction"] = masked_mean(correction.outside.float(), mask)
+        metrics["policy/effective_sample_fraction"] = EffectiveSampleFraction(
+            correction.samples.item(), correction.ratio_sum.item(), correction.ratio_square_sum.item()
+        )
+    if objective.has_reference:
+        if objective.kl_coef > 0:
+            penalty = kl.kl_per_token(
+                logprobs,
+                ref_logprobs,
+                estimator=objective.kl_estimator,
+                old_logprobs=old_logprobs,
+                ratio_weighted=objective.kl_ratio_weighted,
+            )
+            per_token = per_token + objective.kl_coef * penalty
+        metrics |= _kl_metrics(logprobs, ref_logprobs, old_logprobs, mask)
+    if objective.entropy_coef:
+        per_token = per_token - objective.entropy_coef * entropy
+
+    loss = losses.aggregate(
+        per_token,
+        mask,
+        tokens.cu_seqlens,
+        aggregation=objective.aggregation,
+        tokens=denominators.tokens,
+        sequences=denominators.sequences,
+        constant_length=objective.constant_length,
+    )
+    # A microbatch without a trained token stays in the graph: every rank makes the same backward calls.
+    loss = loss + 0.0 * logprobs.sum()
+    metrics |= {
+        "policy/loss": Sum(loss.item()),
+        "policy/entropy": masked_mean(entropy.detach(), mask),
+        "policy/clip_fraction": masked_mean(terms.clipped.float(), mask),
+        "policy/ratio": masked_mean(terms.ratio.detach(), mask),
+        "policy/ratio_max": Max(_masked_max(terms.ratio.detach(), mask)),
+        "policy/kl_old": masked_mean(kl.kl_per_token(logprobs.detach(), old_logprobs, estimator=HEALTH_KL), mask),
+        "policy/engine_logprob_difference": masked_mean((old_logprobs - rollout_logprobs).abs(), mask),
+        "policy/engine_kl": masked_mean(kl.kl_per_token(rollout_logprobs, old_logprobs, estimator=HEALTH_KL), mask),
+    }
+    return loss, metrics
+
+
+def _kl_metrics(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> StepMetrics:
+    found: StepMetrics = {}
+    for estimator in kl.KL_ESTIMATORS:
+        values = kl.kl_per_token(logprobs.detach(), ref_logprobs, estimator=estimator, old_logprobs=old_logprobs)
+        found[f"policy/kl_{estimator}"] = masked_mean(values, mask)
+    return found
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Mean:
+    """The mean over masked positions as a metric that merges exactly across microbatches and ranks."""
+    return Mean(torch.where(mask, values, torch.zeros_like(values)).double().sum().item(), float(mask.sum().item()))
+
+
+def _masked_max(values: Tensor, mask: Tensor) -> float:
+    return values[mask].max().item() if bool(mask.any()) else float("-inf")

@@ -1,0 +1,103 @@
+"""Models that end in one number: the critic, a value for each response token, and the reward model, one a sequence.
+
+Both are a Hugging Face sequence-classification model with one label: the same transformer, and `score` for a head. As
+with the policy, the head is applied inside the forward that DeepSpeed wraps.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from rlhf.algo.numerics import full_precision
+from rlhf.learner.attention import PACKED
+from rlhf.learner.model import DTYPES, DeviceTokens, disable_dropout
+
+HEAD = "score.weight"
+
+
+class ValueModel(nn.Module):
+    """The critic: values[t] is the value of the state in which token t is chosen, as `algo.gae` takes it.
+
+    That state ends with token t - 1; what follows the last token has value 0 and no entry.
+    """
+
+    def __init__(self, transformer: PreTrainedModel) -> None:
+        super().__init__()
+        self.transformer = transformer
+
+    def forward(self, tokens: DeviceTokens) -> Tensor:
+        """-> [T] float32, 0 outside of the response mask."""
+        positions = tokens.response_mask.nonzero().squeeze(1)
+        scalars = _head(self.transformer, _states(self.transformer, tokens)[positions - 1])
+        return scalars.new_zeros(len(tokens.token_ids)).index_copy(0, positions, scalars)
+
+
+class RewardModel(nn.Module):
+    """A reward model: the number at the last token of each sequence."""
+
+    def __init__(self, transformer: PreTrainedModel) -> None:
+        super().__init__()
+        self.transformer = transformer
+
+    def forward(self, tokens: DeviceTokens) -> Tensor:
+        """-> [S] float32, not normalized."""
+        return _head(self.transformer, _states(self.transformer, tokens)[tokens.cu_seqlens[1:].long() - 1])
+
+
+def _states(transformer: PreTrainedModel, tokens: DeviceTokens) -> Tensor:
+    states: Tensor = transformer.base_model(
+        input_ids=tokens.token_ids.unsqueeze(0),
+        position_ids=tokens.position_ids.unsqueeze(0),
+        use_cache=False,
+        segments=tokens.segments,
+    ).last_hidden_state[0]
+    return states
+
+
+def _head(transformer: PreTrainedModel, states: Tensor) -> Tensor:
+    weight = transformer.get_parameter(HEAD)
+    return F.linear(full_precision(states), full_precision(weight)).squeeze(-1)
+
+
+def load_scalar_transformer(
+    path: str, *, key: str, dtype: str, head_std: float | None, gradient_checkpointing: bool, trust_remote_code: bool
+) -> PreTrainedModel:
+    """Load a language model or a sequence-classification model with one number as its output.
+
+    Args:
+        key: of the config, for messages.
+        head_std: standard deviation of a new head where the model has none, 0 for zeros; None: there must be one.
+
+    Raises:
+        ValueError: the model has several labels, no head, or a head of another form.
+    """
+    transformer, info = AutoModelForSequenceClassification.from_pretrained(
+        path,
+        num_labels=1,
+        dtype=DTYPES[dtype],
+        attn_implementation=PACKED,
+        trust_remote_code=trust_remote_code,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    head = vars(transformer)["_modules"].get("score")
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ValueError(
+            f"{key}={path}: {type(transformer).__name__} has no linear head named score. Use a model such as Qwen2, "
+            "Qwen3, Llama or Mistral."
+        )
+    if info["mismatched_keys"]:
+        raise ValueError(f"{key}={path}: its head gives several numbers. Use a model with one label.")
+    if HEAD in info["missing_keys"]:
+        if head_std is None:
+            raise ValueError(
+                f"{key}={path}: it has no head {HEAD}, so it is not a reward model. Train one with "
+                "`python -m rlhf.reward_model`, or name another."
+            )
+        nn.init.normal_(head.weight, std=head_std) if head_std else nn.init.zeros_(head.weight)
+    disable_dropout(transformer)
+    if gradient_checkpointing:
+        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return transformer

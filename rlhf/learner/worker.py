@@ -1,0 +1,172 @@
+"""The policy's rank: log-prob passes, updates, its frozen reference, and the exchange of weights with the engines.
+
+A plain class; `rlhf.cluster` makes a Ray actor of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf.config.run import GRPOConfig
+from rlhf.learner.messages import LearnerMinibatch, LogprobPass, Place
+from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
+from rlhf.learner.rank import TrainedRank, Training
+from rlhf.learner.reference import Reference
+from rlhf.learner.update import PolicyObjective, policy_microbatch
+from rlhf.transfer import EngineClient, ParameterMeta, Rendezvous, WeightSender, make_sender
+from rlhf.types import PackedTokens, StepMetrics
+
+PERTURBATION = 0.05  # of each tensor's standard deviation (of 1 where that is 0): moves log-probs far beyond bf16 noise
+
+
+def policy_training(config: GRPOConfig) -> Training:
+    return Training(
+        name="learner",
+        section=config.learner,
+        total_updates=config.total_updates,
+        warmup_updates=config.warmup_updates,
+        dtype=config.model.dtype,
+        device=config.cluster.device,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+class Learner(TrainedRank):
+    """One rank of the policy."""
+
+    def __init__(self, config: GRPOConfig, place: Place) -> None:
+        super().__init__(policy_training(config), place)
+        self.config = config
+        self.objective = PolicyObjective.of(config)
+        self._sender: WeightSender | None = None
+        self._saved: list[Tensor] = []
+        self.wrap(self._load_model(trains=True))
+        self.reference: Reference | None = None
+        if config.needs_reference:
+            self.reference = Reference(self._load_model(trains=False), self)
+
+    def _load_model(self, *, trains: bool) -> PolicyModel:
+        config = self.config
+        model = load_policy(
+            config.model.path,
+            dtype=config.model.dtype,
+            temperature=config.rollout.temperature,
+            gradient_checkpointing=trains and config.model.gradient_checkpointing,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        return model.train() if trains else model.eval().requires_grad_(False)
+
+    # --- passes ---
+
+    @torch.no_grad()
+    def logprobs(self, minibatches: list[tuple[PackedTokens, ...]], old: bool) -> list[list[LogprobPass]]:
+        """Log-probs of the current policy (where `old`) and of the reference, on the microbatches of the update."""
+        return [[self._logprob_pass(packed, old) for packed in microbatches] for microbatches in minibatches]
+
+    def _logprob_pass(self, packed: PackedTokens, old: bool) -> LogprobPass:
+        tokens = DeviceTokens.of(packed, self.device)
+        zeros = np.zeros(len(packed.token_ids), np.float32)
+        return LogprobPass(
+            old=self.engine(tokens).logprobs.float().cpu().numpy() if old else zeros,
+            ref=self.reference.model(tokens).logprobs.float().cpu().numpy() if self.reference is not None else zeros,
+        )
+
+    @torch.no_grad()
+    def canary(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs at temperature 1 of given sequences under the current weights: [L] each, entry 0 is 0."""
+        found = []
+        for sequence in sequences:
+            mask = np.ones(len(sequence), bool)
+            mask[0] = False
+            packed = PackedTokens(
+                token_ids=sequence.astype(np.int32),
+                position_ids=np.arange(len(sequence), dtype=np.int32),
+                response_mask=mask,
+                rollout_logprobs=np.zeros(len(sequence), np.float32),
+                cu_seqlens=np.array([0, len(sequence)], np.int32),
+                rows=np.array([0], np.int32),
+            )
+            tokens = DeviceTokens.of(packed, self.device)
+            found.append(self.engine(tokens, temperature=1.0).logprobs.float().cpu().numpy())
+        return found
+
+    # --- update ---
+
+    def update(self, minibatches: list[LearnerMinibatch]) -> list[StepMetrics]:
+        """One optimizer step for each minibatch; this rank's metrics of each."""
+        return [self._update(minibatch) for minibatch in minibatches]
+
+    def _update(self, minibatch: LearnerMinibatch) -> StepMetrics:
+        def forward(i: int) -> tuple[Tensor, StepMetrics]:
+            tokens = DeviceTokens.of(minibatch.microbatches[i], self.device)
+            return policy_microbatch(self.engine, tokens, minibatch.targets[i], minibatch.denominators, self.objective)
+
+        return self.take_step(len(minibatch.microbatches), forward)
+
+    def blend_reference(self, decay: float) -> None:
+        """Reference := decay x reference + (1 - decay) x policy; a decay of 0 replaces it by the policy."""
+        assert self.reference is not None, "there is no reference to move"
+        self.reference.blend(self, decay)
+
+    # --- weights out ---
+
+    def metadata(self) -> list[ParameterMeta]:
+        """What iteration yields, without gathering: names and shapes of the Hugging Face checkpoint."""
+        return [
+            ParameterMeta(name, str(p.dtype).removeprefix("torch."), tuple(getattr(p, "ds_shape", p.shape)))
+            for name, p in self.names.items()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, param in self.names.items():
+            with self.whole(param):
+                yield name, param.detach()
+
+    def connect(self, backend: str, client: EngineClient, rendezvous: Rendezvous) -> None:
+        """Build the transfer group with the engines; every rank, once they are up."""
+        self._sender = make_sender(backend, self, client, rendezvous, rank=self.place.rank)
+
+    def send_weights(self, version: int) -> None:
+        assert self._sender is not None, "connect comes first"
+        self._sender.send(version)
+
+    @torch.no_grad()
+    def perturb_weights(self) -> None:
+        """Move every tensor by seeded noise, the same on all ranks, and remember the true values."""
+        assert not self._saved, "the weights are perturbed already"
+        generator = torch.Generator().manual_seed(0)
+        for param in self.names.values():
+            with self.whole(param, modify=True):
+                self._saved.append(param.detach().cpu().clone())
+                spread = param.float().std().item() if param.numel() > 1 else 0.0
+                noise = torch.randn(param.shape, generator=generator) * PERTURBATION * (spread or 1.0)
+                param.add_(noise.to(param.device, param.dtype))
+
+    @torch.no_grad()
+    def restore_weights(self) -> None:
+        """Put the true values back, bit for bit."""
+        for param, value in zip(self.names.values(), self._saved, strict=True):
+            with self.whole(param, modify=True):
+                param.copy_(value)
+        self._saved.clear()
+
+    # --- to disk ---
+
+    def save(self, folder: str) -> None:
+        super().save(folder)
+        if self.reference is not None and self.config.algo.ref_update != "fixed":
+            self.reference.save(self, folder)
+
+    def load(self, folder: str, updates_done: int) -> None:
+        super().load(folder, updates_done)
+        if self.reference is not None and self.config.algo.ref_update != "fixed":
+            self.reference.load(self, folder)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        super().close()

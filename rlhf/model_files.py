@@ -1,0 +1,89 @@
+"""What a model folder says before any weight is loaded: does it exist, its context, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlhf.config.run import GRPOConfig
+from rlhf.config.sections import ModelConfig
+
+
+def looks_local(path: str) -> bool:
+    """Whether a model or data path means this machine rather than the hub."""
+    return path.startswith(("/", ".", "~")) or Path(path).exists() or path.count("/") > 1
+
+
+def check_model(path: str) -> None:
+    """Refuse a local model path that holds no model; a hub name is checked when its tokenizer is loaded.
+
+    Raises:
+        ValueError: no such folder, or no config.json in it.
+    """
+    if not looks_local(path):
+        return
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(
+            f"model.path={path}: there is no such folder. Give a folder in Hugging Face format or a hub name."
+        )
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model.path={path}: no config.json in it. Give a folder in Hugging Face format.")
+
+
+def local_model_config(path: str) -> dict[str, Any] | None:
+    """config.json of a local model or of one in the hub's cache; None where it is not at hand."""
+    file = Path(path).expanduser() / "config.json"
+    if not file.is_file() and not looks_local(path):
+        file = _cached_config(path)
+    if not file.is_file():
+        return None
+    try:
+        config: dict[str, Any] = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"model.path={path}: {file} is not JSON ({error}). Fetch or save the model anew.") from None
+    return config
+
+
+def _cached_config(name: str) -> Path:
+    """Where the hub's cache has config.json of a model, if anywhere; the hub's own look-up imports an HTTP client."""
+    from huggingface_hub import constants
+
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / "main"
+    revision = reference.read_text().strip() if reference.is_file() else "main"
+    return repository / "snapshots" / revision / "config.json"
+
+
+def check_context(config: GRPOConfig) -> None:
+    """Refuse sequences that the model's context cannot hold.
+
+    Raises:
+        ValueError: prompt and response together exceed max_position_embeddings.
+    """
+    context = (local_model_config(config.model.path) or {}).get("max_position_embeddings")
+    if context is not None and config.max_sequence_tokens > context:
+        raise ValueError(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens="
+            f"{config.rollout.max_response_tokens}: {config.max_sequence_tokens} tokens exceed the context of "
+            f"model.path={config.model.path}, which is {context}. Shorten one of them."
+        )
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        ValueError: it cannot be loaded, from the folder or from the hub.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model.path={model.path}: its tokenizer cannot be loaded ({reason}). Give a folder in Hugging Face format "
+            "or the name of a hub model that this machine can reach."
+        ) from None

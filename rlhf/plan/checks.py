@@ -1,0 +1,121 @@
+"""What is likely wrong with a run that its config alone allows: idle parts, sequences or memory that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf.config.run import GRPOConfig
+from rlhf.plan.memory import GIB, EngineMemory, Part, learner_state, total
+from rlhf.plan.model import ModelShape
+from rlhf.plan.text import counted
+
+
+def arithmetic_warnings(config: GRPOConfig) -> list[str]:
+    """From sizes alone, whatever the model: the config's own warnings, and parts that would have nothing to do."""
+    cluster, rollout, learner = config.cluster, config.rollout, config.learner
+    found = list(config.warnings)
+    smallest = config.rollouts_per_step // learner.minibatches_per_epoch
+    if smallest < cluster.learners:
+        found.append(
+            f"cluster.learners={cluster.learners}: a minibatch has {smallest} rollouts (rollout.prompts_per_step x "
+            f"rollout.samples_per_prompt / learner.minibatches_per_epoch), so {cluster.learners - smallest} learners "
+            "are idle. Use fewer learners or minibatches, or more rollouts."
+        )
+    if rollout.prompts_per_step < cluster.engines:
+        found.append(
+            f"cluster.engines={cluster.engines}: a step has rollout.prompts_per_step={rollout.prompts_per_step} "
+            f"groups, and a group stays on one engine, so {cluster.engines - rollout.prompts_per_step} engines are "
+            "idle. Use fewer engines or more prompts."
+        )
+    if cluster.device == "cuda" and cluster.tensor_parallel > cluster.gpus_per_node:
+        found.append(
+            f"cluster.tensor_parallel={cluster.tensor_parallel}: an engine does not fit on a node of cluster."
+            f"gpus_per_node={cluster.gpus_per_node} GPUs. Lower it, or set gpus_per_node to what a node has."
+        )
+    if config.algo.kl_coef > 0 and learner.optimizer.lr == 0:
+        found.append("learner.optimizer.lr=0 with algo.kl_coef above 0: nothing will be learned.")
+    return found
+
+
+def model_warnings(config: GRPOConfig, model: Mapping[str, Any]) -> list[str]:
+    """From config.json as it is: the context, and tensor parallelism against the heads."""
+    found = []
+    context, heads = model.get("max_position_embeddings"), model.get("num_attention_heads")
+    if context is not None and config.max_sequence_tokens > context:
+        found.append(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} tokens, but the "
+            f"context of model.path={config.model.path} is {context}: the run will be refused. Shorten one of them."
+        )
+    if heads is not None and heads % config.cluster.tensor_parallel:
+        found.append(
+            f"cluster.tensor_parallel={config.cluster.tensor_parallel} does not divide the model's {heads} attention "
+            "heads: the engine will be refused. Use a divisor."
+        )
+    return found
+
+
+def memory_warnings(
+    config: GRPOConfig, shape: ModelShape, learner: tuple[Part, ...], engine: EngineMemory, host_gib: float | None
+) -> list[str]:
+    """From the estimate: what does not fit, and a KV cache that would preempt.
+
+    Args:
+        host_gib: memory of this machine, for runs on CPU; None where it is not known.
+    """
+    cluster, rollout, found = config.cluster, config.rollout, []
+    group = rollout.samples_per_prompt * config.max_sequence_tokens
+    knob = "rollout.kv_cache_gib"
+    if cluster.device == "cuda":
+        knob = "rollout.gpu_memory_utilization or cluster.tensor_parallel"
+    if engine.kv_tokens < config.max_sequence_tokens:
+        found.append(
+            f"KV cache: an engine holds {engine.kv_tokens:,} tokens, not even one sequence of "
+            f"{config.max_sequence_tokens:,} (data.max_prompt_tokens + rollout.max_response_tokens). Raise {knob}, or "
+            "shorten sequences."
+        )
+    elif engine.kv_tokens < group:
+        found.append(
+            f"KV cache: an engine holds {engine.kv_tokens:,} tokens, less than one group at full length "
+            f"(rollout.samples_per_prompt={rollout.samples_per_prompt} x {config.max_sequence_tokens:,} = {group:,}): "
+            f"sequences will be preempted and computed again. Raise {knob}, or shorten sequences."
+        )
+    if cluster.device == "cpu":
+        need = (cluster.learners * total(learner) + cluster.engines * total(engine.parts)) / GIB
+        if host_gib is not None and need > host_gib:
+            found.append(
+                f"memory: {counted(cluster.learners, 'learner')} and {counted(cluster.engines, 'engine')} need about "
+                f"{need:.1f} GiB, this machine has {host_gib:.1f}. Use a smaller model, "
+                "learner.max_tokens_per_microbatch or rollout.kv_cache_gib."
+            )
+        return found
+    have = cluster.gpu_memory_gib
+    need = total(learner) / GIB
+    if need > have:
+        found.append(
+            f"memory: a learner needs about {need:.1f} GiB, a GPU has cluster.gpu_memory_gib={have:g}. "
+            f"{_relief(config)}"
+        )
+    state = total(learner_state(shape, config)) / GIB
+    awake = state + rollout.gpu_memory_utilization * have
+    if cluster.placement == "colocated" and awake > have:
+        found.append(
+            f"memory: on a shared GPU the engine's rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} x "
+            f"{have:g} GiB stands beside {state:.1f} GiB of the learner's state: {awake:.1f} GiB. Lower it to "
+            f"{max(0.0, 1 - state / have):.2f} or less."
+        )
+    return found
+
+
+def _relief(config: GRPOConfig) -> str:
+    """The keys that would lower a learner's memory and are not at their lowest yet."""
+    learner, remedies = config.learner, []
+    if not config.model.gradient_checkpointing:
+        remedies.append("model.gradient_checkpointing=true")
+    if learner.max_tokens_per_microbatch > config.max_sequence_tokens:
+        remedies.append(f"learner.max_tokens_per_microbatch down to {config.max_sequence_tokens}")
+    if learner.zero_stage < 3:
+        remedies.append("learner.zero_stage=3")
+    if not learner.offload_optimizer:
+        remedies.append("learner.offload_optimizer=true")
+    return f"Try {', '.join([*remedies, 'more cluster.learners'])}."

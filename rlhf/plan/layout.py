@@ -1,0 +1,42 @@
+"""Where learners and engines go: GPUs of nodes, filled in order, an engine never across two nodes."""
+
+from __future__ import annotations
+
+from rlhf.config.sections import ClusterConfig
+
+FREE = "-"
+CELL = 10  # characters; eight of them and the node's name fit in 100 columns
+CELLS_A_LINE = 8
+
+
+def place(cluster: ClusterConfig) -> list[list[str]]:
+    """[node][GPU] -> what sits there. Learners come first, as in the run; colocated engines share their GPUs."""
+    per_node = cluster.gpus_per_node
+    gpus = [f"learner {rank}" for rank in range(cluster.learners)]
+    for engine in range(cluster.engines):
+        width = cluster.tensor_parallel
+        if cluster.placement == "colocated":
+            for gpu in range(engine * width, (engine + 1) * width):
+                gpus[gpu] = f"L{gpu} + E{engine}"
+            continue
+        if width <= per_node and len(gpus) % per_node + width > per_node:
+            gpus += [FREE] * (per_node - len(gpus) % per_node)
+        gpus += [f"engine {engine}"] * width
+    gpus += [FREE] * (-len(gpus) % per_node)
+    return [gpus[start : start + per_node] for start in range(0, len(gpus), per_node)]
+
+
+def draw(nodes: list[list[str]]) -> list[str]:
+    """One line for each node (more, where a node has more GPUs than fit), a header above."""
+    lines = []
+    for number, gpus in enumerate(nodes):
+        for start in range(0, len(gpus), CELLS_A_LINE):
+            cells = range(start, min(start + CELLS_A_LINE, len(gpus)))
+            if number == 0 or len(gpus) > CELLS_A_LINE:
+                lines.append(_row("", [f"GPU {i}" for i in cells]))
+            lines.append(_row(f"node {number}" if start == 0 else "", [gpus[i] for i in cells]))
+    return lines
+
+
+def _row(name: str, cells: list[str]) -> str:
+    return (f"  {name:<9} " + " ".join(f"{cell:<{CELL}}" for cell in cells)).rstrip()

@@ -1,0 +1,67 @@
+"""What a run asks of the machines, against what there is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf.config.run import GRPOConfig
+
+GPU = "GPU"
+
+
+def check_resources(config: GRPOConfig, available: Mapping[str, float], *, trains: bool = True) -> None:
+    """Refuse a run that asks for more than there is, both numbers named.
+
+    Args:
+        available: CPU and GPU counts. trains: False for engines alone.
+
+    Raises:
+        ValueError: fewer CPUs or GPUs than the config asks for.
+    """
+    cluster = config.cluster
+    learners = cluster.learners * config.trained_worlds if trains else 0
+    cpus = cluster.engines * cluster.cpus_per_engine + learners * cluster.cpus_per_learner
+    have = available.get("CPU", 0.0)
+    if cpus > have:
+        raise ValueError(
+            f"cluster.engines={cluster.engines} and cluster.learners={learners} reserve {cpus:g} CPUs "
+            f"(cluster.cpus_per_engine={cluster.cpus_per_engine:g}, cluster.cpus_per_learner="
+            f"{cluster.cpus_per_learner:g}), but there are {have:g}. Ask for fewer, or lower the reservations."
+        )
+    if cluster.device == "cuda":
+        shared = cluster.placement == "colocated" and trains
+        gpus = learners if shared else learners + cluster.engines * cluster.tensor_parallel
+        have = available.get(GPU, 0.0)
+        if gpus > have:
+            raise ValueError(
+                f"cluster.device=cuda: {cluster.engines} engines x {cluster.tensor_parallel} and {learners} "
+                f"learners ask for {gpus} GPUs, but there are {have:g}. Ask for fewer, or put the run on CPU with "
+                "`--config configs/cpu.yaml` after your own."
+            )
+
+
+def joins_a_cluster(config: GRPOConfig) -> bool:
+    """Whether the run uses a Ray cluster that is up already, by its config or by RAY_ADDRESS, and not this machine."""
+    return bool(config.cluster.ray_address or os.environ.get("RAY_ADDRESS"))
+
+
+def local_resources() -> dict[str, float]:
+    """What this machine has, without Ray and without torch."""
+    return {"CPU": float(os.cpu_count() or 1), GPU: float(_count_gpus())}
+
+
+def _count_gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([x for x in visible.split(",") if x.strip()])
+    proc = Path("/proc/driver/nvidia/gpus")
+    if proc.is_dir():
+        return len(list(proc.iterdir()))
+    if shutil.which("nvidia-smi"):
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+        return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    return 0

@@ -1,0 +1,148 @@
+"""Program: PPO with a critic on Ray, vLLM and DeepSpeed.
+
+    python -m rlhf.ppo --config configs/ppo_quickstart.yaml [section.key=value ...]
+
+A step, all of it in `train_step`: take groups -> plan minibatches, fix denominators -> old and reference log-probs and
+values on those microbatches -> rewards a token, GAE -> policy and critic update at the same time -> new weights into
+the engines, canary -> metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf import cli
+from rlhf.config.ppo import PPOConfig
+from rlhf.plan import check_resources, local_resources, print_plan
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rlhf.batching import Rows
+    from rlhf.credit import Credit, KLController
+    from rlhf.run import TrainingRun
+    from rlhf.types import Minibatch, StepMetrics
+
+DESCRIPTION = "Proximal policy optimization (arXiv:1707.06347) with a critic, as in RLHF (arXiv:1909.08593)."
+
+
+async def train(run: TrainingRun[PPOConfig]) -> None:
+    """The run: evaluate, take the steps, evaluate, export."""
+    from rlhf.credit import make_controller
+
+    config = run.config
+    controller = make_controller(config.algo)
+    if run.restored is not None:
+        controller.load_state_dict(run.state["kl_controller"])
+    async with run:
+        await run.evaluate(0, due=config.evaluation.at_start and run.first_step == 0)
+        for step in range(run.first_step, config.run.steps):
+            await train_step(run, step, controller)
+            done = step + 1
+            last = done == config.run.steps
+            every = config.evaluation.every
+            await run.evaluate(done, due=config.evaluation.at_end if last else every is not None and done % every == 0)
+            await run.checkpoint(done, last=last, more_state={"kl_controller": controller.state_dict()})
+        await run.finish()
+
+
+async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLController) -> None:
+    """One training step: consumes prompts_per_step x samples_per_prompt rollouts, takes updates_per_step updates."""
+    from rlhf import batching, credit
+
+    config, clock, algo = run.config, run.clock, run.config.algo
+    clock.start_step()
+
+    with clock.phase("sampling"):
+        groups = await run.buffer.take()
+    samples = batching.flatten(groups)
+    trains = batching.trained_rows(samples, mask_truncated=algo.mask_truncated)
+    epochs = batching.plan_epochs(samples, trains, config, step=step)
+
+    with clock.phase("logprobs"):
+        (old, ref), values = await asyncio.gather(logprob_passes(run, epochs[0]), value_passes(run, epochs[0]))
+    in_reward = algo.kl_place == "reward" and algo.kl_coef > 0
+    kl_coef = controller.coef if in_reward else 0.0
+    earned = credit.assign_credit(samples, values, old, ref, kl_coef=kl_coef, algo=algo)
+    measured = {**earned.metrics, "policy/kl_coef": controller.coef}
+    if in_reward:
+        measured["policy/kl_response"] = credit.response_kl(samples, old, ref)
+        controller.update(measured["policy/kl_response"], len(samples))
+
+    with clock.phase("update"):
+        updates: list[StepMetrics] = []
+        for minibatches in epochs:
+            updates += await update_both(run, step, minibatches, earned, values, old, ref)
+
+    run.account(groups, trains)
+    await run.move_reference(step + 1)
+    with clock.phase("transfer"):
+        await run.cluster.send_weights(step + 1)
+    with clock.phase("canary"):
+        measured |= await run.canary.check(run.cluster, step + 1)
+    run.buffer.step_done()
+    run.log_step(step + 1, groups, earned.mean_advantages(samples), epochs, updates, measured)
+
+
+async def logprob_passes(run: TrainingRun[PPOConfig], minibatches: Sequence[Minibatch]) -> tuple[Rows, Rows]:
+    """Old and reference log-probs of every rollout, from the very microbatches of the first epoch."""
+    from rlhf import batching
+
+    config = run.config
+    if not (config.needs_old_logprobs_pass or config.needs_reference):
+        return {}, {}
+    ranks = range(config.cluster.learners)
+    work = [([m.microbatches[rank] for m in minibatches], config.needs_old_logprobs_pass) for rank in ranks]
+    by_rank = await run.cluster.learners.call_each("logprobs", work)
+    old = batching.rows_of(minibatches, by_rank, "old") if config.needs_old_logprobs_pass else {}
+    ref = batching.rows_of(minibatches, by_rank, "ref") if config.needs_reference else {}
+    return old, ref
+
+
+async def value_passes(run: TrainingRun[PPOConfig], minibatches: Sequence[Minibatch]) -> dict[int, np.ndarray]:
+    """The critic's values of every rollout, from the very microbatches of the first epoch."""
+    from rlhf import credit
+
+    ranks = range(run.config.cluster.learners)
+    work = [([m.microbatches[rank] for m in minibatches],) for rank in ranks]
+    return credit.value_rows(minibatches, await run.cluster.critics.call_each("values", work))
+
+
+async def update_both(
+    run: TrainingRun[PPOConfig],
+    step: int,
+    minibatches: Sequence[Minibatch],
+    earned: Credit,
+    values: Rows,
+    old: Rows,
+    ref: Rows,
+) -> list[StepMetrics]:
+    """One pass of critic and policy over the same minibatches; the policy waits while the critic warms up."""
+    from rlhf import batching, credit
+
+    work = credit.value_minibatches(minibatches, values, earned.returns)
+    calls = [run.cluster.critics.call_each("update", [(rank,) for rank in work])]
+    if step >= run.config.critic.warmup_steps:
+        policy_work = batching.learner_minibatches(minibatches, earned.advantages, old, ref)
+        calls.append(run.cluster.learners.call_each("update", [(rank,) for rank in policy_work]))
+    by_world = [batching.merge_ranks(by_rank) for by_rank in await asyncio.gather(*calls)]
+    return [{name: metric for part in parts for name, metric in part.items()} for parts in zip(*by_world, strict=True)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, arguments = cli.parse("rlhf.ppo", DESCRIPTION, PPOConfig, argv)
+    if arguments.plan:
+        print_plan(config)
+        return
+    if config.cluster.ray_address is None:
+        check_resources(config, local_resources())
+    from rlhf.run import TrainingRun
+
+    asyncio.run(train(TrainingRun(config, resume=arguments.resume)))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))

@@ -1,0 +1,102 @@
+"""Responses -> scores of a reward model: whatever waits while a copy is busy goes into its next batch."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
+
+from rlhf.config.reward_model import RewardModelConfig
+from rlhf.types import RolloutGroup, ScoredRollout
+
+Conversation = list[dict[str, str]]
+Score = Callable[[list[Conversation]], Awaitable[list[float | None]]]
+
+PART = "reward_model"  # its name among the parts of a reward
+FIRST_WAIT_S = 0.5
+
+
+class RewardModelClient:
+    """Adds a reward model's part to graded groups.
+
+    Args:
+        scorers: one for each copy: conversations -> scores, None for what cannot be scored.
+        weight: of the part in the sum.
+    """
+
+    def __init__(self, scorers: Sequence[Score], *, weight: float) -> None:
+        self._weight = weight
+        self._waiting: list[tuple[Conversation, asyncio.Future[float | None]]] = []
+        self._free = list(scorers)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def add_to(self, group: RolloutGroup) -> RolloutGroup:
+        """The group with the weighted score in each reward; a response that cannot be scored becomes unscorable."""
+        prompt = list(group.prompt.messages)
+        replies = [[*prompt, {"role": "assistant", "content": sample.text}] for sample in group.samples]
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[float | None]] = [loop.create_future() for _ in replies]
+        self._waiting += zip(replies, futures, strict=True)
+        self._start()
+        scores = await asyncio.gather(*futures)
+        samples = tuple(self._add(sample, score) for sample, score in zip(group.samples, scores, strict=True))
+        return RolloutGroup(group.prompt, samples)
+
+    def _add(self, sample: ScoredRollout, score: float | None) -> ScoredRollout:
+        reward = None if sample.reward is None or score is None else sample.reward + self._weight * score
+        return dataclasses.replace(sample, reward=reward, reward_parts={**sample.reward_parts, PART: score})
+
+    def _start(self) -> None:
+        while self._free and self._waiting:
+            batch, self._waiting = self._waiting, []
+            task = asyncio.ensure_future(self._run(self._free.pop(), batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, scorer: Score, batch: list[tuple[Conversation, asyncio.Future[float | None]]]) -> None:
+        try:
+            scores = await scorer([conversation for conversation, _ in batch])
+            for (_, future), score in zip(batch, scores, strict=True):
+                if not future.done():
+                    future.set_result(score)
+        except Exception as error:  # handed to whoever waits for the scores
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+        self._free.append(scorer)
+        self._start()
+
+
+def endpoint_scorer(config: RewardModelConfig) -> Score:
+    """Scores over HTTP, with a time-out for each request and retries that wait twice as long each time."""
+    url = config.endpoint
+    assert url is not None
+    mean, std = config.mean or 0.0, config.std or 1.0
+
+    def request(body: bytes, count: int) -> list[float | None]:
+        made = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(made, timeout=config.timeout_s) as reply:
+            scores = json.load(reply)["scores"]
+        if len(scores) != count:
+            raise ValueError(f"{len(scores)} scores for {count} conversations")
+        return [None if score is None else (float(score) - mean) / std for score in scores]
+
+    async def score(conversations: list[Conversation]) -> list[float | None]:
+        body = json.dumps({"conversations": conversations}).encode()
+        reason: Exception | None = None
+        for attempt in range(config.retries + 1):
+            if attempt:
+                await asyncio.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+            try:
+                return await asyncio.to_thread(request, body, len(conversations))
+            except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError) as error:
+                reason = error
+        raise RuntimeError(
+            f"reward_model.endpoint={url}: {config.retries + 1} tries failed, the last with {type(reason).__name__}: "
+            f"{reason}. See whether it runs; reward_model.timeout_s={config.timeout_s:g} bounds one request."
+        )
+
+    return score

@@ -1,0 +1,170 @@
+"""Program: trains a reward model from preference pairs.
+
+    python -m rlhf.reward_model --config configs/reward_model.yaml [section.key=value ...]
+
+Pairs are a JSONL with `chosen` and `rejected`: whole conversations as lists of role/content messages, or texts that
+answer a `prompt` (text or messages). It writes the model, and the mean and std of its scores on the training pairs, by
+which a run normalizes them (arXiv:1909.08593, sec. 2.1).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf import cli
+from rlhf.config.reward_model import RewardTrainingConfig
+from rlhf.learner.messages import Place
+
+if TYPE_CHECKING:
+    from rlhf.learner.reward_trainer import Pair
+
+DESCRIPTION = "Train a reward model from preference pairs (Bradley-Terry)."
+LOG_EVERY = 10  # updates
+
+
+def conversation(row: dict[str, Any], column: str) -> list[dict[str, str]]:
+    """The messages of `chosen` or `rejected`, the prompt's before them where the column is a text."""
+    answer = row[column]
+    if isinstance(answer, list):
+        return answer
+    prompt = row["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return [*messages, {"role": "assistant", "content": answer}]
+
+
+def read_pairs(path: str, tokenizer: Any, *, key: str, max_tokens: int) -> tuple[list[Pair], int]:
+    """Tokenized pairs, and how many were left out as too long.
+
+    Raises:
+        ValueError: no such file, a row that is not a pair, or no pair at all.
+    """
+    from rlhf.learner.reward_scorer import conversation_ids
+    from rlhf.learner.reward_trainer import Pair
+
+    if not Path(path).is_file():
+        raise ValueError(f"{key}={path}: there is no such file. Name a JSONL of preference pairs.")
+    pairs, too_long = [], 0
+    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            chosen, rejected = (conversation_ids(tokenizer, conversation(row, c)) for c in ("chosen", "rejected"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{key}={path}, line {number}: {type(error).__name__}: {error}. A row has chosen and rejected, as "
+                "messages or as texts with a prompt."
+            ) from None
+        if max(len(chosen), len(rejected)) > max_tokens:
+            too_long += 1
+        else:
+            pairs.append(Pair(chosen, rejected))
+    if not pairs:
+        raise ValueError(f"{key}={path}: no pair of at most data.max_tokens={max_tokens} tokens in it.")
+    return pairs, too_long
+
+
+def train_rank(place: Place, config: RewardTrainingConfig, train: list[Pair], held_out: list[Pair]) -> None:
+    """The whole training on one rank; rank 0 logs and writes."""
+    from rlhf.learner.reward_trainer import RewardTrainer, count_updates
+    from rlhf.metrics import JsonlSink, to_values
+
+    trainer = RewardTrainer(config, place, train)
+    total = count_updates(config, len(train))
+    folder = Path(config.run.dir)
+    sink = JsonlSink(folder / "metrics.jsonl") if place.rank == 0 else None
+    for update, metrics in enumerate(trainer.train(), start=1):
+        if sink is not None:
+            values = to_values(metrics)
+            sink.log(update, values)
+            if update % LOG_EVERY == 0 or update == total:
+                print(
+                    f"update {update}/{total}  loss {values['train/loss']:.4f}  accuracy {values['train/accuracy']:.3f}"
+                )
+    if held_out:
+        values = to_values(trainer.measure(held_out)[0])
+        if sink is not None:
+            sink.log(total, values)
+            print("held out: " + "  ".join(f"{name.removeprefix('eval/')} {v:.4f}" for name, v in values.items()))
+    _, mean, std = trainer.measure(train)
+    trainer.write(str(folder / "model"), config.model.path, mean, std)
+    if sink is not None:
+        sink.close()
+        print(f"model: {folder / 'model'}, scores of mean {mean:.3f} and std {std:.3f}")
+    trainer.close()
+
+
+def _rank(failures: Any, place: Place, config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
+    if config.device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(place.rank)
+    try:
+        train_rank(place, config, *pairs)
+    except BaseException as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        failures.put(f"learner {place.rank}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})")
+        raise SystemExit(1) from None
+
+
+def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
+    """Every rank in a process of its own; the first failure ends all.
+
+    Raises:
+        RuntimeError: with the first rank's reason.
+    """
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = int(probe.getsockname()[1])
+    threads = max(1, (os.cpu_count() or 1) // config.learners)
+    context = multiprocessing.get_context("spawn")
+    failures: Any = context.Queue()
+    ranks = []
+    for rank in range(config.learners):
+        place = Place(rank, config.learners, 0 if config.device == "cuda" else rank, "127.0.0.1", port, threads)
+        ranks.append(context.Process(target=_rank, args=(failures, place, config, *pairs), daemon=True))
+    for process in ranks:
+        process.start()
+    try:
+        multiprocessing.connection.wait([process.sentinel for process in ranks])
+        while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):
+            multiprocessing.connection.wait([p.sentinel for p in ranks if p.is_alive()])
+        if any(process.exitcode for process in ranks):
+            raise RuntimeError(failures.get(timeout=5))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, arguments = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv)
+    if arguments.plan or arguments.resume:
+        raise ValueError("--plan and --resume: the training of a reward model has neither. Leave them out.")
+    folder = Path(config.run.dir)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"run.dir={folder}: already holds files. Name another folder, or remove it (rm -r {folder}).")
+    from rlhf.config.load import resolved_yaml
+    from rlhf.model_files import check_model, load_tokenizer
+
+    check_model(config.model.path)
+    tokenizer = load_tokenizer(config.model)
+    longest = config.data.max_tokens
+    train, too_long = read_pairs(config.data.train, tokenizer, key="data.train", max_tokens=longest)
+    held_out: list[Pair] = []
+    if config.data.eval is not None:
+        held_out, more = read_pairs(config.data.eval, tokenizer, key="data.eval", max_tokens=longest)
+        too_long += more
+    print(f"{len(train)} pairs to train on, {len(held_out)} held out, {too_long} left out as too long")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(resolved_yaml(config))
+    run_ranks(config, train, held_out)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))

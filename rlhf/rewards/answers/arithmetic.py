@@ -1,0 +1,202 @@
+"""Arithmetic on exact fractions where possible, else on numbers of many digits; bounded in size everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from mpmath.ctx_mp import MPContext
+
+from rlhf.rewards.answers.errors import UndefinedError
+
+MAX_EXACT_BITS = 400_000  # of a power or factorial that is written out; more than any answer has
+MAX_MAGNITUDE = 64  # bits of an exponent: a tower of powers has more
+MAX_FACTORIAL = 5_000
+MAX_BINOMIAL = 20_000
+MAX_ARGUMENT_BITS = 4_000  # of what goes into sin, exp or log: reducing it costs as many digits
+DIGITS = (60, 300)  # decided at the first unless it is close, then at the second
+
+mp = MPContext()  # our own, so that nobody else's precision changes
+mp.dps = DIGITS[0]
+mpf, mpc = mp.mpf, mp.mpc
+
+Value = Any  # Fraction | mpf | mpc
+
+
+def values_agree(a: Value, b: Value, digits: int) -> bool | None:
+    """True or False if that is clear at so many digits, None if it takes more."""
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return a == b
+    a, b = as_real(a), as_real(b)
+    difference, scale = abs(a - b), max(abs(a), abs(b))
+    if not mp.isfinite(difference):
+        raise UndefinedError("infinite")
+    if digits == DIGITS[-1]:
+        return bool(difference <= mpf(10) ** -(digits - 60) * max(scale, 1))
+    if scale > mpf(10) ** -10:
+        if difference > scale * mpf(10) ** -12:
+            return False
+        if difference <= scale * mpf(10) ** -(digits - 12):
+            return True
+    return None
+
+
+def same_number(a: Value, b: Value) -> bool:
+    """Whether two values that were computed to the lower precision agree."""
+    return values_agree(a, b, DIGITS[0]) is not False
+
+
+def as_real(value: Value) -> Value:
+    """mpmath's own type; fractions are converted at the current precision."""
+    return mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+
+
+def check_size(value: Value, bits: int = MAX_ARGUMENT_BITS) -> Value:
+    if isinstance(value, Fraction):
+        size = max(value.numerator.bit_length() - value.denominator.bit_length(), 0)
+    else:
+        size = mp.mag(value) if value and mp.isfinite(value) else 0
+    if size > bits:
+        raise UndefinedError("too large")
+    return as_real(value)
+
+
+def plus(a: Value, b: Value) -> Value:
+    exact = isinstance(a, Fraction) and isinstance(b, Fraction)
+    return a + b if exact else as_real(a) + as_real(b)
+
+
+def times(a: Value, b: Value) -> Value:
+    exact = isinstance(a, Fraction) and isinstance(b, Fraction)
+    return bounded(a * b) if exact else as_real(a) * as_real(b)
+
+
+def bounded(value: Fraction) -> Fraction:
+    if value.numerator.bit_length() + value.denominator.bit_length() > 2 * MAX_EXACT_BITS:
+        raise UndefinedError("too large")
+    return value
+
+
+def power(base: Value, exponent: Value) -> Value:
+    """base ** exponent, exact where that is possible; an odd root of a negative number is the real one."""
+    if base == 0:
+        if not isinstance(exponent, mpc) and exponent > 0:
+            return Fraction(0)
+        raise UndefinedError("zero to a power that is not positive")
+    if isinstance(exponent, Fraction):
+        if exponent.denominator == 1 and isinstance(base, Fraction):
+            size = base.numerator.bit_length() + base.denominator.bit_length()
+            if base in (1, -1) or abs(exponent.numerator) * size <= MAX_EXACT_BITS:
+                return base**exponent.numerator
+        elif exponent.denominator % 2 and not isinstance(base, mpc) and base < 0:
+            value = power(-base, exponent)
+            return value if exponent.numerator % 2 == 0 else -value
+        elif isinstance(base, Fraction) and base > 0 and exponent.denominator <= 64:
+            root = _exact_root(base, exponent.denominator)
+            if root is not None:
+                return power(root, Fraction(exponent.numerator))
+    if exponent and mp.mag(as_real(exponent)) > MAX_MAGNITUDE:
+        raise UndefinedError("too large")
+    return mp.power(check_size(base, 10**9), as_real(exponent))
+
+
+def _exact_root(value: Fraction, degree: int) -> Fraction | None:
+    if value.numerator.bit_length() + value.denominator.bit_length() > MAX_ARGUMENT_BITS:
+        return None
+    roots = []
+    for part in (value.numerator, value.denominator):
+        root = _integer_root(part, degree)
+        if root**degree != part:
+            return None
+        roots.append(root)
+    return Fraction(roots[0], roots[1])
+
+
+def _integer_root(value: int, degree: int) -> int:
+    """floor(value ** (1 / degree)) by Newton's method on integers."""
+    if degree == 2:
+        return math.isqrt(value)
+    guess = 1 << -(-value.bit_length() // degree)
+    while True:
+        better = ((degree - 1) * guess + value // guess ** (degree - 1)) // degree
+        if better >= guess:
+            return guess
+        guess = better
+
+
+def _factorial(value: Value) -> Value:
+    if isinstance(value, Fraction) and value.denominator == 1 and value >= 0:
+        if value > MAX_FACTORIAL:
+            raise UndefinedError("too large")
+        return Fraction(math.factorial(value.numerator))
+    return mp.gamma(check_size(value, 20) + 1)
+
+
+def _double_factorial(value: Value) -> Value:
+    if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
+        raise UndefinedError("double factorial")
+    return Fraction(math.prod(range(value.numerator, 0, -2)))
+
+
+def _binomial(upper: Value, lower: Value) -> Value:
+    if all(isinstance(v, Fraction) and v.denominator == 1 for v in (upper, lower)) and upper >= 0:
+        if upper > MAX_BINOMIAL:
+            raise UndefinedError("too large")
+        return Fraction(math.comb(upper.numerator, lower.numerator) if lower >= 0 else 0)
+    return mp.binomial(check_size(upper, 20), check_size(lower, 20))
+
+
+def _log(value: Value, base: Value | None = None) -> Value:
+    """Without a base: the natural logarithm, and `log` too, as in most of mathematics."""
+    if value == 0:
+        raise UndefinedError("logarithm of zero")
+    numerator = mp.log(check_size(value, 10**9))
+    return numerator if base is None else numerator / mp.log(check_size(base))
+
+
+def _whole(values: tuple[Value, ...]) -> list[int]:
+    if not all(isinstance(v, Fraction) and v.denominator == 1 for v in values):
+        raise UndefinedError("not whole numbers")
+    return [v.numerator for v in values]
+
+
+def _rounded(function: Callable[[Value], Value], value: Value) -> Value:
+    return Fraction(int(function(value if isinstance(value, Fraction) else check_size(value))))
+
+
+def _transcendental(function: Callable[[Value], Value]) -> Callable[[Value], Value]:
+    return lambda value: function(check_size(value))
+
+
+FUNCTIONS: dict[str, Callable[..., Value]] = {
+    **{
+        name: _transcendental(getattr(mp, name))
+        for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
+    },
+    "arcsin": _transcendental(mp.asin),
+    "arccos": _transcendental(mp.acos),
+    "arctan": _transcendental(mp.atan),
+    "exp": lambda value: power(mp.e, value),
+    "log": _log,
+    "ln": _log,
+    "lg": lambda value: _log(value, Fraction(10)),
+    "sqrt": lambda value: power(value, Fraction(1, 2)),
+    "root": lambda value, degree: (
+        power(value, Fraction(1) / degree if isinstance(degree, Fraction) else 1 / degree)
+        if value != 0
+        else Fraction(0)
+    ),
+    "abs": abs,
+    "floor": lambda value: _rounded(math.floor if isinstance(value, Fraction) else mp.floor, value),
+    "ceil": lambda value: _rounded(math.ceil if isinstance(value, Fraction) else mp.ceil, value),
+    "max": lambda *values: max(values, key=as_real),
+    "min": lambda *values: min(values, key=as_real),
+    "gcd": lambda *values: Fraction(math.gcd(*_whole(values))),
+    "lcm": lambda *values: Fraction(math.lcm(*_whole(values))),
+    "factorial": _factorial,
+    "double_factorial": _double_factorial,
+    "binomial": _binomial,
+    "Gamma": lambda value: _factorial(value - 1),
+}

@@ -1,0 +1,191 @@
+"""One spelling for what looks the same: Unicode, LaTeX spacing and fonts, separators, repeating decimals.
+
+The result is still a string of LaTeX-like mathematics. Nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+
+SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni", strict=True))
+SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉ₙₖ", "0123456789nk", strict=True))
+SIGNS = {
+    "\u2212": "-", "\u2013": "-", "\u2014": "-", "\u2010": "-", "\u2011": "-", "\u00d7": r"\times ",
+    "\u00b7": r"\cdot ",
+    "\u22c5": r"\cdot ", "\u2217": "*", "\u00f7": "/", "\u2215": "/", "\u2044": "/", "\u2236": ":", "\u221a": r"\sqrt ",
+    "\u221e": r"\infty ", "\u2264": r"\le ", "\u2a7d": r"\le ", "\u2265": r"\ge ", "\u2a7e": r"\ge ", "\u2260": r"\ne ",
+    "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2205": r"\emptyset ", "\u00b0": r"^\circ ",
+    "\u00b1": r"\pm ", "\u2213": r"\mp ", "\u2032": "'", "\u2019": "'", "\u2248": r"\approx ", "\u211d": r"\mathbb{R}",
+    "\u2026": r"\ldots ", "\u20ac": r"\$", "\u00a3": r"\$", "\u00a5": r"\$", "\u20b9": r"\$",
+    "\uff0c": ",", "\u3001": ",",
+    "\u27e8": r"\langle ", "\u27e9": r"\rangle ", "\u2220": r"\angle ", "\u2192": r"\to ",
+}  # fmt: skip
+GREEK = {
+    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "θ": "theta", "λ": "lambda", "μ": "mu",
+    "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "phi", "ω": "omega", "Δ": "Delta", "Ω": "Omega", "Σ": "Sigma",
+}  # fmt: skip
+
+OUTER = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")]
+INVISIBLE = re.compile(
+    r"(?<!\\)\\(?:left|right|[bB]igg?[lrm]?|middle)(?![a-zA-Z])\.?"
+    r"|(?<!\\)\\(?:[,;:!> ]|(?:(?:display|text)style|tiny|small|normalsize|[lL]arge|LARGE|huge)"
+    r"(?![a-zA-Z])|(?:limits|nolimits|rm|bf|it|tt)(?![a-zA-Z]))"
+    r"|\\(?:q?quad|enspace|thinspace|hfill|nobreakspace|newline|nonumber)(?![a-zA-Z])|\\[hv]space\*?\{[^{}]*\}"
+    r"|\\(?:boxed|fbox|ensuremath|underline|mathstrut)(?![a-zA-Z])|~"
+)
+FONT = re.compile(
+    r"\\(?:mathbf|mathit|mathsf|mathcal|mathnormal|boldsymbol|bm|mathtt|vec|overrightarrow|hat)(?![a-zA-Z])\s*"
+)
+TEXT_FONT = re.compile(r"\\(?:textbf|textit|textrm|textnormal|textsf|texttt|mbox|hbox|emph|textup|textsc)(?=\s*\{)")
+ROMAN = re.compile(r"\\(?:mathrm|operatorname|rm)\*?\s*\{([^{}]*)\}")
+ROMAN_AS_MATH = re.compile(r"\s*(?:[A-Za-z]|[-\d.,\s]+)\s*")
+TEXT_AS_MATH = re.compile(r"\\text\s*\{\s*((?:[A-Za-z]\s*=)?[-+\d.,:/\s()=<>]*)\}")
+PERCENT = re.compile(
+    r"\\?%|\\text\s*\{\s*(?:percent(?:age)?|pct)\s*\}|(?<![\\a-zA-Z])(?:percent(?:age)?|pct)(?![a-zA-Z])", re.I
+)
+DEGREE = re.compile(
+    r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|\\degree(?:s)?(?![a-zA-Z])|\\text\s*\{\s*deg(?:rees?)?\s*\}"
+    r"|(?<![\\a-zA-Z])deg(?:rees?)?(?![a-zA-Z])"
+)
+COLOR = re.compile(r"\\(?:text)?color\s*(?:\[\w*\])?\s*\{[\w!#]*\}")
+FRACTION_FONT = re.compile(r"\\(?:dfrac|tfrac|cfrac|sfrac|nicefrac|flatfrac)(?![a-zA-Z])")
+DOUBLED_BACKSLASH = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]])")
+THOUSANDS_BRACED = re.compile(r"(?<=\d)\s*(?:\{,\}|,\\!|')\s*(?=\d{3}(?!\d))")
+THOUSANDS_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\,|\\;|\\ |~|\s)\d{3})+(?![\d])")
+THOUSANDS_DOTTED = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])")
+REPEATING = re.compile(
+    r"(?<![\d.])(\d{0,60})\.(\d{0,60})(?:\\(?:overline|bar|dot)\s*(?:\{(\d{1,60})\}|(\d))|\((\d{1,60})\))"
+)
+DOTS = r"(?:\.\.\.|\\[lc]?dots(?![a-zA-Z]))"
+TRAILING_DOTS = re.compile(rf"(?<![\d.])(\d{{0,30}})\.(\d{{0,30}}?)(\d{{1,30}}?)\3{{2,30}}\s*{DOTS}")
+RUPEES = re.compile(r"(?<![A-Za-z])Rs\.?\s?(?=\d)")
+OUTWARD_BRACKETS = re.compile(r"^([\[\]])([^\[\]]+,[^\[\]]+)([\[\]])$")  # ]0, 1[ is (0, 1)
+DOLLAR = re.compile(r"(?<!\\)\$")
+
+
+def clean(text: str) -> str:
+    """The canonical spelling of one extracted answer."""
+    if not text.isascii():
+        text = _ascii(text)
+    text = _strip_outer(text.strip())
+    if "matrix" not in text and "array" not in text and "cases" not in text:
+        text = DOUBLED_BACKSLASH.sub(r"\\", text)
+    text = THOUSANDS_SPACED.sub(lambda m: re.sub(r"\D", "", m[0]), THOUSANDS_BRACED.sub("", text))
+    text = THOUSANDS_DOTTED.sub(lambda m: m[0].replace(".", ""), text)
+    text = INVISIBLE.sub(" ", text)
+    text = COLOR.sub(" ", text)
+    text = FRACTION_FONT.sub(r"\\frac", TEXT_FONT.sub(r"\\text", FONT.sub("", text)))
+    text = ROMAN.sub(_roman, text)
+    text = TEXT_AS_MATH.sub(r" \1 ", text)
+    text = PERCENT.sub(r" \\pct ", text)
+    text = DEGREE.sub(r" \\degree ", text)
+    text = REPEATING.sub(_repeating, TRAILING_DOTS.sub(_trailing_dots, text))
+    text = _strip_outer(re.sub(r"\s+", " ", text).strip())
+    text = RUPEES.sub(r"\\$", DOLLAR.sub(r"\\$", text))
+    text = OUTWARD_BRACKETS.sub(lambda m: "(["[m[1] == "["] + m[2] + ")]"[m[3] == "]"], text)
+    return text if text.endswith("...") else _peeled(text.rstrip(" .,;:\\"))
+
+
+def _peeled(text: str) -> str:
+    """Without brackets directly around brackets: ((((1)))) is (1)."""
+    if text[:2] not in ("((", "{{"):
+        return text
+    closing: dict[int, int] = {}
+    stack: list[int] = []
+    for position, char in enumerate(text):
+        if char in "({":
+            stack.append(position)
+        elif char in ")}" and stack:
+            closing[stack.pop()] = position
+    start, end = 0, len(text) - 1
+    while text[start] == text[start + 1] and closing.get(start) == end and closing.get(start + 1) == end - 1:
+        start, end = start + 1, end - 1
+    return text[start : end + 1]
+
+
+def _ascii(text: str) -> str:
+    out: list[str] = []
+    for char in text:
+        if char in SUPERSCRIPTS:
+            out.append(f"^{{{SUPERSCRIPTS[char]}}}")
+        elif char in SUBSCRIPTS:
+            out.append(f"_{{{SUBSCRIPTS[char]}}}")
+        elif char in SIGNS:
+            out.append(SIGNS[char])
+        elif char in GREEK:
+            out.append(f"\\{GREEK[char]} ")
+        elif char.isascii():
+            out.append(char)
+        else:
+            out.append(_one_character(char))
+    return re.sub(r"\}\^\{|\}_\{", "", "".join(out))
+
+
+def _one_character(char: str) -> str:
+    category = unicodedata.category(char)
+    if category in ("Cf", "Cs"):  # zero-width characters, halves of a character
+        return ""
+    if category == "Nd":
+        return str(unicodedata.digit(char))
+    compatible = unicodedata.normalize("NFKC", char)
+    if category == "No" and "\u2044" in compatible:  # vulgar fractions
+        numerator, _, denominator = compatible.partition("\u2044")
+        return f"\\frac{{{numerator}}}{{{denominator}}}"
+    return (
+        " " if category == "Zs" else "".join((GREEK.get(c) and f"\\{GREEK[c]} ") or SIGNS.get(c, c) for c in compatible)
+    )
+
+
+def _strip_outer(text: str) -> str:
+    """Without the delimiters of a formula around all of it."""
+    changed = True
+    while changed:
+        changed = False
+        for opening, closing in OUTER:
+            inside = text[len(opening) : -len(closing)]
+            if (
+                len(text) > len(opening) + len(closing) - 1
+                and text.startswith(opening)
+                and text.endswith(closing)
+                and "$" not in inside.replace(r"\$", "")
+                and not inside.endswith("\\")
+            ):
+                text, changed = inside.strip(), True
+    return text.strip()
+
+
+def _roman(match: re.Match[str]) -> str:
+    return f" {match[1]} " if ROMAN_AS_MATH.fullmatch(match[1]) else f"\\text{{{match[1]}}}"
+
+
+def _repeating(match: re.Match[str]) -> str:
+    whole, fixed, repeated = match[1] or "0", match[2], match[3] or match[4] or match[5]
+    if match[5] and fixed:  # 0.5(3) is a product
+        return match[0]
+    return _as_fraction(whole, fixed, repeated)
+
+
+def _trailing_dots(match: re.Match[str]) -> str:
+    return _as_fraction(match[1] or "0", match[2], match[3])
+
+
+def _as_fraction(whole: str, fixed: str, repeated: str) -> str:
+    value = Fraction(int(whole + fixed), 10 ** len(fixed))
+    value += Fraction(int(repeated), 10 ** len(fixed) * (10 ** len(repeated) - 1))
+    return f"(\\frac{{{value.numerator}}}{{{value.denominator}}})"
+
+
+OPTION_NAMED = re.compile(r"(?:(?i:option|choice|answer)\s*)?\(?\s*([A-Za-z])\s*\)?\s*[.:]?")
+OPTION_LEADING = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?=\S)")
+
+
+def option_letter(text: str) -> tuple[str, str] | None:
+    """(letter, the rest) of a chosen option: C, (c), C., `C) 42`, `(C) 42`, option C; None if it is something else."""
+    plain = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).strip()
+    if named := OPTION_NAMED.fullmatch(plain):
+        return named[1].upper(), ""
+    if leading := OPTION_LEADING.match(plain):
+        return leading[1], plain[leading.end() :].strip()
+    return None

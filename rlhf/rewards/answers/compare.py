@@ -1,0 +1,348 @@
+"""Whether an extracted answer says the same as the gold answer.
+
+Cheap to dear: the same spelling, the same option or words, the same tree, the same numbers. What is outside of the
+grammar (integrals, limits, matrix products) is undecided here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+from rlhf.rewards.answers.clean import clean, option_letter
+from rlhf.rewards.answers.equations import is_label, same_equation, same_inequality, unlabelled
+from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
+from rlhf.rewards.answers.node import Node
+from rlhf.rewards.answers.numbers import exact_number
+from rlhf.rewards.answers.quantity import same_quantity
+from rlhf.rewards.answers.region import same_region
+from rlhf.rewards.answers.tree import parse
+from rlhf.rewards.answers.value import equal, sketch
+from rlhf.rewards.answers.words import as_words, is_prose, meaning_of, same_words
+
+REGION_KINDS = ("setop", "numbers", "builder")
+
+
+def compare(answer: str, gold: str) -> bool | None:
+    """True or False if that can be decided by reading both, None if it takes a computer algebra system."""
+    numbers = exact_number(answer), exact_number(gold)
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers[0] == numbers[1]
+    a, g = clean(answer), _clean_gold(gold)
+    if not a or not g:
+        return False
+    if _squeezed(a) == _squeezed(g):
+        return True
+    decided = _as_words(a, g)
+    if decided is not None:
+        return decided
+    undecided = False
+    for thousands in (True, False):
+        try:
+            if same(parse(meaning_of(g), thousands=thousands), parse(meaning_of(a), thousands=thousands)):
+                return True
+        except UndefinedError:
+            pass
+        except (UnsupportedError, RecursionError):
+            undecided = True
+        if not re.search(r"\d,\d{3}", a + " " + g):
+            break
+    return None if undecided else False
+
+
+_clean_gold = lru_cache(maxsize=4096)(clean)  # a group of responses shares its gold answer
+
+
+def _squeezed(text: str) -> str:
+    """Without white space, except between digits: 7 8 is not 78."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+
+
+def _as_words(answer: str, gold: str) -> bool | None:
+    """Options and prose; None where one of the two is mathematics and the other may be."""
+    wanted, given = option_letter(gold), option_letter(answer)
+    if wanted and (wanted[1] or gold[-1:].isupper() or gold.endswith((")", "}"))):
+        if given:
+            return given[0] == wanted[0]
+        return compare(answer, wanted[1]) if wanted[1] else False
+    gold_is_prose, answer_is_prose = is_prose(gold), is_prose(answer)
+    if (gold_is_prose or answer_is_prose) and as_words(answer) == as_words(gold):
+        return True
+    if gold_is_prose and answer_is_prose:
+        return same_words(answer, gold) or meaning_of(answer) == meaning_of(gold)
+    if gold_is_prose and meaning_of(gold) == gold:
+        return False
+    if answer_is_prose and meaning_of(answer) == answer:
+        return False
+    return None
+
+
+# --- trees ---
+
+
+def same(gold: Node, answer: Node) -> bool:
+    """Whether two trees say the same. Raises UnsupportedError where they hold what is not an expression."""
+    gold, answer = _plus_minus_written_out(gold), _plus_minus_written_out(answer)
+    if gold == answer:
+        return True
+    for rule in RULES:
+        verdict = rule(gold, answer)
+        if verdict is not None:
+            return verdict
+    return same_quantity(gold, answer)
+
+
+def _membership(gold: Node, answer: Node) -> bool | None:
+    """`x in {1, 2}` is the set."""
+    for node, other, swapped in ((gold, answer, False), (answer, gold, True)):
+        if node.kind == "relation" and node.name == "in" and node.args[1].kind == "set" and is_label(node.args[0]):
+            return same(other, node.args[1]) if swapped else same(node.args[1], other)
+    return None
+
+
+def _regions(gold: Node, answer: Node) -> bool | None:
+    if not (_is_region(gold) or _is_region(answer)):
+        return None
+    try:
+        return same_region(gold, answer)
+    except UnsupportedError:
+        if _is_inequality(gold) and _is_inequality(answer):
+            return same_inequality(gold, answer)
+        if _is_region(gold) and _is_region(answer):
+            return _structural(gold, answer)
+        return False
+
+
+def _structural(gold: Node, answer: Node) -> bool:
+    """Piece by piece, in any order at unions, where ends are not constants."""
+    if gold.kind == answer.kind == "setop" and gold.name == answer.name:
+        straight = same(gold.args[0], answer.args[0]) and same(gold.args[1], answer.args[1])
+        crossed = gold.name != "setminus" and (
+            same(gold.args[0], answer.args[1]) and same(gold.args[1], answer.args[0])
+        )
+        return straight or crossed
+    raise UnsupportedError("regions with variable ends")
+
+
+def _is_region(node: Node) -> bool:
+    if node.kind == "list":
+        return all(_is_region(arg) for arg in node.args)
+    return node.kind in REGION_KINDS or _is_inequality(node)
+
+
+def _is_inequality(node: Node) -> bool:
+    return node.kind == "relation" and any(op in ("<", ">", "<=", ">=", "!=", "in") for op in node.name.split())
+
+
+def _equations(gold: Node, answer: Node) -> bool | None:
+    """Equation with equation; or a value with `label = value`."""
+    gold_is, answer_is = (node.kind == "relation" for node in (gold, answer))
+    if gold_is and answer_is:
+        return same_equation(gold, answer, same)
+    if (gold.kind in ("list", "set") and len(gold.args) > 1) or (
+        answer.kind in ("list", "set") and len(answer.args) > 1
+    ):
+        return None
+    if gold_is:
+        value = unlabelled(gold, same, of_gold=True)
+        return value is not None and same(value, answer)
+    if answer_is:
+        value = unlabelled(answer, same, of_gold=False)
+        return value is not None and same(gold, value)
+    return None
+
+
+def _collections(gold: Node, answer: Node) -> bool | None:
+    """Sets and lists in any order; a list without brackets also as a tuple in its order."""
+    kinds = (gold.kind, answer.kind)
+    if "set" not in kinds and "list" not in kinds:
+        return None
+    if "group" in kinds or "matrix" in kinds:
+        other = gold if gold.kind in ("group", "matrix") else answer
+        listed = answer if other is gold else gold
+        if listed.kind == "list" and listed.name != "or" and other.kind == "group" and other.name == "()":
+            return _in_order(_values(gold), _values(answer))
+        return False
+    labels = [[_label(item) for item in node.args] if node.kind in ("set", "list") else [] for node in (gold, answer)]
+    if all(_name_different_things(names) for names in labels):
+        return _in_any_order(gold.args, answer.args, _same_labelled)
+    if any(_name_different_things(names) for names in labels):
+        return _in_order(_values(gold), _values(answer))
+    gold_items, answer_items = _values(gold), _values(answer)
+    if "set" in kinds:
+        gold_items, answer_items = _distinct(gold_items), _distinct(answer_items)
+    return _in_any_order(gold_items, answer_items, same)
+
+
+def _label(item: Node) -> Node | None:
+    return item.args[0] if item.kind == "relation" and item.name == "=" and is_label(item.args[0]) else None
+
+
+def _name_different_things(labels: Sequence[Node | None]) -> bool:
+    """m = 2, n = 3 does; x_1 = 2, x_2 = 3 and x = 2, x = 3 are the roots of one equation, in any order."""
+    names = [label.name.partition("_")[0] if label is not None and label.kind == "sym" else label for label in labels]
+    return len(names) > 1 and None not in names and len(set(names)) == len(names)
+
+
+def _same_labelled(gold: Node, answer: Node) -> bool:
+    return same(gold.args[0], answer.args[0]) and same(gold.args[-1], answer.args[-1])
+
+
+def _values(node: Node) -> list[Node]:
+    items = node.args if node.kind in ("set", "list", "group") else (node,)
+    values = []
+    for item in items:
+        value = unlabelled(item, same, of_gold=False) if item.kind == "relation" and not _is_inequality(item) else item
+        values.append(item if value is None else value)
+    return values
+
+
+def _distinct(items: list[Node]) -> list[Node]:
+    kept: list[tuple[Node, complex | None]] = []
+    for item in items:
+        estimate = sketch(item)
+        if not any(
+            _may_agree(estimate, other_estimate) and _holds(same, item, other) for other, other_estimate in kept
+        ):
+            kept.append((item, estimate))
+    return [item for item, _ in kept]
+
+
+def _in_order(gold: Sequence[Node], answer: Sequence[Node]) -> bool:
+    return len(gold) == len(answer) and all(same(g, a) for g, a in zip(gold, answer, strict=True))
+
+
+def _in_any_order(gold: Sequence[Node], answer: Sequence[Node], alike: Callable[[Node, Node], bool]) -> bool:
+    if len(gold) != len(answer):
+        return False
+    rest = [(item, sketch(item)) for item in answer]
+    for item in gold:
+        estimate = sketch(item)
+        match = next(
+            (i for i, (other, e) in enumerate(rest) if _may_agree(estimate, e) and _holds(alike, item, other)), None
+        )
+        if match is None:
+            return False
+        del rest[match]
+    return True
+
+
+def _may_agree(a: complex | None, b: complex | None) -> bool:
+    """Whether rough values leave it open; spares the exact comparison of every item with every other."""
+    return a is None or b is None or abs(a - b) <= 1e-4 * max(abs(a), abs(b), 1e-9)
+
+
+def _holds(alike: Callable[[Node, Node], bool], gold: Node, answer: Node) -> bool:
+    try:
+        return alike(gold, answer)
+    except UndefinedError:
+        return False
+
+
+def _tuples(gold: Node, answer: Node) -> bool | None:
+    """Element by element; (1, 2) and [1, 2] differ, because they may be intervals; a row or column is a tuple."""
+    if gold.kind == answer.kind == "matrix":
+        rows = list(zip(gold.args, answer.args, strict=False))
+        return len(gold.args) == len(answer.args) and all(_in_order(g.args, a.args) for g, a in rows)
+    kinds = {gold.kind, answer.kind}
+    if "group" not in kinds and "matrix" not in kinds:
+        return None
+    if kinds == {"group"}:
+        brackets_matter = len(gold.args) == 2 and gold.name != answer.name
+        return not brackets_matter and _in_order(gold.args, answer.args)
+    if kinds == {"group", "matrix"}:
+        matrix, group = (gold, answer) if gold.kind == "matrix" else (answer, gold)
+        cells = [cell for row in matrix.args for cell in row.args]
+        is_vector = len(matrix.args) == 1 or len(matrix.args[0].args) == 1
+        return is_vector and _in_order(*((cells, group.args) if gold is matrix else (group.args, cells)))
+    if "matrix" in kinds:
+        raise UnsupportedError("matrix arithmetic")
+    return False
+
+
+def _ratios(gold: Node, answer: Node) -> bool | None:
+    """3:4 is 6:8 and three quarters; 12:30 is a time, and no other."""
+    ratios = [node for node in (gold, answer) if node.kind == "ratio"]
+    if not ratios:
+        return None
+    if len(ratios) == 1:
+        other = answer if gold.kind == "ratio" else gold
+        if len(ratios[0].args) != 2 or other.kind in ("group", "text", "unit"):
+            return False
+        return equal(Node("div", ratios[0].args), other)
+    if len(gold.args) != len(answer.args):
+        return False
+    if all(map(_is_time, ratios)):
+        return _in_order(gold.args, answer.args)
+    pairs = list(zip(gold.args, answer.args, strict=True))
+    return all(equal(Node("mul", (g, pairs[0][1])), Node("mul", (a, pairs[0][0]))) for g, a in pairs[1:])
+
+
+def _is_time(node: Node) -> bool:
+    hours, *rest = node.args
+    return (
+        hours.kind == "num"
+        and hours.value < 25
+        and all(part.kind == "num" and len(part.name) == 2 and part.value < Fraction(60) for part in rest)
+    )
+
+
+def _texts(gold: Node, answer: Node) -> bool | None:
+    if gold.kind == answer.kind == "text":
+        return as_words(gold.name) == as_words(answer.name)
+    return False if "text" in (gold.kind, answer.kind) else None
+
+
+def _tuple_of_names(gold: Node, answer: Node) -> bool | None:
+    """(p, q) = (3, 2) is p = 3, q = 2."""
+    for node, other in ((gold, answer), (answer, gold)):
+        sides = node.args if node.kind == "relation" and node.name == "=" else ()
+        if len(sides) == 2 and sides[0].kind == sides[1].kind == "group" and other.kind == "list":
+            if len(sides[0].args) != len(sides[1].args) or not is_label(sides[0]):
+                return None
+            pairs = zip(sides[0].args, sides[1].args, strict=True)
+            listed = Node("list", tuple(Node("relation", pair, "=") for pair in pairs), ",")
+            if all(_label(item) is not None for item in other.args):
+                return same(listed, answer) if node is gold else same(gold, listed)
+    return None
+
+
+RULES: tuple[Callable[[Node, Node], bool | None], ...] = (
+    _membership,
+    _regions,
+    _tuple_of_names,
+    _equations,
+    _collections,
+    _tuples,
+    _ratios,
+    _texts,
+)
+
+
+def _plus_minus_written_out(node: Node) -> Node:
+    """±a is the two values a and -a; within a list or set each item becomes its two."""
+    if not _has_plus_minus(node):
+        return node
+    if node.kind in ("list", "set"):
+        items = [variant for item in node.args for variant in _both(item)]
+        return Node(node.kind, tuple(items), node.name)
+    return Node("list", tuple(_both(node)), ",")
+
+
+def _both(node: Node) -> list[Node]:
+    if not _has_plus_minus(node):
+        return [node]
+    return [_with_sign(node, upper=True), _with_sign(node, upper=False)]
+
+
+def _has_plus_minus(node: Node) -> bool:
+    return node.kind == "pm" or any(_has_plus_minus(arg) for arg in node.args)
+
+
+def _with_sign(node: Node, *, upper: bool) -> Node:
+    args = tuple(_with_sign(arg, upper=upper) for arg in node.args)
+    if node.kind == "pm":
+        return args[0] if (node.name == "pm") == upper else Node("neg", args)
+    return Node(node.kind, args, node.name, node.value)

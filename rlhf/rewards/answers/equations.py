@@ -1,0 +1,154 @@
+"""Equations and inequalities: what is a label, and when two of them say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from rlhf.rewards.answers.arithmetic import Value, as_real, mp, mpf, same_number
+from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
+from rlhf.rewards.answers.node import Node, free_symbols
+from rlhf.rewards.answers.value import POINTS, evaluate, points
+
+Same = Callable[[Node, Node], bool]
+
+LABEL_KINDS = ("sym", "const", "call", "text", "group", "mul", "div", "worded", "unit")
+EXPRESSION_LABEL_KINDS = (*LABEL_KINDS, "add", "neg")
+FLIPPED = {">": "<", ">=": "<=", "<": "<", "<=": "<="}
+
+
+def is_label(node: Node, *, kinds: tuple[str, ...] = LABEL_KINDS) -> bool:
+    """Whether it only names a value: x, AB, f(2), |AB|, NO/BO, (p, q, r), \\text{Area}; 2x and x + 1 do not."""
+    return node.kind in kinds and (
+        node.kind in ("sym", "const", "text")
+        or (node.kind == "call" and node.name not in ("root",))
+        or all(is_label(arg, kinds=kinds) for arg in node.args)
+    )
+
+
+def unlabelled(node: Node, same: Same, *, of_gold: bool) -> Node | None:
+    """The value that an equation gives to a label, None if it states more than a value.
+
+    A chain (x = 2 + 3 = 5) gives its last side, if the sides before it are labels or equal to it. A response may label
+    by an expression (m + n = 113); the gold equation a + b = 1 is an equation, of which 1 is only a part.
+    """
+    if set(node.name.split()) - {"=", "~"}:
+        return None
+    kinds = LABEL_KINDS if of_gold else EXPRESSION_LABEL_KINDS
+    *before, last = node.args
+    if len(before) == 1 and last.kind == "sym" and not free_symbols(before[0]):  # 5 = x
+        return before[0]
+    for side in before:
+        if not is_label(side, kinds=kinds) and not (_is_stated_value(side) and _agrees(same, side, last)):
+            return None
+        constant_label = is_label(side, kinds=kinds) and not free_symbols(side) and not _names_a_function(side)
+        if constant_label and not _agrees(same, side, last):
+            return None
+    return last
+
+
+def _names_a_function(node: Node) -> bool:
+    return node.kind in ("text", "worded", "unit") or (node.kind == "call" and node.name.startswith("?"))
+
+
+def _is_stated_value(node: Node) -> bool:
+    return node.kind not in ("sym", "text")
+
+
+def _agrees(same: Same, side: Node, last: Node) -> bool:
+    try:
+        return same(side, last)
+    except (UndefinedError, UnsupportedError):
+        return False
+
+
+def same_equation(gold: Node, answer: Node, same: Same) -> bool:
+    """The same label with the same value, or equations with the same solutions."""
+    if any(set(node.name.split()) - {"=", "~"} for node in (gold, answer)):
+        return False
+    values = [unlabelled(node, same, of_gold=True) for node in (gold, answer)]
+    if values[0] is not None and values[1] is not None:
+        if _agrees(same, gold.args[0], answer.args[0]):
+            return same(values[0], values[1])
+        if all(
+            node.args[0].kind in ("sym", "call", "text", "group") and not free_symbols(value)
+            for node, value in zip((gold, answer), values, strict=True)
+            if value
+        ):
+            return False  # x = 5 and y = 5 are different statements
+    if len(gold.args) != 2 or len(answer.args) != 2:
+        raise UnsupportedError("a chain of equations")
+    left, right = (Node("add", (node.args[0], Node("neg", (node.args[1],)))) for node in (gold, answer))
+    if free_symbols(left) != free_symbols(right):
+        return False
+    return _proportion(left, right) is not None or _same_zeros(left, right)
+
+
+def same_inequality(gold: Node, answer: Node) -> bool:
+    """Chains whose neighbours differ by the same amounts, up to a positive factor; a >= b is b <= a."""
+    steps = []
+    for node in (gold, answer):
+        operators, sides = node.name.split(), node.args
+        if not all(op in FLIPPED for op in operators) or sides[0].kind == "nothing":
+            raise UnsupportedError("not a chain of one direction")
+        if operators[0] in (">", ">="):
+            operators, sides = operators[::-1], sides[::-1]
+        steps.append([(FLIPPED[op], a, b) for op, a, b in zip(operators, sides, sides[1:], strict=False)])
+    if len(steps[0]) != len(steps[1]):
+        return False
+    for (op, a, b), (other_op, c, d) in zip(*steps, strict=True):
+        gaps = [Node("add", (high, Node("neg", (low,)))) for low, high in ((a, b), (c, d))]
+        factor = _proportion(*gaps)
+        if op != other_op or factor is None or not as_real(factor) > 0:
+            return False
+    return True
+
+
+def _proportion(left: Node, right: Node) -> Value | None:
+    """The constant c with left = c right, not zero; None if there is none."""
+    ratios: list[Value] = []
+    for point in points(sorted(free_symbols(left) | free_symbols(right))):
+        try:
+            a, b = as_real(evaluate(left, point)), as_real(evaluate(right, point))
+            if a == 0 or b == 0:
+                continue
+            ratios.append(a / b)
+        except UndefinedError:
+            continue
+    if len(ratios) < min(2, POINTS) or not all(same_number(ratios[0], ratio) for ratio in ratios[1:]):
+        return None
+    return ratios[0] if abs(ratios[0]) > mpf(10) ** -20 else None
+
+
+def _same_zeros(left: Node, right: Node) -> bool:
+    """Whether each vanishes at the zeros found of the other, along every variable; xy = 1 and y = 1/x do."""
+    symbols = sorted(free_symbols(left))
+    found = 0
+    for point in list(points(symbols))[:3]:
+        for symbol in symbols:
+            zeros = [_zeros(node, point, symbol) for node in (left, right)]
+            for node, others in ((right, zeros[0]), (left, zeros[1])):
+                for zero in others:
+                    if not _vanishes(node, {**point, symbol: zero}):
+                        return False
+            found += bool(zeros[0]) and bool(zeros[1])
+    return found >= len(symbols)
+
+
+def _zeros(node: Node, point: dict[str, Value], symbol: str) -> list[Value]:
+    zeros = []
+    for start in (Fraction(-7, 3), Fraction(1, 5), Fraction(11, 4)):
+        try:
+            zero = mp.findroot(lambda x: as_real(evaluate(node, {**point, symbol: x})), as_real(start), maxsteps=60)
+        except (UndefinedError, ValueError, ZeroDivisionError, OverflowError):
+            continue
+        if _vanishes(node, {**point, symbol: zero}):
+            zeros.append(zero)
+    return zeros
+
+
+def _vanishes(node: Node, point: dict[str, Value]) -> bool:
+    try:
+        return bool(abs(as_real(evaluate(node, point))) < mpf(10) ** -20)
+    except UndefinedError:
+        return False

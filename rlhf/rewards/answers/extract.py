@@ -1,0 +1,290 @@
+"""Find the answer that a response states; each step is a place where answers stand, tried in the order given.
+
+Text is only searched here, never parsed as mathematics. Every search is linear in the length of the response: a
+megabyte of brackets must cost no more than a megabyte of prose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+# Chat templates end a turn with one of these; what follows is not the answer to this prompt.
+END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end)\|>|</s>|<eos>|<end_of_turn>")
+TAIL_CHARACTERS = 20_000  # an answer without any mark is looked for in so much of the end
+MAX_CONNECTOR = 80  # characters between two boxes that may still be one answer
+CLAUSE_CHARACTERS = 2_000  # what "the answer is" introduces is no longer than this
+
+BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(\{|[^\s{}$\\,;]+)?")
+BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+LABEL = r"[A-Za-z](?:_\{?\w{1,8}\}?|')?\s*(?:=|\\in|:)"
+CONNECTOR = re.compile(
+    rf"(?:[\s,;&$.~]|\\[()\[\],;!:\s\\]|\\q?quad|\\text\s*\{{\s*,?\s*(?:and|or)\s*\}}"
+    rf"|\b(?:and|or|also|either|maybe|perhaps|possibly|alternatively)\b|{LABEL})*"
+)
+
+MATH_SPAN = re.compile(
+    r"\$\$(.{1,3000}?)\$\$|\\\[(.{1,3000}?)\\\]|\\\((.{1,2000}?)\\\)|(?<!\\)\$((?:\\\$|[^$\n]){1,1000})(?<!\\)\$",
+    re.DOTALL,
+)
+ANSWER_IS = re.compile(
+    r"\b(?:answer|option|choice)s?\b(?:\s+(?:to|for|of)\s[^.:\n]{0,80}?)?\W{0,4}?\s*"
+    r"(?:\bis\b|\bare\b|\bwould be\b|:|=)[\s:*]*|\b(?:option|choice)\s+(?=\(?[A-J]\)?(?:[\s.,;:!]|$))",
+    re.IGNORECASE,
+)
+SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*\"')\]]|$)")
+SUBORDINATE = re.compile(r"[,;]?\s+(?:because|since|as|when|where|which|so|for|if|after|by)\b.*", re.DOTALL)
+LEAD_IN = re.compile(
+    r"(?:(?:therefore|thus|so|hence|then|finally|approximately|about|roughly|exactly|equal to|simply|just|given by|"
+    r"option|choice|the (?:final )?(?:value|number|answer|result) is)\b[\s,:]*)+",
+    re.IGNORECASE,
+)
+COPULA = re.compile(r"\b(?:is|are|equals|equal to|be|becomes)\b\s*:?")
+PERCENT_WORD = re.compile(r"\s*(?:\\?%|percent(?:age)?\b|pct\b)", re.IGNORECASE)
+NUMBER = re.compile(
+    r"(?<![\w.^])(?:(?<![\d)\]}\w])[-+\u2212]\s?|(?<=\s)[-+\u2212])?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))"
+    r"(?:/\d+)?(?!\w)(?!\*\*|\^)(?:\s*(?:\\?%|percent\b|pct\b))?"
+)
+HASH_ANSWER = re.compile(r"[ \t]*(?:[-+]?\\?[$€£]?[ \t]*[-+]?(?:\d|\.\d)|\\?\$?-?\\d?frac)")
+LIST_ITEM = re.compile(r"[ \t]*\d+[.)][ \t]+[A-Za-z]")  # a heading such as "#### 2. Compute the total"
+REFUSAL = re.compile(
+    r"\b(?:cannot|can't|could not|couldn't|unable to|not able to|don't know|do not know|impossible to|not sure|no idea|"
+    r"not enough information)\b",
+    re.IGNORECASE,
+)
+CODE = re.compile(r"__\w+__|\b(?:exec|eval|open|compile|getattr|system|sympify)\(|\blambda\b[^.]*:")
+WORD = re.compile(r"\\?[A-Za-z]{2,}")
+MATH_WORDS = frozenset(
+    ["sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "and", "or", "frac", "mod"]
+)
+NOT_AN_ANSWER = frozenset(["none", "null", "nan", "n/a", "undefined", "?", "...", "unknown", "answer"])
+
+
+class Span(NamedTuple):
+    """text[start:end] holds a mark with this content."""
+
+    start: int
+    end: int
+    content: str
+
+
+def extract(response: str, steps: Sequence[str]) -> str | None:
+    """The answer that the response states, or None.
+
+    Args:
+        steps: of box, answer_tag, hash, answer_is, math_span, last_number; the first that finds something wins, except
+            that of the last two the one that stands later in the text wins.
+    """
+    text = after_thinking(response)
+    if text is None:
+        return None
+    for step in steps:
+        found = STEPS[step](text)
+        if step == "math_span" and found is not None and "last_number" in steps:
+            found = _later_of_span_and_number(text)
+        if found is not None:
+            answer = found.strip()
+            return answer if answer and answer.strip("$. ").lower() not in NOT_AN_ANSWER else None
+    return None
+
+
+def after_thinking(response: str) -> str | None:
+    """The part after the last `</think>`, up to the end of the turn; None while the thinking is still open."""
+    rest = response.rpartition("</think>")[2]
+    if "<think>" in rest:
+        return None
+    end = END_OF_TURN.search(rest.lstrip())
+    return rest.lstrip()[: end.start()] if end and end.start() else rest
+
+
+def gold_answer(gold: str) -> str:
+    """The answer in a gold column: after `####`, in the last box, or all of it."""
+    if "####" in gold:
+        return gold.rpartition("####")[2].strip()
+    return (_last_joined(gold, boxes(gold)) or gold).strip()
+
+
+def boxes(text: str) -> list[Span]:
+    """Every outermost box with balanced braces, in order."""
+    closing: dict[int, int] = {}
+    stack: list[int] = []
+    for brace in BRACES.finditer(text) if "boxed" in text or "box" in text else ():
+        if brace[0] == "{":
+            stack.append(brace.start())
+        elif brace[0] == "}" and stack:
+            closing[stack.pop()] = brace.start()
+    found: list[Span] = []
+    for box in BOX.finditer(text):
+        if box[1] is None or (found and box.start() < found[-1].end):
+            continue
+        if box[1] == "{":
+            end = closing.get(box.start(1))
+            if end is not None:
+                found.append(Span(box.start(), end + 1, text[box.start(1) + 1 : end]))
+        else:
+            found.append(Span(box.start(), box.end(), box[1].rstrip(".")))
+    return found
+
+
+def _last_joined(text: str, spans: list[Span]) -> str | None:
+    """The last span, with those before it that only connectors separate: the parts of one answer, or a hedge."""
+    if not spans:
+        return None
+    contents = [spans[-1].content]
+    for before, after in zip(spans[-2::-1], spans[:0:-1], strict=True):
+        between = text[before.end : after.start]
+        if len(between) > MAX_CONNECTOR or not CONNECTOR.fullmatch(between):
+            break
+        contents.append(before.content)
+    distinct = list(dict.fromkeys(content.strip() for content in reversed(contents)))
+    return ", ".join(distinct)
+
+
+def _box(text: str) -> str | None:
+    return _last_joined(text, boxes(text))
+
+
+def _answer_tag(text: str) -> str | None:
+    spans: list[Span] = []
+    end = len(text)
+    while (close := text.rfind("</answer>", 0, end)) >= 0 and len(spans) < 100:
+        start = text.rfind("<answer>", 0, close)
+        if start < 0:
+            break
+        spans.append(Span(start, close + len("</answer>"), text[start + len("<answer>") : close]))
+        end = start
+    stated = _last_joined(text, spans[::-1])
+    return (_answer_is(stated) or stated) if stated else stated
+
+
+def _hash(text: str) -> str | None:
+    line = text.rpartition("####")[2].lstrip(" \t").partition("\n")[0] if "####" in text else ""
+    return line.strip() if HASH_ANSWER.match(line) and not LIST_ITEM.match(line) else None
+
+
+def _answer_is(text: str) -> str | None:
+    spans = []
+    for match in ANSWER_IS.finditer(text):
+        clause = _clause(text[match.end() : match.end() + CLAUSE_CHARACTERS])
+        spans.append((match, clause))
+        spans = spans[-20:]
+    stated = [Span(m.start(), m.end() + len(c), c) for m, c in spans if c]
+    return stated[-1].content if stated and stated[-1].start == spans[-1][0].start() else None
+
+
+def _clause(text: str) -> str | None:
+    """The answer at the beginning of what "the answer is" introduces."""
+    text = text.lstrip(" \t\r\n*:")
+    if (spans := _leading_spans(text)) is not None:
+        return spans
+    end = SENTENCE_END.search(text)
+    sentence = text[: end.start()] if end else text
+    return _sentence(sentence)
+
+
+def _without_lead_in(text: str) -> str:
+    match = LEAD_IN.match(text)
+    return text[match.end() :] if match else text
+
+
+def _sentence(sentence: str) -> str | None:
+    sentence = _without_lead_in(sentence.strip(" \t*\"'"))
+    copulas = list(COPULA.finditer(sentence))
+    if copulas and len(sentence.split()) > 3:
+        return _clause(sentence[copulas[-1].end() :])
+    sentence = SUBORDINATE.sub("", sentence).strip(" \t*\"'").rstrip(".,;:!?* ").lstrip(",;:!? ")
+    if sentence.count("$") >= 2 or "\\(" in sentence:
+        spans = [span for span in _math_spans(sentence)]
+        if spans and WORD.search(sentence[: spans[0].start]):
+            return _last_joined(sentence, spans)
+    return sentence or None
+
+
+def _leading_spans(text: str) -> str | None:
+    """Math spans that begin the text, joined by connectors, with a percent sign or word after them."""
+    spans: list[Span] = []
+    position = 0
+    while (match := MATH_SPAN.match(text, position)) is not None:
+        content = _content(match)
+        if not spans and _is_prose(content):
+            return None
+        spans.append(Span(match.start(), match.end(), content))
+        gap = re.compile(r"\s*(?:,|and|or|,\s*and|,\s*or)?\s*").match(text, match.end())
+        position = gap.end() if gap else match.end()
+    if not spans:
+        return None
+    joined = ", ".join(span.content.strip() for span in spans)
+    return joined + "\\%" if PERCENT_WORD.match(text, spans[-1].end) else joined
+
+
+def _is_prose(content: str) -> bool:
+    """`$5 because $` is an amount of money and then words, not mathematics."""
+    bare = re.sub(r"\\[a-zA-Z]+\s*\{[^{}]*\}", "", content)
+    return re.search(r"\s[a-z]{2,}\s", bare) is not None and not re.search(r"\s(?:and|or)\s", bare)
+
+
+def _content(match: re.Match[str]) -> str:
+    return next(group for group in match.groups() if group is not None)
+
+
+def _math_spans(text: str) -> list[Span]:
+    return [Span(m.start(), m.end(), _content(m)) for m in MATH_SPAN.finditer(text)]
+
+
+def _last_span(text: str) -> Span | None:
+    spans = [span for span in _math_spans(text) if span.content.strip() and not _is_prose(span.content)]
+    return spans[-1] if spans else None
+
+
+def _math_span(text: str) -> str | None:
+    tail = text[-TAIL_CHARACTERS:]
+    span = _last_span(tail)
+    return None if span is None or _refuses(tail) else span.content
+
+
+def _last_number(text: str) -> str | None:
+    tail = text[-TAIL_CHARACTERS:]
+    if (whole := _whole(text)) is not None:
+        return whole
+    number = _number(tail)
+    return None if number is None or _refuses(tail) else number.content
+
+
+def _later_of_span_and_number(text: str) -> str | None:
+    tail = text[-TAIL_CHARACTERS:]
+    span, number = _last_span(tail), _number(tail)
+    if span is not None and (number is None or number.start < span.end):
+        return span.content
+    return number.content if number is not None else None
+
+
+def _number(tail: str) -> Span | None:
+    matches = [m for m in NUMBER.finditer(tail) if any(c.isdigit() for c in m[0])]
+    return Span(matches[-1].start(), matches[-1].end(), matches[-1][0]) if matches else None
+
+
+def _whole(text: str) -> str | None:
+    """A response that is nothing but an answer: one short line of mathematics, or a few words without a digit."""
+    line = _without_lead_in(text.strip()).strip(" \t*")
+    if not line or len(line) > 200 or "\n" in line or ("," in line and line.count("=") > 1):
+        return None
+    words = [word for word in WORD.findall(line) if word.startswith("\\") is False and word not in MATH_WORDS]
+    if not words:
+        return line.rstrip(".!")
+    return line.rstrip(".!") if not any(c.isdigit() for c in line) and len(line.split()) <= 8 else None
+
+
+def _refuses(text: str) -> bool:
+    """Whether the end says that there is no answer, or is a program: a number in it is none."""
+    return REFUSAL.search(text[-200:]) is not None or CODE.search(text[-1000:]) is not None
+
+
+STEPS: dict[str, Callable[[str], str | None]] = {
+    "box": _box,
+    "answer_tag": _answer_tag,
+    "hash": _hash,
+    "answer_is": _answer_is,
+    "math_span": _math_span,
+    "last_number": _last_number,
+}

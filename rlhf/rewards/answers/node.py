@@ -1,0 +1,57 @@
+"""The tree of what an answer writes, and its small parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rlhf.rewards.answers.errors import UnsupportedError
+from rlhf.rewards.answers.tokens import MAX_DIGITS
+
+MAX_EXPONENT = 100_000  # of a number written as 1e5
+MONEY = "dollar"  # the unit that a currency sign stands for
+
+
+@dataclass(frozen=True)
+class Node:
+    """kind and name say what it is, args what it is made of; `value` only for numbers."""
+
+    kind: str
+    args: tuple[Node, ...] = ()
+    name: str = ""
+    value: Fraction = Fraction(0)
+
+
+def number(value: int | Fraction) -> Node:
+    return Node("num", value=Fraction(value))
+
+
+INFINITY, PI, EULER, IMAGINARY = (Node("const", name=name) for name in ("inf", "pi", "e", "i"))
+
+
+def free_symbols(node: Node) -> frozenset[str]:
+    own = frozenset([node.name]) if node.kind == "sym" else frozenset()
+    return own.union(*(free_symbols(arg) for arg in node.args)) if node.args else own
+
+
+def numeral(digits: str) -> Node:
+    """The number that these digits write; `name` keeps the digits themselves."""
+    mantissa, _, exponent = digits.lower().partition("e")
+    if len(mantissa) > MAX_DIGITS or abs(int(exponent or 0)) > MAX_EXPONENT:
+        raise UnsupportedError("too many digits")
+    return Node("num", value=Fraction(mantissa.rstrip(".") or "0") * Fraction(10) ** int(exponent or 0), name=digits)
+
+
+def is_proper_fraction(node: Node) -> bool:
+    return (
+        node.kind == "div"
+        and all(part.kind == "num" and part.value.denominator == 1 for part in node.args)
+        and 0 < node.args[0].value < node.args[1].value
+    )
+
+
+def mixed(whole: Node, fraction: Node) -> Node:
+    """1 and 1/2 side by side are their sum."""
+    if not is_proper_fraction(fraction) or whole.value.denominator != 1:
+        raise UnsupportedError("two numbers side by side")
+    return Node("add", (whole, fraction), "mixed")

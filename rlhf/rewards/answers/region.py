@@ -1,0 +1,290 @@
+"""Subsets of the real line: intervals, unions, inequalities in one variable. (-1, 3) and -1 < x < 3 are one region."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cmp_to_key
+from itertools import pairwise
+
+from rlhf.rewards.answers.arithmetic import Value, as_real, mp, mpc, mpf, same_number
+from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
+from rlhf.rewards.answers.node import INFINITY, Node, free_symbols
+from rlhf.rewards.answers.value import evaluate
+
+LINE_POINTS = (0, 1, 2, 5, -1, -7)  # what is straight through all of them is taken for linear
+COMPARE = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "!=": operator.ne}
+SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
+ORDERED = ("<", ">", "<=", ">=")
+POSITIVE_INFINITY, NEGATIVE_INFINITY = mpf("inf"), mpf("-inf")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """From low to high, each end included or not; an infinite end is never included."""
+
+    low: Value
+    low_closed: bool
+    high: Value
+    high_closed: bool
+
+
+@dataclass(frozen=True)
+class Region:
+    """Disjoint pieces in ascending order, and the variable they were stated for, "" if none was."""
+
+    pieces: tuple[Piece, ...]
+    variable: str = ""
+
+    def same_as(self, other: Region) -> bool:
+        if self.variable and other.variable and self.variable != other.variable:
+            return False
+        return len(self.pieces) == len(other.pieces) and all(
+            _same_end(a.low, b.low)
+            and _same_end(a.high, b.high)
+            and (a.low_closed, a.high_closed) == (b.low_closed, b.high_closed)
+            for a, b in zip(self.pieces, other.pieces, strict=True)
+        )
+
+
+LINE = Piece(NEGATIVE_INFINITY, False, POSITIVE_INFINITY, False)
+
+
+def region(node: Node) -> Region:
+    """The subset of the real line that is written. Raises UnsupportedError when it is none with constant ends."""
+    match node.kind:
+        case "group":
+            return Region((_interval(node),))
+        case "numbers" if node.name == "reals":
+            return Region((LINE,))
+        case "set":
+            return Region(_merged([Piece(v, True, v, True) for v in map(_end, node.args)]))
+        case "setop":
+            return _combined(node)
+        case "relation":
+            return _relation(node)
+        case "builder":
+            return _builder(node)
+        case "list":
+            return _listed(node)
+    raise UnsupportedError(node.kind)
+
+
+def same_region(gold: Node, answer: Node) -> bool:
+    """Whether both describe the same subset of the real line; one of the two may be an inequality of any shape.
+
+    Raises UnsupportedError when neither can be written as intervals.
+    """
+    found: list[Region | None] = []
+    for node in (gold, answer):
+        try:
+            found.append(region(node))
+        except UnsupportedError:
+            found.append(None)
+    if found[0] is not None and found[1] is not None:
+        return found[0].same_as(found[1])
+    known, condition = (found[0], answer) if found[0] is not None else (found[1], gold)
+    symbols = free_symbols(condition)
+    if known is None or len(symbols) != 1 or not _is_condition(condition):
+        raise UnsupportedError("not intervals")
+    (variable,) = symbols
+    return known.variable in ("", variable) and all(
+        _holds(condition, {variable: x}) == inside for x, inside in _probes(known)
+    )
+
+
+def _is_condition(node: Node) -> bool:
+    parts = node.args if node.kind == "list" else (node,)
+    return all(
+        part.kind == "relation" and part.args[0].kind != "nothing" and set(part.name.split()) <= set(SWAPPED)
+        for part in parts
+    )
+
+
+def _holds(condition: Node, point: dict[str, Value]) -> bool:
+    """Whether the inequalities hold there: one of those joined by `or`, all of others; not where they have no value."""
+    if condition.kind == "list":
+        return (any if condition.name == "or" else all)(_holds(part, point) for part in condition.args)
+    try:
+        values = [as_real(evaluate(side, point)) for side in condition.args]
+    except UndefinedError:
+        return False
+    if any(isinstance(value, mpc) for value in values):
+        return False
+    return all(COMPARE[op](a, b) for op, a, b in zip(condition.name.split(), values, values[1:], strict=False))
+
+
+def _probes(known: Region) -> Iterator[tuple[Value, bool]]:
+    """Points where an inequality must agree with the region: its ends, close to them, and all over the line."""
+    ends = sorted({end for piece in known.pieces for end in (piece.low, piece.high) if mp.isfinite(end)})
+    near = [end + sign * mpf(10) ** -power for end in ends for sign in (-1, 1) for power in (9, 6, 3)]
+    spread = [mpf(k * abs(k)) / 7 + mpf(1) / 30 for k in range(-60, 61)]
+    between = [a + (b - a) * k / 20 for a, b in pairwise(ends) for k in range(1, 20)]
+    for x in (*ends, *near, *spread, *between):
+        inside = any(
+            (piece.low < x or (piece.low_closed and x == piece.low))
+            and (x < piece.high or (piece.high_closed and x == piece.high))
+            for piece in known.pieces
+        )
+        yield x, inside
+
+
+def _end(node: Node) -> Value:
+    if node == INFINITY:
+        return POSITIVE_INFINITY
+    if node.kind == "neg" and node.args[0] == INFINITY:
+        return NEGATIVE_INFINITY
+    if node.kind == "pm" and node.args[0] == INFINITY:
+        raise UnsupportedError("both infinities")
+    value = as_real(evaluate(node, {}))
+    if isinstance(value, mpc):
+        raise UnsupportedError("not real")
+    return value
+
+
+def _interval(node: Node) -> Piece:
+    if len(node.args) != 2:
+        raise UnsupportedError("not an interval")
+    low, high = (_end(arg) for arg in node.args)
+    if not low < high and not (node.name == "[]" and same_number(low, high)):
+        raise UnsupportedError("ends out of order")
+    return Piece(low, node.name[0] == "[" and mp.isfinite(low), high, node.name[1] == "]" and mp.isfinite(high))
+
+
+def _combined(node: Node) -> Region:
+    left, right = (region(arg) for arg in node.args)
+    variable = left.variable or right.variable
+    if node.name == "cup":
+        return Region(_merged([*left.pieces, *right.pieces]), variable)
+    if node.name == "cap":
+        return Region(_intersection(left.pieces, right.pieces), variable)
+    return Region(_intersection(left.pieces, _complement(right.pieces)), variable)
+
+
+def _relation(node: Node) -> Region:
+    """A chain of comparisons, each linear in the one variable; `x in S`; `x != a`."""
+    operators = node.name.split()
+    if operators == ["in"]:
+        if node.args[0].kind != "sym":
+            raise UnsupportedError("membership of an expression")
+        return Region(region(node.args[1]).pieces, node.args[0].name)
+    if not all(op in SWAPPED for op in operators):
+        raise UnsupportedError("not an inequality")
+    symbols = free_symbols(node)
+    if node.args[0].kind == "nothing" and not symbols and len(operators) == 1:
+        return Region(_half_line(operators[0], _end(node.args[1])))
+    if len(symbols) != 1:
+        raise UnsupportedError("not in one variable")
+    (variable,) = symbols
+    pieces: tuple[Piece, ...] = (LINE,)
+    for left, op, right in zip(node.args, operators, node.args[1:], strict=False):
+        pieces = _intersection(pieces, _solved(left, op, right, variable))
+    return Region(pieces, variable)
+
+
+def _solved(left: Node, op: str, right: Node, variable: str) -> tuple[Piece, ...]:
+    """Where left op right holds, both linear in the variable."""
+    for side, infinite, direction in ((left, right, op), (right, left, SWAPPED[op])):
+        if infinite in (INFINITY, Node("neg", (INFINITY,))) and side.kind == "sym" and direction in ORDERED:
+            return (LINE,)
+    difference = Node("add", (left, Node("neg", (right,))))
+    at = [as_real(evaluate(difference, {variable: Fraction(x)})) for x in LINE_POINTS]
+    slope = at[1] - at[0]
+    if (
+        isinstance(slope, mpc)
+        or slope == 0
+        or not all(same_number(value, at[0] + slope * x) for value, x in zip(at, LINE_POINTS, strict=True))
+    ):
+        raise UnsupportedError("not linear")
+    return _half_line(op if slope > 0 else SWAPPED[op], -at[0] / slope)
+
+
+def _half_line(op: str, bound: Value) -> tuple[Piece, ...]:
+    below = Piece(NEGATIVE_INFINITY, False, bound, op == "<=")
+    above = Piece(bound, op == ">=", POSITIVE_INFINITY, False)
+    if op == "!=":
+        return (below, above)
+    return (below,) if op in ("<", "<=") else (above,)
+
+
+def _builder(node: Node) -> Region:
+    head, condition = node.args
+    found = region(condition)
+    if head.kind == "relation" and head.name == "in" and head.args[1] == Node("numbers", name="reals"):
+        head = head.args[0]
+    if head.kind != "sym" or found.variable not in ("", head.name):
+        raise UnsupportedError("a set of expressions")
+    return Region(found.pieces)
+
+
+def _listed(node: Node) -> Region:
+    """x < 1 or x > 3; with a comma or `and` both hold, unless that leaves nothing."""
+    if not all(arg.kind in ("relation", "setop", "numbers") for arg in node.args):
+        raise UnsupportedError("a list")
+    regions = [region(arg) for arg in node.args]
+    variables = {r.variable for r in regions}
+    if len(variables) != 1:
+        raise UnsupportedError("several variables")
+    united = _merged([piece for r in regions for piece in r.pieces])
+    both: tuple[Piece, ...] = (LINE,)
+    for part in regions:
+        both = _intersection(both, part.pieces)
+    return Region(united if node.name == "or" or not both else both, variables.pop())
+
+
+def _intersection(left: tuple[Piece, ...], right: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    pieces = []
+    for a in left:
+        for b in right:
+            low, low_closed = max((a.low, not a.low_closed), (b.low, not b.low_closed))
+            high, high_closed = min((a.high, a.high_closed), (b.high, b.high_closed))
+            piece = Piece(low, not low_closed, high, high_closed)
+            if low < high or (low == high and piece.low_closed and piece.high_closed):
+                pieces.append(piece)
+    return _merged(pieces)
+
+
+def _complement(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    rest: tuple[Piece, ...] = (LINE,)
+    for piece in pieces:
+        outside = []
+        if piece.low > NEGATIVE_INFINITY:
+            outside.append(Piece(NEGATIVE_INFINITY, False, piece.low, not piece.low_closed))
+        if piece.high < POSITIVE_INFINITY:
+            outside.append(Piece(piece.high, not piece.high_closed, POSITIVE_INFINITY, False))
+        rest = _intersection(rest, tuple(outside))
+    return rest
+
+
+def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Sorted, with those that touch or overlap made one."""
+    merged: list[Piece] = []
+    for piece in sorted(pieces, key=cmp_to_key(_by_low_end)):
+        if merged and (
+            piece.low < merged[-1].high
+            or (_same_end(piece.low, merged[-1].high) and (piece.low_closed or merged[-1].high_closed))
+        ):
+            last = merged.pop()
+            high, closed = max((last.high, last.high_closed), (piece.high, piece.high_closed))
+            piece = Piece(last.low, last.low_closed, high, closed)
+        merged.append(piece)
+    return tuple(merged)
+
+
+def _by_low_end(a: Piece, b: Piece) -> int:
+    if a.low != b.low:
+        return -1 if a.low < b.low else 1
+    return int(b.low_closed) - int(a.low_closed)
+
+
+def _same_end(a: Value, b: Value) -> bool:
+    if a == b:
+        return True
+    if (isinstance(a, mpf) and not mp.isfinite(a)) or (isinstance(b, mpf) and not mp.isfinite(b)):
+        return False
+    try:
+        return same_number(a, b)
+    except UndefinedError:
+        return False

@@ -1,0 +1,253 @@
+"""The value of an expression: an exact fraction where there is one, else a number to as many digits as asked for.
+
+Two expressions are equal when they agree exactly, or to hundreds of digits, at every point tried: constants at one,
+expressions with variables at several. Nothing is simplified, so nothing can blow up, and no float is compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+
+import mpmath
+
+from rlhf.rewards.answers.arithmetic import (
+    DIGITS,
+    FUNCTIONS,
+    Value,
+    as_real,
+    bounded,
+    check_size,
+    mp,
+    mpc,
+    mpf,
+    plus,
+    power,
+    times,
+    values_agree,
+)
+from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
+from rlhf.rewards.answers.node import Node, free_symbols
+
+MAX_TERMS = 2_000  # of a sum or product
+POINTS = 5  # where expressions with variables are compared; the last two have negative coordinates
+
+
+def constant(node: Node) -> Value | None:
+    """The value of an expression without variables; None if it has none that can be computed."""
+    if free_symbols(node):
+        return None
+    try:
+        return evaluate(node, {})
+    except (UndefinedError, UnsupportedError):
+        return None
+
+
+def sketch(node: Node) -> complex | None:
+    """Roughly the value of a plain expression at one point; None for anything else."""
+    if node.kind in ("percent", "degree", "base"):  # these also equal other values
+        return None
+    try:
+        point = next(points(sorted(free_symbols(node))))
+        return complex(as_real(evaluate(node, point)))
+    except (UndefinedError, UnsupportedError, OverflowError, RecursionError):
+        return None
+
+
+def evaluate(node: Node, point: dict[str, Value]) -> Value:
+    """The value at a point, at mpmath's current precision.
+
+    Raises:
+        UndefinedError: there is no number, or one too large.
+        UnsupportedError: what is written is not an expression.
+    """
+    try:
+        return _RULES[node.kind](node, point)
+    except KeyError:
+        raise UnsupportedError(node.kind) from None
+    except (ZeroDivisionError, OverflowError, ValueError, mpmath.libmp.ComplexResult) as error:
+        raise UndefinedError(str(error)) from None
+
+
+def equal(left: Node, right: Node) -> bool:
+    """Whether two expressions have the same value wherever both have one.
+
+    Raises UnsupportedError when one of them is not an expression, UndefinedError when they have no value to compare.
+    """
+    symbols = sorted(free_symbols(left) | free_symbols(right))
+    if not symbols:
+        return _agree(left, right, {}) is True
+    compared = 0
+    for point in points(symbols):
+        try:
+            agreement = _agree(left, right, point)
+        except UndefinedError:
+            continue
+        if agreement is False:
+            return False
+        compared += agreement is True
+    if compared < 2:
+        raise UndefinedError("no point to compare at")
+    return True
+
+
+def points(symbols: list[str]) -> Iterator[dict[str, Value]]:
+    for trial in range(POINTS):
+        point = {}
+        for symbol in symbols:
+            unit = _hash_unit(f"{trial}/{symbol}")
+            value = Fraction(int(unit * 10**6), 10**6) * (3 if trial < 3 else -2) + Fraction(1, 3)
+            point[symbol] = value + (2 if trial == 2 else 0)
+        yield point
+
+
+def _hash_unit(text: str) -> float:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") / 2**48
+
+
+def _agree(left: Node, right: Node, point: dict[str, Value]) -> bool | None:
+    """Whether the values agree; None where they differ only because a root or logarithm left the real numbers."""
+    negative = any(value < 0 for value in point.values())
+    for digits in DIGITS:
+        with mp.workdps(digits):
+            a, b = evaluate(left, point), evaluate(right, point)
+            if isinstance(a, Fraction) and isinstance(b, Fraction):
+                return a == b
+            verdict = values_agree(a, b, digits)
+            if verdict is False and negative and (_is_complex(a) or _is_complex(b)):
+                return None
+            if verdict is not None:
+                return verdict
+    return False
+
+
+def _is_complex(value: Value) -> bool:
+    return isinstance(value, mpc) and abs(value.imag) > mpf(10) ** -30
+
+
+# --- rules: kind of node -> value ---
+
+
+def _symbol(node: Node, point: dict[str, Value]) -> Value:
+    if node.name not in point:
+        raise UnsupportedError(f"no value for {node.name}")
+    return point[node.name]
+
+
+def _constant(node: Node, point: dict[str, Value]) -> Value:
+    match node.name:
+        case "pi":
+            return +mp.pi
+        case "e":
+            return +mp.e
+        case "i":
+            return point.get("i", mpc(0, 1))
+    raise UndefinedError("infinity is not a number")
+
+
+def _add(node: Node, point: dict[str, Value]) -> Value:
+    total: Value = Fraction(0)
+    for arg in node.args:
+        total = plus(total, evaluate(arg, point))
+    return total
+
+
+def _divide(node: Node, point: dict[str, Value]) -> Value:
+    numerator, denominator = (evaluate(arg, point) for arg in node.args)
+    if denominator == 0:
+        raise UndefinedError("division by zero")
+    if isinstance(numerator, Fraction) and isinstance(denominator, Fraction):
+        return bounded(numerator / denominator)
+    return as_real(numerator) / as_real(denominator)
+
+
+def _power(node: Node, point: dict[str, Value]) -> Value:
+    return power(*(evaluate(arg, point) for arg in node.args))
+
+
+def _modulo(node: Node, point: dict[str, Value]) -> Value:
+    left, right = node.args
+    modulus = evaluate(right, point)
+    if left.kind == "pow" and isinstance(modulus, Fraction) and modulus.denominator == 1 and modulus > 0:
+        base, exponent = (evaluate(arg, point) for arg in left.args)
+        whole = all(isinstance(v, Fraction) and v.denominator == 1 for v in (base, exponent))
+        if whole and exponent >= 0 and exponent.numerator.bit_length() < 10**7:
+            return Fraction(pow(base.numerator, exponent.numerator, modulus.numerator))
+    value = evaluate(left, point)
+    if not (isinstance(value, Fraction) and isinstance(modulus, Fraction)) or modulus == 0:
+        raise UndefinedError("modulo of what is not a fraction")
+    return value % modulus
+
+
+def _based(node: Node, point: dict[str, Value]) -> Value:
+    digits, base = node.args[0].name, int(node.args[1].value)
+    if not 2 <= base <= 36 or not digits.isdigit():
+        raise UndefinedError("not a base")
+    try:
+        return Fraction(int(digits, base))
+    except ValueError:
+        raise UndefinedError(f"not digits of base {base}") from None
+
+
+def _call(node: Node, point: dict[str, Value]) -> Value:
+    if node.name in ("sum", "product"):
+        return _series(node, point)
+    if node.name == "det":
+        return _determinant(node, point)
+    values = [evaluate(arg, point) for arg in node.args]
+    if node.name.startswith("?"):
+        return _unknown_function(node.name, values)
+    function = FUNCTIONS.get(node.name)
+    if function is None:
+        raise UnsupportedError(node.name)
+    try:
+        return function(*values)
+    except TypeError:
+        raise UnsupportedError(f"{node.name} of {len(values)}") from None
+
+
+def _unknown_function(name: str, values: list[Value]) -> Value:
+    """f(2) is some number that depends on f and on 2 and on nothing else."""
+    key = ",".join(mpmath.nstr(check_size(value), 15) for value in values)
+    return Fraction(int(_hash_unit(f"{name}({key})") * 10**9), 10**9)
+
+
+def _series(node: Node, point: dict[str, Value]) -> Value:
+    index, start, end, body = node.args
+    if any(bound.kind == "const" or (bound.kind == "neg" and bound.args[0].kind == "const") for bound in (start, end)):
+        raise UnsupportedError("an infinite series")
+    first, last = evaluate(start, point), evaluate(end, point)
+    if not all(isinstance(bound, Fraction) and bound.denominator == 1 for bound in (first, last)):
+        raise UnsupportedError("bounds are not whole")
+    if last - first >= MAX_TERMS:
+        raise UndefinedError("too many terms")
+    total: Value = Fraction(0 if node.name == "sum" else 1)
+    for k in range(first.numerator, last.numerator + 1):
+        term = evaluate(body, {**point, index.name: Fraction(k)})
+        total = plus(total, term) if node.name == "sum" else times(total, term)
+    return total
+
+
+def _determinant(node: Node, point: dict[str, Value]) -> Value:
+    (matrix,) = node.args
+    if matrix.kind != "matrix" or len(matrix.args) != len(matrix.args[0].args) or len(matrix.args) > 30:
+        raise UnsupportedError("determinant")
+    return mp.det(mp.matrix([[as_real(evaluate(cell, point)) for cell in row.args] for row in matrix.args]))
+
+
+_RULES: dict[str, Callable[[Node, dict[str, Value]], Value]] = {
+    "num": lambda node, point: node.value,
+    "sym": _symbol,
+    "const": _constant,
+    "add": _add,
+    "neg": lambda node, point: -evaluate(node.args[0], point),
+    "mul": lambda node, point: times(evaluate(node.args[0], point), evaluate(node.args[1], point)),
+    "div": _divide,
+    "mod": _modulo,
+    "pow": _power,
+    "percent": lambda node, point: times(evaluate(node.args[0], point), Fraction(1, 100)),
+    "degree": lambda node, point: as_real(evaluate(node.args[0], point)) * mp.pi / 180,
+    "base": _based,
+    "call": _call,
+}

@@ -1,0 +1,118 @@
+"""The short rewards: GSM8K, multiple choice, exact and F1 match, and the form of a response."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+
+from rlhf.config.reward import ExactOptions, F1Options, FormatOptions, MultipleChoiceOptions
+from rlhf.rewards.answers.clean import clean, option_letter
+from rlhf.rewards.answers.extract import after_thinking, boxes, extract, gold_answer
+from rlhf.rewards.answers.numbers import exact_number
+from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")  # dropped before words are compared (SQuAD, arXiv:1606.05250, sec. 6.1)
+GSM8K_NUMBER = re.compile(r"####[ \t]*\$?[ \t]*([-+]?\$?[\d,]*\.?\d+)")
+
+
+def gsm8k_reward(response: str, gold: str) -> Grade:
+    """1 if the number after the last `####` is the gold number (GSM8K, arXiv:2110.14168)."""
+    wanted = exact_number(_gsm8k_number(gold) or gold_answer(gold))
+    if wanted is None:
+        return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is not a number")
+    stated = _gsm8k_number(after_thinking(response) or "")
+    if stated is None:
+        return Grade(0.0, NO_ANSWER)
+    return Grade(float(exact_number(stated) == wanted), extracted=stated)
+
+
+def _gsm8k_number(text: str) -> str | None:
+    found = GSM8K_NUMBER.findall(text)
+    return found[-1].replace("$", "").replace(",", "") if found else None
+
+
+def multiple_choice_reward(response: str, gold: str, options: MultipleChoiceOptions) -> Grade:
+    """1 if the response chooses the gold letter: boxed, in answer tags, or after "the answer is"."""
+    wanted = _letter(gold_answer(gold), options.letters)
+    if wanted is None:
+        return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is none of the letters {options.letters}")
+    stated = extract(response, ("box", "answer_tag", "answer_is"))
+    if stated is None:
+        text = (after_thinking(response) or "").strip()
+        chosen = _letter(text, options.letters) if len(text) <= 4 else None
+    else:
+        chosen = _letter(stated, options.letters)
+    if chosen is None:
+        return Grade(0.0, NO_ANSWER, extracted=stated or "")
+    return Grade(float(chosen == wanted), extracted=chosen)
+
+
+def _letter(text: str, letters: str) -> str | None:
+    option = option_letter(clean(text))
+    return option[0] if option and option[0] in letters.upper() else None
+
+
+def exact_reward(response: str, gold: str, options: ExactOptions) -> Grade:
+    """1 if the answer (boxed, in answer tags, or else the whole response) is the gold answer, spaces aside."""
+    if not gold.strip():
+        return Grade(None, BAD_GOLD, detail="gold answer is empty")
+    stated = _stated_text(response)
+    if not stated:
+        return Grade(0.0, NO_ANSWER)
+    same = _squeeze(stated, options.ignore_case) == _squeeze(gold, options.ignore_case)
+    return Grade(float(same), extracted=stated)
+
+
+def f1_reward(response: str, gold: str, options: F1Options) -> Grade:
+    """F1 of the words of answer and gold, without case, punctuation and articles (SQuAD, arXiv:1606.05250)."""
+    wanted = Counter(_words(gold))
+    if not wanted:
+        return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} has no words")
+    stated = _stated_text(response)
+    given = Counter(_words(stated))
+    if not given:
+        return Grade(0.0, NO_ANSWER)
+    common = (wanted & given).total()
+    f1 = 2 * common / (wanted.total() + given.total())
+    return Grade(f1 if options.threshold is None else float(f1 >= options.threshold), extracted=stated)
+
+
+def _stated_text(response: str) -> str:
+    stated = extract(response, ("box", "answer_tag"))
+    return (stated if stated is not None else after_thinking(response) or "").strip()
+
+
+def _squeeze(text: str, ignore_case: bool) -> str:
+    squeezed = " ".join(text.split())
+    return squeezed.casefold() if ignore_case else squeezed
+
+
+def _words(text: str) -> list[str]:
+    return ARTICLES.sub(" ", text.casefold().translate(str.maketrans("", "", string.punctuation))).split()
+
+
+def format_reward(response: str, options: FormatOptions) -> float:
+    """1 if the response has the form, else 0; what it answers does not matter."""
+    if options.pattern is not None:
+        return float(re.fullmatch(options.pattern, response, re.DOTALL) is not None)
+    match options.style:
+        case "think":
+            return float(_split_thinking(response) is not None)
+        case "think_answer":
+            rest = _split_thinking(response)
+            return float(
+                rest is not None
+                and re.fullmatch(r"\s*<answer>(?:(?!</?answer>).)+</answer>\s*", rest, re.S) is not None
+            )
+        case "boxed":
+            return float(len(boxes(after_thinking(response) or "")) == 1)
+
+
+def _split_thinking(response: str) -> str | None:
+    """What follows the thinking, if the response is one non-empty <think> block and then something."""
+    head, closing, rest = response.partition("</think>")
+    thought = head.lstrip().removeprefix("<think>")
+    opened = len(thought) < len(head.lstrip())
+    tags = any(tag in part for part in (thought, rest) for tag in ("<think>", "</think>"))
+    return rest if closing and opened and thought.strip() and rest.strip() and not tags else None

@@ -1,0 +1,92 @@
+"""Grade a math answer: extract it, compare it with the gold answer, cheaply if that decides, symbolically if not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from rlhf.config.reward import MathOptions
+from rlhf.rewards.answers import symbolic
+from rlhf.rewards.answers.clean import clean, option_letter
+from rlhf.rewards.answers.compare import compare
+from rlhf.rewards.answers.errors import UnsupportedError
+from rlhf.rewards.answers.extract import NOT_AN_ANSWER, extract, gold_answer
+from rlhf.rewards.answers.tree import parse
+from rlhf.rewards.answers.words import is_prose, meaning_of
+from rlhf.rewards.confine import replace_sympify
+from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
+
+MAX_ANSWER_CHARACTERS = 10_000  # a longer answer is compared as a string only
+
+
+def preload() -> None:
+    """Load and warm up everything, before workers are forked."""
+    replace_sympify()
+    symbolic.preload()
+
+
+def math_reward(response: str, gold: str, options: MathOptions, ask: Callable[..., Any]) -> Grade:
+    """1 if the answer that the response states says the same as the gold answer, else 0.
+
+    Args:
+        gold: the answer, or a solution that ends in `#### answer` or `\\boxed{answer}`.
+        ask: called with (extracted, gold) before the costly comparison; returns an earlier (value, status), or None.
+    """
+    wanted = _wanted(gold)
+    if not wanted:
+        return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is empty")
+    stated = extract(response, options.steps)
+    if stated is None:
+        return Grade(0.0, NO_ANSWER)
+    return grade_answer(stated, wanted, ask)
+
+
+@lru_cache(maxsize=4096)
+def _wanted(gold: str) -> str:
+    """The gold answer, "" if nothing is left of it; remembered, because a group of responses shares it."""
+    wanted = gold_answer(gold)
+    return wanted if clean(wanted) else ""
+
+
+def grade_answer(stated: str, wanted: str, ask: Callable[..., Any]) -> Grade:
+    """Compare an extracted answer with the gold answer."""
+    if max(len(stated), len(wanted)) > MAX_ANSWER_CHARACTERS:
+        return Grade(float(stated.split() == wanted.split()), extracted=stated)
+    verdict = compare(stated, wanted)
+    if verdict is None:
+        known = ask(stated, wanted)
+        if known is not None:
+            return Grade(known[0], known[1], stated)
+        verdict = symbolic.verify(clean(stated), clean(wanted))
+        if not verdict and (problem := _problem(clean(wanted))):
+            return Grade(None, BAD_GOLD, stated, problem)
+    return Grade(float(verdict), extracted=stated)
+
+
+def check_gold(gold: str) -> Grade:
+    """1 if the gold answer can be graded; else bad_gold, with the reason.
+
+    That it agrees with itself as a string is not enough: `\\frac{1}{` does, and no right answer would ever match it.
+    """
+    wanted = gold_answer(gold)
+    cleaned = clean(wanted)
+    if not cleaned or cleaned.lower() in NOT_AN_ANSWER:
+        return Grade(None, BAD_GOLD, detail="it is empty, or no answer")
+    if len(cleaned) > MAX_ANSWER_CHARACTERS:
+        return Grade(None, BAD_GOLD, detail=f"it is longer than {MAX_ANSWER_CHARACTERS} characters")
+    problem = _problem(cleaned)
+    return Grade(None, BAD_GOLD, detail=problem) if problem else Grade(1.0, extracted=wanted)
+
+
+def _problem(gold: str) -> str:
+    """Why a cleaned gold answer can match nothing but its own spelling; "" if it can."""
+    if is_prose(gold) or option_letter(gold) or re.fullmatch(r"[-+\d.]+", gold):
+        return ""
+    try:
+        parse(meaning_of(gold))
+    except (UnsupportedError, RecursionError):
+        if not symbolic.is_readable(gold):
+            return "it is neither mathematics that can be read, nor words, nor an option"
+    return ""

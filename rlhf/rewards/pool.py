@@ -1,0 +1,423 @@
+"""Killable processes that compute rewards: the only place where model text is parsed or run through anything.
+
+    driver                                   keeper (python -m rlhf.rewards.worker)
+      caller ── submit(job) ──> Future         loads sympy once, never sees a response
+      loop thread <── control socket ──────>   forks, kills and buries workers
+           └──── one socket a worker ───────>  worker: one job after the other
+
+The keeper forks a worker in milliseconds, so the replacement of a killed one has everything loaded. It adopts orphans
+(PR_SET_CHILD_SUBREAPER): what a worker forked, however detached, is its child once the worker is dead, and is killed
+too. It dies with the driver, even by SIGKILL, and takes everything along.
+
+Messages are JSON, both ways: a hijacked worker cannot make the driver run anything, as pickle would let it.
+The deadline is in CPU seconds of the worker, so that a reward does not depend on what else the machine is doing; the
+wall-clock backstop, for a worker that sleeps, does not count time spent waiting for a core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf.rewards.grade import Grade
+from rlhf.rewards.wire import QUICK_REWARDS, Channel
+
+POLL_S = 0.02  # how often deadlines are looked at while jobs run
+MAX_JOBS_PER_MESSAGE = 32  # amortizes the system calls of cheap jobs
+MAX_FAILED_STARTS = 5  # in a row; more means that every further one would die too
+CLOSE_S = 5.0  # the keeper gets so long to bury everybody before it is killed itself
+CPUCLOCK_SCHED = 2  # linux: clock id of a process's CPU time is (~pid << 3) | 2
+
+
+@dataclass
+class _Job:
+    request: dict[str, Any]
+    future: Future[Grade]
+    begun: bool = False
+    alone: bool = False  # to be sent by itself: it was among several of which one took too long
+
+
+@dataclass
+class _Worker:
+    number: int
+    channel: Channel
+    pid: int = 0
+    ready: bool = False
+    doomed: str = ""  # why it is being killed
+    jobs: deque[_Job] = field(default_factory=deque)  # jobs[0] is running
+    asked: tuple[str, ...] = ()  # the comparison that the running job pays for
+    started: float = 0.0
+    cpu_before: float = 0.0
+    waited_before: float = 0.0
+
+
+class Pool:
+    """`workers` processes that answer jobs, each killed and replaced when a job exceeds its limits.
+
+    Args:
+        cpu_seconds, wall_seconds: limits of one job.
+        memory_mb: what a worker may add to the memory that it starts with.
+        user_functions: `module:function` names that every worker imports before its first job.
+
+    Raises:
+        ValueError: a user function cannot be imported.
+        RuntimeError: the processes did not start within `start_seconds`.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int,
+        spares: int = 1,
+        cpu_seconds: float = 2.0,
+        wall_seconds: float = 10.0,
+        memory_mb: int = 1024,
+        start_seconds: float = 120.0,
+        user_functions: Sequence[str] = (),
+        cache_size: int = 100_000,
+    ) -> None:
+        self.size, self.full_size = workers, workers + spares
+        self._cpu_seconds, self._wall_seconds = cpu_seconds, wall_seconds
+        self._hello = {"memory_mb": memory_mb, "user_functions": list(user_functions), "path": sys.path}
+        self._start_seconds = start_seconds
+        self._cache: OrderedDict[tuple[str, ...], Grade] = OrderedDict()
+        self._cache_size = cache_size
+        self._incoming: deque[_Job] = deque()
+        self._pending: deque[_Job] = deque()
+        self._workers: dict[int, _Worker] = {}
+        self._numbers = self._failed_starts = 0
+        self._closing, self._broken, self._woken = False, "", False
+        self._started: Future[None] = Future()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
+        self._thread.start()
+        try:
+            self._started.result(timeout=start_seconds)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise RuntimeError(
+                    f"reward.start_seconds={start_seconds}: the grading processes did not load in that time. "
+                    "Raise it, or look at what the modules of the user functions import."
+                ) from None
+            raise
+
+    def submit(self, request: dict[str, Any]) -> Future[Grade]:
+        """Queue one job; its future never raises for what the job does."""
+        if self._closing:
+            raise RuntimeError(f"the reward pool is closed{': ' if self._broken else ''}{self._broken}")
+        job = _Job(request, Future())
+        self._incoming.append(job)
+        if not self._woken:
+            self._woken = True
+            self._wake()
+        return job.future
+
+    def close(self) -> None:
+        """Kill every process; jobs without an answer are cancelled."""
+        self._closing = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def worker_pids(self) -> list[int]:
+        """Processes that can take a job now, spares included."""
+        return [worker.pid for worker in list(self._workers.values()) if worker.ready and not worker.doomed]
+
+    @property
+    def comparisons_remembered(self) -> int:
+        return len(self._cache)
+
+    def wait_full(self, seconds: float) -> int:
+        """Wait until every killed worker is replaced, at most so long; returns how many are ready."""
+        deadline = time.monotonic() + seconds
+        while len(self.worker_pids()) < self.full_size and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return len(self.worker_pids())
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: the loop is awake anyway
+            self._wake_write.send(b"x")
+
+    # --- everything below runs in the loop thread ---
+
+    def _run(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, "wake")
+        try:
+            self._start_keeper()
+            while not self._closing:
+                busy = any(worker.jobs for worker in self._workers.values())
+                for key, _ in self._selector.select(POLL_S if busy else 1.0):
+                    self._on_event(key.data)
+                while self._incoming:
+                    self._pending.append(self._incoming.popleft())
+                self._dispatch()
+                self._enforce_deadlines()
+        except BaseException as error:
+            self._broken = str(error)
+            if not self._started.done():
+                self._started.set_exception(error)
+        finally:
+            self._closing = True
+            self._shut_down()
+
+    def _start_keeper(self) -> None:
+        """Start the process that forks workers; PDEATHSIG ties it to this thread, which lives as long as the pool."""
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-m", "rlhf.rewards.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        theirs.close()
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.write(json.dumps(self._hello).encode())
+        self._keeper.stdin.close()
+        self._control = Channel(ours)
+        self._selector.register(ours, selectors.EVENT_READ, "control")
+        for _ in range(self.full_size):
+            self._start_worker()
+
+    def _start_worker(self) -> None:
+        self._numbers += 1
+        ours, theirs = socket.socketpair()
+        worker = _Worker(self._numbers, Channel(ours), started=time.monotonic())
+        self._workers[worker.number] = worker
+        self._selector.register(ours, selectors.EVENT_READ, worker)
+        with contextlib.suppress(OSError):  # a dead keeper is noticed by its own event
+            self._control.send({"fork": worker.number}, fd=theirs.fileno())
+        theirs.close()
+
+    def _on_event(self, source: Any) -> None:
+        if source == "wake":
+            with contextlib.suppress(BlockingIOError):
+                self._wake_read.recv(65536)
+            self._woken = False  # before the queue is read: what comes later wakes again
+        elif source == "control":
+            messages, open_ = self._control.receive()
+            for message in messages:
+                self._on_keeper(message)
+            if not open_:
+                self._restart_keeper()
+        elif source.number in self._workers:
+            messages, open_ = source.channel.receive()
+            for message in messages:
+                try:
+                    self._on_worker(source, message)
+                except (
+                    KeyError,
+                    IndexError,
+                    TypeError,
+                    ValueError,
+                ):  # not one of our messages: the worker is not itself anymore
+                    self._kill(source, "died")
+            if not open_ and source.number in self._workers and not source.doomed:
+                self._kill(source, "died")
+
+    def _on_keeper(self, message: dict[str, Any]) -> None:
+        if "forked" in message and message["forked"] in self._workers:
+            self._workers[message["forked"]].pid = message["pid"]
+        elif "gone" in message and message["gone"] in self._workers:
+            self._bury(self._workers[message["gone"]])
+
+    def _on_worker(self, worker: _Worker, message: dict[str, Any]) -> None:
+        if worker.doomed:
+            return
+        if "ready" in message:
+            worker.ready, worker.cpu_before = True, message["cpu"]
+            if not self._started.done() and len(self.worker_pids()) >= self.size:
+                self._started.set_result(None)
+        elif "broken" in message:
+            self._fail_start(ValueError(message["broken"]))
+        elif "ask" in message:
+            worker.asked = tuple(message["ask"])
+            known = self._cache.get(worker.asked)
+            self._tell(worker, {"known": None if known is None else [known.value, known.status]})
+        else:
+            for reply in message["replies"]:
+                value = None if reply["value"] is None else float(reply["value"])
+                grade = Grade(value, str(reply["status"]), str(reply["extracted"]), str(reply["detail"]))
+                self._finish(worker, grade, cpu=float(message["cpu"]))
+                if reply.get("last"):  # it says itself that it is not fit for another
+                    self._requeue(worker)
+                    self._kill(worker, "died")
+
+    def _finish(self, worker: _Worker, grade: Grade, *, cpu: float) -> None:
+        self._remember(worker, grade)
+        job = worker.jobs.popleft()
+        self._start_clock(worker, cpu)
+        job.future.set_result(grade)
+
+    def _remember(self, worker: _Worker, grade: Grade) -> None:
+        if worker.asked and self._cache_size:
+            self._cache[worker.asked] = grade
+            if len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)
+        worker.asked = ()
+
+    def _start_clock(self, worker: _Worker, cpu: float) -> None:
+        worker.started, worker.cpu_before = time.monotonic(), cpu
+        worker.waited_before = -1.0
+
+    def _tell(self, worker: _Worker, message: Any) -> None:
+        try:
+            worker.channel.send(message)
+        except OSError:
+            self._kill(worker, "died")
+
+    def _dispatch(self) -> None:
+        idle = [w for w in self._workers.values() if w.ready and not w.doomed and not w.jobs]
+        running = sum(1 for w in self._workers.values() if w.jobs)
+        for worker in idle[: max(0, self.size - running)]:
+            share = min(MAX_JOBS_PER_MESSAGE, 1 + len(self._pending) // (2 * self.size))
+            requests: list[dict[str, Any]] = []
+            while self._pending and len(requests) < share:
+                if self._pending[0].alone and requests:
+                    break
+                job = self._pending.popleft()
+                share = 1 if job.alone else share
+                if job.begun or job.future.set_running_or_notify_cancel():
+                    job.begun = True
+                    worker.jobs.append(job)
+                    requests.append(job.request)
+            if not requests:
+                return
+            self._start_clock(worker, worker.cpu_before)
+            self._tell(worker, {"jobs": requests})
+
+    def _enforce_deadlines(self) -> None:
+        now = time.monotonic()
+        for worker in list(self._workers.values()):
+            if not worker.ready and not worker.doomed and now - worker.started > self._start_seconds:
+                self._kill(worker, "died")
+            if not worker.jobs or worker.doomed or now - worker.started < min(POLL_S, self._wall_seconds):
+                continue
+            cpu, waited = _cpu_seconds(worker.pid), _seconds_waiting_for_a_core(worker.pid)
+            if worker.waited_before < 0:
+                worker.waited_before = waited
+            over_cpu = cpu - worker.cpu_before > self._cpu_seconds
+            if over_cpu or now - worker.started - (waited - worker.waited_before) > self._wall_seconds:
+                self._kill(worker, "timeout")
+
+    def _kill(self, worker: _Worker, why: str) -> None:
+        """Have the keeper kill it; the running job gets its status, the others behind it are queued again."""
+        if worker.doomed:
+            return
+        worker.doomed = why
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(worker.channel.socket)
+        if _is_one_of_several(worker):
+            for job in worker.jobs:
+                job.alone = True
+        elif worker.jobs:
+            extracted = worker.asked[-2] if len(worker.asked) >= 2 else ""
+            limit = f"over {self._cpu_seconds:g} CPU seconds" if why == "timeout" else "the process died"
+            self._finish(worker, Grade(None, why, extracted, limit), cpu=0.0)
+        self._requeue(worker)
+        self._failed_starts = 0 if worker.ready else self._failed_starts + 1
+        if self._failed_starts > MAX_FAILED_STARTS:
+            raise RuntimeError("the grading processes die while they start; their own messages are above")
+        with contextlib.suppress(OSError):
+            self._control.send({"kill": worker.number})
+        self._start_worker()
+
+    def _requeue(self, worker: _Worker) -> None:
+        """Put the jobs that it did not finish back to the front of the queue."""
+        self._pending.extendleft(reversed(worker.jobs))
+        worker.jobs.clear()
+
+    def _bury(self, worker: _Worker) -> None:
+        if not worker.doomed:
+            self._kill(worker, "died")
+        del self._workers[worker.number]
+        worker.channel.close()
+
+    def _restart_keeper(self) -> None:
+        """Something killed the keeper, and with it every worker: begin again."""
+        if not self._started.done():
+            raise RuntimeError("the grading processes ended while loading; their own message is above")
+        self._selector.unregister(self._control.socket)
+        self._control.close()
+        self._keeper.wait()
+        for worker in list(self._workers.values()):
+            worker.doomed = worker.doomed or "died"
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(worker.channel.socket)
+            self._requeue(worker)
+            worker.channel.close()
+        self._workers.clear()
+        self._start_keeper()
+
+    def _fail_start(self, error: Exception) -> None:
+        if not self._started.done():
+            self._started.set_exception(error)
+
+    def _shut_down(self) -> None:
+        for job in [*self._incoming, *self._pending, *(j for w in self._workers.values() for j in w.jobs)]:
+            if job.begun or not job.future.cancel():
+                job.future.set_result(Grade(None, "died", "", "the pool was closed"))
+        if hasattr(self, "_keeper"):
+            self._control.close()  # the keeper's sign to kill everybody
+            try:
+                self._keeper.wait(CLOSE_S)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._keeper.pid, signal.SIGKILL)
+                self._keeper.wait()
+        for worker in self._workers.values():
+            worker.channel.close()
+        self._workers.clear()
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+
+def _is_one_of_several(worker: _Worker) -> bool:
+    """Whether it is open which of its jobs ran: quick ones are answered together, unless they ask before they pay."""
+    return len(worker.jobs) > 1 and not worker.asked and worker.jobs[0].request["name"] in QUICK_REWARDS
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU seconds of all threads of a process so far; 0 if it is gone."""
+    try:
+        return time.clock_gettime((~pid << 3) | CPUCLOCK_SCHED)
+    except OSError:
+        return 0.0
+
+
+def _seconds_waiting_for_a_core(pid: int) -> float:
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def default_workers() -> int:
+    """As many workers as cores that this process may use, at most 8: each grades thousands of answers a second."""
+    return max(1, min(8, len(os.sched_getaffinity(0))))

@@ -1,0 +1,210 @@
+"""What the training loop sees of the rewards: one response in, one number with its parts out.
+
+Parts run in the pool, one job each, so that a part that hangs costs only its own share. A response can be scored as
+soon as it arrives, any number of them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rlhf.config.reward import RewardConfig, RewardPart
+from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, OK, TIMEOUT, UNSCORABLE, Grade
+from rlhf.rewards.pool import Pool, default_workers
+from rlhf.types import Prompt
+
+MAX_WAITING_CHECKS = 4096  # gold answers that are being checked at once: a data set may have millions
+GRADED_AGAINST_GOLD = ("math", "gsm8k", "multiple_choice", "exact", "f1")
+
+
+@dataclass(frozen=True)
+class Score:
+    """The reward of one response.
+
+    Attributes:
+        reward: weighted sum of the parts; None when a part has no value, and then the response is unscorable.
+        parts: value of every part by name, before its weight.
+        status: of the first part that is not ok, else ok.
+        extracted: the answer that was graded, "" if none was found.
+    """
+
+    reward: float | None
+    parts: dict[str, float | None]
+    status: str
+    extracted: str
+
+
+class Graded(NamedTuple):
+    score: float
+    extracted: str
+    status: str
+
+
+class BadGold(NamedTuple):
+    """A row whose gold answer does not agree with itself."""
+
+    row: str
+    answer: str
+    reason: str
+
+
+class Scorer:
+    """Scores responses in killable processes; `counters` holds what happened, by `part/status`.
+
+    Raises:
+        ValueError: a user function cannot be imported.
+        RuntimeError: from any `score` once the user functions have failed more often than the config allows.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config = config
+        self.counters: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+        self._over_budget = ""
+        functions = sorted({part.name for part in config.all_parts if part.is_user_function})
+        self.pool = Pool(
+            workers=config.workers or default_workers(),
+            spares=config.spares,
+            cpu_seconds=config.cpu_seconds,
+            wall_seconds=config.wall_seconds,
+            memory_mb=config.memory_mb,
+            start_seconds=config.start_seconds,
+            user_functions=functions,
+            cache_size=config.cache_size,
+        )
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        self.pool.close()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def score(self, prompt: Prompt, text: str, *, finish_reason: str, response_length: int) -> Score:
+        """Score one response; never raises for what the response is.
+
+        Args:
+            text: the decoded response, without the prompt.
+            finish_reason: stop, length or abort, as the engine said.
+            response_length: sampled tokens.
+        """
+        parts = self.config.parts_of(prompt.source)
+        metadata = _metadata(prompt, finish_reason, response_length)
+        futures = [self._submit(part, text, prompt.answer, prompt.columns, metadata) for part in parts]
+        grades = [await asyncio.wrap_future(future) for future in futures]
+        return self._combine(parts, grades, prompt.id)
+
+    def score_batch(self, responses: Sequence[str], golds: Sequence[str]) -> list[Graded]:
+        """Grade responses against their gold answers with the config's parts; never raises for a response.
+
+        Returns:
+            (score, extracted, status) in order; the score is 0 where there is none.
+        """
+        pending = [self.submit(text, gold) for text, gold in zip(responses, golds, strict=True)]
+        return [self.graded(futures, row=f"row {row}") for row, futures in enumerate(pending)]
+
+    def submit(self, response: str, gold: str, columns: dict[str, Any] | None = None) -> list[Future[Grade]]:
+        """Begin to grade one response by every part; `graded` waits for the result."""
+        metadata = _no_metadata(response)
+        return [self._submit(part, response, gold, columns or {}, metadata) for part in self.config.parts]
+
+    def graded(self, futures: Sequence[Future[Grade]], *, row: str) -> Graded:
+        """Wait for what `submit` began; `row` is named if a user function fails on it."""
+        score = self._combine(self.config.parts, [future.result() for future in futures], row)
+        return Graded(score.reward or 0.0, score.extracted, score.status)
+
+    def check_gold(self, prompts: Iterable[Prompt]) -> list[BadGold]:
+        """Grade every gold answer as if it were the response, and name the rows where that fails."""
+        bad: list[BadGold] = []
+        waiting: deque[tuple[Prompt, RewardPart, Future[Grade]]] = deque()
+        for prompt in prompts:
+            for part in self.config.parts_of(prompt.source):
+                if part.name in GRADED_AGAINST_GOLD:
+                    job = _job(part, "", prompt.answer, {}, _no_metadata(""))
+                    waiting.append((prompt, part, self.pool.submit({**job, "check": True})))
+            while len(waiting) > MAX_WAITING_CHECKS:
+                bad += _bad_gold(*waiting.popleft())
+        while waiting:
+            bad += _bad_gold(*waiting.popleft())
+        return bad
+
+    def _submit(
+        self, part: RewardPart, text: str, answer: str, columns: dict[str, Any], metadata: dict[str, Any]
+    ) -> Future[Grade]:
+        if self._over_budget:
+            raise RuntimeError(self._over_budget)
+        return self.pool.submit(_job(part, text, answer, columns, metadata))
+
+    def _combine(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> Score:
+        values: dict[str, float | None] = {}
+        status, extracted, total = OK, "", 0.0
+        for part, grade in zip(parts, grades, strict=True):
+            self._count(part, grade, row)
+            value = _value(part, grade)
+            values[part.name] = value
+            total += part.weight * (value or 0.0)
+            status = status if status != OK else grade.status
+            extracted = extracted or grade.extracted
+        reward = None if None in values.values() else total
+        return Score(reward, values, status, extracted)
+
+    def _count(self, part: RewardPart, grade: Grade, row: str) -> None:
+        self.counters[f"{part.name}/{grade.status}"] += 1
+        if not part.is_user_function:
+            return
+        self._calls[part.name] += 1
+        failures = sum(self.counters[f"{part.name}/{status}"] for status in (FAILED, TIMEOUT, DIED))
+        allowed = max(self.config.failures_always_allowed, self.config.failure_fraction * self._calls[part.name])
+        if failures > allowed and grade.status in (FAILED, TIMEOUT, DIED):
+            self._over_budget = (
+                f"reward {part.name!r}: {failures} of {self._calls[part.name]} calls failed, last for {row} "
+                f"({grade.status}: {grade.detail}), more than reward.failure_fraction={self.config.failure_fraction} "
+                "allows. Repair the function, or raise the fraction."
+            )
+            raise RuntimeError(self._over_budget)
+
+
+def _value(part: RewardPart, grade: Grade) -> float | None:
+    """A built-in reward that was killed or found nothing is 0: the response is to blame; a user function is None."""
+    if grade.value is None and not part.is_user_function and grade.status in (NO_ANSWER, TIMEOUT, DIED, FAILED):
+        return 0.0
+    return None if grade.status in (UNSCORABLE, FAILED, BAD_GOLD) else grade.value
+
+
+def _bad_gold(prompt: Prompt, part: RewardPart, future: Future[Grade]) -> list[BadGold]:
+    grade = future.result()
+    if grade.status == OK and grade.value == 1.0:
+        return []
+    reason = grade.detail or f"{grade.status}, graded {grade.value} against itself"
+    return [BadGold(prompt.id, prompt.answer, f"{part.name}: {reason}")]
+
+
+def _job(part: RewardPart, text: str, answer: str, columns: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    job = {"name": part.name, "options": part.options, "response": text, "answer": answer}
+    if part.is_user_function:
+        return {**job, "columns": columns, "metadata": metadata}
+    return {**job, "metadata": {"response_length": metadata["response_length"]}}
+
+
+def _metadata(prompt: Prompt, finish_reason: str, response_length: int) -> dict[str, Any]:
+    return {
+        "prompt_id": prompt.id,
+        "epoch": prompt.epoch,
+        "source": prompt.source,
+        "messages": prompt.messages,
+        "finish_reason": finish_reason,
+        "response_length": response_length,
+    }
+
+
+def _no_metadata(text: str) -> dict[str, Any]:
+    """Rows of a file have no tokens: words stand in for them."""
+    return {"finish_reason": "stop", "response_length": len(text.split())}

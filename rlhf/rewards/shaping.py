@@ -1,0 +1,75 @@
+"""Rewards and penalties that look at the length and the repetition of a response, not at its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf.config.reward import LengthOptions, RepetitionOptions
+
+
+def overlong_penalty(response_length: int, *, max_tokens: int, buffer_tokens: int) -> float:
+    """Soft punishment of overlong responses (DAPO, arXiv:2503.14476, eq. 13).
+
+    Args:
+        response_length: sampled tokens, |y|.
+        max_tokens: L_max, the longest response that is allowed.
+        buffer_tokens: L_cache; the penalty begins at L_max - L_cache.
+
+    Returns:
+        0 up to L_max - L_cache, falling linearly to -1 at L_max, -1 beyond.
+    """
+    free = max_tokens - buffer_tokens
+    if response_length <= free:
+        return 0.0
+    if response_length > max_tokens:
+        return -1.0
+    return (free - response_length) / buffer_tokens
+
+
+def short_penalty(response_length: int, *, min_tokens: int, buffer_tokens: int) -> float:
+    """The mirror image: 0 from min_tokens up, falling linearly to -1 at min_tokens - buffer_tokens, -1 below."""
+    if response_length >= min_tokens:
+        return 0.0
+    missing = min_tokens - response_length
+    return -1.0 if missing >= buffer_tokens else -missing / buffer_tokens
+
+
+def non_stop_reward(reward: float | None, *, finish_reason: str, penalty: float | None) -> float | None:
+    """The reward after the rule for responses that did not stop by themselves.
+
+    Args:
+        finish_reason: `stop` for an end-of-sequence id or a stop string; anything else did not stop.
+        penalty: what such a response gets in place of its own reward; None leaves the reward as it is.
+
+    Returns:
+        None stays None: an unscorable response is not made scorable by being cut off.
+    """
+    return reward if reward is None or penalty is None or finish_reason == "stop" else penalty
+
+
+def is_masked(finish_reason: str, *, mask_truncated: bool) -> bool:
+    """Whether the response is left out of the loss (overlong filtering, DAPO, arXiv:2503.14476, sec. 3.4)."""
+    return mask_truncated and finish_reason != "stop"
+
+
+def repeated_fraction(words: Sequence[str], *, ngram: int) -> float:
+    """Share of the n-grams that occurred before in the same text; 0 for a text shorter than an n-gram."""
+    count = len(words) - ngram + 1
+    if count <= 0:
+        return 0.0
+    return 1 - len({tuple(words[start : start + ngram]) for start in range(count)}) / count
+
+
+def length_reward(response_length: int, options: LengthOptions) -> float:
+    """0 within the bounds, down to -1 outside of them."""
+    short = short_penalty(response_length, min_tokens=options.min_tokens, buffer_tokens=options.buffer_tokens)
+    if options.max_tokens is None:
+        return short
+    long = overlong_penalty(response_length, max_tokens=options.max_tokens, buffer_tokens=options.buffer_tokens)
+    return min(short, long)
+
+
+def repetition_reward(text: str, options: RepetitionOptions) -> float:
+    """0 up to the free share of repeated n-grams, falling linearly to -1 when every n-gram is a repetition."""
+    repeated = repeated_fraction(text.split(), ngram=options.ngram)
+    return min(0.0, -(repeated - options.free_fraction) / (1 - options.free_fraction))

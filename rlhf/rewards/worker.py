@@ -1,0 +1,259 @@
+"""The other end of the pool: the keeper, which forks and buries workers, and the worker's loop.
+
+Run as `python -m rlhf.rewards.worker FD`, FD being the keeper's end of the control socket. The keeper has one thread
+and never reads a response, so forking it is safe and it cannot be hijacked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from typing import Any, NoReturn
+
+from rlhf.rewards.wire import QUICK_REWARDS, Channel
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+MAX_REPLY_DELAY_S = 0.002  # replies wait so long for others, to save system calls
+RECURSION_LIMIT = 3000  # deep enough for answers within the guards; C frames of that many fit the stack
+MAX_TEXT_SHOWN = 2000  # characters of an extracted answer or a message that go back to the driver
+
+
+def main() -> None:
+    control = Channel(socket.socket(fileno=int(sys.argv[1])))
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    sys.setrecursionlimit(RECURSION_LIMIT)
+    hello = json.load(sys.stdin)
+    sys.path[:] = hello["path"]
+    from rlhf.rewards import named
+
+    named.preload()
+    gc.collect()
+    gc.freeze()  # what is shared with the workers stays shared: no collection writes to it
+    Keeper(control, hello).run()
+
+
+class Keeper:
+    """Forks, kills and buries; everything that a worker leaves behind becomes the keeper's child and is killed."""
+
+    def __init__(self, control: Channel, hello: dict[str, Any]) -> None:
+        self._control, self._hello = control, hello
+        self._fds: deque[int] = deque()  # arrive with the fork commands, in their order
+        self._pids: dict[int, int] = {}  # number of the worker -> process
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> None:
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: self._end())
+        sources: list[Any] = [self._control.socket, self._wake_read]
+        try:
+            while True:
+                readable = select.select(sources, [], [])[0]
+                if self._wake_read in readable:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_read, 4096)
+                if self._control.socket in readable and not self._obey():
+                    self._end()
+                self._bury_the_dead()
+        except OSError:
+            self._end()
+
+    def _obey(self) -> bool:
+        """Read what has arrived; False when the driver is gone."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control.socket, 1 << 18, 64)
+        except OSError:
+            return False
+        self._fds.extend(fds)
+        for command in self._control.feed(data):
+            if "fork" in command:
+                self._fork(command["fork"], self._fds.popleft())
+            elif command["kill"] in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pids[command["kill"]], signal.SIGKILL)
+        return bool(data)
+
+    def _fork(self, number: int, fd: int) -> None:
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._control.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            _serve(Channel(socket.socket(fileno=fd)), self._hello)
+        os.close(fd)
+        self._pids[number] = pid
+        self._control.send({"forked": number, "pid": pid})
+
+    def _bury_the_dead(self) -> None:
+        numbers = {pid: number for number, pid in self._pids.items()}
+        gone = [numbers[pid] for pid in _reap() if pid in numbers]
+        for number in gone:
+            del self._pids[number]
+        if gone:
+            _kill_orphans(set(self._pids.values()))
+        for number in gone:
+            self._control.send({"gone": number})
+
+    def _end(self) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _kill_orphans(set())
+        os._exit(0)
+
+
+def _reap() -> list[int]:
+    pids = []
+    with contextlib.suppress(ChildProcessError):
+        while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+            pids.append(pid)
+    return pids
+
+
+def _kill_orphans(workers: set[int]) -> None:
+    """Kill every child but these workers, until none is left: their own children are adopted as they die."""
+    deadline = time.monotonic() + 4.0
+    while (orphans := _children() - workers) and time.monotonic() < deadline:
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)  # a fork bomb must not outrun the killing
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in orphans:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _children() -> set[int]:
+    me = os.getpid()
+    try:
+        with open(f"/proc/{me}/task/{me}/children") as file:
+            return {int(pid) for pid in file.read().split()}
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return {int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _parent(int(pid)) == me}
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+    return 0
+
+
+# --- the worker ---
+
+
+def _serve(channel: Channel, hello: dict[str, Any]) -> NoReturn:
+    """Answer jobs until the driver hangs up; `os._exit` because a fork must not run the keeper's exit handlers."""
+    try:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _answer_jobs(channel, hello)
+    except (EOFError, OSError):
+        pass
+    finally:
+        os._exit(0)
+
+
+def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
+    from rlhf.rewards import named
+
+    functions = {}
+    for name in hello["user_functions"]:
+        try:
+            functions[name] = named.load_user_function(name)
+        except ValueError as error:
+            channel.send({"broken": str(error)})
+            return
+    if not functions:
+        _silence()
+    _limit_memory(hello["memory_mb"])
+    channel.send({"ready": True, "cpu": time.process_time()})
+    replies = Replies(channel)
+    while True:
+        for job in channel.receive_one()["jobs"]:
+            if job["name"] not in QUICK_REWARDS:
+                replies.flush()
+            reply = _answer(job, functions, replies.ask)
+            replies.add(reply)
+            if reply.get("last"):
+                replies.flush()
+                return
+        replies.flush()
+
+
+class Replies:
+    """Sends replies together, but none later than the beginning of what may take long: the driver then knows which."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._waiting: list[dict[str, Any]] = []
+        self._flushed = time.monotonic()
+
+    def add(self, reply: dict[str, Any]) -> None:
+        self._waiting.append(reply)
+        if time.monotonic() - self._flushed > MAX_REPLY_DELAY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._waiting:
+            self._channel.send({"replies": self._waiting, "cpu": time.process_time()})
+            self._waiting = []
+        self._flushed = time.monotonic()
+
+    def ask(self, *key: str) -> Any:
+        """Ask the driver whether a costly comparison was already made by any worker."""
+        self.flush()
+        self._channel.send({"ask": key})
+        return self._channel.receive_one()["known"]
+
+
+def _answer(job: dict[str, Any], functions: dict[str, Any], ask: Any) -> dict[str, Any]:
+    from rlhf.rewards import named
+
+    try:
+        grade = named.run(job, functions, ask)
+        value, status, extracted, detail = grade.value, grade.status, grade.extracted, grade.detail
+    except MemoryError:
+        return {"value": None, "status": "died", "extracted": "", "detail": "out of memory", "last": True}
+    return {
+        "value": value,
+        "status": status,
+        "extracted": extracted[:MAX_TEXT_SHOWN],
+        "detail": detail[:MAX_TEXT_SHOWN],
+    }
+
+
+def _silence() -> None:
+    """Parsers print about what they are given; nothing of that belongs on the trainer's terminal."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (1, 2):
+        os.dup2(null, fd)
+    os.close(null)
+
+
+def _limit_memory(memory_mb: int) -> None:
+    with open("/proc/self/statm") as file:
+        mapped = int(file.read().split()[0]) * resource.getpagesize()
+    limit = mapped + memory_mb * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Groups between the engines and the learners: dispatch, staleness, and the account of every rollout.
+
+One rule for how old a rollout may be. A training step s (the s-th, counted from 0, while the weights are version s)
+takes a group only if s - (version of the group's oldest token) <= max_policy_lag. Dispatch keeps to it by never
+having more groups under way than the steps up to s + max_policy_lag can take; with a lag of 0 that is exactly the
+groups of the current step, and the loop is synchronous.
+
+The account, in rollouts: sampled = trained + filtered + stale + failed + waiting, at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, fields
+
+from rlhf.types import Prompt, RolloutGroup
+
+
+@dataclass
+class Account:
+    """Rollouts by what became of them, since the run began; `waiting` is what is sampled and not yet consumed."""
+
+    sampled: int = 0
+    trained: int = 0
+    filtered: int = 0
+    stale: int = 0
+    failed: int = 0
+
+    @property
+    def waiting(self) -> int:
+        return self.sampled - self.trained - self.filtered - self.stale - self.failed
+
+    def metrics(self) -> dict[str, int]:
+        counts = {f"rollouts/{f.name}": getattr(self, f.name) for f in fields(self)}
+        return counts | {"rollouts/waiting": self.waiting}
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """The one rule."""
+
+    max_policy_lag: int
+
+    def admits(self, oldest_version: int, *, step: int) -> bool:
+        return step - oldest_version <= self.max_policy_lag
+
+    def groups_ahead(self, *, step: int, groups_per_step: int) -> int:
+        """Groups that may have been dispatched, all in all, while training step `step` is the next to be taken."""
+        return (step + 1 + self.max_policy_lag) * groups_per_step
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A prompt under way; `position` is its place in the prompt stream, by which a resumed run finds it again."""
+
+    position: int
+    prompt: Prompt
+
+
+class RolloutBuffer:
+    """Keeps engines busy in the background and hands whole groups to the loop.
+
+    Args:
+        sample: one prompt -> its graded group, on whichever engine has the least to do.
+        next_ticket: the next prompt of the stream.
+        groups_per_step: groups that one training step takes.
+        total_steps: nothing is dispatched that no step would take.
+        max_replacements: groups of equal rewards that are filtered and sampled anew with other prompts, before each
+            training step; when that many were replaced, further ones are handed out as they are. 0: none is replaced.
+            (Dynamic sampling, DAPO, arXiv:2503.14476, sec. 3.2.)
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[Prompt], Awaitable[RolloutGroup]],
+        next_ticket: Callable[[], Ticket],
+        *,
+        groups_per_step: int,
+        total_steps: int,
+        staleness: Staleness,
+        step: int = 0,
+        account: Account | None = None,
+        max_replacements: int = 0,
+    ) -> None:
+        self.account = account or Account()
+        self._sample = sample
+        self._next_ticket = next_ticket
+        self._groups_per_step = groups_per_step
+        self._total_groups = total_steps * groups_per_step
+        self._staleness = staleness
+        self._step = step
+        self._dispatched = step * groups_per_step
+        self._running: dict[asyncio.Task[None], Ticket] = {}
+        self._ready: list[tuple[Ticket, RolloutGroup]] = []
+        self._failure: BaseException | None = None
+        self._max_replacements = max_replacements
+        self._replacements = 0
+        self._changed = asyncio.Condition()
+
+    def dispatch(self) -> None:
+        """Start as many groups as the staleness rule allows."""
+        allowed = self._staleness.groups_ahead(step=self._step, groups_per_step=self._groups_per_step)
+        while self._dispatched < min(allowed, self._total_groups) and self._failure is None:
+            self._dispatched += 1
+            ticket = self._next_ticket()
+            self._running[asyncio.ensure_future(self._run(ticket))] = ticket
+
+    async def _run(self, ticket: Ticket) -> None:
+        try:
+            group = await self._sample(ticket.prompt)
+        except Exception as error:  # handed to whoever waits in `take`
+            self._failure = self._failure or error
+            self._finished()
+        else:
+            self._finished()
+            self.account.sampled += len(group.samples)
+            if self._replacements < self._max_replacements and not _rewards_differ(group):
+                self._replacements += 1
+                self.account.filtered += len(group.samples)
+                self._dispatched -= 1
+                self.dispatch()
+            else:
+                self._ready.append((ticket, group))
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _finished(self) -> None:
+        """The running task counts as done before anyone is woken: who looks then sees it in one place alone."""
+        task = asyncio.current_task()
+        assert task is not None
+        del self._running[task]
+
+    async def take(self) -> list[RolloutGroup]:
+        """The groups of the next training step, in the order in which their prompts were drawn.
+
+        Groups that have become too old are dropped, counted as stale, and replaced by new ones.
+        """
+        while True:
+            self.dispatch()
+            if self._failure is not None:
+                raise self._failure
+            self._drop_stale()
+            if len(self._ready) >= self._groups_per_step:
+                self._ready.sort(key=lambda pair: pair[0].position)
+                taken, self._ready = self._ready[: self._groups_per_step], self._ready[self._groups_per_step :]
+                return [group for _, group in taken]
+            if len(self._running) + len(self._ready) < self._groups_per_step:
+                continue  # stale groups were dropped: dispatch their replacements
+            async with self._changed:
+                if len(self._ready) < self._groups_per_step and self._failure is None:
+                    await self._changed.wait()
+
+    def _drop_stale(self) -> None:
+        fresh = []
+        for ticket, group in self._ready:
+            if self._staleness.admits(group.oldest_version, step=self._step):
+                fresh.append((ticket, group))
+            else:
+                self.account.stale += len(group.samples)
+                self._dispatched -= 1
+        self._ready = fresh
+
+    def step_done(self) -> None:
+        """The training step was taken and its weights are in the engines: the next one may be sampled for."""
+        self._step += 1
+        self._replacements = 0
+        self.dispatch()
+
+    def outstanding(self) -> list[int]:
+        """Stream positions of prompts that were dispatched and not consumed, which a resumed run samples again."""
+        return sorted(t.position for t in [*self._running.values(), *(ticket for ticket, _ in self._ready)])
+
+    async def close(self) -> None:
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+def _rewards_differ(group: RolloutGroup) -> bool:
+    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+    return bool(rewards) and max(rewards) != min(rewards)

@@ -1,0 +1,153 @@
+"""The Ray actor that hosts one vLLM engine: samples groups, takes new weights, answers the canary.
+
+It must stay an asyncio actor: hundreds of groups are in flight at once, and a weight update overtakes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import numpy as np
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rlhf.rollout.sampling import Completion, EngineSettings, SamplingSettings, sample_group
+from rlhf.types import Prompt, Rollout, VersionSpan
+
+CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
+
+
+class RolloutEngine:
+    """One vLLM engine behind Ray calls; every method but the constructor is a coroutine."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._keep_kv = settings.keep_kv
+        self._request_ids = itertools.count()
+        self._engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=settings.model,
+                dtype=settings.dtype,  # type: ignore[arg-type]
+                seed=settings.seed,
+                max_model_len=settings.max_model_len,
+                max_num_seqs=settings.max_concurrent_sequences,
+                tensor_parallel_size=settings.tensor_parallel,
+                # vLLM would choose Ray inside a placement group, which wants a bundle for every GPU.
+                distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
+                gpu_memory_utilization=settings.gpu_memory_utilization,
+                enforce_eager=settings.enforce_eager,
+                trust_remote_code=settings.trust_remote_code,
+                # Log-probs of the distribution that was sampled from, temperature applied; the default is the raw one.
+                logprobs_mode="processed_logprobs",
+                weight_transfer_config=WeightTransferConfig(backend=settings.transfer_backend),
+                enable_prefix_caching=not settings.keep_kv,
+                enable_sleep_mode=settings.sleep_mode,
+                disable_log_stats=True,
+                scheduling_policy="priority",  # so that the canary does not wait behind a backlog of rollouts
+            )
+        )
+
+    # --- sampling ---
+
+    async def sample_group(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> list[Rollout]:
+        """All samples of one prompt, with log-probs, finish reasons and the weight version of every token."""
+
+        async def generate(token_ids: np.ndarray, n: int) -> list[Completion]:
+            return await self._generate(token_ids, n, settings)
+
+        return await sample_group(prompt, samples, generate)
+
+    async def _generate(self, token_ids: np.ndarray, n: int, settings: SamplingSettings) -> list[Completion]:
+        params = SamplingParams(
+            n=n,
+            temperature=settings.temperature,
+            max_tokens=settings.max_tokens,
+            stop=list(settings.stop) or None,
+            detokenize=bool(settings.stop),
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        final = await self._run(token_ids, params, priority=ROLLOUT_PRIORITY)
+        return [_completion(output) for output in final.outputs]
+
+    async def _run(self, token_ids: np.ndarray, params: SamplingParams, *, priority: int) -> Any:
+        prompt: Any = {"prompt_token_ids": token_ids.tolist()}
+        request_id = str(next(self._request_ids))
+        stream = self._engine.generate(prompt, params, request_id=request_id, priority=priority)
+        outputs = [output async for output in stream]  # one: FINAL_ONLY, or a prompt without a continuation
+        assert outputs, "the engine ended a request without an output"
+        return outputs[-1]
+
+    async def canary(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs of given sequences at temperature 1: for each, [L], where entry 0 has none and is 0."""
+        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        runs = (self._run(sequence, params, priority=CANARY_PRIORITY) for sequence in sequences)
+        found = []
+        for sequence, output in zip(sequences, await asyncio.gather(*runs), strict=True):
+            logprobs = np.zeros(len(sequence), np.float32)
+            for position in range(1, len(sequence)):
+                logprobs[position] = output.prompt_logprobs[position][int(sequence[position])].logprob
+            found.append(logprobs)
+        return found
+
+    # --- weights ---
+
+    async def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def start_weight_update(self) -> None:
+        await self._engine.start_weight_update()
+
+    async def update_weights(self, info: Any) -> None:
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    async def finish_weight_update(self, version: str) -> None:
+        await self._engine.finish_weight_update(version)
+
+    async def pause(self) -> None:
+        """Freeze running requests. Their KV cache is dropped and prefilled again under the new weights, or kept."""
+        await self._engine.pause_generation(mode="keep", clear_cache=not self._keep_kv)
+
+    async def resume(self) -> None:
+        await self._engine.resume_generation()
+
+    # --- sharing a GPU with a learner ---
+
+    async def sleep(self) -> None:
+        """Give the GPU memory back: weights go to host memory, the KV cache is dropped."""
+        await self._engine.sleep(level=1)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        await self._engine.wake_up(tags)
+
+    async def check_health(self) -> None:
+        """Raise when a process of the engine has died; the actor itself would live on."""
+        await self._engine.check_health()
+
+    async def shutdown(self) -> None:
+        """End the engine's processes; the actor itself is killed by its owner."""
+        self._engine.shutdown()
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    logprobs: Any = output.logprobs
+    starts = logprobs.start_indices
+    # flat_logprobs holds the sampled token first at every position
+    values = np.asarray(logprobs.logprobs, np.float32)[np.asarray(starts, np.int64)]
+    spans = tuple(VersionSpan(s.start, s.end, _version(s.version)) for s in output.weight_versions or ())
+    return Completion(
+        token_ids=np.asarray(output.token_ids, np.int32),
+        logprobs=values,
+        finish_reason=output.finish_reason or "abort",
+        version_spans=spans,
+    )
+
+
+def _version(label: str) -> int:
+    return int(label) if label.lstrip("-").isdigit() else -1  # "default": weights that no learner has sent

@@ -1,0 +1,76 @@
+"""One prompt -> the rollouts of its group, through a `generate` function that knows nothing about training.
+
+A tool-using or multi-turn environment would be another coroutine of this shape: it may call `generate` several times
+and leave holes in the response mask where text came from somewhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhf.types import Prompt, Rollout, VersionSpan
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine sampled after a prompt: ids [R], their log-probabilities [R], and spans over 0..R."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: str
+    version_spans: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is started with; plain values, so that a test or the doctor can start one without a run."""
+
+    model: str
+    dtype: str
+    seed: int
+    max_model_len: int
+    max_concurrent_sequences: int
+    tensor_parallel: int
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    transfer_backend: str
+    keep_kv: bool
+    sleep_mode: bool
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How responses are sampled; `stop` strings end a response beside the eos ids of the generation config."""
+
+    temperature: float
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+
+
+Generate = Callable[[np.ndarray, int], Awaitable[list[Completion]]]
+
+
+async def sample_group(prompt: Prompt, samples: int, generate: Generate) -> list[Rollout]:
+    """Sample the whole group of one prompt, in sample order, without ever re-tokenizing."""
+    completions = await generate(prompt.token_ids, samples)
+    assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
+    return [_join(prompt, sample, completion) for sample, completion in enumerate(completions)]
+
+
+def _join(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
+    shift = len(prompt.token_ids)
+    response = len(completion.token_ids)
+    return Rollout(
+        prompt_id=prompt.id,
+        epoch=prompt.epoch,
+        sample=sample,
+        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
+        response_mask=np.concatenate([np.zeros(shift, bool), np.ones(response, bool)]),
+        rollout_logprobs=np.concatenate([np.zeros(shift, np.float32), completion.logprobs.astype(np.float32)]),
+        version_spans=tuple(VersionSpan(s + shift, e + shift, v) for s, e, v in completion.version_spans),
+        finish_reason=completion.finish_reason,
+    )

@@ -1,0 +1,76 @@
+"""Prompts -> graded groups: the engine with the least to do samples, the scorer grades as responses arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+
+from rlhf.cluster import Cluster
+from rlhf.rewards.scorer import Scorer
+from rlhf.rollout.sampling import SamplingSettings
+from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
+
+
+class BusyMeter:
+    """Sampled tokens over the seconds in which any request was with an engine: waiting for work is not slowness."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._running = 0
+        self._since = 0.0
+        self._busy_s = 0.0
+
+    def begin(self) -> None:
+        if self._running == 0:
+            self._since = time.monotonic()
+        self._running += 1
+
+    def end(self) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self._busy_s += time.monotonic() - self._since
+
+    def take_rate(self) -> float:
+        """Tokens a second since the last call."""
+        now = time.monotonic()
+        if self._running:
+            self._busy_s += now - self._since
+            self._since = now
+        rate = self.tokens / self._busy_s if self._busy_s else 0.0
+        self.tokens, self._busy_s = 0, 0.0
+        return rate
+
+
+class Sampler:
+    """Samples and grades groups on all engines of a cluster."""
+
+    def __init__(self, cluster: Cluster, scorer: Scorer, tokenizer: Any) -> None:
+        self.meter = BusyMeter()
+        self._cluster = cluster
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._in_flight = [0] * len(cluster.engines.actors)
+
+    async def sample(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> RolloutGroup:
+        """Sample a group on the engine with the least to do, and grade each response as soon as it is here."""
+        engine = int(np.argmin(self._in_flight))
+        self._in_flight[engine] += 1
+        self.meter.begin()
+        try:
+            rollouts = await self._cluster.sample_group(engine, prompt, samples, settings)
+        finally:
+            self._in_flight[engine] -= 1
+            self.meter.end()
+        self.meter.tokens += sum(rollout.response_length for rollout in rollouts)
+        scored = await asyncio.gather(*(self._score(prompt, rollout) for rollout in rollouts))
+        return RolloutGroup(prompt, tuple(scored))
+
+    async def _score(self, prompt: Prompt, rollout: Rollout) -> ScoredRollout:
+        text = self._tokenizer.decode(rollout.token_ids[rollout.response_mask].tolist(), skip_special_tokens=True)
+        score = await self._scorer.score(
+            prompt, text, finish_reason=rollout.finish_reason, response_length=rollout.response_length
+        )
+        return ScoredRollout(rollout, text, score.extracted, score.reward, score.parts, score.status)

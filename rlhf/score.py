@@ -1,0 +1,162 @@
+"""Grade a JSONL file of responses offline: python -m rlhf.score FILE.jsonl --output OUT.jsonl
+
+Every row gets `score`, `extracted` and `status`, in the order of the file. Answers are looked for leniently, as
+evaluation does; --strict grades as training does by default, boxed answers only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf.rewards.scorer import Scorer
+
+MAX_AHEAD = 1024  # rows that wait for their grade at most, so that a file of any size fits in memory
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhf.score", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", help="JSONL with a response and a gold answer in every row")
+    parser.add_argument("--response-key", default="response", help="column of the response (default: response)")
+    parser.add_argument("--answer-key", default="ground_truth", help="column of the answer (default: ground_truth)")
+    parser.add_argument("--output", help="JSONL to write: every row with score, extracted and status")
+    parser.add_argument(
+        "--reward", default="math", help="math, gsm8k, multiple_choice, exact, f1, format, ... or module:function"
+    )
+    parser.add_argument("--strict", action="store_true", help="math: boxed answers only, as in training")
+    parser.add_argument("--workers", type=int, help="grading processes (default: the cores, at most 8)")
+    parser.add_argument("--cpu-seconds", type=float, default=2.0, help="CPU seconds for one response (default: 2)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    try:
+        rows = list(_rows(options))
+        _check_output(options.output)
+        scorer = _scorer(options)
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    with scorer:
+        progress = _progress_bar()
+        started = time.perf_counter()
+        try:
+            _grade(scorer, rows, options, progress)
+        except RuntimeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        _report(rows, time.perf_counter() - started, scorer)
+    return 0
+
+
+def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    path = Path(options.file)
+    if not path.is_file():
+        raise ValueError(f"{options.file}: there is no such file. Give the path of a JSONL file.")
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not JSON ({error}). Write one JSON object a line.") from None
+            for key, option in ((options.response_key, "--response-key"), (options.answer_key, "--answer-key")):
+                if (
+                    not isinstance(row, dict)
+                    or not isinstance(row.get(key), str | int | float | None)
+                    or key not in row
+                ):
+                    known = ", ".join(row) if isinstance(row, dict) else "no columns"
+                    raise ValueError(f"{path}:{number}: no text in column {key!r}; it has {known}. Set {option}.")
+            yield row
+
+
+def _check_output(output: str | None) -> None:
+    if output is None:
+        return
+    try:
+        with open(output, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ValueError(f"--output {output}: cannot be written ({error.strerror}). Give another path.") from None
+
+
+def _scorer(options: argparse.Namespace) -> Scorer:
+    from pydantic import ValidationError
+
+    from rlhf.config.reward import RewardConfig
+    from rlhf.rewards.scorer import Scorer
+
+    part: dict[str, Any] = {"name": options.reward}
+    if options.reward == "math":
+        part["mode"] = "strict" if options.strict else "lenient"
+    try:
+        config = RewardConfig.model_validate(
+            {"parts": [part], "workers": options.workers, "cpu_seconds": options.cpu_seconds}
+        )
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    return Scorer(config)
+
+
+def _grade(
+    scorer: Scorer, rows: list[dict[str, Any]], options: argparse.Namespace, progress: Callable[[range], Iterable[int]]
+) -> None:
+    """Grade all rows in order, writing each as soon as it and those before it are done."""
+    output = open(options.output, "w", encoding="utf-8") if options.output else None  # noqa: SIM115
+    waiting: list[list[Future[Any]]] = []
+    try:
+        submitted = 0
+        for index in progress(range(len(rows))):
+            while submitted < len(rows) and submitted - index < MAX_AHEAD:
+                row = rows[submitted]
+                response, gold = (_text(row[key]) for key in (options.response_key, options.answer_key))
+                waiting.append(scorer.submit(response, gold, columns=row))
+                submitted += 1
+            graded = scorer.graded(waiting[index], row=f"row {index + 1}")
+            rows[index] |= {"score": graded.score, "extracted": graded.extracted, "status": graded.status}
+            if output:
+                output.write(json.dumps(rows[index]) + "\n")
+    finally:
+        if output:
+            output.close()
+
+
+def _progress_bar() -> Callable[[range], Iterable[int]]:
+    """On a terminal, a bar; the import takes long beside what a small file takes."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return lambda numbers: track(numbers, "grading", console=console) if console.is_terminal else numbers
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _report(rows: list[dict[str, Any]], seconds: float, scorer: Scorer) -> None:
+    if not rows:
+        print("no rows")
+        return
+    statuses = Counter(row["status"] for row in rows)
+    print(f"accuracy  {sum(row['score'] for row in rows) / len(rows):.4f} over {len(rows)} rows")
+    print("statuses  " + ", ".join(f"{name} {count}" for name, count in statuses.most_common()))
+    print(f"speed     {len(rows) / seconds:.0f} answers/s in {seconds:.2f} s")
+    print(f"pool      {scorer.pool.wait_full(1.0)} workers ready of {scorer.pool.full_size}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

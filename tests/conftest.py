@@ -1,0 +1,56 @@
+"""What all tests share: no network, a tiny model, and a guard against processes that outlive their test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Read when the libraries are imported, so set before any test module is; inherited by every process of the stack.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["WANDB_MODE"] = "offline"
+os.environ["WANDB_SILENT"] = "true"
+os.environ.pop("RAY_ADDRESS", None)  # a run of a test never joins a cluster that happens to be there
+
+import pytest
+from processes import Watch
+
+# Small enough for a test, and still with several layers and heads; vLLM on CPU takes heads of 32 or more.
+TINY_MODEL = {"hidden_size": 64, "num_layers": 2, "num_heads": 2}
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model/`, `train.jsonl` and `test.jsonl` of the quickstart, small and untrained; tests only read them."""
+    from rlhf.quickstart import write_quickstart
+
+    output = tmp_path_factory.mktemp("tiny") / "quickstart"
+    write_quickstart(output, seed=0, warmup_steps=0, train_rows=256, test_rows=64, model_options=TINY_MODEL)
+    return output
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A `stack` test fails when a process that it started outlives it; the process is killed."""
+    if request.node.get_closest_marker("stack") is None:
+        yield
+        return
+    watch = Watch()
+    watch.start()
+    yield
+    left = watch.end_what_is_left()
+    assert not left, "left behind by this test, and killed:\n" + "\n".join(left)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The same for what fixtures of a module or of the session start."""
+    if not any(item.get_closest_marker("stack") for item in request.session.items):
+        yield
+        return
+    watch = Watch()
+    watch.start()
+    yield
+    left = watch.end_what_is_left()
+    assert not left, "left behind by the tests, and killed:\n" + "\n".join(left)

@@ -1,0 +1,104 @@
+"""Which processes a test leaves behind, also those whose parents are gone.
+
+A process is known by having been seen below this one. An environment variable would not do as a mark: Ray's agents
+write their titles over the memory that /proc/PID/environ shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOK_EVERY_S = 0.3
+GRACE_S = 15.0  # vLLM's workers notice within seconds that their parent is gone
+LIVES_AS_LONG_AS_THIS_PROCESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process by its id and start, which together are never used twice."""
+
+    pid: int
+    started: int  # clock ticks since boot
+
+
+@dataclass(frozen=True)
+class Seen:
+    parent: int
+    state: str
+    command: str
+
+
+def all_processes() -> dict[Process, Seen]:
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:  # it ended meanwhile
+            continue
+        found[Process(int(entry.name), int(fields[19]))] = Seen(int(fields[1]), fields[0], command)
+    return found
+
+
+class Watch:
+    """Notes every process that appears below this one, from `start` on."""
+
+    def __init__(self) -> None:
+        self.noted: set[Process] = set()
+        self._before: set[Process] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="watch processes", daemon=True)
+
+    def start(self) -> None:
+        """What is below this process already belongs to someone else, and so does what that starts."""
+        self._before = self._below(all_processes(), {os.getpid()}, set())
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def alive(self) -> dict[Process, str]:
+        """The noted processes that still run, with their commands."""
+        now = all_processes()
+        self.noted |= self._below(now, {os.getpid(), *(p.pid for p in self.noted & now.keys())}, self._before)
+        return {
+            process: now[process].command
+            for process in self.noted & now.keys()
+            if now[process].state != "Z"
+            and not any(name in now[process].command for name in LIVES_AS_LONG_AS_THIS_PROCESS)
+        }
+
+    def end_what_is_left(self, *, grace_s: float = GRACE_S) -> list[str]:
+        """Stop watching, wait for the noted processes to end, and kill the rest; the commands of the rest."""
+        self.stop()
+        deadline = time.monotonic() + grace_s
+        while (left := self.alive()) and time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY_S)
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        return sorted(f"{process.pid} {command}" for process, command in left.items())
+
+    def _look_on(self) -> None:
+        while not self._stop.wait(LOOK_EVERY_S):
+            self.alive()
+
+    @staticmethod
+    def _below(now: dict[Process, Seen], roots: set[int], spare: set[Process]) -> set[Process]:
+        """Descendants of `roots`, without `spare` and what is below it."""
+        found: set[Process] = set()
+        parents = roots
+        while parents:
+            children = {p for p, seen in now.items() if seen.parent in parents and p not in spare and p not in found}
+            found |= children
+            parents = {p.pid for p in children}
+        return found

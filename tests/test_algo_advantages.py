@@ -1,0 +1,227 @@
+"""Group-relative advantages, GAE and whitening (rlhf/algo/advantages.py)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlhf.algo.advantages import (
+    explained_variance,
+    gae,
+    group_advantages,
+    reinforce_plus_plus_advantages,
+    rloo_advantages,
+    token_rewards,
+    whiten,
+    whiten_from_moments,
+)
+
+NAN = math.nan
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def grpo(*rewards: float) -> list[float]:
+    return group_advantages(torch.tensor(rewards), normalize_std=True).tolist()
+
+
+# --- groups ---
+
+
+def test_grpo_and_dr_grpo_hand_numbers():
+    # mean 1, deviations -1, 1, 1, -1; std with n - 1 is sqrt(4/3).
+    assert grpo(0, 2, 2, 0) == pytest.approx([-(0.75**0.5), 0.75**0.5, 0.75**0.5, -(0.75**0.5)])
+    assert group_advantages(torch.tensor([0.0, 2, 2, 0]), normalize_std=False).tolist() == [-1, 1, 1, -1]
+
+
+def test_equal_rewards_give_exactly_zero_although_their_float32_std_does_not():
+    rewards = torch.full((8,), 0.1)
+    assert rewards.std() > 0
+    assert group_advantages(rewards, normalize_std=True).tolist() == [0.0] * 8
+    assert group_advantages(rewards, normalize_std=False).tolist() == [0.0] * 8
+    assert rloo_advantages(rewards).tolist() == [0.0] * 8
+    assert reinforce_plus_plus_advantages(rewards).tolist() == [0.0] * 8
+
+
+def test_a_group_of_one_has_no_advantage():
+    for advantages in (grpo(3.0), rloo_advantages(torch.tensor([3.0])).tolist()):
+        assert advantages == [0]
+    assert reinforce_plus_plus_advantages(torch.tensor([3.0])).tolist() == [0]
+    assert reinforce_plus_plus_advantages(torch.tensor([3.0]), torch.tensor([0])).tolist() == [0]
+
+
+def test_an_unscorable_response_leaves_the_baseline_and_gets_zero():
+    assert grpo(0, NAN, 1, NAN, 1) == pytest.approx([-1.1547, 0, 0.57735, 0, 0.57735], abs=1e-5)
+    assert rloo_advantages(torch.tensor([1, NAN, 0])).tolist() == [1, 0, -1]
+    assert grpo(NAN, NAN) == [0, 0]
+    assert grpo(NAN, 1) == [0, 0]
+    assert grpo(NAN, 1, 1) == [0, 0, 0]
+
+
+def test_a_tiny_spread_is_not_blown_up():
+    rewards = torch.tensor([1.0, 1.0 + 2**-23])
+    advantages = group_advantages(rewards, normalize_std=True)
+    assert advantages.abs().max() < 0.1
+
+
+@given(st.lists(st.integers(-5, 5), min_size=2, max_size=16), st.integers(-3, 3))
+def test_group_advantages_sum_to_zero_and_ignore_a_shift(rewards, shift):
+    scores = torch.tensor(rewards, dtype=torch.float64)
+    for normalize_std in (True, False):
+        advantages = group_advantages(scores, normalize_std=normalize_std)
+        assert abs(float(advantages.sum())) < 1e-9
+        assert torch.allclose(group_advantages(scores + shift, normalize_std=normalize_std), advantages, atol=1e-9)
+
+
+def test_rloo_is_the_reward_minus_the_mean_of_the_others():
+    rewards = torch.tensor([1.0, 4.0, 7.0, 0.0], dtype=torch.float64)
+    others = [(rewards.sum() - reward) / 3 for reward in rewards]
+    assert rloo_advantages(rewards).tolist() == pytest.approx(
+        [float(r - o) for r, o in zip(rewards, others, strict=True)]
+    )
+
+
+def test_reinforce_plus_plus_normalizes_over_the_batch_not_the_group():
+    rewards = torch.tensor([0.0, 0, 1, 1, NAN])
+    # mean 0.5, std with n - 1 sqrt(1/3)
+    assert reinforce_plus_plus_advantages(rewards).tolist() == pytest.approx(
+        [-math.sqrt(0.75)] * 2 + [math.sqrt(0.75)] * 2 + [0], abs=1e-5
+    )
+    # Within the groups {0, 0} and {1, 1} there is nothing to learn.
+    groups = torch.tensor([0, 0, 1, 1, 1])
+    assert reinforce_plus_plus_advantages(rewards, groups).tolist() == [0] * 5
+
+
+def test_reinforce_plus_plus_baseline_divides_all_groups_by_one_std():
+    rewards = torch.tensor([0.0, 2, 5, 5, 1, 1.5])
+    groups = torch.tensor([7, 7, 3, 3, 5, 5])
+    centered = torch.tensor([-1, 1, 0, 0, -0.25, 0.25])
+    advantages = reinforce_plus_plus_advantages(rewards, groups)
+    assert torch.allclose(advantages, centered / centered.std(), atol=1e-5)
+    assert advantages[2:4].tolist() == [0, 0]
+
+
+# --- GAE ---
+
+
+def gae_of_one_response(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """The definition, one response at a time: A_t = sum over l of (gamma lam)^l delta_{t+l}."""
+    following = [*values, 0.0][1:]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=True)]
+    return [sum((gamma * lam) ** lag * delta for lag, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    gamma=st.floats(0, 1),
+    lam=st.floats(0, 1),
+    seed=st.integers(0, 1000),
+)
+def test_gae_on_a_packed_row_with_holes_is_the_plain_sum_over_each_response(lengths, gamma, lam, seed):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    rewards, values = torch.randn(2, total, generator=generator, dtype=torch.float64)
+    mask = torch.rand(total, generator=generator) < 0.7
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    ours = gae(rewards, values, mask, bounds.int(), gamma=gamma, lam=lam)
+    expected = torch.zeros(total, dtype=torch.float64)
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        members = torch.arange(start, end)[mask[start:end]]
+        expected[members] = torch.tensor(
+            gae_of_one_response(rewards[members].tolist(), values[members].tolist(), gamma, lam), dtype=torch.float64
+        )
+    assert torch.allclose(ours.advantages, expected, atol=1e-10)
+    assert torch.allclose(ours.returns, torch.where(mask, expected + values, 0.0), atol=1e-10)
+
+
+def test_gae_hand_numbers_across_a_hole():
+    # Response tokens 1 and 3: delta_3 = 1 - 0.5, delta_1 = 0 + 0.9 * 0.5 - 0.2, A_1 = delta_1 + 0.9 * 0.8 * delta_3.
+    ours = gae(
+        torch.tensor([9.0, 0, 9, 1]),
+        torch.tensor([9.0, 0.2, 9, 0.5]),
+        torch.tensor([False, True, False, True]),
+        torch.tensor([0, 4]),
+        gamma=0.9,
+        lam=0.8,
+    )
+    assert ours.advantages.tolist() == pytest.approx([0, 0.25 + 0.72 * 0.5, 0, 0.5])
+    assert ours.returns.tolist() == pytest.approx([0, 0.45 + 0.72 * 0.5, 0, 1.0])
+
+
+def test_without_discount_and_critic_the_advantage_is_the_reward_to_go():
+    rewards = torch.tensor([5.0, 0, 0, 1, 2, 3])
+    mask = torch.tensor([False, True, True, True, True, True])
+    ours = gae(rewards, torch.zeros(6), mask, torch.tensor([0, 4, 6]), gamma=1.0, lam=1.0)
+    assert ours.advantages.tolist() == [0, 1, 1, 1, 5, 3]
+    assert torch.equal(ours.returns, ours.advantages)
+
+
+def test_gae_of_nothing_is_nothing():
+    empty = gae(torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.bool), torch.tensor([0, 2, 3]), gamma=1, lam=1)
+    assert empty.advantages.tolist() == empty.returns.tolist() == [0, 0, 0]
+
+
+# --- rewards of tokens, quality of the critic ---
+
+
+def test_the_score_is_paid_at_the_last_response_token_and_the_kl_at_each():
+    # Segments: response tokens 1 and 2 before a hole at the end; none at all; token 6.
+    mask = torch.tensor([False, True, True, False, False, False, True])
+    penalties = torch.tensor([NAN, 0.1, 0.2, NAN, NAN, NAN, 0.3])
+    rewards = token_rewards(torch.tensor([1.0, NAN, 2.0]), penalties, mask, torch.tensor([0, 4, 5, 7]))
+    assert rewards.tolist() == pytest.approx([0, -0.1, 0.8, 0, 0, 0, 1.7])
+
+
+def test_explained_variance_of_a_perfect_a_constant_and_a_harmful_critic():
+    returns, mask = torch.tensor([1.0, 2, 3, NAN]), torch.tensor([True, True, True, False])
+    assert explained_variance(returns, returns, mask) == 1
+    assert explained_variance(torch.full((4,), 7.0), returns, mask) == pytest.approx(0)
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3)
+    assert math.isnan(explained_variance(returns, torch.ones(4), mask))
+    assert math.isnan(explained_variance(returns, returns, torch.zeros(4, dtype=torch.bool)))
+
+
+# --- whitening and garbage ---
+
+
+def test_whitening_gives_mean_zero_and_variance_one_or_keeps_the_mean():
+    x, mask = torch.tensor([1.0, 100, 3, 5]), torch.tensor([True, False, True, True])
+    scale = math.sqrt(8 / 3)
+    assert whiten(x, mask).tolist() == pytest.approx([-2 / scale, 0, 0, 2 / scale])
+    assert whiten(x, mask, shift_mean=False).tolist() == pytest.approx([3 - 2 / scale, 0, 3, 3 + 2 / scale])
+
+
+def test_whitening_parts_by_the_moments_of_the_whole_is_whitening_the_whole():
+    x, mask = torch.randn(40), torch.rand(40) < 0.6
+    kept = x[mask]
+    moments = {"mean": float(kept.mean()), "variance": float(kept.var(correction=0))}
+    parts = [whiten_from_moments(x[part], mask[part], **moments) for part in (slice(0, 7), slice(7, 40))]
+    assert torch.allclose(torch.cat(parts), whiten(x, mask))
+
+
+def test_whitening_equal_values_or_nothing_is_finite():
+    assert whiten(torch.full((4,), 0.5), torch.ones(4, dtype=torch.bool)).tolist() == [0, 0, 0, 0]
+    assert whiten(torch.full((4,), NAN), torch.zeros(4, dtype=torch.bool)).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("garbage", [NAN, math.inf, -math.inf, 1e30])
+def test_garbage_outside_of_the_mask_changes_no_bit(garbage):
+    mask = torch.rand(30, generator=torch.Generator().manual_seed(0)) < 0.5
+    rewards, values = torch.randn(2, 30)
+    cu_seqlens = torch.tensor([0, 11, 11, 30])
+
+    def outcome(rewards: Tensor, values: Tensor) -> list[Tensor]:
+        return [*gae(rewards, values, mask, cu_seqlens, gamma=0.9, lam=0.9), whiten(values, mask)]
+
+    clean = outcome(rewards, values)
+    dirty = outcome(torch.where(mask, rewards, garbage), torch.where(mask, values, garbage))
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))

@@ -1,0 +1,286 @@
+"""What the KL estimators do as a loss and in the reward, proved by enumerating small softmax policies in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.algo.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, kl_metrics, kl_per_token
+from rlhf.algo.numerics import MAX_LOG_RATIO
+
+V = 5
+EXACT = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def policy(seed: int, *shape: int) -> Tensor:
+    """Logits of a random softmax policy, one row a prefix."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, V, generator=generator, dtype=torch.float64)
+
+
+THETA, REF, OLD = policy(1), policy(2), policy(3)
+
+
+def reverse_kl_gradient(theta: Tensor, ref: Tensor) -> Tensor:
+    theta = theta.clone().requires_grad_()
+    log_pi = theta.log_softmax(-1)
+    (log_pi.exp() * (log_pi - ref.log_softmax(-1))).sum().backward()
+    return theta.grad
+
+
+def forward_kl_gradient(theta: Tensor, ref: Tensor) -> Tensor:
+    theta = theta.clone().requires_grad_()
+    log_ref = ref.log_softmax(-1)
+    (log_ref.exp() * (log_ref - theta.log_softmax(-1))).sum().backward()
+    return theta.grad
+
+
+def expected_loss_gradient(estimator: str, *, sampled_from: Tensor, ratio_weighted: bool = False) -> Tensor:
+    """The sum over all tokens of P(token) times the gradient of its KL loss: the expectation, without sampling."""
+    theta = THETA.clone().requires_grad_()
+    log_old = sampled_from.log_softmax(-1)
+    penalty = kl_per_token(
+        theta.log_softmax(-1),
+        REF.log_softmax(-1),
+        estimator=estimator,
+        old_logprobs=log_old,
+        ratio_weighted=ratio_weighted,
+    )
+    (log_old.exp() * penalty).sum().backward()
+    return theta.grad
+
+
+def assert_same(a: Tensor, b: Tensor) -> None:
+    assert (a - b).abs().max() < EXACT
+
+
+# --- values ---
+
+
+def test_hand_numbers():
+    # d = log 2 and d = -log 2, pi/pi_old = 3.
+    logprobs = torch.log(torch.tensor([0.4, 0.2], dtype=torch.float64))
+    ref = torch.log(torch.tensor([0.2, 0.4], dtype=torch.float64))
+    old = logprobs - math.log(3)
+    expected = {
+        "k1": [math.log(2), -math.log(2)],
+        "k2": [math.log(2) ** 2 / 2] * 2,
+        "k3": [0.5 - 1 + math.log(2), 2 - 1 - math.log(2)],
+        "k4": [3 * math.log(2), -3 * math.log(2)],
+    }
+    for estimator, values in expected.items():
+        ours = kl_per_token(logprobs, ref, estimator=estimator, old_logprobs=old)
+        assert ours.tolist() == pytest.approx(values)
+    weighted = kl_per_token(logprobs, ref, estimator="k3", old_logprobs=old, ratio_weighted=True)
+    assert weighted.tolist() == pytest.approx([3 * value for value in expected["k3"]])
+
+
+def test_equal_policies_have_a_kl_of_exactly_zero():
+    logprobs = torch.randn(100)
+    for estimator in KL_ESTIMATORS:
+        assert (kl_per_token(logprobs, logprobs, estimator=estimator, old_logprobs=logprobs) == 0).all()
+
+
+def test_k1_k3_and_k4_measure_the_kl_without_bias_on_policy_and_k2_does_not():
+    log_pi, log_ref = THETA.log_softmax(-1), REF.log_softmax(-1)
+    exact = (log_pi.exp() * (log_pi - log_ref)).sum()
+    for estimator in KL_ESTIMATORS:
+        mean = (log_pi.exp() * kl_per_token(log_pi, log_ref, estimator=estimator, old_logprobs=log_pi)).sum()
+        assert (abs(mean - exact) < EXACT) == (estimator != "k2")
+
+
+# --- in the loss, on-policy, given the prefix ---
+
+
+def test_k1_in_the_loss_has_no_expected_gradient():
+    assert_same(expected_loss_gradient("k1", sampled_from=THETA), torch.zeros(V, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("estimator", "ratio_weighted"), [("k2", False), ("k4", False), ("k3", True)])
+def test_k2_k4_and_weighted_k3_in_the_loss_have_the_gradient_of_the_reverse_kl(estimator, ratio_weighted):
+    ours = expected_loss_gradient(estimator, sampled_from=THETA, ratio_weighted=ratio_weighted)
+    assert_same(ours, reverse_kl_gradient(THETA, REF))
+
+
+def test_k3_in_the_loss_has_the_gradient_of_the_forward_kl():
+    ours = expected_loss_gradient("k3", sampled_from=THETA)
+    assert_same(ours, forward_kl_gradient(THETA, REF))
+    assert (ours - reverse_kl_gradient(THETA, REF)).abs().max() > 0.01
+
+
+# --- in the loss, off-policy ---
+
+
+@pytest.mark.parametrize(("estimator", "ratio_weighted"), [("k4", False), ("k3", True)])
+def test_k4_and_weighted_k3_stay_exact_off_policy(estimator, ratio_weighted):
+    ours = expected_loss_gradient(estimator, sampled_from=OLD, ratio_weighted=ratio_weighted)
+    assert_same(ours, reverse_kl_gradient(THETA, REF))
+
+
+def test_k1_k2_and_plain_k3_become_sums_under_the_old_policy_off_policy():
+    log_pi, log_ref, old = THETA.log_softmax(-1), REF.log_softmax(-1), OLD.softmax(-1)
+    d = log_pi - log_ref
+    score = torch.eye(V, dtype=torch.float64) - log_pi.exp()  # [token, parameter] gradient of log pi(token)
+    for estimator, weight in (("k1", torch.ones_like(d)), ("k2", d), ("k3", 1 - torch.exp(-d))):
+        ours = expected_loss_gradient(estimator, sampled_from=OLD)
+        assert_same(ours, ((old * weight)[:, None] * score).sum(0))
+        assert (ours - reverse_kl_gradient(THETA, REF)).abs().max() > 0.01
+    assert expected_loss_gradient("k1", sampled_from=OLD).abs().max() > 0.01
+
+
+# --- two tokens: what a loss on tokens does not see ---
+
+
+def two_token_gradients(estimator: str, place: str) -> tuple[Tensor, Tensor]:
+    """Expected gradients in (logits of the first token, logits of the second given the first), by enumeration."""
+    first, second = policy(4).requires_grad_(), policy(5, V).requires_grad_()
+    log_pi = torch.stack(torch.broadcast_tensors(first.log_softmax(-1)[:, None], second.log_softmax(-1)))
+    ref_first, ref_second = policy(6).log_softmax(-1), policy(7, V).log_softmax(-1)
+    log_ref = torch.stack(torch.broadcast_tensors(ref_first[:, None], ref_second))
+    probability = log_pi.sum(0).exp().detach()
+    if place == "exact":
+        ((log_pi.sum(0).exp()) * (log_pi - log_ref).sum(0)).sum().backward()
+    else:
+        penalty = kl_per_token(log_pi, log_ref, estimator=estimator, old_logprobs=log_pi.detach())
+        if place == "loss":
+            (probability * penalty.sum(0)).sum().backward()
+        else:
+            (probability * penalty.sum(0).detach() * log_pi.sum(0)).sum().backward()
+    assert first.grad is not None
+    assert second.grad is not None
+    return first.grad, second.grad
+
+
+def test_no_estimator_in_the_loss_sees_the_effect_of_a_token_on_later_prefixes():
+    exact_first, exact_second = two_token_gradients("k1", "exact")
+    # What is missing: the first token chooses under which prefix the second token's KL is paid.
+    first = policy(4).requires_grad_()
+    log_second, log_ref_second = policy(5, V).log_softmax(-1), policy(7, V).log_softmax(-1)
+    later_kl = (log_second.exp() * (log_second - log_ref_second)).sum(-1)
+    (first.softmax(-1) * later_kl).sum().backward()
+    for estimator in ("k2", "k4"):
+        ours_first, ours_second = two_token_gradients(estimator, "loss")
+        assert_same(ours_second, exact_second)
+        assert_same(ours_first + first.grad, exact_first)
+    assert first.grad.abs().max() > 0.01
+
+
+def test_k1_in_the_reward_is_the_exact_gradient_of_the_sequence_kl_and_k2_and_k3_are_not():
+    exact = torch.cat([part.flatten() for part in two_token_gradients("k1", "exact")])
+    in_reward = {
+        estimator: torch.cat([part.flatten() for part in two_token_gradients(estimator, "reward")])
+        for estimator in KL_ESTIMATORS
+    }
+    assert_same(in_reward["k1"], exact)
+    assert_same(in_reward["k4"], in_reward["k1"])
+    for biased in ("k2", "k3"):
+        assert (in_reward[biased] - exact).abs().max() > 0.01
+
+
+# --- numerics, masks, refusals ---
+
+
+def test_far_apart_policies_stay_finite_and_are_still_pulled_together():
+    for gap in (-1e4, -MAX_LOG_RATIO - 1, MAX_LOG_RATIO + 1, 1e4):
+        for estimator in KL_ESTIMATORS:
+            logprobs = torch.tensor([gap]).requires_grad_()
+            penalty = kl_per_token(logprobs, torch.zeros(1), estimator=estimator, old_logprobs=torch.zeros(1))
+            penalty.sum().backward()
+            assert penalty.isfinite().all()
+            assert logprobs.grad.isfinite().all()
+            if estimator in ("k2", "k3"):
+                assert math.copysign(1, float(logprobs.grad)) == math.copysign(1, gap)
+
+
+def test_gradients_are_exact_up_to_the_bound():
+    difference = torch.linspace(-MAX_LOG_RATIO, MAX_LOG_RATIO, 41, dtype=torch.float64).requires_grad_()
+    kl_per_token(difference, torch.zeros_like(difference), estimator="k3").sum().backward()
+    assert torch.allclose(difference.grad, 1 - torch.exp(-difference.detach()), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+def test_garbage_outside_of_the_mask_changes_no_bit(garbage):
+    mask = torch.tensor([False, True, True, False])
+    clean = [torch.randn(4) for _ in range(3)]
+    dirty = [torch.where(mask, x, garbage) for x in clean]
+    for estimator in KL_ESTIMATORS:
+        outcomes = []
+        for logprobs, ref, old in (clean, dirty):
+            logprobs = logprobs.clone().requires_grad_()
+            value = kl_per_token(logprobs, ref, estimator=estimator, old_logprobs=old, response_mask=mask)
+            value.sum().backward()
+            outcomes.append((value.detach(), logprobs.grad, kl_metrics(logprobs, ref, old, mask)[estimator]))
+        for a, b in zip(*outcomes, strict=True):
+            assert torch.equal(a, b)
+        assert (outcomes[0][1][~mask] == 0).all()
+
+
+def test_metrics_are_the_four_sums_over_the_mask_without_gradient():
+    logprobs = torch.tensor([-1.0, -2.0, -3.0]).requires_grad_()
+    ref = torch.tensor([-2.0, -2.0, 50.0])
+    sums = kl_metrics(logprobs, ref, logprobs.detach(), torch.tensor([True, True, False]))
+    assert {name: float(total) for name, total in sums.items()} == pytest.approx(
+        {"k1": 1.0, "k2": 0.5, "k3": math.exp(-1), "k4": 1.0}
+    )
+    assert not any(total.requires_grad for total in sums.values())
+
+
+def test_refusals_name_the_key():
+    x = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"algo\.kl_estimator='k5'.*k1, k2, k3, k4"):
+        kl_per_token(x, x, estimator="k5")
+    with pytest.raises(ValueError, match="needs old_logprobs"):
+        kl_per_token(x, x, estimator="k4")
+    with pytest.raises(ValueError, match="only k3"):
+        kl_per_token(x, x, estimator="k2", old_logprobs=x, ratio_weighted=True)
+
+
+# --- controllers ---
+
+
+def test_adaptive_controller_hand_numbers():
+    controller = AdaptiveKLController(init=0.2, target=6.0, horizon=10_000)
+    controller.update(6.6, 500)  # error 0.1: 0.2 (1 + 0.1 * 0.05)
+    assert controller.coef == pytest.approx(0.2 * 1.005)
+    controller.update(60.0, 500)  # error cut to 0.2
+    assert controller.coef == pytest.approx(0.2 * 1.005 * 1.01)
+    controller.update(0.0, 500)  # error cut to -0.2
+    assert controller.coef == pytest.approx(0.2 * 1.005 * 1.01 * 0.99)
+    controller.update(6.0, 500)
+    assert controller.coef == pytest.approx(0.2 * 1.005 * 1.01 * 0.99)
+
+
+def test_adaptive_controller_finds_the_coefficient_that_holds_the_target():
+    controller = AdaptiveKLController(init=1.0, target=3.0, horizon=1000)
+    for _ in range(400):
+        controller.update(0.6 / controller.coef, 100)  # a run whose KL falls as the coefficient rises
+    assert 0.6 / controller.coef == pytest.approx(3.0, rel=0.01)
+
+
+def test_controller_state_survives_a_checkpoint_and_a_fixed_one_follows_the_config():
+    controller = AdaptiveKLController(init=0.2, target=6.0, horizon=100)
+    controller.update(60.0, 50)
+    resumed = AdaptiveKLController(init=0.2, target=6.0, horizon=100)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.coef == controller.coef
+    assert all(type(value) is float for value in controller.state_dict().values())
+    fixed = FixedKLController(0.05)
+    fixed.update(60.0, 50)
+    fixed.load_state_dict(controller.state_dict())
+    assert fixed.coef == 0.05
+
+
+def test_adaptive_controller_refuses_what_would_break_it():
+    for arguments in ({"init": 0.0}, {"target": 0.0}, {"horizon": 0}):
+        with pytest.raises(ValueError, match=next(iter(arguments))):
+            AdaptiveKLController(**({"init": 0.2, "target": 6.0, "horizon": 100} | arguments))
+    with pytest.raises(ValueError, match="measured KL is nan"):
+        AdaptiveKLController(init=0.2, target=6.0, horizon=100).update(math.nan, 1)

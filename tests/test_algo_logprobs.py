@@ -1,0 +1,267 @@
+"""Log-probabilities straight from hidden states equal those of full logits (rlhf/algo/logprobs.py)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from rlhf.algo.logprobs import token_logprobs
+
+V, H = 37, 8
+BOUNDS = torch.tensor([0, 5, 5, 13], dtype=torch.int32)  # one segment is empty
+MASK = torch.tensor([0, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1], dtype=torch.bool)  # with holes
+T = len(MASK)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def inputs(dtype: torch.dtype, *, bias: bool = False, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(T, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    offset = torch.randn(V, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
+    return hidden, weight, offset, torch.randint(0, V, (T,), generator=generator)
+
+
+def full_logits(hidden, weight, bias, token_ids, mask, bounds, temperature=1.0) -> tuple[Tensor, Tensor]:
+    """The plain way, segment by segment: logits of all but the last token, log-softmax, choose, entropy."""
+    logprobs, entropy = hidden.new_zeros(len(token_ids)), hidden.new_zeros(len(token_ids))
+    for start, end in itertools.pairwise(bounds.tolist()):
+        logits = hidden[start:end][:-1] @ weight.T / temperature
+        if bias is not None:
+            logits = logits + bias / temperature
+        log_pi = logits.log_softmax(-1)
+        where = torch.arange(start, end)[1:]
+        logprobs = logprobs.index_copy(0, where, log_pi.gather(1, token_ids[where, None]).squeeze(1))
+        entropy = entropy.index_copy(0, where, -(log_pi.exp() * log_pi).sum(-1))
+    return torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
+
+
+@pytest.mark.parametrize("tiles", [(3, 10), (4, 37), (100, 100), (None, None)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+def test_values_and_gradients_equal_those_of_full_logits(tiles, bias, dtype, tolerance):
+    hidden, weight, offset, token_ids = inputs(dtype, bias=bias)
+    leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
+    pull, push = torch.randn(2, T, dtype=dtype)
+    ours = token_logprobs(
+        hidden,
+        weight,
+        token_ids,
+        MASK,
+        BOUNDS,
+        head_bias=offset,
+        temperature=0.7,
+        with_entropy=True,
+        token_tile=tiles[0],
+        vocab_tile=tiles[1],
+    )
+    logprobs, entropy = full_logits(hidden, weight, offset, token_ids, MASK, BOUNDS, temperature=0.7)
+    assert (ours.logprobs - logprobs).abs().max() < tolerance
+    assert (ours.entropy - entropy).abs().max() < tolerance
+    for loss, reference in (
+        ((ours.logprobs * pull).sum(), (logprobs * pull).sum()),
+        ((ours.entropy * push).sum(), (entropy * push).sum()),
+        ((ours.logprobs * pull + ours.entropy * push).sum(), (logprobs * pull + entropy * push).sum()),
+    ):
+        found = torch.autograd.grad(loss, leaves, retain_graph=True)
+        expected = torch.autograd.grad(reference, leaves, retain_graph=True)
+        for a, b in zip(found, expected, strict=True):
+            assert (a - b).abs().max() < tolerance
+
+
+def test_hand_numbers_and_the_shift():
+    # State 0 has logits (0, 0) and decides token 1; state 1 has (3, -3) and decides token 2; state 2 decides nothing.
+    hidden = torch.tensor([[0.0], [3.0], [7.0]])
+    weight = torch.tensor([[1.0], [-1.0]])
+    mask = torch.tensor([False, True, True])
+    ours = token_logprobs(hidden, weight, torch.tensor([0, 1, 0]), mask, torch.tensor([0, 3]), with_entropy=True)
+    assert ours.logprobs.tolist() == pytest.approx([0, -0.6931472, -0.0024757], abs=1e-6)
+    assert ours.entropy.tolist() == pytest.approx([0, 0.6931472, 0.0173113], abs=1e-6)
+
+
+def test_gradcheck_in_every_differentiable_input():
+    hidden, weight, offset, token_ids = inputs(torch.float64, bias=True)
+
+    def function(hidden: Tensor, weight: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            token_logprobs(
+                hidden,
+                weight,
+                token_ids,
+                MASK,
+                BOUNDS,
+                head_bias=offset,
+                temperature=1.3,
+                with_entropy=True,
+                token_tile=3,
+                vocab_tile=16,
+            )
+        )
+
+    assert torch.autograd.gradcheck(function, (hidden, weight, offset), fast_mode=True)
+
+
+def test_tied_head_sums_the_gradients_of_embedding_and_head():
+    _, weight, _, token_ids = inputs(torch.float64)
+    ours = token_logprobs(torch.tanh(weight[token_ids]), weight, token_ids, MASK, BOUNDS).logprobs
+    plain, _ = full_logits(torch.tanh(weight[token_ids]), weight, None, token_ids, MASK, BOUNDS)
+    (found,) = torch.autograd.grad(ours.square().sum(), weight)
+    (expected,) = torch.autograd.grad(plain.square().sum(), weight)
+    assert (found - expected).abs().max() < 1e-12
+
+
+def test_in_bf16_the_error_is_no_larger_than_that_of_full_float32_logits():
+    generator = torch.Generator().manual_seed(0)
+    rows, vocabulary, width = 300, 3000, 128
+    hidden = torch.randn(rows, width, generator=generator).bfloat16()
+    weight = (0.1 * torch.randn(vocabulary, width, generator=generator)).bfloat16()
+    token_ids = torch.randint(0, vocabulary, (rows,), generator=generator)
+    mask, bounds = torch.ones(rows, dtype=torch.bool), torch.tensor([0, rows])
+    mask[0] = False
+    pull = torch.randn(rows, generator=generator)
+
+    def outcome(kind: str, dtype: torch.dtype) -> list[Tensor]:
+        h, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
+        if kind == "ours":
+            logprobs = token_logprobs(h, w, token_ids, mask, bounds, vocab_tile=512).logprobs
+        else:
+            logits = (h @ w.T)[:-1].to(torch.float64 if dtype == torch.float64 else torch.float32)
+            logprobs = logits.log_softmax(-1).gather(1, token_ids[1:, None]).squeeze(1)
+            logprobs = torch.cat([logprobs.new_zeros(1), logprobs])
+        (logprobs * pull.to(logprobs.dtype)).sum().backward()
+        return [x.double() for x in (logprobs.detach(), h.grad, w.grad)]
+
+    exact = outcome("full", torch.float64)
+    ours, full = outcome("ours", torch.bfloat16), outcome("full", torch.bfloat16)
+    for name, a, b, truth in zip(("logprobs", "hidden", "weight"), ours, full, exact, strict=True):
+        assert (a - truth).norm() <= 1.001 * (b - truth).norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_mode_and_entropy_change_no_bit_of_the_logprobs(dtype):
+    hidden, weight, offset, token_ids = inputs(dtype, bias=True)
+    arguments = (hidden, weight, token_ids, MASK, BOUNDS)
+    with_gradient = token_logprobs(*arguments, head_bias=offset, temperature=0.7).logprobs
+    with_entropy = token_logprobs(*arguments, head_bias=offset, temperature=0.7, with_entropy=True).logprobs
+    with torch.no_grad():
+        without = token_logprobs(*arguments, head_bias=offset, temperature=0.7)
+    assert torch.equal(with_gradient, without.logprobs)
+    assert torch.equal(with_gradient, with_entropy)
+    assert with_gradient.dtype == torch.float32
+    assert without.entropy is None
+    assert not without.logprobs.requires_grad
+
+
+def test_a_frozen_head_or_frozen_states_get_no_gradient_and_the_other_its_own():
+    hidden, weight, _, token_ids = inputs(torch.float64)
+    token_logprobs(hidden, weight, token_ids, MASK, BOUNDS).logprobs.sum().backward()
+    both = hidden.grad.clone(), weight.grad.clone()
+    for frozen, trained, expected in ((weight, hidden, both[0]), (hidden, weight, both[1])):
+        hidden.grad = weight.grad = None
+        frozen.requires_grad_(False)
+        token_logprobs(hidden, weight, token_ids, MASK, BOUNDS).logprobs.sum().backward()
+        assert frozen.grad is None
+        assert torch.allclose(trained.grad, expected)
+        frozen.requires_grad_(True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_are_the_same_under_activation_checkpointing(reentrant):
+    hidden, weight, _, token_ids = inputs(torch.float64)
+
+    def head(hidden: Tensor) -> Tensor:
+        return token_logprobs(hidden, weight, token_ids, MASK, BOUNDS, with_entropy=True).logprobs
+
+    plain = torch.autograd.grad(head(hidden).square().sum(), [hidden, weight])
+    checkpoint(head, hidden, use_reentrant=reentrant).square().sum().backward()
+    for a, b in zip(plain, (hidden.grad, weight.grad), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
+def test_states_that_predict_no_response_token_do_not_matter(garbage):
+    hidden, weight, _, token_ids = inputs(torch.float32)
+    used = torch.zeros(T, dtype=torch.bool)
+    used[MASK.nonzero().squeeze(1) - 1] = True
+    dirty = torch.where(used[:, None], hidden.detach(), garbage).requires_grad_()
+    outcomes = []
+    for states in (hidden, dirty):
+        ours = token_logprobs(states, weight, token_ids, MASK, BOUNDS, with_entropy=True)
+        loss = ours.logprobs.sum() + ours.entropy.sum()
+        outcomes.append([ours.logprobs.detach(), ours.entropy.detach(), *torch.autograd.grad(loss, [states, weight])])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert (outcomes[1][2][~used] == 0).all()
+    assert (outcomes[0][0][~MASK] == 0).all()
+
+
+def test_a_filler_stays_in_the_graph_with_a_gradient_of_exactly_zero():
+    hidden, weight, offset, _ = inputs(torch.bfloat16, bias=True)
+    nothing = torch.zeros(2, dtype=torch.bool)
+    ours = token_logprobs(
+        hidden[:2], weight, torch.zeros(2, dtype=torch.int32), nothing, torch.tensor([0, 2]), head_bias=offset
+    )
+    for gradient in torch.autograd.grad(ours.logprobs.sum(), [hidden, weight, offset]):
+        assert (gradient == 0).all()
+
+
+def test_tokens_without_a_gradient_cost_nothing_and_change_nothing():
+    hidden, weight, _, token_ids = inputs(torch.float64)
+    pull = torch.randn(T, dtype=torch.float64) * (torch.arange(T) != 3)
+    smaller = MASK & (torch.arange(T) != 3)
+    outcomes = [
+        torch.autograd.grad((token_logprobs(hidden, weight, token_ids, mask, BOUNDS).logprobs * pull).sum(), weight)[0]
+        for mask in (MASK, smaller)
+    ]
+    assert torch.equal(*outcomes)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def test_neither_direction_ever_holds_tokens_times_vocabulary():
+    rows, vocabulary, width = 256, 4096, 4
+    hidden, weight = torch.randn(rows, width).requires_grad_(), torch.randn(vocabulary, width).requires_grad_()
+    mask = torch.arange(rows) > 0
+    with LargestTensor() as largest:
+        ours = token_logprobs(
+            hidden,
+            weight,
+            torch.randint(0, vocabulary, (rows,)),
+            mask,
+            torch.tensor([0, rows]),
+            with_entropy=True,
+            token_tile=64,
+            vocab_tile=256,
+        )
+        (ours.logprobs.sum() + ours.entropy.sum()).backward()
+    assert largest.elements <= max(64 * 256, weight.numel())
+
+
+def test_a_response_cannot_start_at_the_first_token_of_a_segment():
+    hidden, weight, _, token_ids = inputs(torch.float32)
+    for start in (0, 5):
+        mask = torch.arange(T) == start
+        with pytest.raises(AssertionError, match="first token of a segment"):
+            token_logprobs(hidden, weight, token_ids, mask, BOUNDS)

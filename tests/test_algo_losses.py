@@ -1,0 +1,339 @@
+"""Policy losses, value loss, importance correction and aggregation (rlhf/algo/losses.py)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.algo.losses import (
+    IMPORTANCE_CORRECTIONS,
+    IMPORTANCE_LEVELS,
+    LOSS_AGGREGATIONS,
+    POLICY_LOSSES,
+    PolicyLossTerms,
+    aggregate,
+    effective_sample_fraction,
+    importance_weights,
+    policy_loss,
+    value_loss,
+)
+from rlhf.algo.numerics import MAX_LOG_RATIO
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def ones(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.bool)
+
+
+def loss_at(ratios: list[float], advantages: list[float], **options: object) -> tuple[PolicyLossTerms, Tensor]:
+    """Terms and the gradient in log pi where pi / pi_old has these values."""
+    logprobs = torch.log(torch.tensor(ratios, dtype=torch.float64)) - 3
+    logprobs.requires_grad_()
+    terms = policy_loss(
+        logprobs,
+        old_logprobs=torch.full_like(logprobs, -3).detach(),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        response_mask=ones(len(ratios)),
+        **({"clip_low": 0.2, "clip_high": 0.28} | options),  # type: ignore[arg-type]
+    )
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
+    return terms, gradient
+
+
+# --- clipped policy loss ---
+
+
+def test_clip_stops_the_gradient_only_past_the_bound_the_advantage_pushes_toward():
+    terms, gradient = loss_at([1.5, 0.5, 1.5, 0.5], [1, 1, -1, -1])
+    assert terms.loss.tolist() == pytest.approx([-1.28, -0.5, 1.5, 0.8])
+    assert gradient.tolist() == pytest.approx([0, -0.5, 1.5, 0])
+    assert terms.clipped.tolist() == [True, False, False, True]
+    assert terms.ratio.tolist() == pytest.approx([1.5, 0.5, 1.5, 0.5])
+    assert not terms.ratio.requires_grad
+
+
+def test_low_and_high_bounds_are_separate():
+    inside = [0.81, 0.79, 1.27, 1.29]
+    terms, _ = loss_at(inside, [-1, -1, 1, 1])
+    assert terms.clipped.tolist() == [False, True, False, True]
+    assert terms.loss.tolist() == pytest.approx([0.81, 0.8, -1.27, -1.28])
+
+
+def test_an_unchanged_policy_has_ratio_exactly_one_and_the_plain_policy_gradient():
+    for kind in POLICY_LOSSES:
+        logprobs = (torch.randn(6) - 2).requires_grad_()
+        advantages = torch.randn(6)
+        terms = policy_loss(
+            logprobs,
+            old_logprobs=logprobs.detach(),
+            advantages=advantages,
+            response_mask=ones(6),
+            clip_low=0.2,
+            clip_high=0.2,
+            kind=kind,
+            cu_seqlens=torch.tensor([0, 2, 6]),
+        )
+        assert (terms.ratio == 1).all()
+        assert not terms.clipped.any()
+        (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
+        assert torch.equal(gradient, -advantages)
+
+
+def test_dual_clip_bounds_the_loss_of_bad_actions_that_became_likely():
+    terms, gradient = loss_at([5.0, 2.0, 5.0, 0.5], [-1, -1, 1, -1], dual_clip=3.0)
+    assert terms.loss.tolist() == pytest.approx([3, 2, -1.28, 0.8])
+    assert gradient.tolist() == pytest.approx([0, 2, 0, 0])
+    assert terms.dual_clipped.tolist() == [True, False, False, False]
+    assert terms.clipped.tolist() == [False, False, True, True]
+
+
+def test_ratios_beyond_measure_stay_finite_with_a_gradient_of_the_right_sign():
+    logprobs = torch.tensor([0.0, 0.0]).requires_grad_()
+    terms = policy_loss(
+        logprobs,
+        old_logprobs=torch.tensor([-1000.0, 1000.0]),
+        advantages=torch.tensor([-1.0, 1.0]),
+        response_mask=ones(2),
+        clip_low=0.2,
+        clip_high=0.2,
+    )
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
+    assert terms.loss.isfinite().all()
+    assert gradient.tolist() == [pytest.approx(math.exp(MAX_LOG_RATIO)), 0]
+
+
+# --- GSPO, CISPO ---
+
+
+def test_gspo_gives_every_token_the_geometric_mean_ratio_of_its_sequence():
+    # Sequence 0 has log ratios 0.1 and 0.3 around a hole, sequence 1 has 0.5: ratios e^0.2 and e^0.5 (clipped, A > 0).
+    mask = torch.tensor([False, True, False, True, False, True])
+    logprobs = torch.tensor([9, 0.1, 9, 0.3, 9, 0.5], dtype=torch.float64).requires_grad_()
+    terms = policy_loss(
+        logprobs,
+        old_logprobs=torch.zeros(6, dtype=torch.float64),
+        advantages=torch.tensor([9, 2, 9, 2, 9, 1], dtype=torch.float64),
+        response_mask=mask,
+        clip_low=0.3,
+        clip_high=0.3,
+        kind="gspo",
+        cu_seqlens=torch.tensor([0, 4, 6]),
+    )
+    s = math.exp(0.2)
+    assert terms.ratio.tolist() == pytest.approx([0, s, 0, s, 0, math.exp(0.5)])
+    assert terms.loss.tolist() == pytest.approx([0, -2 * s, 0, -2 * s, 0, -1.3])
+    assert terms.clipped.tolist() == [False, False, False, False, False, True]
+    total = aggregate(terms.loss, mask, torch.tensor([0, 4, 6]), aggregation="sequence_mean", tokens=3, sequences=2)
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    assert gradient.tolist() == pytest.approx([0, -s / 2, 0, -s / 2, 0, 0])
+
+
+def test_gspo_with_a_sequence_mean_has_the_gradient_of_the_sequence_objective():
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.randn(7, generator=generator, dtype=torch.float64).requires_grad_()
+    old = logprobs.detach() + 0.1 * torch.randn(7, generator=generator, dtype=torch.float64)
+    bounds, advantages = torch.tensor([0, 3, 7]), torch.tensor([1.5, -0.7], dtype=torch.float64)
+    terms = policy_loss(
+        logprobs,
+        old_logprobs=old,
+        advantages=advantages.repeat_interleave(bounds.diff()),
+        response_mask=ones(7),
+        clip_low=0.5,
+        clip_high=0.5,
+        kind="gspo",
+        cu_seqlens=bounds,
+    )
+    ours = aggregate(terms.loss, ones(7), bounds, aggregation="sequence_mean", tokens=7, sequences=2)
+    ratios = torch.stack([(logprobs - old)[:3].mean(), (logprobs - old)[3:].mean()]).exp()
+    direct = -torch.minimum(ratios * advantages, ratios.clamp(0.5, 1.5) * advantages).mean()
+    assert ours.item() == pytest.approx(direct.item())
+    for a, b in zip(torch.autograd.grad(ours, logprobs), torch.autograd.grad(direct, logprobs), strict=True):
+        assert torch.allclose(a, b)
+
+
+def test_cispo_cuts_the_weight_of_a_token_and_never_its_gradient():
+    terms, gradient = loss_at([2.0, 0.5, 1.1], [1, -2, 1], kind="cispo", clip_low=1.0, clip_high=0.28)
+    logprobs = [math.log(2) - 3, math.log(0.5) - 3, math.log(1.1) - 3]
+    assert terms.loss.tolist() == pytest.approx([-1.28 * logprobs[0], 0.5 * 2 * logprobs[1], -1.1 * logprobs[2]])
+    assert gradient.tolist() == pytest.approx([-1.28, 1.0, -1.1])
+    assert terms.clipped.tolist() == [True, False, False]
+
+
+# --- value loss ---
+
+
+def test_value_loss_takes_the_larger_of_plain_and_clipped():
+    # Return 0, old value 1, clip 0.2. At 0.5 the clipped value 0.8 is worse: no gradient; at 1.5 the plain one is.
+    values = torch.tensor([0.5, 1.5, 1.1], dtype=torch.float64).requires_grad_()
+    old, returns = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    terms = value_loss(values, old, returns, ones(3), clip=0.2)
+    assert terms.loss.tolist() == pytest.approx([0.32, 1.125, 0.605])
+    assert terms.clipped.tolist() == [True, False, False]
+    assert torch.autograd.grad(terms.loss.sum(), values)[0].tolist() == pytest.approx([0, 1.5, 1.1])
+    plain = value_loss(values, old, returns, ones(3), clip=None)
+    assert plain.loss.tolist() == pytest.approx([0.125, 1.125, 0.605])
+    assert not plain.clipped.any()
+
+
+# --- importance correction ---
+
+
+def corrected(weights: list[float], bounds: list[int], mode: str, level: str, cap: float = 2.0):
+    log_weights = torch.log(torch.tensor(weights, dtype=torch.float64))
+    rollout = torch.full_like(log_weights, -1)
+    return importance_weights(
+        rollout + log_weights, rollout, ones(len(weights)), torch.tensor(bounds), mode=mode, level=level, cap=cap
+    )
+
+
+def test_importance_weights_hand_numbers_by_token():
+    expected = {
+        "none": ([1, 1, 1, 1], [False, False, False, False]),
+        "truncated": ([2, 0.25, 1.5, 1], [True, False, False, False]),
+        "masked": ([0, 0, 1.5, 1], [True, True, False, False]),
+    }
+    for mode, (weights, outside) in expected.items():
+        ours = corrected([3, 0.25, 1.5, 1], [0, 2, 4], mode, "token")
+        assert ours.weights.tolist() == pytest.approx(weights)
+        assert ours.outside.tolist() == outside
+
+
+def test_importance_weights_by_sequence_multiply_within_each_response_of_a_packed_row():
+    expected = {"truncated": [0.75, 0.75, 2, 2], "masked": [0.75, 0.75, 0, 0], "none": [1, 1, 1, 1]}
+    for mode, weights in expected.items():
+        assert corrected([3, 0.25, 1.5, 2], [0, 2, 4], mode, "sequence").weights.tolist() == pytest.approx(weights)
+
+
+@pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
+def test_responses_in_one_packed_row_weigh_what_each_weighs_alone(level):
+    old, rollout = torch.randn(2, 9)
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1], dtype=torch.bool)
+    bounds = [0, 3, 7, 7, 9]
+    together = importance_weights(old, rollout, mask, torch.tensor(bounds), mode="truncated", level=level)
+    alone = [
+        importance_weights(old[s:e], rollout[s:e], mask[s:e], torch.tensor([0, e - s]), mode="truncated", level=level)
+        for s, e in zip(bounds[:-1], bounds[1:], strict=True)  # noqa: RUF007
+    ]
+    assert torch.equal(together.weights, torch.cat([part.weights for part in alone]))
+    for field in ("samples", "ratio_sum", "ratio_square_sum"):
+        assert float(getattr(together, field)) == pytest.approx(sum(float(getattr(part, field)) for part in alone))
+
+
+def test_effective_sample_fraction_hand_numbers():
+    tokens = corrected([1, 1, 2], [0, 3], "truncated", "token", cap=1.5)
+    sums = [float(x) for x in (tokens.samples, tokens.ratio_sum, tokens.ratio_square_sum)]
+    assert sums == pytest.approx([3, 4, 6])
+    assert effective_sample_fraction(*sums) == pytest.approx(16 / 18)
+    sequences = corrected([1, 1, 2], [0, 2, 3], "truncated", "sequence")
+    assert [float(x) for x in sequences[2:]] == pytest.approx([2, 3, 5])
+    assert effective_sample_fraction(4, 4, 4) == 1
+    assert math.isnan(effective_sample_fraction(0, 0, 0))
+
+
+# --- aggregation ---
+
+MASK = torch.tensor([False, True, True, True, False, True, False, False])
+BOUNDS = torch.tensor([0, 4, 6, 8])  # three, one and no response tokens
+VALUES = torch.tensor([9.0, 1, 2, 6, 9, 5, 9, 9])
+
+
+def test_aggregation_hand_numbers():
+    totals = {
+        kind: float(aggregate(VALUES, MASK, BOUNDS, aggregation=kind, tokens=4, sequences=2, constant_length=7))
+        for kind in LOSS_AGGREGATIONS
+    }
+    assert totals == pytest.approx({"token_mean": 14 / 4, "sequence_mean": (3 + 5) / 2, "constant": 14 / 14})
+
+
+@pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
+def test_shares_of_microbatches_add_up_to_the_minibatch_in_loss_and_gradient(aggregation):
+    denominators = {"tokens": 4, "sequences": 2, "constant_length": 7}
+    values = VALUES.double().requires_grad_()
+    whole = aggregate(values, MASK, BOUNDS, aggregation=aggregation, **denominators)
+    parts = [
+        aggregate(values[:4], MASK[:4], torch.tensor([0, 4]), aggregation=aggregation, **denominators),
+        aggregate(values[4:], MASK[4:], torch.tensor([0, 2, 4]), aggregation=aggregation, **denominators),
+    ]
+    assert sum(part.item() for part in parts) == pytest.approx(whole.item())
+    for a, b in zip(torch.autograd.grad(sum(parts), values), torch.autograd.grad(whole, values), strict=True):  # type: ignore[arg-type]
+        assert torch.allclose(a, b)
+
+
+@pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
+def test_nothing_to_train_is_a_loss_of_zero_that_stays_in_the_graph(aggregation):
+    values = torch.full((4,), math.nan).requires_grad_()
+    nothing = torch.zeros(4, dtype=torch.bool)
+    loss = aggregate(
+        values, nothing, torch.tensor([0, 2, 4]), aggregation=aggregation, tokens=0, sequences=0, constant_length=7
+    )
+    assert loss.item() == 0
+    assert torch.autograd.grad(loss, values)[0].tolist() == [0, 0, 0, 0]
+
+
+# --- garbage and refusals ---
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_garbage_outside_of_the_mask_changes_no_bit_of_loss_or_gradient(kind, garbage):
+    generator = torch.Generator().manual_seed(0)
+    clean = [torch.randn(8, generator=generator) for _ in range(4)]
+
+    def outcome(logprobs: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> list[Tensor]:
+        logprobs = logprobs.clone().requires_grad_()
+        dual_clip = None if kind == "cispo" else 3.0
+        terms = policy_loss(
+            logprobs,
+            old_logprobs=old,
+            advantages=advantages,
+            response_mask=MASK,
+            clip_low=0.2,
+            clip_high=0.3,
+            kind=kind,
+            dual_clip=dual_clip,
+            cu_seqlens=BOUNDS,
+        )
+        found = [terms.loss.detach(), terms.ratio, terms.clipped]
+        per_token = terms.loss
+        for mode in IMPORTANCE_CORRECTIONS:
+            for level in IMPORTANCE_LEVELS:
+                correction = importance_weights(old, rollout, MASK, BOUNDS, mode=mode, level=level)
+                found += correction
+                per_token = per_token + terms.loss * correction.weights
+        per_token = per_token + value_loss(logprobs, old, rollout, MASK, clip=0.2).loss
+        for aggregation in LOSS_AGGREGATIONS:
+            loss = aggregate(per_token, MASK, BOUNDS, aggregation=aggregation, tokens=4, sequences=2, constant_length=7)
+            (gradient,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
+            assert (gradient[~MASK] == 0).all()
+            found += [loss.detach(), gradient]
+        return found
+
+    dirty = [torch.where(MASK, x, garbage) for x in clean]
+    assert all(torch.equal(a, b) for a, b in zip(outcome(*clean), outcome(*dirty), strict=True))
+
+
+def test_refusals_name_the_key():
+    with pytest.raises(ValueError, match=r"algo\.policy_loss='trpo'.*ppo, gspo, cispo"):
+        loss_at([1.0], [1.0], kind="trpo")
+    with pytest.raises(ValueError, match="gspo needs cu_seqlens"):
+        loss_at([1.0], [1.0], kind="gspo")
+    for options in ({"dual_clip": 1.0}, {"dual_clip": 3.0, "kind": "cispo"}):
+        with pytest.raises(ValueError, match=r"algo\.dual_clip"):
+            loss_at([1.0], [1.0], **options)
+    with pytest.raises(ValueError, match=r"algo\.importance_correction='clip'"):
+        corrected([1.0], [0, 1], "clip", "token")
+    with pytest.raises(ValueError, match="'batch'"):
+        corrected([1.0], [0, 1], "none", "batch")
+    with pytest.raises(ValueError, match=r"cap=0\.5"):
+        corrected([1.0], [0, 1], "masked", "token", cap=0.5)
+    with pytest.raises(ValueError, match=r"algo\.loss_aggregation='sum'"):
+        aggregate(VALUES, MASK, BOUNDS, aggregation="sum", tokens=1, sequences=1)
+    with pytest.raises(ValueError, match="constant_length"):
+        aggregate(VALUES, MASK, BOUNDS, aggregation="constant", tokens=1, sequences=1)

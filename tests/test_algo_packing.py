@@ -1,0 +1,162 @@
+"""Minibatches, microbatches and packed rows (rlhf/algo/packing.py)."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.algo.packing import draw_minibatches, gather, pack, pack_microbatches, scatter, sequence_cost
+from rlhf.types import Rollout, VersionSpan
+
+
+def rollout(length: int, response: list[int], seed: int = 0) -> Rollout:
+    rng = np.random.default_rng(seed)
+    mask = np.zeros(length, bool)
+    mask[response] = True
+    return Rollout(
+        prompt_id="p",
+        epoch=0,
+        sample=seed,
+        token_ids=rng.integers(0, 100, length, dtype=np.int32),
+        response_mask=mask,
+        rollout_logprobs=np.where(mask, rng.normal(size=length), 0).astype(np.float32),
+        version_spans=(VersionSpan(0, length, 0),),
+        finish_reason="stop",
+    )
+
+
+# --- minibatches ---
+
+
+def test_minibatches_are_a_seeded_partition_into_nearly_equal_parts():
+    parts = draw_minibatches(10, minibatches=3, seed=1, step=5, epoch=0)
+    assert [len(part) for part in parts] == [4, 3, 3]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(10))
+    again = draw_minibatches(10, minibatches=3, seed=1, step=5, epoch=0)
+    assert all((a == b).all() for a, b in zip(parts, again, strict=True))
+
+
+def test_each_seed_step_and_epoch_has_its_own_order():
+    orders = {
+        tuple(draw_minibatches(50, minibatches=1, seed=seed, step=step, epoch=epoch)[0].tolist())
+        for seed in (0, 1)
+        for step in (0, 1)
+        for epoch in (0, 1)
+    }
+    assert len(orders) == 8
+
+
+# --- microbatches ---
+
+
+@given(
+    lengths=st.lists(st.integers(1, 100), max_size=60),
+    max_tokens=st.integers(100, 400),
+    ranks=st.integers(1, 5),
+)
+def test_every_sequence_once_no_budget_exceeded_and_equal_counts_a_rank(lengths, max_tokens, ranks):
+    sizes = np.array(lengths, dtype=np.int64)
+    plan = pack_microbatches(sizes, max_tokens=max_tokens, ranks=ranks)
+    assert len(plan) == ranks
+    assert len({len(microbatches) for microbatches in plan}) == 1
+    assert len(plan[0]) >= 1
+    microbatches = [microbatch for rank in plan for microbatch in rank]
+    assert sorted(index for microbatch in microbatches for index in microbatch) == list(range(len(sizes)))
+    assert all(sizes[microbatch].sum() <= max_tokens for microbatch in microbatches)
+    assert plan == pack_microbatches(sizes, max_tokens=max_tokens, ranks=ranks)
+
+
+def test_best_fit_puts_a_sequence_into_the_tightest_room():
+    # 70 and 60 open a bin each, 40 fits only beside 60, 30 only beside 70: two full bins, no third.
+    plan = pack_microbatches(np.array([30, 60, 40, 70]), max_tokens=100, ranks=1)
+    assert sorted(plan[0]) == [[0, 3], [1, 2]]
+
+
+def test_too_few_sequences_leave_fillers_as_empty_lists():
+    plan = pack_microbatches(np.array([5]), max_tokens=10, ranks=3)
+    assert sorted(plan) == [[[]], [[]], [[0]]]
+    assert pack_microbatches(np.array([], dtype=np.int64), max_tokens=10, ranks=2) == [[[]], [[]]]
+
+
+def test_slack_is_shared_instead_of_one_full_and_one_nearly_empty_microbatch():
+    plan = pack_microbatches(np.full(11, 10), max_tokens=100, ranks=2)
+    assert sorted(len(rank[0]) for rank in plan) == [5, 6]
+
+
+def test_ranks_get_equal_cost_in_every_round():
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 1, 4096).astype(int) + 50, 1, 8192)
+    plan = pack_microbatches(lengths, max_tokens=8192, ranks=8)
+    costs = np.array([[sequence_cost(lengths[microbatch]).sum() for microbatch in rank] for rank in plan])
+    waiting = 1 - costs.sum() / (8 * costs.max(axis=0).sum())
+    assert waiting < 0.03
+    assert costs.sum(axis=1).max() / costs.sum(axis=1).mean() < 1.02
+
+
+def test_one_sequence_over_the_budget_is_an_error_that_names_length_and_key():
+    with pytest.raises(ValueError, match=r"learner\.max_tokens_per_microbatch=100: a sequence has 101 tokens"):
+        pack_microbatches(np.array([3, 101]), max_tokens=100, ranks=1)
+
+
+@pytest.mark.parametrize("max_tokens", [4096, 16384])
+def test_long_tailed_lengths_need_at_most_one_percent_more_than_the_bound(max_tokens):
+    lengths = np.clip(np.random.default_rng(1).lognormal(6, 1, 20_000).astype(int) + 100, 1, max_tokens)
+    (microbatches,) = pack_microbatches(lengths, max_tokens=max_tokens, ranks=1)
+    assert len(microbatches) <= 1.01 * math.ceil(lengths.sum() / max_tokens)
+
+
+def test_packing_two_thousand_sequences_takes_milliseconds():
+    lengths = np.clip(np.random.default_rng(1).lognormal(6, 1, 2048).astype(int), 1, 16384)
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        pack_microbatches(lengths, max_tokens=16384, ranks=8)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.05
+
+
+# --- packed rows ---
+
+
+def test_pack_concatenates_and_restarts_positions():
+    rollouts = [rollout(4, [2, 3], seed=1), rollout(9, [8], seed=2), rollout(3, [1], seed=3)]
+    packed = pack(rollouts, [2, 0])
+    assert packed.token_ids.tolist() == [*rollouts[2].token_ids, *rollouts[0].token_ids]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert packed.response_mask.tolist() == [False, True, False, False, False, True, True]
+    assert packed.cu_seqlens.tolist() == [0, 3, 7]
+    assert packed.rows.tolist() == [2, 0]
+    assert (packed.rollout_logprobs[3:] == rollouts[0].rollout_logprobs).all()
+    kinds = [packed.token_ids, packed.position_ids, packed.cu_seqlens, packed.rows, packed.rollout_logprobs]
+    assert [array.dtype for array in kinds] == [np.int32] * 4 + [np.float32]
+
+
+def test_a_filler_is_two_tokens_with_nothing_to_train():
+    packed = pack([], [])
+    assert packed.rows.tolist() == [-1]
+    assert packed.cu_seqlens.tolist() == [0, 2]
+    assert len(packed.token_ids) == len(packed.position_ids) == 2
+    assert not packed.response_mask.any()
+
+
+def test_scatter_and_gather_are_inverse_on_response_tokens():
+    rollouts = [rollout(4, [2, 3], seed=1), rollout(5, [1, 4], seed=2)]
+    packed = pack(rollouts, [1, 0])
+    values = [np.arange(4) + 10.0, np.arange(5) + 20.0]
+    spread = scatter(values, packed)
+    assert spread.tolist() == [0, 21, 0, 0, 24, 0, 0, 12, 13]
+    assert spread.dtype == np.float32
+    back = gather(spread, packed)
+    assert back[0].tolist() == [0, 0, 12, 13]
+    assert back[1].tolist() == [0, 21, 0, 0, 24]
+
+
+def test_scatter_spreads_one_number_over_a_response_and_leaves_fillers_at_zero():
+    rollouts = [rollout(4, [2, 3], seed=1)]
+    assert scatter([0.5], pack(rollouts, [0])).tolist() == [0, 0, 0.5, 0.5]
+    assert scatter({}, pack(rollouts, [])).tolist() == [0, 0]
+    assert gather(np.ones(2), pack(rollouts, [])) == {}

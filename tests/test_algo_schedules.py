@@ -1,0 +1,95 @@
+"""The learning rate is a function of the update and nothing else (rlhf/algo/schedules.py)."""
+
+from __future__ import annotations
+
+import ast
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.algo import schedules
+from rlhf.algo.schedules import SCHEDULES, learning_rate, warmup_updates
+
+
+def curve(total: int, **options: object) -> list[float]:
+    return [learning_rate(update, total_updates=total, **options) for update in range(1, total + 1)]  # type: ignore[arg-type]
+
+
+def test_cosine_hand_numbers_with_warmup():
+    # N = 6, w = 2: a ramp to lr, then p = 1/4, 1/2, 3/4, 1.
+    rates = curve(6, lr=8.0, name="cosine", warmup_steps=2, min_lr=4.0)
+    assert rates == pytest.approx([4, 8, 6 + math.sqrt(2), 6, 6 - math.sqrt(2), 4])
+
+
+def test_linear_and_polynomial_hand_numbers():
+    assert curve(4, lr=1.0, name="linear") == pytest.approx([0.75, 0.5, 0.25, 0])
+    assert curve(4, lr=1.0, name="polynomial", power=2.0) == pytest.approx([0.5625, 0.25, 0.0625, 0])
+    assert curve(4, lr=1.0, name="polynomial", min_lr=0.2) == pytest.approx([0.8, 0.6, 0.4, 0.2])
+
+
+def test_constant_ignores_min_lr_and_keeps_its_warmup():
+    assert curve(4, lr=1.0, min_lr=0.5) == [1, 1, 1, 1]
+    assert curve(4, lr=1.0, warmup_steps=2) == [0.5, 1, 1, 1]
+
+
+@given(
+    total=st.integers(2, 500),
+    warmup=st.integers(0, 499),
+    lr=st.floats(1e-8, 1e-2),
+    floor=st.floats(0, 1),
+    name=st.sampled_from([name for name in SCHEDULES if name != "constant"]),
+)
+def test_after_warmup_the_rate_never_rises_and_ends_at_min_lr(total, warmup, lr, floor, name):
+    warmup = min(warmup, total - 1)
+    rates = curve(total, lr=lr, name=name, warmup_steps=warmup, min_lr=floor * lr)
+    assert all(a <= b for a, b in pairwise(rates[:warmup]))
+    assert all(a >= b - 1e-12 * lr for a, b in pairwise(rates[max(warmup - 1, 0) :]))
+    assert rates[-1] == pytest.approx(floor * lr, abs=1e-12 * lr)
+
+
+def test_warmup_reaches_lr_exactly_at_its_last_update():
+    for name in SCHEDULES:
+        assert learning_rate(7, total_updates=20, lr=3e-4, name=name, warmup_steps=7) == 3e-4
+
+
+def test_more_cycles_make_the_cosine_rise_again():
+    one_and_a_half = curve(300, lr=1.0, name="cosine", num_cycles=1.5)
+    assert one_and_a_half[99] == pytest.approx(0, abs=1e-12)
+    assert one_and_a_half[199] == pytest.approx(1)
+    assert one_and_a_half[299] == pytest.approx(0, abs=1e-12)
+
+
+def test_a_warmup_longer_than_the_run_is_a_ramp_that_never_ends():
+    assert curve(3, lr=1.0, name="cosine", warmup_steps=10) == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_a_float_warmup_is_a_fraction_and_an_int_a_number_of_updates():
+    assert warmup_updates(0.1, 200) == 20
+    assert warmup_updates(0.01, 30) == 1
+    assert warmup_updates(10, 30) == 10
+    assert warmup_updates(0, 30) == warmup_updates(0.0, 30) == 0
+
+
+@pytest.mark.parametrize("warmup", [-1, -0.5, 1.0, 20.0])
+def test_a_warmup_that_is_neither_is_refused(warmup):
+    with pytest.raises(ValueError, match=r"learner\.schedule\.warmup_steps"):
+        warmup_updates(warmup, 100)
+
+
+def test_unknown_name_and_updates_outside_of_the_run_are_refused():
+    with pytest.raises(ValueError, match="constant, linear, cosine, polynomial"):
+        learning_rate(1, total_updates=2, lr=1.0, name="step")
+    for update in (0, 3):
+        with pytest.raises(ValueError, match="updates 1 to 2"):
+            learning_rate(update, total_updates=2, lr=1.0)
+
+
+def test_the_module_imports_nothing_beyond_math():
+    tree = ast.parse(Path(schedules.__file__).read_text())
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert modules == {"math", "__future__"}

@@ -1,0 +1,337 @@
+"""The whole config: strict types, files and overrides, contradictions, and a resolved form that reads back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from rlhf.config.load import load_config, resolved_yaml
+from rlhf.config.run import GRPOConfig
+
+BASE: dict[str, Any] = {
+    "run": {"dir": "runs/test", "steps": 10},
+    "model": {"path": "some/model"},
+    "data": {"train": "train.jsonl", "max_prompt_tokens": 100},
+    "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_response_tokens": 28},
+    "learner": {"max_tokens_per_microbatch": 256},
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    file = tmp_path / "base.yaml"
+    file.write_text(yaml.safe_dump(BASE))
+    return str(file)
+
+
+def refusal(base: str, *overrides: str) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        load_config(GRPOConfig, [base], overrides)
+    return str(caught.value)
+
+
+# --- files and overrides ---
+
+
+def test_later_files_win_key_by_key_and_overrides_win_over_all_files(base: str, tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("run: {steps: 20}\nlearner: {optimizer: {lr: 1e-5}}\n")
+    config = load_config(GRPOConfig, [base, str(overlay)], ["learner.optimizer.lr=1e-6", "run.seed=7"])
+    assert (config.run.dir, config.run.steps, config.run.seed) == ("runs/test", 20, 7)
+    assert config.learner.optimizer.lr == 1e-6
+    assert config.learner.max_tokens_per_microbatch == 256
+
+
+def test_a_path_replaces_a_mapping_of_the_data_section_as_a_whole(base: str, tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("data: {train: {path: openai/gsm8k, name: main}}\n")
+    config = load_config(GRPOConfig, [base, str(overlay)], ["data.train=other.jsonl"])
+    (source,) = config.data.train
+    assert (source.path, source.name) == ("other.jsonl", None)
+
+
+def test_a_list_is_replaced_as_a_whole(base: str) -> None:
+    config = load_config(GRPOConfig, [base], ["rollout.stop=[a,b]", "rollout.stop=[c]"])
+    assert config.rollout.stop == ("c",)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("learner.optimizer.lr=1e-6", 1e-6),
+        ("learner.optimizer.lr=1.0e-6", 1e-6),
+        ("learner.optimizer.lr=1", 1.0),
+        ("learner.optimizer.lr=0", 0.0),
+    ],
+)
+def test_a_number_may_be_written_as_people_write_it(base: str, override: str, value: float) -> None:
+    assert load_config(GRPOConfig, [base], [override]).learner.optimizer.lr == value
+
+
+def test_an_override_may_contain_equals_signs_and_be_empty(base: str) -> None:
+    config = load_config(GRPOConfig, [base], ["data.prompt_suffix=a=b", "logging.wandb.name="])
+    assert config.data.prompt_suffix == "a=b"
+    assert config.logging.wandb.name is None
+
+
+def test_a_value_may_refer_to_another_key(base: str) -> None:
+    config = load_config(GRPOConfig, [base], ["logging.wandb.name=${model.path}"])
+    assert config.logging.wandb.name == "some/model"
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.steps", "'run.steps': not an override. Write section.key=value, such as run.steps=10."),
+        ("=3", "'=3': not an override."),
+        ("run..steps=3", "'run..steps=3': not an override."),
+        ("run.stepss=3", "run.stepss=3: there is no such key. Did you mean run.steps?"),
+        ("learner.optimizer.learning_rate=1", "learner.optimizer.learning_rate=1: there is no such key."),
+        ("rnu.steps=3", "there is no such key. Did you mean run?"),
+        ("data.trian=x", "data.trian='x': there is no such key. Did you mean data.train?"),
+        ("reward={part: []}", "reward.part=[]: there is no such key. Did you mean 'parts'?"),
+        ("run.steps=1.5", "run.steps=1.5: "),
+        ("run.steps=ten", "run.steps=ten: input should be a valid integer"),
+        ("run.steps=true", "run.steps=true: input should be a valid integer"),
+        ("run.steps=0", "run.steps=0: input should be greater than 0"),
+        ("run.export=1", "run.export=1: input should be a valid boolean"),
+        ("learner.optimizer.lr='1e-6'", "learner.optimizer.lr=1e-6: input should be a valid number"),
+        ("learner.optimizer.lr=.inf", "learner.optimizer.lr="),
+        ("algo.kl_estimator=k5", "algo.kl_estimator=k5: input should be 'k1', 'k2', 'k3' or 'k4'"),
+        ("run.dir=2024", "run.dir=2024: text is expected"),
+        ("learner.optimizer=adam", "learner.optimizer=adam: "),
+        ("learner=3", "learner=3: "),
+        ("run.dir=${nowhere}", "nowhere"),
+        ("run.dir='open", "the value is not readable as YAML"),
+    ],
+)
+def test_a_bad_override_is_refused_with_its_key_value_and_reason(base: str, override: str, message: str) -> None:
+    assert message in refusal(base, override)
+
+
+def test_a_whole_number_with_a_point_is_no_integer(base: str) -> None:
+    assert refusal(base, "run.steps=2.0").startswith("run.steps=2.0: input should be a valid integer")
+
+
+def test_every_unknown_key_is_named_on_a_line_of_its_own(base: str) -> None:
+    lines = refusal(base, "run.stepss=3", "algo.betta=0.1").splitlines()
+    assert [line.split("=")[0] for line in lines] == ["run.stepss", "algo.betta"]
+
+
+def test_every_wrong_value_is_named_on_a_line_of_its_own(base: str) -> None:
+    lines = refusal(base, "run.steps=x", "cluster.engines=0", "algo.kl_place=nowhere").splitlines()
+    assert sorted(line.split("=")[0] for line in lines) == ["algo.kl_place", "cluster.engines", "run.steps"]
+
+
+def test_every_contradiction_is_named_on_a_line_of_its_own(base: str) -> None:
+    lines = refusal(base, "rollout.top_p=0.9", "algo.clip_low=1.5").splitlines()
+    assert [line.split("=")[0] for line in lines] == ["rollout.top_p", "algo.clip_low"]
+
+
+def test_what_is_required_is_named_key_by_key_when_a_section_is_missing(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("")
+    message = refusal(str(empty))
+    for key in ("run.dir", "run.steps", "model.path", "data.train", "rollout.prompts_per_step"):
+        assert f"{key}: required and not set. Set it in the YAML or as {key}=VALUE." in message.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- a\n- b\n", "holds a list"), ("run: [", "not readable as YAML"), ("run: {steps: 1}\nrun: {}", "not readable")],
+)
+def test_a_file_that_holds_no_sections_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    found = refusal(str(file))
+    assert str(file) in found
+    assert message in found
+
+
+def test_a_missing_file_is_refused_by_name() -> None:
+    assert refusal("nowhere.yaml").startswith("--config nowhere.yaml: there is no such file.")
+
+
+# --- contradictions: both keys, and what to do ---
+
+CONTRADICTIONS = [
+    (
+        ["rollout.samples_per_prompt=1"],
+        ["rollout.samples_per_prompt=1", "algo.advantage=grpo", "at least 2, or algo.advantage=reinforce_pp"],
+    ),
+    (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "Leave it at 1.0"]),
+    (
+        ["rollout.max_policy_lag=1", "algo.importance_correction=none"],
+        ["algo.importance_correction=none", "rollout.max_policy_lag=1", "Use truncated or masked, or a lag of 0"],
+    ),
+    (
+        ["algo.kl_place=reward", "algo.kl_estimator=k4"],
+        ["algo.kl_estimator=k4", "algo.kl_place=reward", "Use k1"],
+    ),
+    (
+        ["algo.kl_ratio_weighted=true", "algo.kl_estimator=k2"],
+        ["algo.kl_ratio_weighted=true", "algo.kl_estimator=k2", "Set kl_estimator=k3 and kl_place=loss"],
+    ),
+    (
+        ["evaluation.max_response_tokens=64"],
+        ["evaluation.max_response_tokens=64", "rollout.max_response_tokens=28", "Raise it"],
+    ),
+    (
+        ["learner.max_tokens_per_microbatch=127"],
+        [
+            "learner.max_tokens_per_microbatch=127",
+            "data.max_prompt_tokens + rollout.max_response_tokens = 128",
+            "Raise the budget",
+        ],
+    ),
+    (
+        ["learner.minibatches_per_epoch=33"],
+        ["learner.minibatches_per_epoch=33", "32 rollouts", "rollout.prompts_per_step", "Take fewer minibatches"],
+    ),
+    (
+        ["learner.schedule.warmup_steps=2", "learner.schedule.warmup_fraction=0.1"],
+        ["learner.schedule.warmup_steps=2", "learner.schedule.warmup_fraction=0.1", "Set one of them"],
+    ),
+    (
+        ["learner.schedule.warmup_steps=10"],
+        ["learner.schedule.warmup_steps=10", "only 10 optimizer steps (run.steps x", "Shorten the warm-up"],
+    ),
+    (
+        ["learner.schedule.min_lr=1e-3"],
+        ["learner.schedule.min_lr=0.001", "learner.optimizer.lr=1e-06", "must not exceed"],
+    ),
+    (
+        ["learner.offload_optimizer=true", "learner.zero_stage=0"],
+        ["learner.offload_optimizer=true", "learner.zero_stage=0", "needs stage 1, 2 or 3"],
+    ),
+    (
+        ["algo.constant_length=10"],
+        ["algo.constant_length=10", "algo.loss_aggregation=token_mean", "set loss_aggregation=constant"],
+    ),
+    (["algo.clip_low=1.0"], ["algo.clip_low=1.0", "above 0", "Use 0.2"]),
+    (
+        ["algo.dual_clip=3.0", "algo.policy_loss=cispo"],
+        ["algo.dual_clip=3.0", "algo.policy_loss=cispo", "set policy_loss=ppo"],
+    ),
+    (
+        ["model.dtype=float32", "cluster.device=cuda"],
+        ["model.dtype=float32", "cluster.device=cuda", "model.dtype=bfloat16"],
+    ),
+    (
+        ["learner.zero_stage=0", "model.dtype=bfloat16"],
+        ["learner.zero_stage=0", "model.dtype=bfloat16", "stage 1 or higher"],
+    ),
+    (
+        ["cluster.placement=colocated", "cluster.device=cpu"],
+        ["cluster.placement=colocated", "cluster.device=cpu", "Use placement=separate"],
+    ),
+    (
+        ["cluster.placement=colocated", "cluster.learners=4"],
+        ["cluster.engines x cluster.tensor_parallel = 1", "cluster.learners=4", "must be equal"],
+    ),
+    (
+        ["cluster.placement=colocated", "rollout.max_policy_lag=1"],
+        ["cluster.placement=colocated", "rollout.max_policy_lag=1", "Use separate placement or a lag of 0"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "parts"), CONTRADICTIONS, ids=lambda value: value[0] if value else "")
+def test_a_contradiction_names_both_keys_and_the_remedy(base: str, overrides: list[str], parts: list[str]) -> None:
+    message = refusal(base, *overrides)
+    for part in parts:
+        assert part in message
+
+
+def test_a_warm_up_as_a_fraction_suits_even_a_run_of_one_update(base: str) -> None:
+    config = load_config(GRPOConfig, [base], ["run.steps=1", "learner.schedule.warmup_fraction=0.02"])
+    assert (config.total_updates, config.warmup_updates) == (1, 1)
+
+
+# --- warnings ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["algo.kl_place=reward", "algo.kl_coef=0.1", "algo.kl_estimator=k3"], ["kl_estimator=k3", "blow up"]),
+        (["algo.kl_place=reward", "algo.kl_coef=0.1", "algo.kl_estimator=k2"], ["kl_estimator=k2", "biased"]),
+        (
+            ["algo.kl_coef=0.1", "algo.kl_estimator=k1"],
+            ["kl_estimator=k1", "kl_place=loss", "expected gradient is zero"],
+        ),
+        (["learner.minibatches_per_epoch=3"], ["32 rollouts", "learner.minibatches_per_epoch=3"]),
+        (["evaluation.every=2"], ["evaluation.every=2", "without data.eval"]),
+        (["evaluation.temperature=0.0", "evaluation.samples_per_prompt=4"], ["greedy", "evaluation.temperature=0"]),
+    ],
+)
+def test_what_is_likely_a_mistake_is_a_warning_and_no_error(base: str, overrides: list[str], parts: list[str]) -> None:
+    (warning,) = load_config(GRPOConfig, [base], overrides).warnings
+    for part in parts:
+        assert part in warning
+
+
+def test_a_sound_config_has_no_warnings(base: str) -> None:
+    assert load_config(GRPOConfig, [base]).warnings == ()
+
+
+# --- frozen, and the resolved form ---
+
+
+def test_nothing_changes_after_validation(base: str) -> None:
+    config = load_config(GRPOConfig, [base])
+    with pytest.raises(ValidationError, match="frozen"):
+        config.learner.optimizer.lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["learner.optimizer.lr=1e-12", "learner.optimizer.eps=1e-05", "rollout.stop=['</a>', '#']"],
+        ["data.prompt_suffix='price: \\${x} and 100% \\boxed{} # no comment'"],
+        ["run.dir='2024'", "logging.wandb.name='null'", "logging.wandb.tags=['yes', '1e-6']"],
+        ["reward=[{name: math, mode: lenient}, {name: length, weight: 0.5, max_tokens: 20}]"],
+        ["data.train=[a.jsonl, {path: b.jsonl, rows: 3}]", "data.eval=c.jsonl"],
+    ],
+)
+def test_the_resolved_config_reads_back_as_the_same_config(base: str, tmp_path: Path, overrides: list[str]) -> None:
+    config = load_config(GRPOConfig, [base], overrides)
+    saved = tmp_path / "config.yaml"
+    saved.write_text(resolved_yaml(config))
+    assert load_config(GRPOConfig, [str(saved)]) == config
+
+
+# --- derived sizes, by hand ---
+
+
+def test_optimizer_steps_follow_from_steps_epochs_and_minibatches(base: str) -> None:
+    config = load_config(GRPOConfig, [base], ["learner.epochs_per_step=3", "learner.minibatches_per_epoch=4"])
+    assert config.rollouts_per_step == 8 * 4
+    assert config.updates_per_step == 3 * 4
+    assert config.total_updates == 10 * 12
+    assert config.max_sequence_tokens == 100 + 28
+
+
+def test_a_warm_up_fraction_is_of_all_optimizer_steps_and_rounds_up(base: str) -> None:
+    config = load_config(
+        GRPOConfig, [base], ["learner.minibatches_per_epoch=4", "learner.schedule.warmup_fraction=0.03"]
+    )
+    assert config.warmup_updates == 2  # 0.03 x 40 = 1.2
+
+
+@pytest.mark.parametrize(
+    ("lag", "correction", "used"), [(0, "auto", "none"), (1, "auto", "truncated"), (2, "masked", "masked")]
+)
+def test_the_correction_follows_the_lag_unless_it_is_named(base: str, lag: int, correction: str, used: str) -> None:
+    config = load_config(
+        GRPOConfig, [base], [f"rollout.max_policy_lag={lag}", f"algo.importance_correction={correction}"]
+    )
+    assert config.importance_correction == used

@@ -1,0 +1,93 @@
+"""The `data` section: what may be written for a data set, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from rlhf.config.data import DataConfig, SourceConfig
+
+
+def parse(**section: Any) -> DataConfig:
+    return DataConfig.model_validate_json(json.dumps(section))
+
+
+def test_a_string_a_mapping_and_a_list_of_either_name_the_same_data() -> None:
+    expected = (SourceConfig(path="openai/gsm8k"),)
+    assert parse(train="openai/gsm8k").train == expected
+    assert parse(train={"path": "openai/gsm8k"}).train == expected
+    assert parse(train=["openai/gsm8k"]).train == expected
+    assert parse(train=[{"path": "openai/gsm8k"}]).train == expected
+
+
+def test_what_was_resolved_reads_back_as_the_same_config() -> None:
+    config = parse(train=["a/train.jsonl", {"path": "b/c", "rows": 3}], eval="b/test.parquet", prompt_column="text")
+    assert DataConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_evaluation_data_is_optional_and_training_data_is_not(nothing: Any) -> None:
+    assert parse(train="a.jsonl", eval=nothing).eval == ()
+    with pytest.raises(ValueError, match=r"data\.train is empty"):
+        parse(train=nothing)
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("Qwen/data-2.5", "data-2.5"),
+        ("../x/train.jsonl", "train"),
+        ("folder/math", "math"),
+        ("set.parquet", "set"),
+    ],
+)
+def test_the_label_is_the_stem_of_a_file_or_the_last_part_of_a_name(path: str, label: str) -> None:
+    assert SourceConfig(path=path).label == label
+    assert SourceConfig(path=path, source="mine").label == "mine"
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"train": 3}, r"data\.train: 3 names no data"),
+        ({"train": [["a.jsonl"]]}, r"data\.train: \['a\.jsonl'\] names no data"),
+        (
+            {"train": {"pth": "a.jsonl"}},
+            r"data\.train\.pth='a\.jsonl': there is no such key\. Did you mean data\.train\.path",
+        ),
+        ({"train": ["a", {"path": "b", "qqq": 1}]}, r"data\.train\.1\.qqq=1: there is no such key\. Known: path, name"),
+        ({"train": "a", "promt_column": "x"}, r"data\.promt_column='x': .* Did you mean data\.prompt_column"),
+        ({"train": {"path": "a", "weight": 2, "rows": 10}}, r"weight=2 and rows=10 of a contradict"),
+        ({"train": ["a/train.jsonl", "b/train.jsonl"]}, r"2 sources are labelled 'train'.*Give each its own `source`"),
+        ({"train": [{"path": "a", "weight": 2}, "b"]}, r"b has no weight while other sources have one"),
+        ({"train": "a", "eval": {"path": "b", "weight": 2}}, r"data\.eval: b has weight=2"),
+        ({"train": {"path": "a", "source": "x/y"}}, r"source"),
+        ({"train": "a", "template": "no-such"}, r"template"),
+        ({"train": "a", "max_prompt_tokens": 0}, r"max_prompt_tokens"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_the_reason(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        parse(**section)
+
+
+def test_every_field_describes_itself_in_one_line() -> None:
+    for model in (SourceConfig, DataConfig):
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
+            assert "\n" not in field.description
+
+
+def test_the_schema_and_the_data_modules_import_without_the_libraries_that_they_use_later() -> None:
+    program = (
+        "import sys, rlhf.config.data, rlhf.data.load, rlhf.data.order\n"
+        "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

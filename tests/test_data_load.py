@@ -1,0 +1,307 @@
+"""Data sets to prompts: columns, ground truth, lengths, and one message for every kind of bad data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config.data import DataConfig
+from rlhf.data.load import LoadedPrompts, first_prompt, load_prompts, show_prompt
+from rlhf.data.order import PromptStream
+from rlhf.data.read import check_sources
+
+ROWS = [
+    {"question": "How many?", "answer": "so it is\n#### 72", "level": 1},
+    {"question": "What sum?", "answer": r"it is $\boxed{\frac{1}{2}}$", "level": 2},
+    {"question": "Which?", "answer": "1,080", "level": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Byte-level: a prompt in the raw template has as many tokens as bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    fast = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<end>")
+    made.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<end>{% endfor %}"
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory of its own, for the data and for the caches of `datasets`."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def load(tokenizer: Any, which: Any = "train", limit: int = 1000, **section: Any) -> LoadedPrompts:
+    section = {"train": "train.jsonl", "template": "raw", **section}
+    config = DataConfig.model_validate_json(json.dumps(section))
+    return load_prompts(config, which, tokenizer, max_prompt_tokens=limit)
+
+
+def answers(loaded: LoadedPrompts, source: str = "train") -> list[str]:
+    return [prompt.answer for prompt in loaded.prompts[source]]
+
+
+# --- what comes out ---
+
+
+def test_a_row_becomes_a_prompt_with_its_tokens_its_answer_and_all_its_columns(folder: Path, tokenizer: Any) -> None:
+    write_jsonl(folder / "train.jsonl", ROWS)
+    loaded = load(tokenizer)
+    assert answers(loaded) == ["72", r"\frac{1}{2}", "1,080"]
+    prompt = first_prompt(loaded)
+    assert (prompt.id, prompt.source, prompt.epoch) == ("train/1", "train", 0)
+    assert prompt.messages == ({"role": "user", "content": "How many?"},)
+    assert tokenizer.decode(prompt.token_ids.tolist()) == "How many?"
+    assert prompt.columns == ROWS[0]
+    assert loaded.dropped_too_long == {"train": 0}
+
+
+@pytest.mark.parametrize("kind", ["lines.jsonl", "lines.json", "list.json", "table.parquet", "bom.jsonl"])
+def test_every_kind_of_file_gives_the_same_prompts(folder: Path, tokenizer: Any, kind: str) -> None:
+    path = folder / kind
+    if kind == "table.parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    elif kind == "list.json":
+        path.write_text(json.dumps(ROWS, indent=1))
+    else:
+        write_jsonl(path, ROWS)
+    if kind == "bom.jsonl":
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    loaded = load(tokenizer, train={"path": kind, "source": "same"})
+    assert answers(loaded, "same") == ["72", r"\frac{1}{2}", "1,080"]
+    assert [prompt.id for prompt in loaded.prompts["same"]] == ["same/1", "same/2", "same/3"]
+    assert loaded.prompts["same"][2].columns == ROWS[2]
+
+
+def test_a_folder_of_files_and_one_that_datasets_saved_have_splits(
+    folder: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    (folder / "files").mkdir()
+    write_jsonl(folder / "files/train.jsonl", ROWS)
+    write_jsonl(folder / "files/test.jsonl", ROWS[:1])
+    table = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=table, test=table.select([1])).save_to_disk(folder / "saved")
+    loaded = load(tokenizer, train=["files", "saved"])
+    assert answers(loaded, "files") == answers(loaded, "saved") == ["72", r"\frac{1}{2}", "1,080"]
+    loaded = load(tokenizer, which="eval", eval=["files", "saved", {"path": "saved", "split": "train", "source": "x"}])
+    assert {source: len(prompts) for source, prompts in loaded.prompts.items()} == {"files": 1, "saved": 1, "x": 3}
+    with pytest.raises(ValueError, match=r"data\.train=files: the folder could not be loaded .*'validation'"):
+        load(tokenizer, train={"path": "files", "split": "validation"})
+
+
+def test_columns_are_the_usual_ones_unless_named(folder: Path, tokenizer: Any) -> None:
+    write_jsonl(
+        folder / "train.jsonl", [{"Problem": "usual", "text": "named", "Solution": "1", "gold": {"value": "2"}}]
+    )
+    usual = first_prompt(load(tokenizer))
+    assert (usual.messages[0]["content"], usual.answer) == ("usual", "1")
+    named = first_prompt(load(tokenizer, prompt_column="text", answer_column="gold.value"))
+    assert (named.messages[0]["content"], named.answer) == ("named", "2")
+    source = {"path": "train.jsonl", "prompt_column": "text", "answer_column": "gold.value"}
+    own = first_prompt(load(tokenizer, train=source, prompt_column="Problem"))
+    assert (own.messages[0]["content"], own.answer) == ("named", "2")
+
+
+def test_messages_are_used_as_they_are(folder: Path, tokenizer: Any) -> None:
+    talk = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2?"},
+    ]
+    write_jsonl(folder / "train.jsonl", [{"messages": talk, "ground_truth": 4}])
+    prompt = first_prompt(load(tokenizer, template="model"))
+    assert list(prompt.messages) == talk
+    assert tokenizer.decode(prompt.token_ids.tolist()) == "user: 1+1?<end>assistant: 2<end>user: 2+2?<end>"
+    assert prompt.answer == "4"
+
+
+def test_system_prompt_and_suffix_are_added_but_a_rows_own_system_message_stays(folder: Path, tokenizer: Any) -> None:
+    own = [{"role": "system", "content": "Own."}, {"role": "user", "content": "b"}]
+    write_jsonl(folder / "train.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": own, "answer": "1"}])
+    loaded = load(tokenizer, template="model", system_prompt="Be brief.", prompt_suffix=r"Use \boxed{}.")
+    texts = [tokenizer.decode(prompt.token_ids.tolist()) for prompt in loaded.prompts["train"]]
+    assert texts == [
+        "system: Be brief.<end>user: a\nUse \\boxed{}.<end>",
+        "system: Own.<end>user: b\nUse \\boxed{}.<end>",
+    ]
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted_and_the_others_keep_their_ids(
+    folder: Path, tokenizer: Any
+) -> None:
+    write_jsonl(folder / "train.jsonl", [{"prompt": "x" * size, "answer": "1"} for size in (5, 11, 10, 12)])
+    loaded = load(tokenizer, limit=10)
+    assert [prompt.id for prompt in loaded.prompts["train"]] == ["train/1", "train/3"]
+    assert loaded.dropped_too_long == {"train": 2}
+    assert loaded.rows_per_epoch == {"train": 2}
+    with pytest.raises(
+        ValueError, match=r"data\.train=train\.jsonl: all 4 .* the shortest has 5 tokens, the limit is 4"
+    ):
+        load(tokenizer, limit=4)
+
+
+def test_evaluation_uses_the_first_rows_of_each_set(folder: Path, tokenizer: Any) -> None:
+    write_jsonl(folder / "a.jsonl", ROWS)
+    write_jsonl(folder / "b.jsonl", ROWS)
+    loaded = load(tokenizer, which="eval", eval=["a.jsonl", {"path": "b.jsonl", "rows": 1}], eval_rows=2)
+    assert {source: [p.id for p in prompts] for source, prompts in loaded.prompts.items()} == {
+        "a": ["a/1", "a/2"],
+        "b": ["b/1"],
+    }
+    assert load(tokenizer, which="eval").prompts == {}
+
+
+def test_sources_are_mixed_by_weight_or_by_row_count(folder: Path, tokenizer: Any) -> None:
+    for name, count in (("a", 30), ("b", 10)):
+        write_jsonl(folder / f"{name}.jsonl", ROWS[:1] * count)
+    weights = [{"path": "a.jsonl", "weight": 1}, {"path": "b.jsonl", "weight": 0.5}]
+    loaded = load(tokenizer, train=weights)
+    assert loaded.rows_per_epoch == {"a": 20, "b": 10}  # b is the scarcer one for its weight: all of it is used
+    assert load(tokenizer, train=["a.jsonl", {"path": "b.jsonl", "rows": 4}]).rows_per_epoch == {"a": 30, "b": 4}
+    stream = PromptStream(loaded.prompts, rows_per_epoch=loaded.rows_per_epoch, seed=0)
+    assert sum(prompt.source == "a" for prompt in stream.take(60)) == 40
+    with pytest.raises(ValueError, match=r"data\.train\.1: rows=11, but b\.jsonl has only 10"):
+        load(tokenizer, train=["a.jsonl", {"path": "b.jsonl", "rows": 11}])
+
+
+def test_data_without_answers_needs_to_be_told_so(folder: Path, tokenizer: Any) -> None:
+    write_jsonl(folder / "train.jsonl", [{"prompt": "Write a poem."}])
+    with pytest.raises(ValueError, match=r"answer_column is not set, and train\.jsonl has none of .*, only prompt"):
+        load(tokenizer)
+    assert answers(load(tokenizer, answer_format="none")) == [""]
+
+
+def test_the_first_prompt_is_shown_with_its_special_tokens_and_its_answer(folder: Path, tokenizer: Any) -> None:
+    write_jsonl(folder / "train.jsonl", ROWS)
+    shown = show_prompt(first_prompt(load(tokenizer, template="model")), tokenizer)
+    assert shown == "prompt train/1 (16 tokens):\nuser: How many?<end>\nanswer: 72"
+
+
+# --- bad data: one message with the key, the place, the reason and the remedy ---
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q"}, r"row 2 of train\.jsonl has no usable answer: `answer` is missing.*answer_format=none"),
+        ({"question": "q", "answer": None}, r"row 2 of train\.jsonl has no usable answer: `answer` is missing"),
+        ({"question": "q", "answer": " "}, r"row 2 of train\.jsonl has no usable answer: `answer` is empty"),
+        ({"question": "q", "answer": ["1"]}, r"row 2 of train\.jsonl has no usable answer: `answer` is a list"),
+        ({"answer": "1"}, r"row 2 of train\.jsonl has no prompt: `question` is missing"),
+        ({"question": "", "answer": "1"}, r"row 2 of train\.jsonl has no prompt: `question` is empty"),
+        (
+            {"question": 7, "answer": "1"},
+            r"row 2 of train\.jsonl: `question` is 7, neither text nor a list of messages",
+        ),
+        ({"question": [], "answer": "1"}, r"row 2 of train\.jsonl: `question` is \[\], neither text nor"),
+        ({"question": ["q"], "answer": "1"}, r"row 2 of train\.jsonl: `question` holds 'q', not a message"),
+        (
+            {"question": [{"role": "human", "content": "q"}], "answer": "1"},
+            r"row 2 of train\.jsonl: .*a role of system, user, assistant",
+        ),
+        (
+            {"question": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "answer": "1"},
+            r"row 2 of train\.jsonl: the last message of `question` is the assistant's",
+        ),
+        ({"question": "half \ud83d", "answer": "1"}, r"row 2 of train\.jsonl: `question` holds half a surrogate pair"),
+        ([1], r"row 2 of train\.jsonl is a list, not an object"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(folder: Path, tokenizer: Any, row: Any, message: str) -> None:
+    write_jsonl(folder / "train.jsonl", [ROWS[0], row, ROWS[1]])
+    with pytest.raises(ValueError, match=rf"^data\.train: {message}"):
+        load(tokenizer)
+
+
+def test_many_rows_without_an_answer_are_one_message_that_counts_them(folder: Path, tokenizer: Any) -> None:
+    write_jsonl(folder / "train.jsonl", [ROWS[0], {"question": "q"}, {"question": "r"}, {"question": "s"}])
+    with pytest.raises(ValueError, match=r"row 2 of train\.jsonl .* \(and 2 more such rows\)"):
+        load(tokenizer)
+
+
+@pytest.mark.parametrize("key", ["prompt_column", "answer_column"])
+def test_a_column_that_is_not_there_lists_those_that_are(folder: Path, tokenizer: Any, key: str) -> None:
+    write_jsonl(folder / "train.jsonl", ROWS)
+    with pytest.raises(ValueError, match=rf"{key}=nope: train\.jsonl has no such column, only question, answer, level"):
+        load(tokenizer, **{key: "nope"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            b'{"question": "q"}\n\n{"question": \n',
+            r"data\.train: line 3 of a\.jsonl is not JSON \(.*line 3, ",
+        ),
+        ("a.jsonl", b'{"question": "caf\xe9"}\n', r"data\.train: line 1 of a\.jsonl is not UTF-8 text .* at byte 17"),
+        ("a.json", b'[{"question": "q"},\n {"question": }]', r"data\.train: a\.json is not JSON \(.*line 2, column 15"),
+        ("a.jsonl", b"", r"data\.train=a\.jsonl: the file is empty"),
+        ("a.jsonl", b"\n \n", r"data\.train=a\.jsonl: it holds no row"),
+        ("a.json", b"[]", r"data\.train=a\.json: it holds no row"),
+        ("a.parquet", b"PAR1", r"data\.train=a\.parquet: it cannot be read as Parquet"),
+        ("a.csv", b"x", r"data\.train=a\.csv: cannot tell how to read a \.csv file.*\.jsonl, \.json, \.parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_where_and_why(
+    folder: Path, tokenizer: Any, name: str, content: bytes, message: str
+) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(tokenizer, train=name)
+
+
+def test_missing_files_are_found_before_anything_is_read(folder: Path) -> None:
+    write_jsonl(folder / "train.jsonl", ROWS)
+    check_sources(DataConfig(train="train.jsonl", eval="openai/gsm8k"))
+    with pytest.raises(
+        ValueError, match=r"data\.train=no/train\.jsonl: there is no such file under .*Correct the path"
+    ):
+        check_sources(DataConfig(train="no/train.jsonl"))
+    with pytest.raises(ValueError, match=r"data\.eval\.1=\./nothing: there is no such file"):
+        check_sources(DataConfig(train="train.jsonl", eval=["train.jsonl", "./nothing"]))
+
+
+def test_a_hub_name_is_asked_for_by_configuration_and_split_and_a_failure_is_one_message(
+    folder: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    asked = []
+
+    def hub(path: str, name: str | None = None, *, split: str) -> Any:
+        asked.append((path, name, split))
+        if path == "openai/gsm8k":
+            return datasets.Dataset.from_list(ROWS)
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    gsm8k = {"path": "openai/gsm8k", "name": "main"}
+    assert answers(load(tokenizer, train=gsm8k), "gsm8k")[0] == "72"
+    load(tokenizer, which="eval", eval=gsm8k)
+    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    with pytest.raises(
+        ValueError, match=r"data\.train=some/other: the hub did not give .*Couldn't reach.*a local \.jsonl"
+    ):
+        load(tokenizer, train="some/other")

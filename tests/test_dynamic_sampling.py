@@ -1,0 +1,128 @@
+"""Groups of equal rewards are replaced before a step, up to a bound, and the account still adds up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+
+from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
+from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
+
+
+def group(prompt: Prompt, rewards: tuple[float | None, ...], version: int) -> RolloutGroup:
+    samples = []
+    for sample, reward in enumerate(rewards):
+        rollout = Rollout(
+            prompt.id, 0, sample, np.array([1, 2]), np.array([False, True]), np.zeros(2, np.float32),
+            (VersionSpan(1, 2, version),), "stop",
+        )  # fmt: skip
+        samples.append(ScoredRollout(rollout, "", "", reward, {}, "ok"))
+    return RolloutGroup(prompt, tuple(samples))
+
+
+class Task:
+    """Every prompt whose number is in `differing` gets rewards of 0 and 1, all others twice the same."""
+
+    def __init__(self, differing: set[int], equal: tuple[float | None, ...] = (1.0, 1.0)) -> None:
+        self.differing = differing
+        self.equal = equal
+        self.version = 0
+        self.drawn = 0
+
+    async def sample(self, prompt: Prompt) -> RolloutGroup:
+        number = int(prompt.id)
+        return group(prompt, (0.0, 1.0) if number in self.differing else self.equal, self.version)
+
+    def tickets(self) -> Iterator[Ticket]:
+        while True:
+            yield Ticket(self.drawn, Prompt(str(self.drawn), 0, np.array([1]), (), "", "s"))
+            self.drawn += 1
+
+
+def make(task: Task, *, max_replacements: int, lag: int = 0) -> RolloutBuffer:
+    stream = task.tickets()
+    return RolloutBuffer(
+        task.sample, lambda: next(stream), groups_per_step=2, total_steps=10, staleness=Staleness(lag),
+        max_replacements=max_replacements,
+    )  # fmt: skip
+
+
+def book(buffer: RolloutBuffer, taken: list[RolloutGroup]) -> None:
+    buffer.account.trained += sum(len(g.samples) for g in taken)
+
+
+def balanced(buffer: RolloutBuffer) -> bool:
+    a = buffer.account
+    return a.waiting >= 0 and a.sampled == a.trained + a.filtered + a.stale + a.failed + a.waiting
+
+
+def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts_and_counted_as_filtered() -> None:
+    async def run() -> None:
+        task = Task(differing={3, 5, 6, 7})
+        buffer = make(task, max_replacements=64)
+        taken = await asyncio.wait_for(buffer.take(), 5)
+        assert [g.prompt.id for g in taken] == ["3", "5"]
+        assert buffer.account.filtered == 2 * 4
+        book(buffer, taken)
+        assert balanced(buffer)
+        task.version = 1
+        buffer.step_done()
+        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), 5)] == ["6", "7"]
+        await buffer.close()
+
+    asyncio.run(run())
+
+
+def test_when_the_bound_is_spent_equal_groups_are_handed_out_and_the_next_step_may_replace_again() -> None:
+    async def run() -> None:
+        task = Task(differing=set())
+        buffer = make(task, max_replacements=3)
+        for step in range(3):
+            taken = await asyncio.wait_for(buffer.take(), 5)
+            assert len(taken) == 2
+            assert buffer.account.filtered == 2 * 3 * (step + 1)
+            book(buffer, taken)
+            assert balanced(buffer)
+            task.version = step + 1
+            buffer.step_done()
+        await buffer.close()
+
+    asyncio.run(run())
+
+
+def test_a_group_that_cannot_be_scored_at_all_is_replaced_too() -> None:
+    async def run() -> None:
+        task = Task(differing={1, 2}, equal=(None, None))
+        buffer = make(task, max_replacements=8)
+        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), 5)] == ["1", "2"]
+        await buffer.close()
+
+    asyncio.run(run())
+
+
+def test_without_replacements_equal_groups_train() -> None:
+    async def run() -> None:
+        buffer = make(Task(differing=set()), max_replacements=0)
+        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), 5)] == ["0", "1"]
+        assert buffer.account.filtered == 0
+        await buffer.close()
+
+    asyncio.run(run())
+
+
+def test_with_a_lag_replacements_keep_to_the_staleness_rule() -> None:
+    async def run() -> None:
+        task = Task(differing=set(range(0, 100, 3)))
+        buffer = make(task, max_replacements=64, lag=1)
+        for step in range(5):
+            taken = await asyncio.wait_for(buffer.take(), 5)
+            assert all(int(g.prompt.id) % 3 == 0 and step - g.oldest_version <= 1 for g in taken)
+            book(buffer, taken)
+            task.version = step + 1
+            buffer.step_done()
+            assert balanced(buffer)
+        await buffer.close()
+
+    asyncio.run(run())

@@ -1,0 +1,195 @@
+"""What every part of the package may know, read from the syntax trees, and what no committed file may hold."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "rlhf"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# The only files that may import ray, vllm or deepspeed when they are imported themselves; others do so in functions.
+ON_THE_STACK = {
+    "actors.py": "ray",
+    "cluster.py": "ray",
+    "learner/rank.py": "deepspeed",
+    "rollout/engine.py": "vllm",
+    "rollout/receiver.py": "vllm",
+}
+STACK = {"ray", "vllm", "deepspeed"}
+
+# What each part below the cluster may import of the package, beside itself. Nothing here knows a part above it, and
+# data, rewards, rollout and learner do not know each other.
+MAY_IMPORT = {
+    "types": set(),
+    "config": {"types"},
+    "algo": {"types"},
+    "transfer": {"algo", "types", "config"},
+    "data": {"transfer", "algo", "types", "config"},
+    "rewards": {"transfer", "algo", "types", "config"},
+    "rollout": {"transfer", "algo", "types", "config"},
+    "learner": {"transfer", "algo", "types", "config"},
+}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def part_of(module: str) -> str:
+    """rlhf.learner.worker -> learner."""
+    return module.split(".")[1]
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path) for path in FILES}
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(path: Path, *, inside_functions: bool) -> Iterator[str]:
+    """Modules that a file imports, when it is imported itself or ever; not those for the type checker alone."""
+    waiting: list[ast.AST] = [tree_of(path)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: a relative import; name the module in full"
+            assert node.module is not None
+            for alias in node.names:  # `from rlhf.algo import kl` is an import of rlhf.algo.kl
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module
+        elif is_type_checking(node):
+            assert isinstance(node, ast.If)
+            waiting += node.orelse
+        elif inside_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+
+
+def packages(path: Path, *, inside_functions: bool = False) -> set[str]:
+    return {module.split(".")[0] for module in imports(path, inside_functions=inside_functions)}
+
+
+def own_imports(path: Path) -> set[str]:
+    """Modules of this package that a file ever imports."""
+    return {m for m in imports(path, inside_functions=True) if m.split(".")[0] == "rlhf" and m != "rlhf"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_only_the_files_of_the_stack_import_it_when_they_are_imported(path: Path) -> None:
+    found = packages(path) & STACK
+    assert found == ({ON_THE_STACK[name_of(path)]} if name_of(path) in ON_THE_STACK else set())
+
+
+def test_the_files_of_the_stack_are_there() -> None:
+    assert ON_THE_STACK.keys() <= {name_of(path) for path in FILES}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "algo"], ids=name_of)
+def test_algorithms_need_torch_alone_and_never_the_config(path: Path) -> None:
+    allowed = {"torch", "numpy", "rlhf", "__future__", *sys.stdlib_module_names}
+    assert packages(path, inside_functions=True) <= allowed
+    assert {part_of(module) for module in own_imports(path)} <= {"algo", "types"}
+
+
+def test_schedules_need_not_even_torch() -> None:
+    assert packages(PACKAGE / "algo/schedules.py", inside_functions=True) <= {"__future__", *sys.stdlib_module_names}
+
+
+def test_importing_algo_imports_nothing() -> None:
+    assert (PACKAGE / "algo/__init__.py").read_text() == ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_part_imports_only_what_stands_below_it(path: Path) -> None:
+    part = part_of(module_of(path)) if path.parent != PACKAGE or path.stem != "__init__" else ""
+    if part in MAY_IMPORT:
+        assert {part_of(module) for module in own_imports(path)} <= MAY_IMPORT[part] | {part}
+
+
+def test_no_parts_import_each_other_in_a_circle() -> None:
+    below: dict[str, set[str]] = {}
+    for path in FILES:
+        if path != PACKAGE / "__init__.py":
+            part = part_of(module_of(path))
+            below.setdefault(part, set()).update({part_of(module) for module in own_imports(path)} - {part})
+    while below:
+        bottom = {part for part, others in below.items() if not others & below.keys()}
+        assert bottom, f"in a circle, or above one: {sorted(below)}"
+        below = {part: others for part, others in below.items() if part not in bottom}
+
+
+def test_nothing_imports_a_program() -> None:
+    programs = {module_of(p) for p in PACKAGE.glob("*.py") if 'if __name__ == "__main__":' in p.read_text()}
+    assert {"rlhf.grpo", "rlhf.quickstart"} <= programs
+    imported = {module for path in FILES for module in own_imports(path)}
+    assert not programs & imported
+
+
+def test_every_module_says_its_job() -> None:
+    silent = [name_of(p) for p in FILES if p.read_text().strip() and ast.get_docstring(tree_of(p)) is None]
+    assert silent == []
+
+
+# --- committed files ---
+
+PLACES_OF_ONE_MACHINE = re.compile(r"(?<![\w./-])/(?:work|root|home|opt|Users|mnt|scratch)/\w")
+REGISTRY_HOSTS = re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|conda\.anaconda\.org")
+PATHS_UPWARD = re.compile(r"(?<![\w.])(?:\.\./)+[\w./-]*\w")
+
+
+@cache
+def committed() -> tuple[Path, ...]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return tuple(ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file())
+
+
+def places(pattern: re.Pattern[str], *, outside: str = "") -> Iterator[tuple[Path, str, str]]:
+    """(file, found text, where it stands) over the committed text files."""
+    for path in committed():
+        name = path.relative_to(ROOT).as_posix()
+        if path == Path(__file__) or (outside and name.startswith(outside)):
+            continue
+        try:
+            lines = path.read_text().splitlines()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(lines, start=1):
+            for found in pattern.findall(line):
+                yield path, found, f"{name}:{number}: {line.strip()[:120]}"
+
+
+def test_no_committed_file_names_a_place_of_one_machine() -> None:
+    assert [where for _, _, where in places(PLACES_OF_ONE_MACHINE)] == []
+
+
+def test_no_committed_file_names_the_host_of_a_registry() -> None:
+    assert [where for _, _, where in places(REGISTRY_HOSTS)] == []
+
+
+def test_paths_upward_end_in_the_repository() -> None:
+    outside = [
+        where
+        for path, found, where in places(PATHS_UPWARD, outside="tests/")
+        if not (path.parent / found).exists() or ROOT not in (path.parent / found).resolve().parents
+    ]
+    assert outside == []

@@ -1,0 +1,107 @@
+"""Packed attention: each token sees its own segment's past and nothing else, for every model that a config names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from rlhf.algo.packing import pack
+from rlhf.learner.attention import PACKED, segments_of
+from rlhf.learner.model import DeviceTokens, PolicyModel
+from rlhf.types import Rollout
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+MODELS = {
+    "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
+    "qwen2, untied": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=False)),
+    "llama, attention bias": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attention_bias=True)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=None)),
+}
+LENGTHS = (2, 3, 3, 40, 31, 30, 7, 64, 63, 5)
+
+
+def make_rollouts(seed: int = 0) -> list[Rollout]:
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for i, length in enumerate(LENGTHS):
+        ids = rng.integers(0, 97, length).astype(np.int32)
+        mask = np.arange(length) >= 1 + int(rng.integers(0, length - 1))
+        rollouts.append(Rollout(f"p/{i}", 0, 0, ids, mask, np.zeros(length, np.float32), (), "stop"))
+    return rollouts
+
+
+def test_every_token_is_laid_out_once_and_found_again() -> None:
+    cu_seqlens = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int32)
+    segments = segments_of(cu_seqlens, torch.device("cpu"))
+    assert sum(n * longest for n, longest in segments.blocks) == len(segments.gather)
+    assert torch.equal(segments.gather[segments.restore], torch.arange(sum(LENGTHS)))
+    assert len(segments.gather) <= sum(LENGTHS) / 0.75
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_logprobs_and_gradients_are_those_of_each_sequence_alone(name: str) -> None:
+    torch.manual_seed(0)
+    plain = MODELS[name]().double()
+    packed_model = MODELS[name]().double()
+    packed_model.load_state_dict(plain.state_dict())
+    packed_model.set_attn_implementation(PACKED)
+    rollouts = make_rollouts()
+    order = [3, 0, 7, 9, 1, 8, 2, 4, 6, 5]
+    packed = pack(rollouts, order)
+    tokens = DeviceTokens.of(packed, torch.device("cpu"))
+    found = PolicyModel(packed_model, temperature=0.7)(tokens).logprobs
+    weights = torch.linspace(0.5, 1.5, len(found), dtype=found.dtype)
+    (found * weights).sum().backward()
+
+    expected = torch.zeros_like(found)
+    for i, row in enumerate(order):
+        rollout = rollouts[row]
+        ids = torch.from_numpy(rollout.token_ids).long()
+        log_softmax = torch.log_softmax(plain(input_ids=ids[None]).logits[0, :-1] / 0.7, -1)
+        mask = torch.from_numpy(rollout.response_mask)
+        start = int(packed.cu_seqlens[i])
+        logprobs = torch.where(mask[1:], log_softmax.gather(-1, ids[1:, None])[:, 0], 0.0)
+        expected = expected.index_add(0, start + 1 + torch.arange(len(logprobs)), logprobs.to(expected.dtype))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    (expected * weights).sum().backward()
+    for (parameter, value), other in zip(packed_model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(value.grad, other.grad, rtol=1e-4, atol=1e-5, msg=lambda m, p=parameter: f"{p}: {m}")
+
+
+def test_gradient_checkpointing_changes_neither_logprobs_nor_gradients() -> None:
+    grads = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = MODELS["qwen2, tied"]()
+        model.set_attn_implementation(PACKED)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy = PolicyModel(model.train(), temperature=1.0)
+        logprobs = policy(DeviceTokens.of(pack(make_rollouts(), range(10)), torch.device("cpu"))).logprobs
+        logprobs.sum().backward()
+        grads.append([logprobs.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_window_shorter_than_a_sequence_is_refused() -> None:
+    config = MistralConfig(**SMALL, sliding_window=16)
+    model = MistralForCausalLM(config)
+    model.set_attn_implementation(PACKED)
+    policy = PolicyModel(model, temperature=1.0)
+    with pytest.raises(AssertionError, match="64 tokens exceeds the model's attention window of 16"):
+        policy(DeviceTokens.of(pack(make_rollouts(), range(10)), torch.device("cpu")))
+
+
+@pytest.mark.parametrize("key", ["final_logit_softcapping", "logit_scale", "logits_scaling"])
+def test_a_model_that_changes_its_logits_after_the_head_is_refused_by_name(key: str) -> None:
+    model = MODELS["qwen2, tied"]()
+    setattr(model.config, key, 30.0)
+    with pytest.raises(ValueError, match=rf"model\.path: qwen2 .*{key}=30.0"):
+        PolicyModel(model, temperature=1.0)

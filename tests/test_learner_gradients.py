@@ -1,0 +1,125 @@
+"""One set of hyper-parameters gives one gradient: any number of learners, any budget, any ZeRO stage, any packing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from worlds import make_config, make_groups, plan_first_epoch, run_world, work_of_rank
+
+from rlhf.learner.messages import Place
+
+pytestmark = pytest.mark.stack
+
+GROUPS = {"groups": 4, "samples": 4, "vocabulary": 250, "longest": 60, "seed": 3}
+BUDGETS = (128, 300, 4096)
+STAGES = (0, 1, 2, 3)
+
+
+def random_rows(groups: list[Any], seed: int) -> dict[int, np.ndarray]:
+    """Log-probs of some other policy, one array a rollout."""
+    rng = np.random.default_rng(seed)
+    rollouts = [sample.rollout for group in groups for sample in group.samples]
+    return {i: (-rng.random(len(r.token_ids)) * 6).astype(np.float32) for i, r in enumerate(rollouts)}
+
+
+def config_for(model: Path, *, learners: int, budget: int, stage: int, dtype: str = "float32") -> Any:
+    return make_config(
+        model,
+        model={"dtype": dtype},
+        algo={"kl_coef": 0.1, "kl_estimator": "k3", "loss_aggregation": "sequence_mean", "entropy_coef": 0.01},
+        learner={
+            "max_tokens_per_microbatch": budget,
+            "zero_stage": stage,
+            "minibatches_per_epoch": 2,
+            "optimizer": {"lr": 0.0},
+        },
+        cluster={"device": "cpu", "learners": learners},
+    )
+
+
+def collect_gradients(place: Place, model: Path, budgets: tuple[int, ...], stages: tuple[int, ...], dtype: str) -> Any:
+    """(stage, budget) -> gradients of the first minibatch by name, on this rank, through the real DeepSpeed engine."""
+    from rlhf.learner.checkpoint import OptimizerView
+    from rlhf.learner.worker import Learner
+
+    class Probe(Learner):
+        def _apply(self) -> tuple[float, bool]:
+            view = OptimizerView(self.engine)
+            self.seen = {name: view.gradient(param).float().clone() for name, param in self.names.items()}
+            return super()._apply()
+
+    found = {}
+    groups = make_groups(**GROUPS)
+    old, ref = random_rows(groups, 1), random_rows(groups, 2)
+    for stage in stages:
+        for budget in budgets:
+            config = config_for(model, learners=place.world_size, budget=budget, stage=stage, dtype=dtype)
+            learner = Probe(config, place)
+            learner.update(work_of_rank(config, groups, place.rank, old, ref)[:1])
+            found[stage, budget] = {name: grad.numpy() for name, grad in learner.seen.items()}
+    return found
+
+
+def plain_gradients(model: Path, dtype: torch.dtype = torch.float32) -> dict[str, np.ndarray]:
+    """The same minibatch by the papers' formulas on full logits, a sequence at a time, without any of our code."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_for(model, learners=1, budget=4096, stage=2)
+    groups = make_groups(**GROUPS)
+    old, ref = random_rows(groups, 1), random_rows(groups, 2)
+    rollouts = [sample.rollout for group in groups for sample in group.samples]
+    minibatches, advantages = plan_first_epoch(config, groups)
+    rows = [int(row) for packed in minibatches[0].microbatches[0] for row in packed.rows]
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    total = torch.zeros(())
+    for row in rows:
+        rollout = rollouts[row]
+        ids = torch.from_numpy(rollout.token_ids).long()
+        logits = net(input_ids=ids[None]).logits[0, :-1].float()
+        log_softmax = torch.log_softmax(logits, -1)
+        mask = torch.from_numpy(rollout.response_mask)[1:]
+        logprobs = log_softmax.gather(-1, ids[1:, None])[:, 0][mask]
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)[mask]
+        old_row, ref_row = (torch.from_numpy(x[row])[1:][mask] for x in (old, ref))
+        ratio = (logprobs - old_row).exp()
+        advantage = float(np.float32(advantages[row]))
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        d = logprobs - ref_row
+        per_token = -surrogate + 0.1 * ((-d).exp() - 1 + d) - 0.01 * entropy
+        total = total + per_token.mean() / len(rows)
+    total.backward()
+    return {name: p.grad.float().numpy() for name, p in net.named_parameters()}
+
+
+def relative_error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    assert found.keys() == expected.keys()
+    error = sum(float(((found[n] - expected[n]) ** 2).sum()) for n in expected) ** 0.5
+    return error / sum(float((g**2).sum()) for g in expected.values()) ** 0.5
+
+
+def test_the_gradient_is_the_plain_one_for_1_and_2_learners_3_budgets_and_every_zero_stage(
+    tiny_model_dir: Path,
+) -> None:
+    model = tiny_model_dir / "model"
+    expected = plain_gradients(model)
+    assert all(np.abs(g).max() > 0 for g in expected.values())
+    for learners in (1, 2):
+        for rank, found in enumerate(run_world(collect_gradients, learners, model, BUDGETS, STAGES, "float32")):
+            assert len(found) == len(BUDGETS) * len(STAGES)
+            for case, gradients in found.items():
+                assert relative_error(gradients, expected) < 2e-5, (learners, rank, case)
+
+
+def test_with_two_learners_and_bf16_the_gradient_of_the_head_is_the_plain_one(tiny_model_dir: Path) -> None:
+    model = tiny_model_dir / "model"
+    head = "model.embed_tokens.weight"  # tied
+    expected = plain_gradients(model, torch.bfloat16)[head]
+    exact = plain_gradients(model)[head]
+    noise = np.linalg.norm(expected - exact) / np.linalg.norm(exact)  # what bf16 itself costs
+    for found in run_world(collect_gradients, 2, model, (300,), (1, 2, 3), "bfloat16"):
+        for case, gradients in found.items():
+            assert np.linalg.norm(gradients[head] - exact) / np.linalg.norm(exact) < 1.5 * noise + 1e-3, case

@@ -1,0 +1,281 @@
+"""--plan: the run's arithmetic, where everything goes, and what is likely wrong; in a second, without heavy imports."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf.config.load import load_config
+from rlhf.config.run import GRPOConfig
+from rlhf.plan import check_resources
+from rlhf.plan.layout import draw, place
+from rlhf.plan.report import plan_text
+
+ROOT = Path(__file__).parent.parent
+LLAMA31_8B = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+BASE: dict[str, Any] = {
+    "run": {"dir": "x", "steps": 100},
+    "model": {"path": "no/model"},
+    "data": {"train": "x.jsonl", "max_prompt_tokens": 1000},
+    "rollout": {"prompts_per_step": 32, "samples_per_prompt": 8, "max_response_tokens": 1000},
+    "learner": {
+        "minibatches_per_epoch": 2,
+        "epochs_per_step": 2,
+        "max_tokens_per_microbatch": 4500,
+        "optimizer": {"lr": 1e-5},
+        "schedule": {"name": "cosine", "warmup_steps": 100},
+    },
+    "cluster": {"learners": 4, "engines": 2, "tensor_parallel": 2},
+}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    file = tmp_path / "base.yaml"
+    file.write_text(yaml.safe_dump(BASE))
+
+    def build(*overrides: str) -> GRPOConfig:
+        return load_config(GRPOConfig, [str(file)], overrides)
+
+    return build
+
+
+def line_of(text: str, label: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.strip().startswith(label)]
+    return line.strip().removeprefix(label).strip()
+
+
+# --- arithmetic ---
+
+
+def test_batches_are_spelled_out(make: Any) -> None:
+    text = plan_text(make())
+    assert line_of(text, "rollouts a step") == "32 prompts x 8 = 256"
+    assert line_of(text, "rollouts in all") == "100 steps x 256 = 25,600"
+    assert line_of(text, "minibatch ").startswith("256 / 2 = 128 rollouts")
+    assert line_of(text, "optimizer steps") == "100 steps x 2 epochs x 2 minibatches = 400"
+    assert line_of(text, "longest sequence") == "1,000 prompt + 1,000 response = 2,000 tokens"
+    assert line_of(text, "tokens a step, at most") == "256 x 2,000 = 512,000, of them sampled 256,000"
+    # 4,500 tokens hold two sequences of 2,000: 128 sequences are 64 microbatches, 16 for each of 4 learners
+    assert line_of(text, "microbatches, at most") == "64 of 4,500 tokens a minibatch, 16 a learner"
+
+
+def test_learning_rates_are_those_of_the_first_the_middle_and_the_last_optimizer_step(make: Any) -> None:
+    text = plan_text(make())
+    assert line_of(text, "first optimizer step") == "1e-07  (step 1)"  # 1e-5 / 100
+    # step 200 is a third of the way from 100 to 400: (1 + cos(pi / 3)) / 2 = 0.75
+    assert line_of(text, "middle optimizer step") == "7.5e-06  (step 200)"
+    assert line_of(text, "last optimizer step") == "0  (step 400)"
+
+
+def test_passes_before_the_update_are_named(make: Any) -> None:
+    one_update = ["learner.minibatches_per_epoch=1", "learner.epochs_per_step=1", "learner.schedule.warmup_steps=0"]
+    assert line_of(plan_text(make(*one_update)), "passes before the update") == "none"
+    assert line_of(plan_text(make("algo.kl_coef=0.1")), "passes before the update").endswith("old and ref policy")
+
+
+# --- placement ---
+
+
+def test_learners_come_first_and_engines_fill_the_rest_of_the_node(make: Any) -> None:
+    assert place(make().cluster) == [
+        ["learner 0", "learner 1", "learner 2", "learner 3", "engine 0", "engine 0", "engine 1", "engine 1"]
+    ]
+
+
+def test_an_engine_never_lies_across_two_nodes(make: Any) -> None:
+    nodes = place(make("cluster.learners=6", "cluster.engines=1", "cluster.tensor_parallel=4").cluster)
+    assert nodes == [[f"learner {rank}" for rank in range(6)] + ["-"] * 2, ["engine 0"] * 4 + ["-"] * 4]
+
+
+def test_16_nodes_hold_64_learners_and_8_engines_of_8(make: Any) -> None:
+    nodes = place(make("cluster.learners=64", "cluster.engines=8", "cluster.tensor_parallel=8").cluster)
+    assert len(nodes) == 16
+    assert nodes[7] == [f"learner {rank}" for rank in range(56, 64)]
+    assert [set(node) for node in nodes[8:]] == [{f"engine {engine}"} for engine in range(8)]
+
+
+def test_colocated_engines_share_the_gpus_of_the_learners(make: Any) -> None:
+    config = make("cluster.placement=colocated")
+    assert place(config.cluster) == [["L0 + E0", "L1 + E0", "L2 + E1", "L3 + E1", "-", "-", "-", "-"]]
+    assert "GPUs                        4 on 1 node of 8" in plan_text(config)
+
+
+def test_a_node_may_have_another_number_of_gpus(make: Any) -> None:
+    assert [len(node) for node in place(make("cluster.gpus_per_node=4").cluster)] == [4, 4]
+    wide = draw(place(make("cluster.gpus_per_node=16", "cluster.learners=12").cluster))
+    assert len(wide) == 4  # two rows of eight, a header above each
+
+
+# --- memory, and what is wrong ---
+
+
+def test_a_model_that_is_not_at_hand_costs_one_sentence_that_says_what_to_do(make: Any) -> None:
+    text = " ".join(plan_text(make()).split())
+    assert "no estimate: config.json of model.path=no/model is not in the hub cache of this machine." in text
+    assert "Fetch it with `hf download no/model config.json`" in text
+
+
+def test_an_unknown_architecture_costs_one_sentence(make: Any) -> None:
+    text = " ".join(plan_text(make(), model={"model_type": "mamba"}).split())
+    assert "no estimate: model_type='mamba' is not one whose parameters the plan can count" in text
+
+
+def test_the_model_is_read_from_its_folder_and_from_the_hub_cache(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(LLAMA31_8B))
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for path in (str(snapshot), "some/model"):
+        assert line_of(plan_text(make(f"model.path={path}")), "model ") == "llama, 8,030,261,248 parameters"
+
+
+def warnings_of(config: GRPOConfig, **changed: Any) -> str:
+    text = plan_text(config, model={**LLAMA31_8B, **changed})
+    return " ".join(text.partition("\nWarnings\n")[2].split())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            ["rollout.prompts_per_step=1", "learner.minibatches_per_epoch=4"],
+            ["cluster.learners=4: a minibatch has 2 rollouts", "2 learners are idle"],
+        ),
+        (
+            ["cluster.engines=40", "cluster.tensor_parallel=1"],
+            ["cluster.engines=40: a step has rollout.prompts_per_step=32 groups", "8 engines are idle"],
+        ),
+        (["cluster.tensor_parallel=16"], ["cluster.tensor_parallel=16: an engine does not fit", "gpus_per_node=8"]),
+        (["cluster.tensor_parallel=3"], ["cluster.tensor_parallel=3 does not divide the model's 32 attention heads"]),
+        (["learner.minibatches_per_epoch=3"], ["256 rollouts a step do not divide by learner.minibatches_per_epoch=3"]),
+        (
+            ["cluster.gpu_memory_gib=24"],
+            ["memory: a learner needs about", "model.gradient_checkpointing=true", "learner.zero_stage=3"],
+        ),
+        (
+            # 0.9 x 12 GiB - 7.5 GiB of weights - 3 GiB = 0.32 GiB = 5,250 tokens of 64 KiB
+            ["cluster.gpu_memory_gib=12", "rollout.gpu_memory_utilization=0.9"],
+            ["less than one group at full length (rollout.samples_per_prompt=8 x 2,000 = 16,000)", "preempted"],
+        ),
+        (["cluster.gpu_memory_gib=12"], ["not even one sequence of 2,000", "Raise rollout.gpu_memory_utilization"]),
+        (
+            ["cluster.placement=colocated", "model.gradient_checkpointing=true"],
+            ["on a shared GPU the engine's rollout.gpu_memory_utilization=0.85 x 79 GiB", "Lower it to 0.5"],
+        ),
+    ],
+)
+def test_what_is_likely_wrong_is_said_with_its_keys(make: Any, overrides: list[str], parts: list[str]) -> None:
+    found = warnings_of(make(*overrides))
+    for part in parts:
+        assert part in found
+
+
+def test_a_context_that_is_too_short_is_said(make: Any) -> None:
+    found = warnings_of(make("model.gradient_checkpointing=true"), max_position_embeddings=1024)
+    assert "data.max_prompt_tokens + rollout.max_response_tokens = 2000 tokens, but the context" in found
+
+
+def test_a_run_that_fits_has_no_warnings(make: Any) -> None:
+    assert warnings_of(make("model.gradient_checkpointing=true")) == ""
+
+
+# --- resources ---
+
+
+def test_fewer_gpus_than_asked_for_are_refused_with_both_numbers(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"2 engines x 2 and 4 learners ask for 8 GPUs, but there are 6\."):
+        check_resources(make(), {"CPU": 64.0, "GPU": 6.0})
+
+
+def test_fewer_cores_than_reserved_are_refused_with_both_numbers(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"reserve 3 CPUs .* but there are 2\."):
+        check_resources(make(), {"CPU": 2.0, "GPU": 8.0})
+
+
+def test_what_is_there_is_enough(make: Any) -> None:
+    check_resources(make(), {"CPU": 3.0, "GPU": 8.0})
+    check_resources(make("cluster.placement=colocated"), {"CPU": 3.0, "GPU": 4.0})
+    check_resources(make("cluster.device=cpu"), {"CPU": 3.0})
+
+
+# --- the program ---
+
+OWN_CONFIGS = [
+    ["math.yaml"],
+    ["tulu3_8b_math.yaml"],
+    ["math.yaml", "cpu.yaml"],
+    ["tulu3_8b_math.yaml", "cpu.yaml"],
+    ["quickstart.yaml"],
+    ["quickstart.yaml", "cpu.yaml"],
+]
+HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "datasets", "numpy")
+
+
+def flags_of(files: list[str]) -> list[str]:
+    return [part for file in files for part in ("--config", str(ROOT / "configs" / file))]
+
+
+@pytest.mark.parametrize("files", OWN_CONFIGS, ids=" ".join)
+def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: list[str]) -> None:
+    code = (
+        "import sys; from rlhf.grpo import main; main(sys.argv[1:]);"
+        f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code, *flags_of(files), "--plan", "run.dir=x"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert output.splitlines()[-1] == "heavy: []"
+    assert re.search(r"^  optimizer steps +[\d,]+ steps", output, re.MULTILINE)
+    plan = output[output.index("\nBatches\n") :]
+    assert max(map(len, plan.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("files", OWN_CONFIGS[:3], ids=" ".join)
+def test_a_plan_takes_less_than_a_second(files: list[str]) -> None:
+    assert cpu_seconds([sys.executable, "-m", "rlhf.grpo", *flags_of(files), "--plan"]) < 1.0
+
+
+def cpu_seconds(command: list[str]) -> float:
+    """Of a core, by a process that waits for nothing; by the clock it is more on a machine that is busy."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m rlhf.grpo --config configs/math.yaml --plan | head -1; exit ${{PIPESTATUS[0]}}"
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_the_published_experiment_adds_up() -> None:
+    config = load_config(GRPOConfig, [str(ROOT / "configs/tulu3_8b_math.yaml")])
+    assert config.rollout.prompts_per_step == 8 * 6
+    assert config.rollouts_per_step == 48 * 16 == 768
+    assert config.rollouts_per_step // config.learner.minibatches_per_epoch == 384
+    assert config.run.steps == 1_000_000 // 768 == 1302
+    assert config.total_updates == 2604
+    gpus = config.cluster.learners + config.cluster.engines * config.cluster.tensor_parallel
+    assert gpus == 6 + 2

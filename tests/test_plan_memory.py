@@ -1,0 +1,289 @@
+"""Parameter counts against transformers' own models, and the memory of a GPU by hand calculation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf.config.load import load_config
+from rlhf.config.run import GRPOConfig
+from rlhf.plan.memory import (
+    GIB,
+    HEAD_TILE,
+    Part,
+    engine_memory,
+    layer_activation_bytes,
+    learner_memory,
+    learner_state,
+    learner_work,
+)
+from rlhf.plan.model import model_shape
+
+QWEN25_1B5 = {
+    "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
+    "num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+LLAMA31_8B = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA31_70B = {
+    "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3_8B = {
+    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 259, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+# --- parameters ---
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen2", **SMALL},
+        {"model_type": "qwen2", **SMALL, "tie_word_embeddings": True},
+        {"model_type": "qwen3", **SMALL, "head_dim": 32},
+        {"model_type": "qwen3", **SMALL},
+        {"model_type": "qwen3", **SMALL, "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
+        {"model_type": "llama", **SMALL},
+        {"model_type": "llama", **SMALL, "attention_bias": True, "mlp_bias": True},
+        {"model_type": "llama", **{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}},
+        {"model_type": "mistral", **SMALL, "head_dim": 8},
+        {"model_type": "mistral", **SMALL, "head_dim": None},
+        {"model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"model_type": "qwen3_moe", **SMALL, "head_dim": 16, **QWEN3_MOE},
+        {"model_type": "qwen3_moe", **SMALL, "head_dim": 16, **QWEN3_MOE, "mlp_only_layers": [1]},
+        {"model_type": "qwen3_moe", **SMALL, "head_dim": 16, **QWEN3_MOE, "decoder_sparse_step": 2},
+        QWEN25_1B5,
+        LLAMA31_8B,
+        LLAMA31_70B,
+        QWEN3_8B,
+    ],
+    ids=lambda config: f"{config['model_type']}-{config['hidden_size']}",
+)
+def test_the_count_is_that_of_the_model_that_transformers_builds(config: dict[str, Any]) -> None:
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {name: value for name, value in config.items() if name != "model_type"}
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **sizes))
+    model.tie_weights()
+    assert model_shape(config).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_the_parameters_of_llama_8b_by_hand() -> None:
+    embedding_and_head = 2 * 128_256 * 4096
+    attention = 2 * 4096 * 4096 + 2 * 4096 * 1024  # q and o; k and v of 8 heads of 128
+    mlp = 3 * 4096 * 14_336
+    norms = 2 * 4096
+    by_hand = embedding_and_head + 32 * (attention + mlp + norms) + 4096
+    assert model_shape(LLAMA31_8B).parameters == by_hand == 8_030_261_248
+
+
+def test_the_parameters_of_llama_70b_by_hand() -> None:
+    embedding_and_head = 2 * 128_256 * 8192
+    layer = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28_672 + 2 * 8192
+    assert model_shape(LLAMA31_70B).parameters == embedding_and_head + 80 * layer + 8192 == 70_553_706_496
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mamba", **SMALL}, "model_type='mamba' is not one whose parameters the plan can count"),
+        ({}, "model_type=None"),
+        ({"model_type": "llama", "hidden_size": 64}, "config.json has no num_attention_heads"),
+        ({"model_type": "mixtral", **SMALL}, "config.json has no num_local_experts"),
+    ],
+)
+def test_a_model_that_cannot_be_counted_says_why(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        model_shape(config)
+    assert message in str(caught.value)
+
+
+# --- memory ---
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    """A config like the 8B example's: 2,048 + 2,048 tokens, budget 8,192, reference, ZeRO 2, checkpointing."""
+    base = {
+        "run": {"dir": "x", "steps": 1},
+        "model": {"path": "x", "gradient_checkpointing": True},
+        "data": {"train": "x.jsonl", "max_prompt_tokens": 2048},
+        "rollout": {"prompts_per_step": 48, "samples_per_prompt": 16, "max_response_tokens": 2048},
+        "algo": {"kl_coef": 0.03},
+        "learner": {"max_tokens_per_microbatch": 8192},
+        "cluster": {"engines": 1, "tensor_parallel": 2, "learners": 6, "gpu_memory_gib": 80.0},
+    }
+    file = tmp_path / "base.yaml"
+    file.write_text(yaml.safe_dump(base))
+
+    def build(*overrides: str) -> GRPOConfig:
+        return load_config(GRPOConfig, [str(file)], overrides)
+
+    return build
+
+
+def sizes(parts: tuple[Part, ...]) -> dict[str, float]:
+    return {part.name: part.size for part in parts}
+
+
+P8 = 8_030_261_248
+P70 = 70_553_706_496
+
+
+def test_8b_on_6_learners_at_zero_2_keeps_whole_weights_and_a_sixth_of_the_rest(make: Any) -> None:
+    config, shape = make(), model_shape(LLAMA31_8B)
+    assert sizes(learner_state(shape, config)) == {
+        "weights, bfloat16": 2 * P8,  # 16.06 GB
+        "master weights, float32": 4 * P8 / 6,  # 5.35 GB
+        "Adam's two moments, float32": 8 * P8 / 6,  # 10.71 GB
+        "reference, bfloat16": 2 * P8,  # 16.06 GB
+    }
+    work = sizes(learner_work(shape, config))
+    assert work["gradients, float32"] == 4 * P8 / 6  # 5.35 GB
+    assert work["gradients, added and reduced"] == 4 * P8 / 6 + 2 * 500_000_000
+    assert sum(sizes(learner_memory(shape, config)).values()) / GIB == pytest.approx(63, abs=1)
+
+
+def test_70b_on_64_learners_at_zero_3_divides_everything(make: Any) -> None:
+    config = make("learner.zero_stage=3", "cluster.learners=64", "cluster.engines=8", "cluster.tensor_parallel=8")
+    shape = model_shape(LLAMA31_70B)
+    assert sizes(learner_state(shape, config)) == {
+        "weights, bfloat16": 2 * P70 / 64,  # 2.20 GB
+        "master weights, float32": 4 * P70 / 64,  # 4.41 GB
+        "Adam's two moments, float32": 8 * P70 / 64,  # 8.82 GB
+        "reference, bfloat16": 2 * P70 / 64,  # 2.20 GB
+    }
+    work = sizes(learner_work(shape, config))
+    assert work["gradients, float32"] == 4 * P70 / 64  # 4.41 GB
+    assert work["gathered weights"] == 2 * 10**9
+    # 8,192 tokens x (80 inputs of 2 x 8,192 bytes + one layer: 2 x 6 x 8,192 + 2 x 2 x 8,192
+    # + 2 (2 x 8,192 + 2 x 1,024) + 8 x 28,672)
+    assert layer_activation_bytes(shape, b=2) == 98_304 + 32_768 + 36_864 + 229_376
+    assert work["activations, checkpointed"] == 8192 * (80 * 16_384 + 397_312)
+    engine = engine_memory(shape, config)
+    assert sizes(engine.parts)["weights, bfloat16"] == 2 * P70 / 8  # 17.6 GB
+    assert engine.kv_bytes_per_token == 2 * 80 * 1 * 128 * 2  # keys and values, one of the 8 heads on each GPU
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [(1, 2, 4, 12 / 6), (2, 2, 4 / 6, 12 / 6), (3, 2 / 6, 4 / 6, 12 / 6)],
+)
+def test_zero_stages_divide_optimizer_then_gradients_then_weights(
+    make: Any, stage: int, weights: float, gradients: float, optimizer: float
+) -> None:
+    found = sizes(learner_memory(model_shape(LLAMA31_8B), make(f"learner.zero_stage={stage}")))
+    assert found["weights, bfloat16"] == pytest.approx(weights * P8)
+    assert found["gradients, float32"] == pytest.approx(gradients * P8)
+    moments = found["master weights, float32"] + found["Adam's two moments, float32"]
+    assert moments == pytest.approx(optimizer * P8)
+
+
+def test_without_zero_every_learner_holds_everything(make: Any) -> None:
+    config = make("learner.zero_stage=0", "model.dtype=float32", "cluster.device=cpu")
+    found = sizes(learner_memory(model_shape(LLAMA31_8B), config))
+    assert found["Adam's two moments, float32"] == 8 * P8
+    assert "master weights, float32" not in found  # the weights are the master weights
+
+
+def test_no_reference_is_counted_where_none_is_loaded(make: Any) -> None:
+    shape = model_shape(LLAMA31_8B)
+    assert "reference, bfloat16" not in sizes(learner_state(shape, make("algo.kl_coef=0")))
+    assert "reference, bfloat16" in sizes(learner_state(shape, make("algo.kl_coef=0", "algo.log_kl=true")))
+
+
+def test_an_offloaded_optimizer_takes_no_gpu_memory(make: Any) -> None:
+    found = sizes(learner_memory(model_shape(LLAMA31_8B), make("learner.offload_optimizer=true")))
+    assert found["optimizer"] == 0
+    assert "master weights, float32" not in found
+
+
+def test_without_checkpointing_every_layer_keeps_its_activations(make: Any) -> None:
+    shape = model_shape(LLAMA31_8B)
+    # 2 x 6 x 4,096 + 2 x 2 x 4,096 + 2 (2 x 4,096 + 2 x 1,024) + 8 x 14,336 = 200,704 bytes = 196 KiB
+    assert layer_activation_bytes(shape, b=2) == 200_704
+    checkpointed = sizes(learner_work(shape, make()))["activations, checkpointed"]
+    plain = sizes(learner_work(shape, make("model.gradient_checkpointing=false")))["activations"]
+    assert checkpointed == 8192 * (32 * 2 * 4096 + 200_704)
+    assert plain == 8192 * 32 * 200_704
+
+
+def test_the_kv_cache_of_8b_at_tensor_parallel_2_by_hand(make: Any) -> None:
+    engine = engine_memory(model_shape(LLAMA31_8B), make("rollout.gpu_memory_utilization=0.9"))
+    assert engine.kv_bytes_per_token == 2 * 32 * 4 * 128 * 2 == 65_536  # k and v, layers, heads of this GPU, d, bytes
+    room = 0.9 * 80 * GIB - 2 * P8 / 2 - 3 * GIB  # 61.5 GiB
+    assert engine.kv_tokens == int(room // 65_536)
+    assert sizes(engine.parts)["KV cache"] == pytest.approx(room)
+
+
+def test_fewer_kv_heads_than_gpus_are_held_by_each_of_them(make: Any) -> None:
+    shape = model_shape(QWEN25_1B5)  # 2 heads
+    of_two = engine_memory(shape, make("cluster.tensor_parallel=2"))
+    of_four = engine_memory(shape, make("cluster.tensor_parallel=4"))
+    assert of_two.kv_bytes_per_token == of_four.kv_bytes_per_token == 2 * 28 * 1 * 128 * 2
+
+
+def test_on_cpu_the_kv_cache_is_what_the_config_says(make: Any) -> None:
+    config = make("cluster.device=cpu", "rollout.kv_cache_gib=2", "model.dtype=float32", "cluster.tensor_parallel=1")
+    engine = engine_memory(model_shape(QWEN25_1B5), config)
+    assert engine.kv_tokens == 2 * GIB // (2 * 28 * 2 * 128 * 4)
+
+
+def test_tiles_of_logits_are_those_of_the_log_prob_kernel() -> None:
+    from types import SimpleNamespace
+
+    from rlhf.algo.logprobs import _default_tiles
+
+    for device, tile in HEAD_TILE.items():
+        weight: Any = SimpleNamespace(is_cuda=device == "cuda")
+        assert tuple(_default_tiles(weight, None, None)) == tile
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(("dtype", "b"), [("bfloat16", 2), ("float32", 4)])
+def test_the_activations_of_a_layer_are_what_autograd_saves_for_it(kind: str, dtype: str, b: int) -> None:
+    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 704, "head_dim": 64}
+    if kind == "qwen3_moe":
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    tokens = 128
+    two_layers = saved_bytes(kind, {**sizes, "num_hidden_layers": 3}, dtype, tokens)
+    two_layers -= saved_bytes(kind, {**sizes, "num_hidden_layers": 1}, dtype, tokens)
+    estimate = layer_activation_bytes(model_shape({"model_type": kind, **sizes}), b=b)
+    assert estimate == pytest.approx(two_layers / 2 / tokens, rel=0.03)
+
+
+def saved_bytes(kind: str, sizes: dict[str, Any], dtype: str, tokens: int) -> int:
+    """Memory that autograd keeps in a forward pass over one sequence, parameters not counted."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in parameters:
+            kept[pointer] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

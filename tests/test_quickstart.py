@@ -1,0 +1,209 @@
+"""The quickstart's tokenizer, problems, careless pupil, files and warm-up."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from rlhf import quickstart
+from rlhf.quickstart import Problem
+
+TINY = {"hidden_size": 32, "num_layers": 1, "num_heads": 1}
+
+GSM8K_ROW = (
+    "Natalia\u2019s friends sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether: $1,000.50 \u2014 50%\t\n\n#### 72"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("quickstart") / "made"
+    quickstart.write_quickstart(output, seed=3, warmup_steps=0, train_rows=300, test_rows=100, model_options=TINY)
+    return output
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GSM8K_ROW,
+        "\U0001f469\u200d\U0001f680 na\u00efve \u6570\u5b66 \u0000\u0007 \ufffd",
+        "  two spaces , don't  join .\r\n\\frac{1}{2} \\boxed{12}",
+        "",
+    ],
+)
+def test_any_text_comes_back_from_the_tokenizer_unchanged(text: str) -> None:
+    tokenizer = quickstart.make_tokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_decomposed_letters_come_back_composed_as_in_every_qwen_tokenizer() -> None:
+    tokenizer = quickstart.make_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("e\u0301")) == unicodedata.normalize("NFC", "e\u0301") == "\u00e9"
+
+
+def test_a_box_is_one_token_that_survives_skipping_the_special_ones() -> None:
+    tokenizer = quickstart.make_tokenizer()
+    token_ids = tokenizer.encode("\\boxed{7}<|end|>")
+    assert len(token_ids) == 4
+    assert tokenizer.decode(token_ids, skip_special_tokens=True) == "\\boxed{7}"
+
+
+def test_chat_template_names_the_roles_and_opens_the_assistants_turn() -> None:
+    tokenizer = quickstart.make_tokenizer()
+    messages = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "What is 1 + 2?"},
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "Sure?"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|system|>Add.<|end|><|user|>What is 1 + 2?<|end|><|assistant|>3<|end|><|user|>Sure?<|end|><|assistant|>"
+    )
+
+
+def test_saved_folder_loads_with_the_auto_classes_and_agrees_with_what_was_made(folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    made = quickstart.make_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert tokenizer.get_vocab() == made.get_vocab()
+    assert tokenizer.encode(GSM8K_ROW) == made.encode(GSM8K_ROW)
+    assert tokenizer.chat_template == made.chat_template
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.max_position_embeddings >= 2048
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id]
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+    same = quickstart.make_model(**TINY, seed=3)
+    assert all(
+        torch.equal(loaded, kept)
+        for loaded, kept in zip(model.state_dict().values(), same.state_dict().values(), strict=True)
+    )
+
+
+def test_untied_model_is_saved_with_its_own_head(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = quickstart.make_model(**TINY, tie_embeddings=False)
+    quickstart.save_model(model, quickstart.make_tokenizer(), tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert not torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
+
+
+def test_careful_work_shows_every_column_sum_and_boxes_the_answer() -> None:
+    assert Problem(347, 285).worked() == "12 13 06 \\boxed{632}"
+    assert Problem(999, 999).worked() == "18 19 19 \\boxed{1998}"
+    assert Problem(100, 200).worked() == "00 00 03 \\boxed{300}"
+
+
+def test_careful_work_always_boxes_the_answer_of_the_file() -> None:
+    for problem in quickstart.make_problems(500, seed=1):
+        assert problem.worked().endswith(f" \\boxed{{{problem.answer}}}")
+        assert problem.answer == str(problem.left + problem.right)
+
+
+def test_careless_pupil_is_right_for_about_a_third_and_mostly_forgets_to_carry() -> None:
+    rng = random.Random(0)
+    problems = quickstart.make_problems(4000, seed=2)
+    right = sum(problem.worked(rng) == problem.worked() for problem in problems)
+    assert 0.27 < right / len(problems) < 0.35
+    one_carry = Problem(115, 125)
+    answers = [one_carry.worked(rng) for _ in range(1000)]
+    assert max(set(answers), key=answers.count) == "10 03 02 \\boxed{230}"
+
+
+def test_train_and_test_share_no_sum_in_either_order(folder: Path) -> None:
+    def sums(rows: list[dict[str, str]]) -> set[frozenset[str]]:
+        return {frozenset(row["question"].removeprefix("What is ").rstrip("?").split(" + ")) for row in rows}
+
+    train, test = read_rows(folder / "train.jsonl"), read_rows(folder / "test.jsonl")
+    assert (len(train), len(test)) == (300, 100)
+    assert len(sums(train)) == 300
+    assert len(sums(test)) == 100
+    assert not sums(train) & sums(test)
+
+
+def test_rows_hold_the_question_and_its_right_answer(folder: Path) -> None:
+    for row in read_rows(folder / "test.jsonl"):
+        left, right = row["question"].removeprefix("What is ").rstrip("?").split(" + ")
+        assert row["answer"] == str(int(left) + int(right))
+
+
+def test_same_seed_makes_the_same_files_and_another_seed_others(tmp_path: Path) -> None:
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        quickstart.write_quickstart(
+            tmp_path / name, seed=seed, warmup_steps=2, train_rows=50, test_rows=10, model_options=TINY
+        )
+    for file in ("train.jsonl", "test.jsonl", "model/model.safetensors"):
+        first, again, other = ((tmp_path / name / file).read_bytes() for name in ("a", "b", "c"))
+        assert first == again
+        assert first != other
+
+
+def test_warm_up_lowers_the_loss() -> None:
+    losses = quickstart.warm_up(
+        quickstart.make_model(hidden_size=64, num_layers=1, num_heads=2),
+        quickstart.make_tokenizer(),
+        quickstart.make_problems(500, seed=0),
+        steps=25,
+        seed=0,
+    )
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_labels_cover_the_response_and_its_end_token_only() -> None:
+    tokenizer = quickstart.make_tokenizer()
+    problems = quickstart.make_problems(20, seed=0)
+    token_ids, labels = next(quickstart.demonstration_batches(tokenizer, problems, batch_size=8, seed=0))
+    for row_ids, row_labels in zip(token_ids, labels, strict=True):
+        trained = row_labels != quickstart.LOSS_IGNORE_ID
+        assert (row_ids[trained] == row_labels[trained]).all()
+        prompt, response = tokenizer.decode(row_ids).split("<|assistant|>")
+        assert prompt.startswith("<|user|>What is ")
+        assert tokenizer.decode(row_labels[trained]) == response.replace("<|pad|>", "")
+        assert int(row_labels[trained][-1]) == tokenizer.eos_token_id
+
+
+def test_a_folder_that_holds_files_is_refused_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.txt").write_text("keep")
+    assert quickstart.main(["--output", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert f"--output={tmp_path}" in message
+    assert "new folder" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("count", [0, 10**6])
+def test_a_count_of_problems_out_of_range_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"count={count}: there are 405450 different problems"):
+        quickstart.make_problems(count, seed=0)
+
+
+def test_negative_warm_up_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="warmup_steps=-1"):
+        quickstart.write_quickstart(tmp_path / "out", warmup_steps=-1)
+
+
+def test_help_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys\nfrom rlhf import quickstart\n"
+        "try:\n    quickstart.main(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert not {'torch', 'transformers', 'ray', 'vllm', 'deepspeed'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

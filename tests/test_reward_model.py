@@ -1,0 +1,154 @@
+"""Learned rewards: pairs, their loss, normalization, batches of a client, and an endpoint that fails at first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf.config.reward_model import RewardModelConfig
+from rlhf.learner.reward_scorer import recorded_normalization
+from rlhf.learner.reward_trainer import pair_loss, pair_metrics
+from rlhf.reward_client import PART, RewardModelClient, endpoint_scorer
+from rlhf.reward_model import conversation, read_pairs
+from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
+
+
+def group(name: str, rewards: tuple[float | None, ...]) -> RolloutGroup:
+    prompt = Prompt(name, 0, np.array([1]), ({"role": "user", "content": name},), "", "s")
+    samples = []
+    for sample, reward in enumerate(rewards):
+        rollout = Rollout(
+            name, 0, sample, np.array([1, 2]), np.array([False, True]), np.zeros(2, np.float32),
+            (VersionSpan(1, 2, 0),), "stop",
+        )  # fmt: skip
+        samples.append(ScoredRollout(rollout, f"answer {sample}", "", reward, {"math": reward}, "ok"))
+    return RolloutGroup(prompt, tuple(samples))
+
+
+# --- pairs ---
+
+
+def test_the_loss_of_a_pair_is_minus_the_log_of_the_probability_that_the_chosen_one_wins() -> None:
+    margins = torch.tensor([0.0, math.log(3.0), -math.log(3.0)])
+    torch.testing.assert_close(
+        pair_loss(margins), torch.tensor([math.log(2), math.log(4 / 3), math.log(4)]), rtol=1e-6, atol=0
+    )
+    found = {name: metric.value() for name, metric in pair_metrics("eval", margins).items()}
+    assert found == {"eval/accuracy": pytest.approx(1 / 3), "eval/margin": pytest.approx(0.0, abs=1e-7)}
+
+
+def test_a_pair_is_two_texts_after_a_prompt_or_two_whole_conversations() -> None:
+    user, reply = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    assert conversation({"prompt": "q", "chosen": "a"}, "chosen") == [user, reply]
+    assert conversation({"prompt": [user], "chosen": "a"}, "chosen") == [user, reply]
+    assert conversation({"chosen": [user, reply]}, "chosen") == [user, reply]
+
+
+@pytest.mark.parametrize("row", ['{"chosen": "a"}', '{"chosen": [], "prompt": "q"}', "not json"])
+def test_a_row_that_is_no_pair_is_named(tmp_path: Path, row: str) -> None:
+    from rlhf.quickstart import make_tokenizer
+
+    good = json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"})
+    (tmp_path / "pairs.jsonl").write_text(good + "\n" + row + "\n")
+    with pytest.raises(ValueError, match=r"pairs\.jsonl, line 2"):
+        read_pairs(str(tmp_path / "pairs.jsonl"), make_tokenizer(), key="data.train", max_tokens=64)
+
+
+def test_pairs_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
+    from rlhf.quickstart import make_tokenizer
+
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a" * 100, "rejected": "b"}]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs, too_long = read_pairs(str(tmp_path / "pairs.jsonl"), make_tokenizer(), key="data.train", max_tokens=64)
+    assert (len(pairs), too_long) == (1, 1)
+
+
+def test_the_normalization_recorded_beside_a_model_is_used(tmp_path: Path) -> None:
+    assert recorded_normalization(str(tmp_path)) == (0.0, 1.0)
+    (tmp_path / "reward_normalization.json").write_text('{"mean": 2.5, "std": 0.5}')
+    assert recorded_normalization(str(tmp_path)) == (2.5, 0.5)
+
+
+# --- the client ---
+
+
+def test_what_waits_while_the_model_is_busy_goes_into_one_batch_and_is_added_with_its_weight() -> None:
+    batches: list[int] = []
+
+    async def score(conversations: list[list[dict[str, str]]]) -> list[float | None]:
+        batches.append(len(conversations))
+        await asyncio.sleep(0)
+        return [float(c[-1]["content"].split()[1]) for c in conversations]
+
+    async def run() -> list[RolloutGroup]:
+        client = RewardModelClient([score], weight=0.5)
+        return await asyncio.gather(*(client.add_to(group(f"p{i}", (1.0, None))) for i in range(3)))
+
+    for graded in asyncio.run(run()):
+        assert [s.reward for s in graded.samples] == [1.0, None]  # answer 0 scores 0; the unscorable stays so
+        assert [s.reward_parts[PART] for s in graded.samples] == [0.0, 1.0]
+    assert batches == [2, 4]
+
+
+def test_a_response_that_the_model_cannot_hold_is_unscorable() -> None:
+    async def score(conversations: list[list[dict[str, str]]]) -> list[float | None]:
+        return [None, 2.0]
+
+    (first, second) = asyncio.run(RewardModelClient([score], weight=0.5).add_to(group("p", (1.0, 1.0)))).samples
+    assert (first.reward, second.reward) == (None, 2.0)
+
+
+# --- the endpoint ---
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    failures = 0
+    seen: list[Any] = []  # noqa: RUF012
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if Endpoint.failures:
+            Endpoint.failures -= 1
+            self.send_error(503)
+            return
+        Endpoint.seen.append(body)
+        reply = json.dumps({"scores": [len(c[-1]["content"]) for c in body["conversations"]]}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr("rlhf.reward_client.FIRST_WAIT_S", 0.01)
+    server = HTTPServer(("127.0.0.1", 0), Endpoint)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/score"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_request_that_fails_is_tried_again_and_scores_are_normalized(endpoint: str) -> None:
+    Endpoint.failures = 2
+    score = endpoint_scorer(RewardModelConfig(endpoint=endpoint, retries=2, mean=1.0, std=2.0))
+    assert asyncio.run(score([[{"role": "assistant", "content": "12345"}]])) == [2.0]
+
+
+def test_an_endpoint_that_stays_away_ends_with_its_address_and_reason(endpoint: str) -> None:
+    Endpoint.failures = 3
+    score = endpoint_scorer(RewardModelConfig(endpoint=endpoint, retries=2))
+    with pytest.raises(RuntimeError, match=r"reward_model\.endpoint=http.*3 tries failed.*503"):
+        asyncio.run(score([[{"role": "assistant", "content": "x"}]]))

@@ -1,0 +1,66 @@
+"""The reward section: both spellings, and what is refused with which message."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rlhf.config.reward import OPTIONS_OF_REWARD, RewardConfig
+from rlhf.rewards.named import REWARDS
+
+
+def load(value: Any) -> RewardConfig:
+    return RewardConfig.model_validate_json(json.dumps(value))
+
+
+def test_the_default_reward_is_strict_math() -> None:
+    (part,) = RewardConfig().parts
+    assert (part.name, part.weight, part.options) == ("math", 1.0, {})
+
+
+def test_a_list_and_a_mapping_mean_the_same() -> None:
+    parts = [{"name": "math", "mode": "lenient"}, {"name": "format", "weight": 0.1, "style": "think"}]
+    assert load(parts) == load({"parts": parts})
+
+
+def test_what_is_dumped_loads_to_the_same_config() -> None:
+    config = load({"parts": ["math", "a.b:c"], "by_source": {"gsm8k": [{"name": "gsm8k", "weight": 2}]}, "workers": 3})
+    assert load(config.model_dump(mode="json")) == config
+
+
+def test_sources_without_parts_of_their_own_use_the_common_ones() -> None:
+    config = load({"parts": ["math"], "by_source": {"gsm8k": ["gsm8k"]}})
+    assert [part.name for part in config.parts_of("gsm8k")] == ["gsm8k"]
+    assert [part.name for part in config.parts_of("other")] == ["math"]
+
+
+def test_every_reward_that_can_be_named_exists_and_the_reverse() -> None:
+    assert set(OPTIONS_OF_REWARD) == set(REWARDS)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([{"name": "maht"}], r"reward\[0\].name='maht': there is no such reward. Did you mean 'math'\?"),
+        (["math", {"name": "a.b"}], r"reward\[1\].name='a.b': there is no such reward"),
+        ([{"name": "a b:c"}], "not of the form package.module:function"),
+        (
+            [{"name": "math", "mod": "strict"}],
+            r"reward\[0\].mod='strict': math has no such option. Did you mean 'mode'\?",
+        ),
+        ([{"name": "math", "mode": "loose"}], r"reward\[0\].mode='loose': input should be 'strict' or 'lenient'"),
+        ([{"name": "format", "pattern": "("}], r"reward\[0\].pattern='\(': not a regular expression"),
+        ([{"name": "length", "max_tokens": 5, "min_tokens": 9}], r"reward\[0\].*above max_tokens"),
+        ([{"name": "math", "weight": "1"}], r"reward\[0\].weight='1': not a finite number"),
+        (["math", "math"], r"reward\[1\].name='math': named twice"),
+        ([], r"reward=\[\]: not a list of rewards"),
+        ({"part": ["math"]}, r"reward.part=.*there is no such key. Did you mean 'parts'\?"),
+        ({"by_source": {"x": ["maht"]}}, r"reward.by_source.x\[0\].name='maht'"),
+        ({"by_source": ["math"]}, "not a mapping"),
+    ],
+)
+def test_a_wrong_section_is_refused_with_key_value_reason_and_remedy(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(value)

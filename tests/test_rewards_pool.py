@@ -1,0 +1,192 @@
+"""The pool: what is killed, what survives, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf.rewards.pool import Pool
+
+FIXTURES = Path(__file__).parent / "fixtures"
+FUNCTION = "hostile_rewards:by_response"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    sys.path.insert(0, str(FIXTURES))
+    with Pool(
+        workers=2,
+        spares=1,
+        cpu_seconds=0.4,
+        wall_seconds=1.5,
+        memory_mb=200,
+        user_functions=[FUNCTION],
+        start_seconds=120,
+    ) as running:
+        yield running
+    sys.path.remove(str(FIXTURES))
+
+
+def job(response: str, name: str = FUNCTION, **more: object) -> dict[str, object]:
+    return {"name": name, "options": {}, "response": response, "answer": "5", "columns": {}, "metadata": {}, **more}
+
+
+def math_job(response: str, gold: str = "5") -> dict[str, object]:
+    return job(response, "math", answer=gold, options={"mode": "lenient"})
+
+
+def descendants() -> set[int]:
+    """Every process below this one, zombies not counted."""
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(entry)] = int(parent)
+    below, frontier = set(), {os.getpid()}
+    while frontier:
+        frontier = {pid for pid, parent in parents.items() if parent in frontier}
+        below |= frontier
+    return below
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
+
+
+def assert_next_answer_is_quick(pool: Pool) -> None:
+    """Within half a second, on a machine whose cores are not all taken by others."""
+    crowding = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    started = time.monotonic()
+    assert pool.submit(math_job(r"\boxed{5}")).result(timeout=30).value == 1.0
+    assert time.monotonic() - started < 0.5 * crowding
+
+
+def test_answers_come_back_for_the_jobs_they_belong_to(pool: Pool) -> None:
+    futures = [pool.submit(math_job(rf"\boxed{{{k}}}")) for k in range(200)]
+    grades = [future.result(timeout=30) for future in futures]
+    assert [grade.extracted for grade in grades] == [str(k) for k in range(200)]
+    assert [grade.value for grade in grades].count(1.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "status", "detail"),
+    [
+        ("raise", "failed", "KeyError"),
+        ("exit", "failed", "SystemExit"),
+        ("none", "unscorable", ""),
+        ("nan", "failed", "nan"),
+        ("text", "failed", "returned str"),
+        ("two", "failed", "returned 2 values"),
+        ("one", "ok", ""),
+        ("print", "ok", ""),
+    ],
+)
+def test_what_a_user_function_does_wrong_is_a_status_of_its_sample(
+    pool: Pool, response: str, status: str, detail: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    grade = pool.submit(job(response)).result(timeout=30)
+    assert grade.status == status
+    assert detail in grade.detail
+
+
+@pytest.mark.parametrize(
+    ("response", "status"),
+    [("spin", "timeout"), ("ignore", "timeout"), ("sleep", "timeout"), ("allocate", "died"), ("crash", "died")],
+)
+def test_a_worker_that_exceeds_a_limit_is_gone_and_the_next_answer_is_quick(
+    pool: Pool, response: str, status: str
+) -> None:
+    assert pool.wait_full(30) == pool.full_size
+    before = set(pool.worker_pids())
+    assert pool.submit(job(response)).result(timeout=30).status == status
+    assert_next_answer_is_quick(pool)
+    assert pool.wait_full(10) == pool.full_size
+    assert eventually(lambda: len(before & descendants()) == pool.full_size - 1)
+
+
+def test_what_a_killed_worker_forked_is_killed_however_detached(pool: Pool) -> None:
+    assert pool.wait_full(30) == pool.full_size
+    before = descendants()
+    assert pool.submit(job("fork")).result(timeout=30).status == "timeout"
+    assert_next_answer_is_quick(pool)
+    assert pool.wait_full(10) == pool.full_size
+    assert eventually(lambda: len(descendants()) == len(before))
+
+
+def test_jobs_behind_a_killed_one_are_graded_by_another_worker(pool: Pool) -> None:
+    futures = [pool.submit(job("spin" if k in (3, 40) else "fine")) for k in range(60)]
+    statuses = [future.result(timeout=30).status for future in futures]
+    assert [k for k, status in enumerate(statuses) if status != "ok"] == [3, 40]
+
+
+def test_a_response_that_hangs_among_quick_ones_is_the_only_one_to_pay(pool: Pool) -> None:
+    hard = r"\boxed{\int_0^\infty \frac{\sin(x^7 + x^5)}{x^3 + \ln(x+2)} \, dx}"
+    futures = [pool.submit(math_job(hard if k == 30 else r"\boxed{5}")) for k in range(100)]
+    statuses = [future.result(timeout=60).status for future in futures]
+    assert [k for k, status in enumerate(statuses) if status != "ok"] == [30]
+
+
+def test_a_comparison_is_paid_for_once(pool: Pool) -> None:
+    before = pool.comparisons_remembered
+    hard = math_job(r"\boxed{\int_0^1 x^3 \, dx}", r"\frac{1}{4}")
+    assert [pool.submit(hard).result(timeout=30).value for _ in range(3)] == [1.0, 1.0, 1.0]
+    assert pool.comparisons_remembered == before + 1
+
+
+@pytest.mark.stack
+def test_a_killed_keeper_is_started_again() -> None:
+    with Pool(workers=2) as pool:
+        worker = pool.worker_pids()[0]
+        keeper = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(keeper, signal.SIGKILL)
+        assert pool.submit(math_job(r"\boxed{5}")).result(timeout=60).value == 1.0
+        assert pool.wait_full(60) == pool.full_size
+
+
+def test_closing_leaves_no_process_and_answers_every_job() -> None:
+    before = descendants()
+    pool = Pool(workers=1, spares=0, user_functions=[])
+    waiting = [pool.submit(math_job(r"\boxed{\sum_{n=1}^\infty \frac{1}{n^2}}", "2")) for _ in range(5)]
+    pool.close()
+    assert descendants() == before
+    assert all(future.done() for future in waiting)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(math_job("5"))
+
+
+@pytest.mark.stack
+def test_a_driver_killed_by_sigkill_takes_every_process_along(tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(FIXTURES)!r})\n"
+        "from rlhf.rewards.pool import Pool\n"
+        f"pool = Pool(workers=2, cpu_seconds=60, wall_seconds=60, user_functions=[{FUNCTION!r}])\n"
+        f"pool.submit({job('fork')!r})\n"
+        "time.sleep(1)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    before = descendants()
+    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    assert driver.stdout.readline().strip() == "ready"
+    group = descendants() - before
+    assert len(group) >= 5
+    driver.kill()
+    driver.wait()
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in group))

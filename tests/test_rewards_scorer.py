@@ -1,0 +1,143 @@
+"""The scorer: parts, weights, sources, what is unscorable, and the failure budget."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf.config.reward import RewardConfig
+from rlhf.rewards.named import load_user_function
+from rlhf.rewards.scorer import Scorer
+from rlhf.types import Prompt
+
+FIXTURES = Path(__file__).parent / "fixtures"
+CONFIG = {
+    "parts": [
+        {"name": "math", "weight": 1.0},
+        {"name": "format", "weight": 0.5, "style": "boxed"},
+        {"name": "length", "weight": 0.25, "max_tokens": 100, "buffer_tokens": 50},
+    ],
+    "by_source": {
+        "gsm8k": ["gsm8k"],
+        "user": [{"name": "hostile_rewards:length", "scale": 2.0}, {"name": "hostile_rewards:sees", "weight": 10.0}],
+        "async": ["hostile_rewards:asynchronous"],
+        "bad": ["hostile_rewards:by_response"],
+    },
+    "workers": 2,
+    "failures_always_allowed": 2,
+    "failure_fraction": 0.1,
+    "wall_seconds": 1.0,
+}
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Scorer]:
+    sys.path.insert(0, str(FIXTURES))
+    with Scorer(RewardConfig.model_validate(CONFIG)) as running:
+        yield running
+    sys.path.remove(str(FIXTURES))
+
+
+def prompt(answer: str = "5", source: str = "math", **columns: Any) -> Prompt:
+    messages = ({"role": "user", "content": "?"},)
+    return Prompt("p", 0, np.zeros(3, np.int32), messages, answer, source, columns)
+
+
+def score(scorer: Scorer, p: Prompt, text: str, *, finish_reason: str = "stop", response_length: int = 10) -> Any:
+    return asyncio.run(scorer.score(p, text, finish_reason=finish_reason, response_length=response_length))
+
+
+def test_the_reward_is_the_weighted_sum_of_the_parts(scorer: Scorer) -> None:
+    result = score(scorer, prompt("5"), r"\boxed{5}", response_length=75)
+    assert result.parts == {"math": 1.0, "format": 1.0, "length": -0.5}
+    assert result.reward == 1.0 + 0.5 - 0.125
+    assert (result.status, result.extracted) == ("ok", "5")
+
+
+def test_a_response_without_an_answer_gets_no_credit_and_says_so(scorer: Scorer) -> None:
+    result = score(scorer, prompt("5"), "I think it is 5.")
+    assert result.parts["math"] == 0.0
+    assert (result.status, result.extracted) == ("no_answer", "")
+
+
+def test_a_row_without_a_gradable_answer_is_unscorable(scorer: Scorer) -> None:
+    result = score(scorer, prompt(""), r"\boxed{5}")
+    assert result.reward is None
+    assert result.parts["math"] is None
+    assert result.status == "bad_gold"
+
+
+def test_by_source_picks_other_parts(scorer: Scorer) -> None:
+    assert score(scorer, prompt("5", "gsm8k"), "2 + 3\n#### 5").parts == {"gsm8k": 1.0}
+
+
+def test_a_user_function_gets_the_response_the_columns_the_metadata_and_its_options(scorer: Scorer) -> None:
+    result = score(scorer, prompt("gold", "user", difficulty=np.int64(3)), "four")
+    assert result.parts == {"hostile_rewards:length": 8.0, "hostile_rewards:sees": 1.0}
+    assert result.reward == 18.0
+
+
+def test_a_user_function_may_be_asynchronous(scorer: Scorer) -> None:
+    assert score(scorer, prompt("5", "async"), "x").reward == 0.5
+
+
+def test_none_is_unscorable_and_no_failure(scorer: Scorer) -> None:
+    results = [score(scorer, prompt("5", "bad"), "none") for _ in range(5)]
+    assert [(result.reward, result.status) for result in results] == [(None, "unscorable")] * 5
+
+
+def test_many_responses_are_scored_at_once_and_each_gets_its_own(scorer: Scorer) -> None:
+    async def run() -> list[float | None]:
+        tasks = [
+            scorer.score(prompt(str(k % 7)), rf"\boxed{{{k}}}", finish_reason="stop", response_length=1)
+            for k in range(300)
+        ]
+        return [result.parts["math"] for result in await asyncio.gather(*tasks)]
+
+    assert asyncio.run(run()) == [float(k % 7 == k) for k in range(300)]
+
+
+def test_score_batch_gives_score_answer_and_status_in_order(scorer: Scorer) -> None:
+    graded = scorer.score_batch([r"\boxed{5}", "no", r"\boxed{6}"], ["5", "5", ""])
+    assert [(g.extracted, g.status) for g in graded] == [("5", "ok"), ("", "no_answer"), ("", "bad_gold")]
+
+
+def test_gold_answers_that_cannot_be_graded_are_named(scorer: Scorer) -> None:
+    rows = [("a", "5"), ("b", ""), ("c", r"\frac{1}{"), ("d", r"\text{east}"), ("e", "@@ ##")]
+    prompts = [Prompt(name, 0, np.zeros(1, np.int32), (), gold, "math") for name, gold in rows]
+    prompts.append(Prompt("f", 0, np.zeros(1, np.int32), (), "a lot", "gsm8k"))
+    bad = scorer.check_gold(prompts)
+    assert [row.row for row in bad] == ["b", "c", "e", "f"]
+    assert bad[-1].reason == "gsm8k: gold answer 'a lot' is not a number"
+
+
+def test_counters_tell_what_happened_by_part_and_status(scorer: Scorer) -> None:
+    before = scorer.counters["math/no_answer"]
+    score(scorer, prompt("5"), "nothing")
+    assert scorer.counters["math/no_answer"] == before + 1
+
+
+def test_failures_beyond_the_budget_stop_the_run_with_one_clear_error(scorer: Scorer) -> None:
+    bad = prompt("5", "bad")
+    for _ in range(2):
+        assert score(scorer, bad, "raise").status == "failed"
+    with pytest.raises(
+        RuntimeError, match=r"by_response.*3 of .* calls failed, last for p .*KeyError.*failure_fraction"
+    ):
+        score(scorer, bad, "raise")
+
+
+def test_a_user_function_that_cannot_be_loaded_is_one_error_at_the_start() -> None:
+    with pytest.raises(ValueError, match=r"no_such_module_anywhere:reward.*cannot be imported"):
+        Scorer(RewardConfig.model_validate({"parts": ["no_such_module_anywhere:reward"], "workers": 1}))
+
+
+def test_a_module_without_the_function_is_named_too() -> None:
+    with pytest.raises(ValueError, match="posixpath has no function reward"):
+        load_user_function("posixpath:reward")

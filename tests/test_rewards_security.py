@@ -1,0 +1,118 @@
+"""No response runs code: payloads that other graders have executed, under an audit hook, with a canary file."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.rewards.confine import RefusedError, confined
+
+TOUCH = "__import__('os').system('touch CANARY')"
+PAYLOADS = [
+    TOUCH,
+    f"[{TOUCH}]",
+    f"{{{TOUCH}}}",
+    f"({TOUCH}, 1)",
+    f"\\text{{{TOUCH}}}",
+    f"\\mathrm{{{TOUCH}}}",
+    f"\\operatorname{{{TOUCH}}}",
+    f"\\begin{{pmatrix}}{TOUCH}\\\\2\\end{{pmatrix}}",
+    f"\\frac{{{TOUCH}}}{{1}}",
+    f"\\int_0^1 {TOUCH} dx",
+    f"x_{{{TOUCH}}}",
+    "exec(\"open('CANARY','w').write('x')\")",
+    "eval(\"open('CANARY','w')\")",
+    "open('CANARY','w')",
+    "().__class__.__bases__[0].__subclasses__()",
+    "lambda: open('CANARY','w')",
+    "x.__class__.__init__.__globals__['__builtins__']['open']('CANARY','w')",
+    "{{7*7}}",
+    "$(touch CANARY)",
+    "`touch CANARY`",
+    "'; touch CANARY; '",
+    "f\"{open('CANARY','w')}\"",
+    "Symbol('x').__class__",
+    "sympify(\"open('CANARY','w')\")",
+]
+GOLDS = ["1", r"\begin{pmatrix}1\\2\end{pmatrix}", r"\int_0^1 x dx", r"\text{yes}"]
+
+PROGRAM = """
+import json, sys
+from rlhf.config.reward import MathOptions
+from rlhf.rewards.answers import symbolic
+from rlhf.rewards.answers.clean import clean
+from rlhf.rewards.math import math_reward, preload
+
+preload()
+events, watching = [], False
+
+def audit(event, arguments):
+    if not watching:
+        return
+    if event in ("exec", "compile"):
+        name = arguments[0].co_filename if event == "exec" else arguments[1]
+        if not str(name).startswith("/"):
+            events.append([event, str(name)])
+    elif event == "open" and any(c in str(arguments[1]) for c in "wax+"):
+        events.append([event, str(arguments[0])])
+    elif event.startswith(("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess", "socket", "ctypes")):
+        events.append([event, ""])
+
+sys.addaudithook(audit)
+payloads, golds = json.load(sys.stdin)
+right, watching = [], True
+for payload in payloads:
+    for gold in golds:
+        for form in ("\\\\boxed{%s}", "The answer is %s", "$%s$", "%s"):
+            grade = math_reward(form.replace("%s", payload), gold, MathOptions(mode="lenient"), lambda *_: None)
+            if grade.value:
+                right.append([payload, gold])
+        for pair in ((clean(payload), clean(gold)), (clean(gold), clean(payload))):
+            if symbolic.verify(*pair):
+                right.append(list(pair))
+watching = False
+print(json.dumps([events, right]))
+"""
+
+
+def test_no_payload_runs_code_or_passes_for_an_answer(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    payloads = [payload.replace("CANARY", str(canary)) for payload in PAYLOADS]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps([payloads, GOLDS]),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert json.loads(done.stdout) == [[], []]
+    assert not canary.exists()
+
+
+def test_what_is_confined_cannot_run_strings_write_start_or_connect(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("text")
+    forbidden = [
+        lambda: eval("1 + 1"),
+        lambda: exec("pass"),
+        lambda: open(file, "w"),  # noqa: SIM115
+        lambda: os.open(file, os.O_WRONLY),
+        lambda: os.system("true"),
+        lambda: os.remove(file),
+        lambda: os.fork(),
+        lambda: subprocess.run(["true"]),
+        lambda: socket.socket().connect(("127.0.0.1", 9)),
+    ]
+    for action in forbidden:
+        with confined(), pytest.raises(RefusedError):
+            action()
+    with confined():
+        assert file.read_text() == "text"
+    assert eval("1 + 1") == 2

@@ -1,0 +1,94 @@
+"""The program that grades a file: what it writes, what it prints, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf import score
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_row_comes_back_in_order_with_score_answer_and_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"id": "a", "response": r"\boxed{5}", "ground_truth": "5"},
+        {"id": "b", "response": "The answer is 6.", "ground_truth": "5"},
+        {"id": "c", "response": "I would have to think about this one for much longer.", "ground_truth": "5"},
+        {"id": "d", "response": r"\boxed{5}", "ground_truth": ""},
+        {"id": "e", "response": "so 5 in all", "ground_truth": "2 + 3 = 5\n#### 5"},
+        {"id": "f", "response": None, "ground_truth": 5},
+        {"id": "g", "response": "a \ud800 lone surrogate \\boxed{5}", "ground_truth": "5"},
+    ]
+    output = tmp_path / "out.jsonl"
+    assert score.main([str(write(tmp_path / "in.jsonl", rows)), "--output", str(output), "--workers", "1"]) == 0
+    graded = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(row["id"], row["score"], row["extracted"], row["status"]) for row in graded] == [
+        ("a", 1.0, "5", "ok"),
+        ("b", 0.0, "6", "ok"),
+        ("c", 0.0, "", "no_answer"),
+        ("d", 0.0, "", "bad_gold"),
+        ("e", 1.0, "5", "ok"),
+        ("f", 0.0, "", "no_answer"),
+        ("g", 1.0, "5", "ok"),
+    ]
+    printed = capsys.readouterr().out
+    assert "accuracy  0.4286 over 7 rows" in printed
+    assert "ok 4, no_answer 2, bad_gold 1" in printed
+    assert "answers/s" in printed
+    assert "2 workers ready of 2" in printed
+
+
+def test_another_reward_and_other_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FIXTURES))
+    output = tmp_path / "out.jsonl"
+    file = write(tmp_path / "in.jsonl", [{"text": "four", "gold": "x"}])
+    keys = ["--response-key", "text", "--answer-key", "gold", "--output", str(output)]
+    assert score.main([str(file), *keys, "--reward", "hostile_rewards:length", "--workers", "1"]) == 0
+    assert json.loads(output.read_text())["score"] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        (None, [], "there is no such file"),
+        ("{}\n", [], "no text in column 'response'; it has"),
+        ('{"response": "x"}\n', [], "no text in column 'ground_truth'; it has response. Set --answer-key"),
+        ('{"response": ["x"], "ground_truth": "5"}\n', [], "no text in column 'response'"),
+        ('{"response": \n', [], ":1: not JSON"),
+        ('{"response": "x", "ground_truth": "5"}\n', ["--reward", "maht"], "Did you mean 'math'?"),
+        ('{"response": "x", "ground_truth": "5"}\n', ["--output", "/no/such/folder/out.jsonl"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_graded_is_one_line_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, arguments: list[str], message: str
+) -> None:
+    file = tmp_path / "in.jsonl"
+    if text is not None:
+        file.write_text(text)
+    assert score.main([str(file), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
+    program = (
+        "import sys, rlhf.score, rlhf.config.reward\n"
+        "heavy = {'torch', 'ray', 'vllm', 'deepspeed', 'sympy', 'math_verify', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "import rlhf.rewards.scorer\n"
+        "heavy = {'torch', 'ray', 'vllm', 'deepspeed', 'sympy', 'math_verify', 'mpmath'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

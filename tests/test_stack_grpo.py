@@ -1,0 +1,251 @@
+"""Whole runs of the program on the real stack (Ray, DeepSpeed ZeRO-2, vLLM, the scorer), started as a user does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800)]
+
+CANARY_BOUND = 1e-4  # float32; measured: at most 2e-5
+
+
+def write_config(folder: Path, data: Path, **overrides: Any) -> Path:
+    config: dict[str, Any] = {
+        "run": {"dir": str(folder / "run"), "steps": 3, "seed": 1},
+        "model": {"path": str(data / "model"), "dtype": "float32"},
+        "data": {
+            "train": str(data / "train.jsonl"),
+            "eval": str(data / "test.jsonl"),
+            "max_prompt_tokens": 64,
+            "eval_rows": 16,
+        },
+        "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_response_tokens": 24},
+        "algo": {"kl_coef": 0.05, "kl_estimator": "k3"},
+        "learner": {
+            "minibatches_per_epoch": 2,
+            "max_tokens_per_microbatch": 512,
+            "optimizer": {"lr": 1e-3},
+            "schedule": {"name": "cosine", "warmup_steps": 1},
+        },
+        # Random letters earn nothing from a grader: the length gives an untrained model rewards that differ.
+        "reward": [{"name": "math"}, {"name": "length", "max_tokens": 24, "buffer_tokens": 20}],
+        "checkpoint": {"every": 2},
+        "cluster": {"device": "cpu"},
+        "logging": {"wandb": {"mode": "offline"}},
+    }
+    for name, section in overrides.items():
+        config[name] = {**config[name], **section}
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def run_grpo(*arguments: str | Path, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rlhf.grpo", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False
+    )
+
+
+def read_steps(run: Path) -> list[dict[str, Any]]:
+    """The training steps of metrics.jsonl; evaluations have lines of their own."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "time/step" in row]
+
+
+def check_account(steps: list[dict[str, Any]]) -> None:
+    for row in steps:
+        parts = [row[f"rollouts/{name}"] for name in ("trained", "filtered", "stale", "failed", "waiting")]
+        assert row["rollouts/sampled"] == sum(parts)
+        assert min(parts) >= 0
+
+
+def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_repeating_data(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, tiny_model_dir, cluster={"learners": 2})
+    done = run_grpo("--config", config)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "run"
+    steps = read_steps(run)
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    check_account(steps)
+
+    # The first update of a run finds the policy where the rollouts and the reference left it, the second does not.
+    assert steps[0]["policy/kl_k3"] < 0.2
+    assert all(np.isfinite(row["policy/loss"]) and row["learner/grad_norm"] > 0 for row in steps)
+    assert all(row["sync/canary_difference"] < CANARY_BOUND for row in steps)
+    assert all(row["policy/engine_logprob_difference"] < CANARY_BOUND for row in steps)
+    assert {f"policy/kl_{name}" for name in ("k1", "k2", "k3", "k4")} <= steps[0].keys()
+    # u = 6, w = 1: cosine from the peak at u = 1 to 0 at u = 6; the log shows the last update of each step
+    expected = [1e-3 * (1 + np.cos(np.pi * (u - 1) / 5)) / 2 for u in (2, 4, 6)]
+    assert [row["learner/lr"] for row in steps] == pytest.approx(expected, abs=1e-12)
+
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["updates_planned"], summary["updates_taken"], summary["updates_skipped"]) == (6, 6, 0)
+    assert summary["rollouts/sampled"] == summary["rollouts/trained"] == 96
+    assert "eval/test/avg@1" in summary["evaluation_before"]
+    assert "eval/test/avg@1" in summary["evaluation_after"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    assert list((run / "wandb").glob("offline-run-*"))
+    first = seen_prompts(run, (1, 2, 3))
+    assert len(set(first)) == 24
+
+    again = run_grpo("--config", config)
+    assert again.returncode == 2
+    assert "already holds a run" in again.stderr
+    assert all(remedy in again.stderr for remedy in ("--resume", "run.dir=", "rm -r"))
+
+    # Longer, on one learner and with two engines on the exported model's successor: the same run goes on.
+    resumed = run_grpo("--config", config, "--resume", "run.steps=5", "cluster.learners=1", "cluster.engines=2")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    steps = read_steps(run)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    check_account(steps)
+    assert len(set(seen_prompts(run, (1, 2, 3, 4, 5)))) == 40
+    assert json.loads((run / "summary.json").read_text())["updates_taken"] == 10
+    exported_model_agrees_in_transformers(run)
+
+    # vLLM loads the exported model, and another program reads the same config.
+    command = [sys.executable, "-m", "rlhf.evaluate", "--config", str(config), f"model.path={run / 'model'}"]
+    command += ["evaluation.samples_per_prompt=2", "--output", str(tmp_path / "evaluation.json")]
+    evaluated = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert evaluated.returncode == 0, evaluated.stderr[-3000:]
+    assert {"eval/test/avg@2", "eval/test/pass@2"} <= json.loads((tmp_path / "evaluation.json").read_text()).keys()
+
+
+def seen_prompts(run: Path, steps: tuple[int, ...]) -> list[str]:
+    """Prompt ids in the order of training, one a group."""
+    found = []
+    for step in steps:
+        rows = [json.loads(line) for line in (run / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+        assert len(rows) == 32
+        for group in range(8):
+            ids = {row["prompt_id"] for row in rows[4 * group : 4 * group + 4]}
+            assert len(ids) == 1  # a group is the samples of one prompt, in order
+            found.append(ids.pop())
+    return found
+
+
+def exported_model_agrees_in_transformers(run: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1"}], tokenize=False)
+    checkpoint = sorted((run / "checkpoints").iterdir())[-1]
+    master = {}
+    for file in checkpoint.glob("weights-*.safetensors"):
+        master |= load_file(file)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == master.keys()
+    for name, value in master.items():
+        torch.testing.assert_close(parameters[name].detach(), value, rtol=0, atol=0)
+
+
+def test_with_a_lag_of_1_no_token_is_older_than_that_and_the_correction_is_on(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_model_dir,
+        run={"steps": 6},
+        rollout={"max_policy_lag": 1},
+        learner={"epochs_per_step": 2},
+        model={"dtype": "bfloat16"},
+        checkpoint={"every": None},
+        logging={"wandb": {"mode": "disabled"}},
+    )
+    done = run_grpo("--config", config)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = read_steps(tmp_path / "run")
+    check_account(steps)
+    assert steps[0]["rollout/lag_max"] == 0
+    assert {row["rollout/lag_max"] for row in steps[1:]} == {1}
+    assert all(0 < row["policy/effective_sample_fraction"] <= 1 for row in steps)
+    assert all(row["sync/canary_difference"] < 0.02 for row in steps)
+    for row in steps:
+        lines = (tmp_path / "run" / "rollouts" / f"step-{row['step']:06d}.jsonl").read_text().splitlines()
+        versions = [span[2] for line in lines for span in json.loads(line)["versions"]]
+        assert all(row["step"] - 1 - version <= 1 for version in versions)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates_taken"] == 24
+
+
+def wait_for_step(run: Path, step: int, program: subprocess.Popen[str], deadline_s: float = 400) -> None:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        assert program.poll() is None, program.communicate()[1][-3000:]
+        if (run / "metrics.jsonl").exists() and any(row["step"] >= step for row in read_steps(run)):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"step {step} was not reached in {deadline_s} s")
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Command lines of all processes below a process."""
+    parents, commands = {}, {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+            commands[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        parents[int(entry.name)] = int(stat.rsplit(")", 1)[1].split()[1])
+    found: dict[int, str] = {}
+    frontier = {pid}
+    while frontier:
+        frontier = {child for child, parent in parents.items() if parent in frontier}
+        found |= {child: commands[child] for child in frontier}
+    return found
+
+
+def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_nothing(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, tiny_model_dir, run={"steps": 100000}, logging={"wandb": {"mode": "disabled"}})
+    program = subprocess.Popen(
+        [sys.executable, "-m", "rlhf.grpo", "--config", str(config)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for_step(tmp_path / "run", 1, program)
+    below = descendants(program.pid)
+    (worker,) = [pid for pid, command in below.items() if "VLLM::Worker" in command]
+    os.kill(worker, signal.SIGKILL)
+    _, stderr = program.communicate(timeout=120)
+    assert program.returncode == 1, stderr[-3000:]
+    assert "engine" in stderr.splitlines()[-1]
+    assert "Traceback" not in stderr
+    time.sleep(2)
+    left = [command for pid, command in below.items() if Path(f"/proc/{pid}").exists()]
+    assert not left
+
+
+def test_sigterm_ends_the_run_and_every_process(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, tiny_model_dir, run={"steps": 100000}, logging={"wandb": {"mode": "disabled"}})
+    program = subprocess.Popen(
+        [sys.executable, "-m", "rlhf.grpo", "--config", str(config)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for_step(tmp_path / "run", 2, program)
+    below = descendants(program.pid)
+    program.terminate()
+    _, stderr = program.communicate(timeout=120)
+    assert program.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in stderr
+    time.sleep(2)
+    assert not [command for pid, command in below.items() if Path(f"/proc/{pid}").exists()]
+    assert [path.suffix for path in (tmp_path / "run" / "checkpoints").iterdir()].count("") >= 1

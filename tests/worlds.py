@@ -1,0 +1,145 @@
+"""Worlds of learner ranks in fresh processes, without Ray, and the rollouts that they are fed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf import batching
+from rlhf.config.ppo import PPOConfig
+from rlhf.config.run import GRPOConfig
+from rlhf.learner.messages import LearnerMinibatch, Place
+from rlhf.types import Minibatch, Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
+
+DEADLINE_S = 540.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_world(target: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """Call target(place, *arguments) on every rank of a new world; the results by rank."""
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    port = free_port()
+    places = [Place(rank, world_size, rank, "127.0.0.1", port, threads=1) for rank in range(world_size)]
+    ranks = [context.Process(target=_rank, args=(results, target, place, arguments)) for place in places]
+    for process in ranks:
+        process.start()
+    try:
+        found = _collect(results, ranks)
+    finally:
+        for process in ranks:
+            process.join(timeout=20)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    failures = [value for value in found.values() if isinstance(value, RankFailure)]
+    assert not failures, failures[0].text
+    return [found[rank] for rank in range(world_size)]
+
+
+def _collect(results: Any, ranks: list[Any]) -> dict[int, Any]:
+    """What every rank put; a rank that ended without a word (a crash, a result that does not pickle) ends the wait."""
+    found: dict[int, Any] = {}
+    end = time.monotonic() + DEADLINE_S
+    while len(found) < len(ranks):
+        silent = not any(process.is_alive() for process in ranks)
+        try:
+            rank, value = results.get(timeout=2.0)
+        except queue.Empty:
+            assert not silent, f"ranks ended without a result, exit codes {[process.exitcode for process in ranks]}"
+            assert time.monotonic() < end, f"no result within {DEADLINE_S:.0f} s"
+            continue
+        found[rank] = value
+    return found
+
+
+class RankFailure:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _rank(results: Any, target: Callable[..., Any], place: Place, arguments: tuple[Any, ...]) -> None:
+    try:
+        results.put((place.rank, target(place, *arguments)))
+    except BaseException:
+        results.put((place.rank, RankFailure(traceback.format_exc())))
+
+
+def make_config(folder: Path, /, **sections: dict[str, Any]) -> GRPOConfig:
+    """A small fp32 CPU run; `sections` override keys, e.g. learner={"zero_stage": 3}."""
+    return GRPOConfig.model_validate_json(json.dumps(_sections(folder, sections)))
+
+
+def make_ppo_config(folder: Path, /, **sections: dict[str, Any]) -> PPOConfig:
+    """The same for PPO."""
+    return PPOConfig.model_validate_json(json.dumps(_sections(folder, sections)))
+
+
+def _sections(folder: Path, sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    base: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(folder.parent / "run"), "steps": 10},
+        "model": {"path": str(folder), "dtype": "float32"},
+        "data": {"train": str(folder.parent / "train.jsonl"), "max_prompt_tokens": 64},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_response_tokens": 64},
+        "algo": {},
+        "learner": {"max_tokens_per_microbatch": 512},
+        "cluster": {"device": "cpu"},
+        "logging": {"wandb": {"mode": "disabled"}},
+    }
+    return {name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}}
+
+
+def make_groups(*, groups: int, samples: int, vocabulary: int, longest: int, seed: int) -> list[RolloutGroup]:
+    """Groups of ragged random rollouts with random rewards; prompts of 3 to 12 tokens."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for g in range(groups):
+        ids = rng.integers(0, vocabulary, rng.integers(3, 12)).astype(np.int32)
+        prompt = Prompt(f"p/{g}", 0, ids, (), "0", "p")
+        scored = []
+        for sample in range(samples):
+            response = rng.integers(0, vocabulary, rng.integers(1, longest)).astype(np.int32)
+            length = len(ids) + len(response)
+            mask = np.arange(length) >= len(ids)
+            rollout = Rollout(
+                prompt.id,
+                0,
+                sample,
+                np.concatenate([ids, response]),
+                mask,
+                np.where(mask, -rng.random(length) * 4, 0.0).astype(np.float32),
+                (VersionSpan(len(ids), length, 0),),
+                "stop",
+            )
+            scored.append(ScoredRollout(rollout, "", "", float(rng.random()), {"math": 0.0}, "ok"))
+        found.append(RolloutGroup(prompt, tuple(scored)))
+    return found
+
+
+def plan_first_epoch(config: GRPOConfig, groups: list[RolloutGroup]) -> tuple[list[Minibatch], np.ndarray]:
+    """Minibatches of the first epoch of step 0, and the advantages."""
+    samples = batching.flatten(groups)
+    trains = batching.trained_rows(samples, mask_truncated=False)
+    advantages = batching.step_advantages(batching.penalized_rewards(samples, None, 0.0), groups, config.algo.advantage)
+    return batching.plan_epochs(samples, trains, config, step=0)[0], advantages
+
+
+def work_of_rank(
+    config: GRPOConfig, groups: list[RolloutGroup], rank: int, old: batching.Rows, ref: batching.Rows
+) -> list[LearnerMinibatch]:
+    minibatches, advantages = plan_first_epoch(config, groups)
+    return batching.learner_minibatches(minibatches, advantages, old, ref)[rank]
