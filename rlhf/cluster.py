@@ -36,6 +36,7 @@ CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU the KV cache has a key of its own, rol
 
 HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
+DEATH_NOTICE_S = 5  # how long after a failed transfer an engine may still be found dead
 
 CRITIC_FOLDER = "critic"  # in a checkpoint
 
@@ -309,13 +310,23 @@ class Cluster:
         await self.engines.call("resume")
 
     async def _while_engines_live(self, sending: Awaitable[Any]) -> None:
-        """Wait for a transfer, and end the wait as soon as an engine is dead: the other end would wait for it."""
+        """Wait for a transfer, and end the wait as soon as an engine is dead: the other end would wait for it.
+
+        A transfer that fails because an engine died is that engine's failure, whatever the learner saw of it.
+        """
         task = asyncio.ensure_future(sending)
         while not task.done():
             await asyncio.wait({task}, timeout=HEALTH_PERIOD_S)
             if not task.done():
-                await self.engines.call("check_health", deadline_s=HEALTH_DEADLINE_S)
+                await self._check_engines()
+        if task.exception() is not None:
+            for _ in range(DEATH_NOTICE_S):  # the learner may hear of a death before the engine itself does
+                await self._check_engines()
+                await asyncio.sleep(1)
         await task
+
+    async def _check_engines(self) -> None:
+        await self.engines.call("check_health", deadline_s=HEALTH_DEADLINE_S)
 
     async def yield_gpus(self) -> None:
         """Before the learners work: engines on the same GPUs give their memory back until the next weights come."""
