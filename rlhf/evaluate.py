@@ -29,24 +29,15 @@ async def measure(config: GRPOConfig) -> dict[str, float]:
     from rlhf.evaluation import evaluate
     from rlhf.model_files import check_context, load_tokenizer
     from rlhf.rewards.scorer import Scorer
-    from rlhf.rollout.sampling import SamplingSettings
     from rlhf.sampler import Sampler
-    from rlhf.types import Prompt, RolloutGroup
 
     check_context(config)
     tokenizer = load_tokenizer(config.model)
     loaded = load_prompts(config.data, "eval", tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
-    evaluation = config.evaluation
-    longest = evaluation.max_response_tokens or config.rollout.max_response_tokens
-    settings = SamplingSettings(evaluation.temperature, longest, config.rollout.stop)
     with Scorer(config.reward) as scorer:
         async with Cluster(config, trains=False) as cluster:
-            sampler = Sampler(cluster, scorer, tokenizer)
-
-            async def sample(prompt: Prompt) -> RolloutGroup:
-                return await sampler.sample(prompt, evaluation.samples_per_prompt, settings)
-
-            return await evaluate(loaded.prompts, sample, at_once=config.evaluation_groups_at_once)
+            sampler = Sampler(config, cluster, scorer, tokenizer)
+            return await evaluate(loaded.prompts, sampler.for_evaluation, at_once=config.evaluation_groups_at_once)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,7 +11,6 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -29,15 +28,12 @@ from rlhf.evaluation import evaluate
 from rlhf.metrics import JsonlSink, Sink, TerminalSink, WandbSink, summary_table, to_values
 from rlhf.model_files import check_context, check_model, load_tokenizer
 from rlhf.reporting import Clock, rollout_metrics
-from rlhf.reward_client import RewardModelClient, endpoint_scorer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Account, RolloutBuffer, Staleness, Ticket
-from rlhf.rollout.sampling import SamplingSettings
 from rlhf.run_folder import RunFolder
 from rlhf.sampler import Sampler
 from rlhf.types import (
     Minibatch,
-    Prompt,
     RolloutGroup,
     StepMetrics,
     merge_metrics,
@@ -137,8 +133,7 @@ class TrainingRun(Generic[C]):
             highlight=False,
         )
         self.cluster = await self._exit_stack.enter_async_context(Cluster(config, first_step=self.first_step))
-        self.sampler = Sampler(self.cluster, self.scorer, self.tokenizer)
-        self.reward_model = self._make_reward_model_client()
+        self.sampler = Sampler(config, self.cluster, self.scorer, self.tokenizer)
         self.canary = Canary(
             next(iter(self.prompts.prompts.values())),
             vocabulary=len(self.tokenizer),
@@ -152,7 +147,7 @@ class TrainingRun(Generic[C]):
         await self.canary.check_start(self.cluster, self.first_step)
         self.terminal.start()
         self.buffer = RolloutBuffer(
-            self._sample_for_training,
+            self.sampler.for_training,
             self._next_ticket,
             groups_per_step=config.rollout.prompts_per_step,
             total_steps=config.run.steps,
@@ -215,7 +210,7 @@ class TrainingRun(Generic[C]):
     async def __aexit__(self, *failure: Any) -> None:
         await self._exit_stack.__aexit__(*failure)
 
-    # --- prompts and samples ---
+    # --- prompts ---
 
     def _open_stream(self) -> None:
         """The seeded order of the prompts; a resumed run goes on in it, first with what was under way."""
@@ -241,33 +236,6 @@ class TrainingRun(Generic[C]):
         self.stream.restore(state)
         self._outstanding = tickets
 
-    async def _sample_for_training(self, prompt: Prompt) -> RolloutGroup:
-        rollout = self.config.rollout
-        settings = SamplingSettings(rollout.temperature, rollout.max_response_tokens, rollout.stop)
-        group = await self.sampler.sample(prompt, rollout.samples_per_prompt, settings)
-        if self.reward_model is not None:
-            group = await self.reward_model.add_to(group)
-        samples = tuple(
-            batching.penalize_non_stop(sample, rollout.non_stop_reward, rollout.missing_eos_penalty)
-            for sample in group.samples
-        )
-        return RolloutGroup(group.prompt, samples)
-
-    def _make_reward_model_client(self) -> RewardModelClient | None:
-        config = self.config.reward_model
-        if config is None:
-            return None
-        if config.path is None:
-            return RewardModelClient([endpoint_scorer(config)] * config.replicas, weight=config.weight)
-        scorers = [partial(self.cluster.score_conversations, copy) for copy in range(config.replicas)]
-        return RewardModelClient(scorers, weight=config.weight)
-
-    async def _sample_for_evaluation(self, prompt: Prompt) -> RolloutGroup:
-        evaluation, rollout = self.config.evaluation, self.config.rollout
-        longest = evaluation.max_response_tokens or rollout.max_response_tokens
-        settings = SamplingSettings(evaluation.temperature, longest, rollout.stop)
-        return await self.sampler.sample(prompt, evaluation.samples_per_prompt, settings)
-
     # --- around a step ---
 
     async def evaluate(self, step: int, *, due: bool) -> None:
@@ -276,7 +244,7 @@ class TrainingRun(Generic[C]):
             return
         with self.clock.phase("evaluation"):
             values = await evaluate(
-                self.eval_prompts.prompts, self._sample_for_evaluation, at_once=self.config.evaluation_groups_at_once
+                self.eval_prompts.prompts, self.sampler.for_evaluation, at_once=self.config.evaluation_groups_at_once
             )
         self.sampler.meter.take_rate()  # the rate of the next step is its own
         self.evaluations[step] = values

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from rlhf import batching
 from rlhf.cluster import Cluster
+from rlhf.config.run import GRPOConfig
+from rlhf.reward_client import RewardModelClient, endpoint_scorer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.sampling import SamplingSettings
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
@@ -47,12 +51,34 @@ class BusyMeter:
 class Sampler:
     """Samples and grades groups on all engines of a cluster."""
 
-    def __init__(self, cluster: Cluster, scorer: Scorer, tokenizer: Any) -> None:
+    def __init__(self, config: GRPOConfig, cluster: Cluster, scorer: Scorer, tokenizer: Any) -> None:
         self.meter = BusyMeter()
+        self._config = config
         self._cluster = cluster
         self._scorer = scorer
         self._tokenizer = tokenizer
+        self._reward_model = _reward_model_client(config, cluster) if cluster.trains else None
         self._in_flight = [0] * len(cluster.engines.actors)
+
+    async def for_training(self, prompt: Prompt) -> RolloutGroup:
+        """A group as `rollout` describes it, with the whole reward: verifiers, reward model, penalties."""
+        rollout = self._config.rollout
+        settings = SamplingSettings(rollout.temperature, rollout.max_response_tokens, rollout.stop)
+        group = await self.sample(prompt, rollout.samples_per_prompt, settings)
+        if self._reward_model is not None:
+            group = await self._reward_model.add_to(group)
+        samples = tuple(
+            batching.penalize_non_stop(sample, rollout.non_stop_reward, rollout.missing_eos_penalty)
+            for sample in group.samples
+        )
+        return RolloutGroup(group.prompt, samples)
+
+    async def for_evaluation(self, prompt: Prompt) -> RolloutGroup:
+        """A group as `evaluation` describes it, graded by the verifiers alone."""
+        evaluation, rollout = self._config.evaluation, self._config.rollout
+        longest = evaluation.max_response_tokens or rollout.max_response_tokens
+        settings = SamplingSettings(evaluation.temperature, longest, rollout.stop)
+        return await self.sample(prompt, evaluation.samples_per_prompt, settings)
 
     async def sample(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> RolloutGroup:
         """Sample a group on the engine with the least to do, and grade each response as soon as it is here."""
@@ -74,3 +100,13 @@ class Sampler:
             prompt, text, finish_reason=rollout.finish_reason, response_length=rollout.response_length
         )
         return ScoredRollout(rollout, text, score.extracted, score.reward, score.parts, score.status)
+
+
+def _reward_model_client(config: GRPOConfig, cluster: Cluster) -> RewardModelClient | None:
+    model = config.reward_model
+    if model is None:
+        return None
+    if model.path is None:
+        return RewardModelClient([endpoint_scorer(model)] * model.replicas, weight=model.weight)
+    scorers = [partial(cluster.score_conversations, copy) for copy in range(model.replicas)]
+    return RewardModelClient(scorers, weight=model.weight)
