@@ -57,11 +57,15 @@ test: environment  ## every test, those on Ray, vLLM and DeepSpeed too
 test-fast: environment  ## the tests that start no engine, in under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack" $(PYTEST_ARGS)
 
-lint: environment  ## ruff, mypy, shellcheck
+lint: environment  ## ruff, mypy, shellcheck, hadolint, the schemas of compose.yaml and kuberay.yaml
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/shellcheck $(shell_scripts)
+	$(VENV)/bin/hadolint docker/Dockerfile.*
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
+	$(PY) -c 'import json, yaml; print(json.dumps([*yaml.safe_load_all(open("launch/kuberay.yaml"))]))' \
+	    | $(VENV)/bin/check-jsonschema --schemafile tools/kuberay.schema.json -
 
 format: environment  ## ruff's fixes and format
 	$(PY) -m ruff check --fix .
