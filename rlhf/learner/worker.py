@@ -107,6 +107,10 @@ class Learner(TrainedRank):
 
         return self.take_step(len(minibatch.microbatches), forward)
 
+    def change_objective(self, objective: PolicyObjective) -> None:
+        """Optimize this from the next update on: a scan of objectives keeps its stack and puts the weights back."""
+        self.objective = objective
+
     def blend_reference(self, decay: float) -> None:
         """Reference := decay x reference + (1 - decay) x policy; a decay of 0 replaces it by the policy."""
         assert self.reference is not None, "there is no reference to move"
