@@ -76,11 +76,16 @@ async def wait_for(awaitable: Awaitable[Any], *, what: str, deadline_s: float) -
         cause = error.cause if isinstance(error.cause, Exception) else error
         if isinstance(cause, ValueError):
             raise cause from None
-        raise ClusterError(f"{what} failed: {type(cause).__name__}: {cause}") from error
+        raise ClusterError(f"{what} failed: {type(cause).__name__}: {_message(cause)}") from error
     except RayActorError as error:
         raise ClusterError(f"{what} failed: {' '.join(str(error).split())}") from error
     except TimeoutError:
         raise ClusterError(f"{what}: no answer within {deadline_s:.0f} s.") from None
+
+
+def _message(cause: Exception) -> str:
+    """What an exception says, once: some repeat their arguments after a journey through pickle."""
+    return " ".join(dict.fromkeys(str(argument) for argument in cause.args)) or str(cause)
 
 
 async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:

@@ -108,7 +108,7 @@ def run_program(main: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
         return RUN_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -66,12 +66,14 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         try:
             await self._start()
-        except BaseException:
+        except BaseException as error:
+            self._keep_logs(error)
             await self._stop()
             raise
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self._keep_logs(error)
         await self._stop()
 
     # --- start ---
@@ -352,6 +354,19 @@ class Cluster:
         return found
 
     # --- end ---
+
+    def _keep_logs(self, error: BaseException | None) -> None:
+        """After a failure: save what the actors printed from Ray's temporary folder, and say where it is."""
+        run = Path(self.config.run.dir)
+        if not (isinstance(error, ClusterError) and self._temp and run.is_dir()):
+            return
+        kept = run / "logs"
+        for log in Path(self._temp).glob("session_latest/logs/worker-*"):
+            if log.stat().st_size:
+                kept.mkdir(exist_ok=True)
+                shutil.copy(log, kept)
+        if kept.is_dir():
+            error.add_note(f"What the actors printed is in {kept}.")
 
     async def _stop(self) -> None:
         if ray.is_initialized():

@@ -228,6 +228,8 @@ def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_not
     _, stderr = program.communicate(timeout=120)
     assert program.returncode == 1, stderr[-3000:]
     assert "engine" in stderr.splitlines()[-1]
+    assert f"What the actors printed is in {tmp_path / 'run' / 'logs'}." in stderr.splitlines()[-1]
+    assert any("EngineCore" in log.read_text() for log in (tmp_path / "run" / "logs").iterdir())
     assert "Traceback" not in stderr
     time.sleep(2)
     left = [command for pid, command in below.items() if Path(f"/proc/{pid}").exists()]
