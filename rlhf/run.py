@@ -155,6 +155,7 @@ class TrainingRun(Generic[C]):
             step=self.first_step,
             account=Account(**self.state.get("account", {})),
             max_replacements=config.rollout.max_replacements if config.rollout.dynamic_sampling else 0,
+            deciding_part=config.rollout.dynamic_sampling_part,
         )
         self._exit_stack.push_async_callback(self.buffer.close)
 

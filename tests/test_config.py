@@ -166,6 +166,11 @@ CONTRADICTIONS = [
         ["rollout.samples_per_prompt=1"],
         ["rollout.samples_per_prompt=1", "algo.advantage=grpo", "at least 2, or algo.advantage=reinforce_pp"],
     ),
+    (["rollout.dynamic_sampling_part=math"], ["rollout.dynamic_sampling_part=math", "Set that too, or drop it"]),
+    (
+        ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_part=maths"],
+        ["rollout.dynamic_sampling_part=maths", "Use one of math, or null"],
+    ),
     (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "Leave it at 1.0"]),
     (
         ["rollout.max_policy_lag=1", "algo.importance_correction=none"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -90,6 +91,31 @@ def test_when_the_bound_is_spent_equal_groups_are_handed_out_and_the_next_step_m
         await buffer.close()
 
     asyncio.run(run())
+
+
+def test_one_part_of_the_reward_can_decide_whatever_the_others_add() -> None:
+    """DAPO: a group that is all wrong is replaced although its length penalties differ."""
+
+    async def run(part: str | None) -> list[str]:
+        wrong, mixed = ((0.0, -0.5), (0.0, 0.0)), ((0.0, 1.0), (0.0, 1.0))  # rewards, and their math parts
+
+        async def sample(prompt: Prompt) -> RolloutGroup:
+            rewards, right = wrong if int(prompt.id) < 2 else mixed
+            made = group(prompt, rewards, 0)
+            samples = [replace(s, reward_parts={"math": m}) for s, m in zip(made.samples, right, strict=True)]
+            return RolloutGroup(prompt, tuple(samples))
+
+        tickets = Task(differing=set()).tickets()
+        buffer = RolloutBuffer(
+            sample, lambda: next(tickets), groups_per_step=2, total_steps=1, staleness=Staleness(0),
+            max_replacements=8, deciding_part=part,
+        )  # fmt: skip
+        taken = await asyncio.wait_for(buffer.take(), 5)
+        await buffer.close()
+        return [g.prompt.id for g in taken]
+
+    assert asyncio.run(run(None)) == ["0", "1"]
+    assert asyncio.run(run("math")) == ["2", "3"]
 
 
 def test_a_group_that_cannot_be_scored_at_all_is_replaced_too() -> None:

@@ -161,6 +161,13 @@ def _sampling_problems(config: GRPOConfig) -> list[str]:
             f"rollout.dynamic_sampling=true with rollout.samples_per_prompt={rollout.samples_per_prompt}: rewards of a "
             "group of one are always equal. Use at least 2, or false."
         )
+    if rollout.dynamic_sampling_part is not None:
+        parts = [part.name for part in config.reward.all_parts] + ["reward_model"] * (config.reward_model is not None)
+        named = f"rollout.dynamic_sampling_part={rollout.dynamic_sampling_part}"
+        if not rollout.dynamic_sampling:
+            problems.append(f"{named} without rollout.dynamic_sampling: nothing reads it. Set that too, or drop it.")
+        elif rollout.dynamic_sampling_part not in parts:
+            problems.append(f"{named}: no part of the reward has this name. Use one of {', '.join(parts)}, or null.")
     if rollout.top_p != 1.0:
         problems.append(
             f"rollout.top_p={rollout.top_p}: the engine would renormalize over a kept set that the learner does not "

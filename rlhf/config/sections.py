@@ -49,6 +49,9 @@ class RolloutConfig(Section):
     dynamic_sampling: bool = Field(
         False, description="replace groups whose rewards are all equal, which teach nothing, by other prompts' (DAPO)"
     )
+    dynamic_sampling_part: str | None = Field(
+        None, description="part of the reward that decides what is equal, such as math; null: the whole reward"
+    )
     max_replacements: NonNegativeInt = Field(
         64, description="groups that dynamic sampling may replace before a step; after that equal groups are trained on"
     )

@@ -70,6 +70,7 @@ class RolloutBuffer:
         max_replacements: groups of equal rewards that are filtered and sampled anew with other prompts, before each
             training step; when that many were replaced, further ones are handed out as they are. 0: none is replaced.
             (Dynamic sampling, DAPO, arXiv:2503.14476, sec. 3.2.)
+        deciding_part: the part of the reward that must differ in a group; None: the whole reward.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class RolloutBuffer:
         step: int = 0,
         account: Account | None = None,
         max_replacements: int = 0,
+        deciding_part: str | None = None,
     ) -> None:
         self.account = account or Account()
         self._sample = sample
@@ -97,6 +99,7 @@ class RolloutBuffer:
         self._failure: BaseException | None = None
         self._max_replacements = max_replacements
         self._replacements = 0
+        self._deciding_part = deciding_part
         self._changed = asyncio.Condition()
 
     def dispatch(self) -> None:
@@ -116,7 +119,7 @@ class RolloutBuffer:
         else:
             self._finished()
             self.account.sampled += len(group.samples)
-            if self._replacements < self._max_replacements and not _rewards_differ(group):
+            if self._replacements < self._max_replacements and not _rewards_differ(group, self._deciding_part):
                 self._replacements += 1
                 self.account.filtered += len(group.samples)
                 self._dispatched -= 1
@@ -181,6 +184,8 @@ class RolloutBuffer:
                 await task
 
 
-def _rewards_differ(group: RolloutGroup) -> bool:
-    rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+def _rewards_differ(group: RolloutGroup, part: str | None) -> bool:
+    scorable = [sample for sample in group.samples if sample.reward is not None]
+    found = [sample.reward if part is None else sample.reward_parts.get(part) for sample in scorable]
+    rewards = [reward for reward in found if reward is not None]
     return bool(rewards) and max(rewards) != min(rewards)
