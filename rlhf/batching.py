@@ -44,34 +44,63 @@ def trained_rows(samples: Sequence[ScoredRollout], *, mask_truncated: bool) -> n
     )
 
 
+def work_rows(trains: np.ndarray, advantages: np.ndarray, config: GRPOConfig) -> np.ndarray:
+    """[B] bool, True for the trained responses that the learner computes at all.
+
+    Without a KL and an entropy bonus in the loss every gradient of a policy loss is a multiple of the advantage, so a
+    response whose advantage is exactly 0 has none. It stays in the denominators.
+
+    Args:
+        advantages: [B], known before any log-prob: without a KL in the reward.
+    """
+    assert not (config.algo.kl_place == "reward" and config.algo.kl_coef > 0), "advantages wait for the log-probs"
+    if config.algo.kl_coef > 0 or config.algo.entropy_coef:
+        return trains
+    return trains & (advantages != 0)
+
+
 def plan_epochs(
-    samples: Sequence[ScoredRollout], trains: np.ndarray, config: GRPOConfig, *, step: int
+    samples: Sequence[ScoredRollout],
+    trains: np.ndarray,
+    config: GRPOConfig,
+    *,
+    step: int,
+    works: np.ndarray | None = None,
 ) -> list[list[Minibatch]]:
     """Draw, pack and balance every minibatch of the step: [epoch][minibatch].
 
     The draw covers all rollouts, so it does not depend on which are left out of the loss.
+
+    Args:
+        trains: [B] bool, what the denominators count.
+        works: [B] bool, what is packed and computed; null is all of `trains`.
     """
     learner = config.learner
+    works = trains if works is None else works
     epochs = []
     for epoch in range(learner.epochs_per_step):
         drawn = draw_minibatches(
             len(samples), minibatches=learner.minibatches_per_epoch, seed=config.run.seed, step=step, epoch=epoch
         )
-        epochs.append([_minibatch(samples, rows[trains[rows]], config) for rows in drawn])
+        epochs.append([_minibatch(samples, rows[trains[rows]], rows[works[rows]], config) for rows in drawn])
     return epochs
 
 
-def _minibatch(samples: Sequence[ScoredRollout], rows: np.ndarray, config: GRPOConfig) -> Minibatch:
+def _minibatch(
+    samples: Sequence[ScoredRollout], counted: np.ndarray, packed: np.ndarray, config: GRPOConfig
+) -> Minibatch:
     rollouts = [sample.rollout for sample in samples]
-    lengths = np.array([len(rollouts[row].token_ids) for row in rows], np.int64)
+    lengths = np.array([len(rollouts[row].token_ids) for row in packed], np.int64)
     plan = pack_microbatches(
         lengths, max_tokens=config.learner.max_tokens_per_microbatch, ranks=config.cluster.learners
     )
     return Minibatch(
-        microbatches=tuple(tuple(pack(rollouts, [int(rows[i]) for i in members]) for members in rank) for rank in plan),
+        microbatches=tuple(
+            tuple(pack(rollouts, [int(packed[i]) for i in members]) for members in rank) for rank in plan
+        ),
         denominators=Denominators(
-            tokens=sum(rollouts[row].response_length for row in rows),
-            sequences=sum(rollouts[row].response_length > 0 for row in rows),
+            tokens=sum(rollouts[row].response_length for row in counted),
+            sequences=sum(rollouts[row].response_length > 0 for row in counted),
         ),
     )
 

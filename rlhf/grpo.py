@@ -3,7 +3,8 @@
     python -m rlhf.grpo --config configs/math.yaml [--config configs/cpu.yaml] [section.key=value ...]
 
 A step, all of it in `train_step`: take groups -> plan minibatches, fix denominators -> old and reference log-probs on
-those microbatches -> KL reward, advantages -> update -> new weights into the engines, canary -> metrics.
+those microbatches -> KL reward, advantages -> update -> new weights into the engines, canary -> metrics. Without a KL in
+the reward the advantages come first, and what cannot have a gradient is not computed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rlhf.plan import check_resources, joins_a_cluster, local_resources, print_p
 
 if TYPE_CHECKING:
     from rlhf.run import TrainingRun
-    from rlhf.types import Minibatch, StepMetrics
+    from rlhf.types import StepMetrics
 
 DESCRIPTION = "Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300) with verifiable rewards."
 
@@ -41,7 +42,10 @@ async def train(run: TrainingRun) -> None:
 
 async def train_step(run: TrainingRun, step: int) -> None:
     """One training step: consumes prompts_per_step x samples_per_prompt rollouts, takes updates_per_step updates."""
+    import numpy as np
+
     from rlhf import batching
+    from rlhf.run import logprob_passes
 
     config, clock, learners = run.config, run.clock, run.cluster.learners
     clock.start_step()
@@ -51,17 +55,23 @@ async def train_step(run: TrainingRun, step: int) -> None:
     await run.cluster.yield_gpus()
     samples = batching.flatten(groups)
     trains = batching.trained_rows(samples, mask_truncated=config.algo.mask_truncated)
-    epochs = batching.plan_epochs(samples, trains, config, step=step)
 
-    old, ref, kl = {}, {}, None
+    kl_in_reward = config.algo.kl_place == "reward" and config.algo.kl_coef > 0
+    works, advantages = trains, np.zeros(len(samples))
+    if not kl_in_reward:
+        rewards = batching.penalized_rewards(samples, None, 0.0)
+        advantages = batching.step_advantages(rewards, groups, config.algo.advantage)
+        works = batching.work_rows(trains, advantages, config)
+    epochs = batching.plan_epochs(samples, trains, config, step=step, works=works)
+
+    old, ref = {}, {}
     if config.needs_old_logprobs_pass or config.needs_reference:
         with clock.phase("logprobs"):
-            old, ref = await logprob_passes(run, epochs[0])
-    if config.algo.kl_place == "reward" and config.algo.kl_coef > 0:
+            old, ref = await logprob_passes(config, learners, epochs[0])
+    if kl_in_reward:
         kl = batching.kl_rewards(old, ref, config.algo.kl_estimator)
-
-    rewards = batching.penalized_rewards(samples, kl, config.algo.kl_coef)
-    advantages = batching.step_advantages(rewards, groups, config.algo.advantage)
+        rewards = batching.penalized_rewards(samples, kl, config.algo.kl_coef)
+        advantages = batching.step_advantages(rewards, groups, config.algo.advantage)
 
     with clock.phase("update"):
         updates: list[StepMetrics] = []
@@ -77,20 +87,8 @@ async def train_step(run: TrainingRun, step: int) -> None:
     with clock.phase("canary"):
         canary = await run.canary.check(run.cluster, step + 1)
     run.buffer.step_done()
-    run.log_step(step + 1, groups, advantages, epochs, updates, canary)
-
-
-async def logprob_passes(run: TrainingRun, minibatches: Sequence[Minibatch]):  # type: ignore[no-untyped-def]
-    """Old and reference log-probs of every rollout, from the very microbatches of the first epoch."""
-    from rlhf import batching
-
-    config = run.config
-    ranks = range(config.cluster.learners)
-    work = [([m.microbatches[rank] for m in minibatches], config.needs_old_logprobs_pass) for rank in ranks]
-    by_rank = await run.cluster.learners.call_each("logprobs", work)
-    old = batching.rows_of(minibatches, by_rank, "old") if config.needs_old_logprobs_pass else {}
-    ref = batching.rows_of(minibatches, by_rank, "ref") if config.needs_reference else {}
-    return old, ref
+    measured = {"learner/skipped_rollouts": int((trains & ~works).sum()), **canary}
+    run.log_step(step + 1, groups, advantages, epochs, updates, measured)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
