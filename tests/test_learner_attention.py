@@ -7,11 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
 
 from rlhf.algo.packing import pack
 from rlhf.learner.attention import PACKED, segments_of
 from rlhf.learner.model import DeviceTokens, PolicyModel
+from rlhf.learner.value_model import ValueModel
 from rlhf.types import Rollout
 
 SMALL: dict[str, Any] = {
@@ -22,6 +32,8 @@ MODELS = {
     "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
     "qwen2, untied": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=False)),
     "llama, attention bias": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attention_bias=True)),
+    "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)),
+    "llama, untied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=None)),
 }
 LENGTHS = (2, 3, 3, 40, 31, 30, 7, 64, 63, 5)
@@ -69,10 +81,47 @@ def test_packed_logprobs_and_gradients_are_those_of_each_sequence_alone(name: st
         start = int(packed.cu_seqlens[i])
         logprobs = torch.where(mask[1:], log_softmax.gather(-1, ids[1:, None])[:, 0], 0.0)
         expected = expected.index_add(0, start + 1 + torch.arange(len(logprobs)), logprobs.to(expected.dtype))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     (expected * weights).sum().backward()
     for (parameter, value), other in zip(packed_model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(value.grad, other.grad, rtol=1e-4, atol=1e-5, msg=lambda m, p=parameter: f"{p}: {m}")
+        torch.testing.assert_close(
+            value.grad, other.grad, rtol=1e-9, atol=1e-11, msg=lambda m, p=parameter: f"{p}: {m}"
+        )
+
+
+CRITICS = {
+    "qwen2": lambda: Qwen2ForSequenceClassification(Qwen2Config(**SMALL, num_labels=1)),
+    "llama, attention bias": lambda: LlamaForSequenceClassification(
+        LlamaConfig(**SMALL, attention_bias=True, num_labels=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_packed_values_and_gradients_of_a_critic_are_those_of_each_sequence_alone(name: str) -> None:
+    torch.manual_seed(0)
+    plain = CRITICS[name]().double()
+    packed_model = CRITICS[name]().double()
+    packed_model.load_state_dict(plain.state_dict())
+    packed_model.set_attn_implementation(PACKED)
+    rollouts = make_rollouts()
+    packed = pack(rollouts, range(10))
+    found = ValueModel(packed_model)(DeviceTokens.of(packed, torch.device("cpu")))
+    weights = torch.linspace(0.5, 1.5, len(found), dtype=found.dtype)
+    (found * weights).sum().backward()
+
+    expected = torch.zeros_like(found)
+    for start, rollout in zip(packed.cu_seqlens.tolist(), rollouts, strict=False):
+        ids = torch.from_numpy(rollout.token_ids).long()
+        values = plain.score(plain.model(input_ids=ids[None]).last_hidden_state[0, :-1]).squeeze(-1)
+        values = torch.where(torch.from_numpy(rollout.response_mask)[1:], values, 0.0)
+        expected = expected.index_add(0, start + 1 + torch.arange(len(values)), values)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    (expected * weights).sum().backward()
+    for (parameter, value), other in zip(packed_model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            value.grad, other.grad, rtol=1e-9, atol=1e-11, msg=lambda m, p=parameter: f"{p}: {m}"
+        )
 
 
 def test_gradient_checkpointing_changes_neither_logprobs_nor_gradients() -> None:
