@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlhf import cli
 from rlhf.config.ppo import PPOConfig
-from rlhf.plan import check_resources, local_resources, print_plan
+from rlhf.plan import check_resources, joins_a_cluster, local_resources, print_plan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,6 +52,7 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
 async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLController) -> None:
     """One training step: consumes prompts_per_step x samples_per_prompt rollouts, takes updates_per_step updates."""
     from rlhf import batching, credit
+    from rlhf.run import logprob_passes
 
     config, clock, algo = run.config, run.clock, run.config.algo
     clock.start_step()
@@ -63,7 +64,9 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
     epochs = batching.plan_epochs(samples, trains, config, step=step)
 
     with clock.phase("logprobs"):
-        (old, ref), values = await asyncio.gather(logprob_passes(run, epochs[0]), value_passes(run, epochs[0]))
+        (old, ref), values = await asyncio.gather(
+            logprob_passes(config, run.cluster.learners, epochs[0]), value_passes(run, epochs[0])
+        )
     in_reward = algo.kl_place == "reward" and algo.kl_coef > 0
     kl_coef = controller.coef if in_reward else 0.0
     earned = credit.assign_credit(samples, values, old, ref, kl_coef=kl_coef, algo=algo)
@@ -85,21 +88,6 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
         measured |= await run.canary.check(run.cluster, step + 1)
     run.buffer.step_done()
     run.log_step(step + 1, groups, earned.mean_advantages(samples), epochs, updates, measured)
-
-
-async def logprob_passes(run: TrainingRun[PPOConfig], minibatches: Sequence[Minibatch]) -> tuple[Rows, Rows]:
-    """Old and reference log-probs of every rollout, from the very microbatches of the first epoch."""
-    from rlhf import batching
-
-    config = run.config
-    if not (config.needs_old_logprobs_pass or config.needs_reference):
-        return {}, {}
-    ranks = range(config.cluster.learners)
-    work = [([m.microbatches[rank] for m in minibatches], config.needs_old_logprobs_pass) for rank in ranks]
-    by_rank = await run.cluster.learners.call_each("logprobs", work)
-    old = batching.rows_of(minibatches, by_rank, "old") if config.needs_old_logprobs_pass else {}
-    ref = batching.rows_of(minibatches, by_rank, "ref") if config.needs_reference else {}
-    return old, ref
 
 
 async def value_passes(run: TrainingRun[PPOConfig], minibatches: Sequence[Minibatch]) -> dict[int, np.ndarray]:
@@ -137,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.plan:
         print_plan(config)
         return
-    if config.cluster.ray_address is None:
+    if not joins_a_cluster(config):
         check_resources(config, local_resources())
     from rlhf.run import TrainingRun
 

@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from rlhf import batching
+from rlhf.actors import ActorGroup
 from rlhf.canary import Canary
 from rlhf.cluster import Cluster
 from rlhf.config.run import GRPOConfig
@@ -365,6 +366,23 @@ class TrainingRun(Generic[C]):
         if after:
             self.console.print(summary_table(before, after, training))
         self.console.print(f"run folder: {self.folder.path}", highlight=False)
+
+
+async def logprob_passes(
+    config: GRPOConfig, learners: ActorGroup, minibatches: Sequence[Minibatch]
+) -> tuple[batching.Rows, batching.Rows]:
+    """Old and reference log-probs of every rollout, row -> [L], from the very microbatches of the first epoch.
+
+    Empty where nothing reads them.
+    """
+    if not (config.needs_old_logprobs_pass or config.needs_reference):
+        return {}, {}
+    ranks = range(config.cluster.learners)
+    work = [([m.microbatches[rank] for m in minibatches], config.needs_old_logprobs_pass) for rank in ranks]
+    by_rank = await learners.call_each("logprobs", work)
+    old = batching.rows_of(minibatches, by_rank, "old") if config.needs_old_logprobs_pass else {}
+    ref = batching.rows_of(minibatches, by_rank, "ref") if config.needs_reference else {}
+    return old, ref
 
 
 def _cancel_on_sigterm() -> None:

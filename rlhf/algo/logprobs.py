@@ -5,7 +5,8 @@ vocabulary; the backward pass computes each tile of logits again. Logits are pro
 (tensor cores or AMX where there are any), everything after them is float32: log-sum-exp, probabilities, entropy, and
 the sums of both gradients over tiles. float64 stays float64.
 
-Only response tokens are computed. This is the only place where positions shift: the state at t - 1 predicts token t.
+Only response tokens are computed. Positions shift in `response_states` and nowhere else: the state at t - 1 predicts
+token t.
 """
 
 from __future__ import annotations
@@ -50,23 +51,36 @@ def token_logprobs(
         head_weight: [V, H], the embedding itself where the two are tied; it must be the parameter, not a copy of it.
         token_ids: [T] int.
         response_mask: [T] bool. Elsewhere the results are 0, and neither states nor tokens matter.
-        cu_seqlens: [S+1]; a True mask at the first token of a segment is a programming error.
+        cu_seqlens: [S+1].
         head_bias: [V].
         temperature: the one that the tokens were sampled with.
         token_tile, vocab_tile: sizes of a tile; memory and speed depend on them, results only by rounding.
     """
-    positions = response_mask.nonzero().squeeze(1)
-    assert not response_mask[cu_seqlens[:-1].long()[cu_seqlens.diff() > 0]].any(), (
-        "response_mask is True at the first token of a segment, which nothing predicts"
-    )
+    positions, states = response_states(response_mask, cu_seqlens)
     tiles = _default_tiles(head_weight, token_tile, vocab_tile)
     logprobs, entropy = _FusedHead.apply(
-        hidden, head_weight, head_bias, positions - 1, token_ids[positions].long(), temperature, with_entropy, tiles
+        hidden, head_weight, head_bias, states, token_ids[positions].long(), temperature, with_entropy, tiles
     )
     empty = logprobs.new_zeros(len(token_ids))
     return TokenLogprobs(
         empty.index_copy(0, positions, logprobs), empty.index_copy(0, positions, entropy) if with_entropy else None
     )
+
+
+def response_states(response_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the response tokens stand, and where the state stands in which each was chosen: both [N] int64.
+
+    A policy takes the log-probability of token t from that state, a critic the value V_t.
+
+    Args:
+        response_mask: [T] bool with N True. cu_seqlens: [S+1]; a True mask at the first token of a segment is a
+            programming error.
+    """
+    positions = response_mask.nonzero().squeeze(1)
+    assert not response_mask[cu_seqlens[:-1].long()[cu_seqlens.diff() > 0]].any(), (
+        "response_mask is True at the first token of a segment, which nothing predicts"
+    )
+    return positions, positions - 1
 
 
 class _Tiles(NamedTuple):

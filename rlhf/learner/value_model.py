@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from rlhf.algo.logprobs import response_states
 from rlhf.algo.numerics import full_precision
 from rlhf.learner.attention import PACKED
 from rlhf.learner.model import DTYPES, DeviceTokens, disable_dropout
@@ -20,7 +21,7 @@ HEAD = "score.weight"
 class ValueModel(nn.Module):
     """The critic: values[t] is the value of the state in which token t is chosen, as `algo.gae` takes it.
 
-    That state ends with token t - 1; what follows the last token has value 0 and no entry.
+    What follows the last token has value 0 and no entry.
     """
 
     def __init__(self, transformer: PreTrainedModel) -> None:
@@ -29,8 +30,8 @@ class ValueModel(nn.Module):
 
     def forward(self, tokens: DeviceTokens) -> Tensor:
         """-> [T] float32, 0 outside of the response mask."""
-        positions = tokens.response_mask.nonzero().squeeze(1)
-        scalars = _head(self.transformer, _states(self.transformer, tokens)[positions - 1])
+        positions, states = response_states(tokens.response_mask, tokens.cu_seqlens)
+        scalars = _head(self.transformer, _states(self.transformer, tokens)[states])
         return scalars.new_zeros(len(tokens.token_ids)).index_copy(0, positions, scalars)
 
 
