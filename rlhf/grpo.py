@@ -3,8 +3,8 @@
     python -m rlhf.grpo --config configs/math.yaml [--config configs/cpu.yaml] [section.key=value ...]
 
 A step, all of it in `train_step`: take groups -> plan minibatches, fix denominators -> old and reference log-probs on
-those microbatches -> KL reward, advantages -> update -> new weights into the engines, canary -> metrics. Without a KL in
-the reward the advantages come first, and what cannot have a gradient is not computed.
+those microbatches -> KL reward, advantages -> update -> new weights into the engines, canary -> metrics. Without a KL
+in the reward the advantages come first, and what cannot have a gradient is not computed.
 """
 
 from __future__ import annotations
@@ -64,10 +64,8 @@ async def train_step(run: TrainingRun, step: int) -> None:
         works = batching.work_rows(trains, advantages, config)
     epochs = batching.plan_epochs(samples, trains, config, step=step, works=works)
 
-    old, ref = {}, {}
-    if config.needs_old_logprobs_pass or config.needs_reference:
-        with clock.phase("logprobs"):
-            old, ref = await logprob_passes(config, learners, epochs[0])
+    with clock.phase("logprobs"):
+        old, ref = await logprob_passes(config, learners, epochs[0])
     if kl_in_reward:
         kl = batching.kl_rewards(old, ref, config.algo.kl_estimator)
         rewards = batching.penalized_rewards(samples, kl, config.algo.kl_coef)
