@@ -1,0 +1,334 @@
+"""Study: what each KL estimator in the loss does to the KL.
+
+    python -m benchmarks.studies.kl --output runs/studies/kl
+
+k1 to k4 in the loss, three coefficients each, and once none at all, 40 steps of the quickstart's task. The stack
+(engine, learner, reference, scorer) is started once: before each run the learner takes back its first weights and an
+Adam without history, and sends the weights to the engine. All runs see the same prompts in the same order.
+
+The KL that is reported is none of those optimized: k3 at the tokens that the policy has just sampled, before any update
+on them, where it has no bias. Beside it stand the expected gradients, enumerated over a small softmax policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmarks.studies import report
+from rlhf import batching
+from rlhf.algo.kl import KL_ESTIMATORS, kl_per_token
+from rlhf.canary import Canary
+from rlhf.cluster import Cluster
+from rlhf.config.load import load_config
+from rlhf.config.run import GRPOConfig
+from rlhf.data.load import LoadedPrompts, load_prompts
+from rlhf.data.order import PromptStream
+from rlhf.learner.checkpoint import MOMENTS
+from rlhf.learner.update import PolicyObjective
+from rlhf.model_files import load_tokenizer
+from rlhf.rewards.scorer import Scorer
+from rlhf.run import logprob_passes
+from rlhf.sampler import Sampler
+from rlhf.types import RolloutGroup, merge_metrics
+
+BETAS = (0.01, 0.1, 1.0)
+STEPS = 40
+LAST = 5  # steps at the end that a mean is taken of
+COLOURS = {"k1": "tab:red", "k2": "tab:blue", "k3": "tab:orange", "k4": "tab:green", "none": "0.45"}
+
+# --- the expectations, without sampling ---
+
+VOCABULARY = 5
+
+
+def enumerated_gradients(seed: int = 0) -> list[report.Row]:
+    """Expected gradients of each estimator as a loss over a softmax policy in float64, against those of both KLs.
+
+    `noise` is the root mean square length of one token's gradient around its mean.
+    """
+    theta, ref, old = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    log_ref = ref.log_softmax(-1)
+
+    def reverse(log_pi: Tensor) -> Tensor:
+        return (log_pi.exp() * (log_pi - log_ref)).sum()
+
+    def forward(log_pi: Tensor) -> Tensor:
+        return (log_ref.exp() * (log_ref - log_pi)).sum()
+
+    exact_reverse, exact_forward = (_gradient(f, theta) for f in (reverse, forward))
+    rows = []
+    for name in (*KL_ESTIMATORS, "k3 weighted"):
+        on_policy, noise = expected_gradient(name, theta, log_ref, sampled_from=theta)
+        off_policy, _ = expected_gradient(name, theta, log_ref, sampled_from=old)
+        rows.append(
+            {
+                "estimator": name,
+                "length of the expected gradient": float(on_policy.norm()),
+                "noise": noise,
+                "distance to that of KL(pi, ref)": float((on_policy - exact_reverse).norm()),
+                "distance to that of KL(ref, pi)": float((on_policy - exact_forward).norm()),
+                "distance to that of KL(pi, ref), off-policy": float((off_policy - exact_reverse).norm()),
+            }
+        )
+    return rows
+
+
+def _gradient(of: Any, theta: Tensor) -> Tensor:
+    theta = theta.clone().requires_grad_()
+    of(theta.log_softmax(-1)).backward()
+    assert theta.grad is not None
+    return theta.grad
+
+
+def expected_gradient(name: str, theta: Tensor, log_ref: Tensor, *, sampled_from: Tensor) -> tuple[Tensor, float]:
+    """Mean gradient of the KL loss over all tokens, by their probability under `sampled_from`; and its noise."""
+    estimator, _, weighted = name.partition(" ")
+    log_old = sampled_from.log_softmax(-1)
+
+    def penalty(log_pi: Tensor) -> Tensor:
+        return kl_per_token(log_pi, log_ref, estimator=estimator, old_logprobs=log_old, ratio_weighted=bool(weighted))
+
+    by_token = torch.stack([_gradient(lambda log_pi, t=t: penalty(log_pi)[t], theta) for t in range(VOCABULARY)])
+    probability = log_old.exp()
+    mean = probability @ by_token
+    noise = (probability * (by_token - mean).square().sum(-1)).sum().sqrt()
+    return mean, float(noise)
+
+
+# --- the scan ---
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one run of the scan optimizes; `estimator` none is a run without a KL."""
+
+    estimator: str
+    beta: float
+
+    def config(self, base: GRPOConfig) -> GRPOConfig:
+        if self.estimator == "none":
+            return base.model_copy(update={"algo": base.algo.model_copy(update={"kl_coef": 0.0})})
+        algo = base.algo.model_copy(update={"kl_estimator": self.estimator, "kl_coef": self.beta})
+        return base.model_copy(update={"algo": algo})
+
+
+def all_settings(betas: Sequence[float]) -> list[Settings]:
+    return [Settings("none", 0.0), *(Settings(name, beta) for name in KL_ESTIMATORS for beta in betas)]
+
+
+def study_config(data: Path, *, steps: int, prompts: int, seed: int) -> GRPOConfig:
+    """The quickstart with half of its rollouts and a constant rate, so that the end of a run is not its stillest part.
+
+    Two minibatches, so that the second is off-policy by an update, as in any run with more than one.
+    """
+    overrides = [
+        f"run.steps={steps}", f"run.seed={seed}", f"model.path={data}/model", f"data.train={data}/train.jsonl",
+        "data.eval=null", "evaluation.every=null", f"rollout.prompts_per_step={prompts}", "algo.kl_coef=1.0",
+        "algo.log_kl=true", "learner.minibatches_per_epoch=2", "learner.schedule.name=constant",
+        "learner.schedule.min_lr=0.0",
+    ]  # fmt: skip
+    return load_config(GRPOConfig, ["configs/quickstart.yaml"], overrides)
+
+
+class Stack:
+    """Engine, learner, reference and scorer for all runs of the scan; the loop reads `config` and `cluster`."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self.config = config
+        self.tokenizer = load_tokenizer(config.model)
+        self.prompts: LoadedPrompts = load_prompts(
+            config.data, "train", self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
+        )
+        self.version = 0
+        self._exit_stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Stack:
+        config = self.config
+        scorer = Scorer(config.reward)
+        self._exit_stack.callback(scorer.close)
+        self._start_state = Path(self._exit_stack.enter_context(TemporaryDirectory(prefix="rlhf-study-")))
+        self.cluster = await self._exit_stack.enter_async_context(Cluster(config))
+        self.sampler = Sampler(config, self.cluster, scorer, self.tokenizer)
+        self.canary = Canary(
+            next(iter(self.prompts.prompts.values())), vocabulary=len(self.tokenizer), dtype=config.model.dtype,
+            max_tokens=config.max_sequence_tokens, seed=config.run.seed,
+        )  # fmt: skip
+        await self.canary.check_start(self.cluster, self.version)
+        await self.cluster.save(self._start_state)
+        add_empty_moments(self._start_state)
+        return self
+
+    async def __aexit__(self, *failure: Any) -> None:
+        await self._exit_stack.__aexit__(*failure)
+
+    async def begin(self, settings: Settings) -> PromptStream:
+        """Put everything back to the start and take up these settings; the prompts of a run."""
+        self.config = settings.config(self.config)
+        await self.cluster.load(self._start_state, 0)
+        await self.cluster.learners.call("change_objective", PolicyObjective.of(self.config))
+        await self.send_weights()
+        return PromptStream(self.prompts.prompts, seed=self.config.run.seed)
+
+    async def send_weights(self) -> None:
+        self.version += 1
+        await self.cluster.send_weights(self.version)
+        await self.canary.check(self.cluster, self.version)
+
+
+def add_empty_moments(folder: Path) -> None:
+    """Give a checkpoint from before the first update the moments of that time, zeros: loading it forgets all others."""
+    index = json.loads((folder / "learner.json").read_text())
+    for kind in MOMENTS:
+        index["files"][kind] = []
+        for file in index["files"]["weights"]:
+            name = file.replace("weights", kind)
+            save_file({key: torch.zeros_like(t) for key, t in load_file(folder / file).items()}, folder / name)
+            index["files"][kind].append(name)
+    (folder / "learner.json").write_text(json.dumps(index))
+
+
+async def run_once(stack: Stack, settings: Settings) -> list[report.Row]:
+    """One run of the scan: a row a training step."""
+    stream = await stack.begin(settings)
+    rows = []
+    for step in range(stack.config.run.steps):
+        prompts = stream.take(stack.config.rollout.prompts_per_step)
+        groups = await asyncio.gather(*(stack.sampler.for_training(prompt) for prompt in prompts))
+        rows.append({"estimator": settings.estimator, "beta": settings.beta, "step": step + 1})
+        rows[-1] |= await train_step(stack, groups, step)
+        await stack.send_weights()
+    return rows
+
+
+async def train_step(stack: Stack, groups: Sequence[RolloutGroup], step: int) -> report.Row:
+    """The step of `rlhf.grpo`, and what the study looks at: measured on the fresh rollouts, before the update."""
+    config = stack.config
+    samples = batching.flatten(groups)
+    trains = batching.trained_rows(samples, mask_truncated=False)
+    (minibatches,) = batching.plan_epochs(samples, trains, config, step=step)
+    old, ref = await logprob_passes(config, stack.cluster.learners, minibatches)
+    rewards = batching.penalized_rewards(samples, None, 0.0)
+    advantages = batching.step_advantages(rewards, groups, config.algo.advantage)
+    work = batching.learner_minibatches(minibatches, advantages, old, ref)
+    by_rank = await stack.cluster.learners.call_each("update", [(rank,) for rank in work])
+    learned = merge_metrics([batching.mean_over_updates(update) for update in batching.merge_ranks(by_rank)])
+    lengths = [sample.rollout.response_length for sample in samples]
+    return {
+        "kl": measured_kl(samples, old, ref),
+        "reward": float(np.nanmean(rewards)),
+        "length": float(np.mean(lengths)),
+        "entropy": learned["policy/entropy"].value(),
+        "gradient_norm": learned["learner/grad_norm"].value(),
+        "skipped": int(learned["learner/updates_skipped"].value()),
+    }
+
+
+def measured_kl(samples: Sequence[Any], old: batching.Rows, ref: batching.Rows) -> float:
+    """k3 of the policy that sampled against the reference, nats a token."""
+    found = []
+    for row, logprobs in old.items():
+        mask = samples[row].rollout.response_mask
+        here, there = (torch.from_numpy(x[mask]).double() for x in (logprobs, ref[row]))
+        found.append(kl_per_token(here, there, estimator="k3"))
+    return float(torch.cat(found).mean())
+
+
+async def scan(config: GRPOConfig, betas: Sequence[float]) -> list[report.Row]:
+    rows = []
+    async with Stack(config) as stack:
+        for settings in all_settings(betas):
+            began = time.monotonic()
+            found = await run_once(stack, settings)
+            rows += found
+            print(
+                f"{settings.estimator} beta {settings.beta:g}: KL {found[-1]['kl']:.4f}, reward "
+                f"{found[-1]['reward']:.3f}, {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+    return rows
+
+
+# --- table and picture ---
+
+
+def by_run(rows: Sequence[report.Row]) -> dict[tuple[str, float], list[report.Row]]:
+    found: dict[tuple[str, float], list[report.Row]] = {}
+    for row in rows:
+        found.setdefault((row["estimator"], row["beta"]), []).append(row)
+    return found
+
+
+def summarize(rows: Sequence[report.Row]) -> list[report.Row]:
+    """One line a run: means over its last steps, and the largest KL on the way."""
+    return [
+        {
+            "estimator": estimator,
+            "beta": beta,
+            "KL at the end (nats a token)": report.mean(step["kl"] for step in steps[-LAST:]),
+            "largest KL": max(step["kl"] for step in steps),
+            "reward at the end": round(report.mean(step["reward"] for step in steps[-LAST:]), 3),
+            "length at the end": round(report.mean(step["length"] for step in steps[-LAST:]), 1),
+            "entropy at the end": report.mean(step["entropy"] for step in steps[-LAST:]),
+            "updates skipped": steps[-1]["skipped"],
+        }
+        for (estimator, beta), steps in by_run(rows).items()
+    ]
+
+
+def draw(rows: Sequence[report.Row], path: Path) -> None:
+    """A column for each beta, a line for each estimator; the grey line is the run without a KL."""
+    runs = by_run(rows)
+    betas = sorted({beta for estimator, beta in runs if estimator != "none"})
+    panels = {"kl": "KL to the reference (k3)\nnats a token", "reward": "reward", "length": "response length, tokens"}
+    drawn, axes = report.figure(3, len(betas), width=9.5, height=6.6, sharex=True, sharey="row")
+    for column, beta in enumerate(betas):
+        for (key, label), panel in zip(panels.items(), axes[:, column], strict=True):
+            for (estimator, of), steps in runs.items():
+                if estimator == "none" or of == beta:
+                    name = "no KL" if estimator == "none" else estimator
+                    line = "--" if estimator == "none" else "-"
+                    values = [max(step[key], 1e-6) if key == "kl" else step[key] for step in steps]
+                    panel.plot([s["step"] for s in steps], values, line, color=COLOURS[estimator], label=name, lw=1.2)
+            if column == 0:
+                panel.set_ylabel(label)
+        axes[0, column].set(title=f"beta = {beta:g}", yscale="log", ylim=(1e-4, None))
+        axes[-1, column].set_xlabel("training step")
+    axes[0, -1].legend(ncols=2)
+    report.save(drawn, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = report.parser("kl", "Four KL estimators in the loss, three coefficients each.", trains=True)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--prompts", type=int, default=32, help="a training step, 8 samples each")
+    parser.add_argument("--betas", default=",".join(map(str, BETAS)))
+    options = parser.parse_args(arguments)
+    began = time.monotonic()
+    gradients = enumerated_gradients()
+    report.write_table(options.output / "kl-gradients", gradients)
+    data = report.ensure_data(options.data)
+    config = study_config(data, steps=options.steps, prompts=options.prompts, seed=options.seed)
+    rows = asyncio.run(scan(config, [float(beta) for beta in options.betas.split(",")]))
+    report.write_table(options.output / "kl-steps", rows)
+    summary = summarize(rows)
+    report.write_table(options.output / "kl", summary)
+    print(report.markdown(gradients), report.markdown(summary), sep="\n")
+    draw(rows, options.output / "kl.png")
+    print(f"{time.monotonic() - began:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What the studies share: the quickstart's data, tables as Markdown and CSV, and small pictures."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf.quickstart import write_quickstart
+
+Row = dict[str, Any]
+
+DATA = Path("runs/quickstart-data")  # where `make quickstart` puts its model and data
+
+
+def parser(module: str, description: str, *, trains: bool) -> argparse.ArgumentParser:
+    """The arguments that every study takes: where its picture and table go and, if it trains, from what."""
+    found = argparse.ArgumentParser(prog=f"python -m benchmarks.studies.{module}", description=description)
+    found.add_argument("--output", type=Path, default=Path("runs/studies") / module, help="folder of picture and table")
+    if trains:
+        found.add_argument("--data", type=Path, default=DATA, help="the quickstart's model and data; made if not there")
+        found.add_argument("--seed", type=int, default=0)
+    return found
+
+
+def ensure_data(folder: Path) -> Path:
+    """The folder, with the quickstart's model and data made first where there is nothing."""
+    if not (folder / "test.jsonl").is_file():
+        print(f"making {folder} first (rlhf.quickstart)", flush=True)
+        write_quickstart(folder)
+    return folder
+
+
+def number(value: Any) -> str:
+    """Three significant digits; text stays."""
+    if isinstance(value, float):
+        return f"{value:.3g}" if value == 0 or 1e-4 <= abs(value) < 1e4 else f"{value:.2e}"
+    return str(value)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table; the keys of the first row are the columns."""
+    columns = list(rows[0])
+    lines = [columns, ["---"] * len(columns), *([number(row[name]) for name in columns] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def write_table(path: Path, rows: Sequence[Row]) -> None:
+    """`path` with .md for people and with .csv, unrounded, for programs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".md").write_text(markdown(rows))
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def figure(rows: int, columns: int, *, width: float, height: float, **options: Any) -> tuple[Any, Any]:
+    """A grid of axes, [rows][columns] always, in one plain style."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(
+        {
+            "font.size": 8, "axes.titlesize": 8.5, "axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False,
+            "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 110,
+        }
+    )  # fmt: skip
+    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained", **options)
+
+
+def save(drawn: Any, path: Path) -> None:
+    """Write a figure as PNG, and say so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path)
+    print(f"wrote {path}", flush=True)
+
+
+def mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
