@@ -286,12 +286,14 @@ class Cluster:
     async def _connect(self, host: str) -> None:
         config = self.config.cluster
         port = (await self.learners.locate(deadline_s=config.start_deadline_s))[0].port
+        engine_hosts = {place.host for place in await self.engines.locate(deadline_s=config.start_deadline_s)}
         rendezvous = transfer.Rendezvous(
             host=host,
             port=port,
             tag="weights",
             world_size=1 + config.engines * config.tensor_parallel,
             timeout_s=config.start_deadline_s,
+            one_host=engine_hosts == {host},
         )
         client = transfer.EngineClient(
             RemoteCall(self.engines.actors), engines=config.engines, workers_per_engine=config.tensor_parallel

@@ -1,13 +1,14 @@
-"""Learner -> engine weights: both ends of our gloo backend, and vLLM's own backends on GPUs.
+"""Learner -> engine weights: both ends of our backend for CPU, and vLLM's own backends on GPUs.
 
     learner rank 0                                  engine actor i, each of its vLLM workers
     --------------                                  ---------------------------------------
     client.start_weight_update()        ----->      initialize_layerwise_reload
-    client.update_weights(names, ...)   ----->      receive buckets ...
-    broadcast buckets            ===gloo/nccl===>   ... load_weights
+    client.update_weights(bucket)       ----->      receive the bucket ...
+    its bytes              ===memory/gloo/nccl===>  ... load_weights
     client.finish_weight_update(v)      ----->      finalize_layerwise_reload, version := v
 
-Ranks of the transfer group: 0 is learner rank 0, then the workers of engine 0, of engine 1, ...
+On CPU the bytes go through memory that both sides map where all of them are on one node, and through gloo where they
+are not. Ranks of the transfer group: 0 is learner rank 0, then the workers of engine 0, of engine 1, ...
 
 vLLM finds `register_with_vllm` through the `vllm.general_plugins` entry point in each of its processes, so the package
 has to be installed where an engine runs. Only the functions that talk to vLLM import it: a learner on CPU needs none.
@@ -16,8 +17,10 @@ has to be installed where an engine runs. Only the functions that talk to vLLM i
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,20 +28,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BACKEND = "rlhf_gloo"
-BUCKET_BYTES = 256 * 2**20  # bytes broadcast at once; bounds the extra memory on both sides
+BACKEND = "rlhf_cpu"
+BUCKET_BYTES = 256 * 2**20  # bytes sent at once; the next bucket is filled while an engine loads this one
+ALIGNMENT = 64  # bytes; where a bucket of another dtype may begin
 SPIN_S = 0.002  # vLLM's workers busy-wait this long after a message; its own 1 s takes half a core from the learner
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the transfer group meets; a new port or tag for each group that is built."""
+    """Where the transfer group meets; a new port or tag for each group that is built.
+
+    `one_host`: learner rank 0 and all engines share a node and so its memory; no group is needed there on CPU.
+    """
 
     host: str
     port: int
     tag: str
     world_size: int
     timeout_s: float
+    one_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,48 @@ def buckets(metadata: Iterable[ParameterMeta], bucket_bytes: int = BUCKET_BYTES)
     return runs
 
 
+def bucket_starts(cut: Sequence[Sequence[ParameterMeta]]) -> list[int]:
+    """Byte offsets of the buckets in one stretch of memory, and its size as the last entry."""
+    starts = [0]
+    for bucket in cut:
+        size = sum(m.numel for m in bucket) * getattr(torch, bucket[0].dtype).itemsize
+        starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    return starts
+
+
+# --- two ways for the bytes on CPU ---
+
+
+class SharedMemory:
+    """Memory of this node that learner and engines map alike.
+
+    It belongs to a file without a name, so that it is gone with the last process that maps it, however that one ends;
+    and it counts as shared memory without being limited by the size of /dev/shm, which containers keep small.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+    @classmethod
+    def create(cls, size: int) -> tuple[SharedMemory, str]:
+        """Of `size` bytes, and the path under which other processes find it while this one lives."""
+        descriptor = os.memfd_create("rlhf-weights")
+        os.ftruncate(descriptor, size)
+        return cls(descriptor, size), f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    @classmethod
+    def open(cls, path: str) -> SharedMemory:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            return cls(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+
+    def view(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], the memory itself."""
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
+
+
 def gloo_group(rendezvous: Rendezvous, rank: int) -> dist.ProcessGroup:
     """Join the transfer group outside torch's default group, which belongs to the learners (or to vLLM)."""
     timeout = datetime.timedelta(seconds=rendezvous.timeout_s)
@@ -145,27 +195,60 @@ def _broadcast(group: dist.ProcessGroup, tensor: Tensor) -> None:
     group.broadcast([tensor.view(torch.uint8)], dist.BroadcastOptions()).wait()
 
 
-class GlooSender:
-    """The learner's end of the gloo backend. Only rank 0 is in the group; the others take part in gathering."""
+class Inbox:
+    """An engine worker's end: `info` is what the learner sent through init_weight_transfer_engine."""
+
+    def __init__(self, info: Mapping[str, Any], *, worker: int) -> None:
+        self._memory: SharedMemory | None = None
+        self._group: dist.ProcessGroup | None = None
+        if info["memory"]:
+            self._memory = SharedMemory.open(info["memory"])
+        else:
+            rendezvous = Rendezvous(info["host"], info["port"], info["tag"], info["world_size"], info["timeout_s"])
+            self._group = gloo_group(rendezvous, info["rank_offset"] + worker)
+
+    def receive(self, bucket: Sequence[ParameterMeta], start: int) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a bucket; those in shared memory stay as they are until the next weights are sent."""
+        dtype, numel = getattr(torch, bucket[0].dtype), sum(m.numel for m in bucket)
+        if self._memory is not None:
+            flat = self._memory.view(start, numel, dtype)
+        else:
+            assert self._group is not None
+            flat = torch.empty(numel, dtype=dtype)
+            _broadcast(self._group, flat)
+        pieces = flat.split([m.numel for m in bucket])
+        yield from ((m.name, piece.view(m.shape)) for m, piece in zip(bucket, pieces, strict=True))
+
+
+class CPUSender:
+    """The learner's end on CPU. Only rank 0 sends; the others take part in gathering."""
 
     def __init__(self, source: ParameterSource, client: EngineClient, rendezvous: Rendezvous, *, rank: int) -> None:
         self._source = source
         self._client = client
         self._is_sender = rank == 0
+        self._memory: SharedMemory | None = None
         self._group: dist.ProcessGroup | None = None
-        if self._is_sender:
-            info = {
-                "host": rendezvous.host,
-                "port": rendezvous.port,
-                "tag": rendezvous.tag,
-                "world_size": rendezvous.world_size,
-                "timeout_s": rendezvous.timeout_s,
-                "rank_offset": 1,
-            }
-            with ThreadPoolExecutor(max_workers=1) as pool:
-                engines_join = pool.submit(client.init_weight_transfer_engine, info)
-                self._group = gloo_group(rendezvous, 0)
-                engines_join.result()
+        if not self._is_sender:
+            return
+        info = {
+            "host": rendezvous.host,
+            "port": rendezvous.port,
+            "tag": rendezvous.tag,
+            "world_size": rendezvous.world_size,
+            "timeout_s": rendezvous.timeout_s,
+            "rank_offset": 1,
+            "memory": "",
+        }
+        if rendezvous.one_host:
+            size = bucket_starts(buckets(source.metadata()))[-1]
+            self._memory, info["memory"] = SharedMemory.create(size)
+            client.init_weight_transfer_engine(info)
+            return
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            engines_join = pool.submit(client.init_weight_transfer_engine, info)
+            self._group = gloo_group(rendezvous, 0)
+            engines_join.result()
 
     def send(self, version: int) -> None:
         """Send every parameter as `version`. Called on every learner rank."""
@@ -173,38 +256,49 @@ class GlooSender:
             for _ in self._source:
                 pass
             return
-        metadata = self._source.metadata()
+        cut = buckets(self._source.metadata())
         self._client.start_weight_update()
-        update = {
-            "names": [m.name for m in metadata],
-            "dtypes": [m.dtype for m in metadata],
-            "shapes": [list(m.shape) for m in metadata],
-        }
+        stream = iter(self._source)
         pool = ThreadPoolExecutor(max_workers=1)
         try:
-            engines_load = pool.submit(self._client.update_weights, update)
-            self._broadcast_all(metadata)
-            engines_load.result()
+            loads = [
+                self._send_bucket(b, start, stream, pool) for b, start in zip(cut, bucket_starts(cut), strict=False)
+            ]
+            assert next(stream, None) is None, "the weight stream goes on after the last announced parameter"
+            for load in loads:
+                load.result()
         finally:
             pool.shutdown(wait=False)  # an engine that died leaves its call hanging; the error must not wait for it
         self._client.finish_weight_update(str(version))
 
-    def _broadcast_all(self, metadata: list[ParameterMeta]) -> None:
-        assert self._group is not None
-        stream = iter(self._source)
-        for bucket in buckets(metadata):
-            flat = torch.empty(sum(m.numel for m in bucket), dtype=getattr(torch, bucket[0].dtype))
-            offset = 0
-            for meta in bucket:
-                name, tensor = next(stream)
-                assert name == meta.name, f"the weight stream yielded {name} where {meta.name} was announced"
-                flat[offset : offset + meta.numel].copy_(tensor.reshape(-1))
-                offset += meta.numel
+    def _send_bucket(
+        self,
+        bucket: Sequence[ParameterMeta],
+        start: int,
+        stream: Iterator[tuple[str, Tensor]],
+        pool: ThreadPoolExecutor,
+    ) -> Future[None]:
+        """Fill a bucket and send it; what is returned ends when the engines have loaded it."""
+        dtype, numel = getattr(torch, bucket[0].dtype), sum(m.numel for m in bucket)
+        memory = self._memory
+        flat = torch.empty(numel, dtype=dtype) if memory is None else memory.view(start, numel, dtype)
+        for meta, piece in zip(bucket, flat.split([m.numel for m in bucket]), strict=True):
+            name, tensor = next(stream)
+            assert name == meta.name, f"the weight stream yielded {name} where {meta.name} was announced"
+            piece.copy_(tensor.reshape(-1))
+        update = {
+            "names": [m.name for m in bucket],
+            "dtypes": [m.dtype for m in bucket],
+            "shapes": [list(m.shape) for m in bucket],
+            "start": start,
+        }
+        loading = pool.submit(self._client.update_weights, update)
+        if self._group is not None:
             _broadcast(self._group, flat)
-        assert next(stream, None) is None, "the weight stream goes on after the last announced parameter"
+        return loading
 
     def close(self) -> None:
-        self._group = None
+        self._group = self._memory = None
 
 
 class VLLMSender:
@@ -252,9 +346,9 @@ class VLLMSender:
 def make_sender(
     backend: str, source: ParameterSource, client: EngineClient, rendezvous: Rendezvous, *, rank: int
 ) -> WeightSender:
-    """The learner's end of `backend`: rlhf_gloo, nccl or ipc. Joins the group; the engines must be up."""
+    """The learner's end of `backend`: rlhf_cpu, nccl or ipc. Meets the engines, which must be up."""
     if backend == BACKEND:
-        return GlooSender(source, client, rendezvous, rank=rank)
+        return CPUSender(source, client, rendezvous, rank=rank)
     return VLLMSender(source, client, rendezvous, rank=rank, backend=backend)
 
 
@@ -267,5 +361,5 @@ def register_with_vllm() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "rlhf.rollout.receiver", "GlooReceiver")
+        WeightTransferEngineFactory.register_engine(BACKEND, "rlhf.rollout.receiver", "CPUReceiver")
     shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)

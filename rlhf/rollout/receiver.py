@@ -1,12 +1,10 @@
-"""The engine's end of the gloo weight transfer, loaded by vLLM inside each of its workers."""
+"""The engine's end of the weight transfer on CPU, loaded by vLLM inside each of its workers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -15,54 +13,52 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rlhf.transfer import ParameterMeta, Rendezvous, _broadcast, buckets, gloo_group
+from rlhf.transfer import Inbox, ParameterMeta
 
 
 @dataclass
-class GlooInitInfo(WeightTransferInitInfo):
+class CPUInitInfo(WeightTransferInitInfo):
     host: str
     port: int
     tag: str
     world_size: int
     timeout_s: float
     rank_offset: int
+    memory: str
 
 
 @dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
+class CPUUpdateInfo(WeightTransferUpdateInfo):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+    start: int
 
 
-class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Receives flat buckets from learner rank 0 and loads them through vLLM's layerwise reload."""
+class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
+    """Receives buckets from learner rank 0 and loads them through vLLM's layerwise reload.
 
-    init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
-    group: dist.ProcessGroup | None = None
+    A layer is loaded when the last of its tensors is there, so those of a bucket may be read until the update ends.
+    """
 
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        rendezvous = Rendezvous(
-            init_info.host, init_info.port, init_info.tag, init_info.world_size, init_info.timeout_s
-        )
-        self.group = gloo_group(rendezvous, init_info.rank_offset + self.parallel_config.rank)
+    init_info_cls = CPUInitInfo
+    update_info_cls = CPUUpdateInfo
+    inbox: Inbox | None = None
+
+    def init_transfer_engine(self, init_info: CPUInitInfo) -> None:
+        self.inbox = Inbox(asdict(init_info), worker=self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        assert self.group is not None, "init_weight_transfer_engine comes first"
-        metadata = [
+    def receive_weights(self, update_info: CPUUpdateInfo) -> None:
+        assert self.inbox is not None, "init_weight_transfer_engine comes first"
+        bucket = [
             ParameterMeta(name, dtype, tuple(shape))
             for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
         ]
-        for bucket in buckets(metadata):
-            flat = torch.empty(sum(m.numel for m in bucket), dtype=getattr(torch, bucket[0].dtype))
-            _broadcast(self.group, flat)
-            pieces = flat.split([m.numel for m in bucket])
-            model: Any = self.model
-            model.load_weights((m.name, piece.view(m.shape)) for m, piece in zip(bucket, pieces, strict=True))
+        model: Any = self.model
+        model.load_weights(self.inbox.receive(bucket, update_info.start))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -78,4 +74,4 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     def shutdown(self) -> None:
-        self.group = None
+        self.inbox = None
