@@ -1,4 +1,4 @@
-"""What is measured of a step: seconds by phase, and what the rollouts say of themselves."""
+"""What is measured of a step: seconds by phase, who waited, the learners' speed, what rollouts say of themselves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from rlhf import batching
-from rlhf.types import Histogram, Max, Mean, RolloutGroup, StepMetrics
+from rlhf.algo.packing import FILLER_ROW
+from rlhf.config.run import GRPOConfig
+from rlhf.model_files import local_model_config
+from rlhf.plan.model import SUPPORTED, ModelShape, model_shape
+from rlhf.types import Histogram, Max, Mean, Minibatch, RolloutGroup, ScoredRollout, StepMetrics
 
 
 class Clock:
@@ -19,7 +23,7 @@ class Clock:
     def __init__(self, spent: Mapping[str, float]) -> None:
         self.total: dict[str, float] = defaultdict(float, spent)
         self.step: dict[str, float] = {}
-        self._step_started = time.monotonic()
+        self._step_started = self._window_started = time.monotonic()
 
     def start_step(self) -> None:
         self._step_started = time.monotonic()
@@ -36,6 +40,83 @@ class Clock:
 
     def step_seconds(self) -> float:
         return time.monotonic() - self._step_started
+
+    def take(self) -> tuple[dict[str, float], float]:
+        """Seconds by phase and seconds in all since the last call; evaluation and checkpoint are part of them."""
+        now = time.monotonic()
+        phases, window_s = self.step, now - self._window_started
+        self.step, self._window_started = {}, now
+        return phases, window_s
+
+
+LEARNER_PHASES = ("logprobs", "update", "transfer", "canary", "checkpoint")
+
+
+def waiting_seconds(phases: Mapping[str, float], window_s: float, engines_busy_s: float) -> dict[str, float]:
+    """Who waited for whom: seconds in which no request was with any engine, and in which the learners had no work."""
+    learners_busy_s = sum(phases.get(phase, 0.0) for phase in LEARNER_PHASES)
+    return {
+        "time/engine_idle": max(0.0, window_s - engines_busy_s),
+        "time/learner_idle": max(0.0, window_s - learners_busy_s),
+    }
+
+
+# Dense bf16 TFLOP/s by the name of the device, from NVIDIA's data sheets; the first entry that the name contains.
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A40": 149.7,
+    "A10": 125.0,
+    "RTX 6000 Ada": 364.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+}
+
+
+class LearnerSpeed:
+    """Speed of the learners and how well their microbatches are filled, from what they were given to compute."""
+
+    def __init__(self, config: GRPOConfig, device_name: str) -> None:
+        self._budget = config.learner.max_tokens_per_microbatch
+        self._learners = config.cluster.learners
+        by_name = next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+        self._peak_tflops = config.cluster.peak_tflops or by_name
+        self._shape: ModelShape | None = None
+        described = local_model_config(config.model.path)
+        if described is not None and described.get("model_type") in SUPPORTED:
+            self._shape = model_shape(described)
+
+    def of_step(self, epochs: Sequence[Sequence[Minibatch]], update_s: float) -> dict[str, float]:
+        """Metrics of one step's updates.
+
+        learner/mfu, the share of the learners' peak that forward and backward of the real tokens take, is left out
+        where the peak or the model's shape is not known; a critic beside the policy is not counted.
+        learner/padding_fraction is the share of computed positions that belong to no rollout: a packed row has none,
+        fillers are nothing else.
+        """
+        packed = [row for epoch in epochs for m in epoch for rank in m.microbatches for row in rank]
+        real = [row for row in packed if row.rows[0] != FILLER_ROW]
+        tokens = sum(len(row.token_ids) for row in real)
+        update_s = max(update_s, 1e-9)
+        found = {
+            "learner/tokens_per_second": tokens / update_s,
+            "learner/packing_efficiency": batching.packing_efficiency(epochs, self._budget),
+            "learner/padding_fraction": 1 - tokens / sum(len(row.token_ids) for row in packed),
+        }
+        if self._shape is not None and self._peak_tflops is not None:
+            lengths = [int(length) for row in real for length in np.diff(row.cu_seqlens)]
+            flops = self._shape.training_flops(lengths, sum(int(row.response_mask.sum()) for row in real))
+            found["learner/mfu"] = flops / (update_s * self._peak_tflops * 1e12 * self._learners)
+        return found
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], advantages: np.ndarray, *, step: int) -> StepMetrics:
@@ -55,8 +136,19 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: np.ndarray, *, s
         "rollout/lag": Histogram(tuple(float(step - s.rollout.oldest_version) for s in samples)),
         "policy/advantage_abs": Mean(float(np.abs(advantages).sum()), float(len(advantages))),
     }
+    metrics |= _lag_of_tokens(samples, step)
     for name in samples[0].reward_parts:
         values = [s.reward_parts.get(name) for s in samples]
         known = [v for v in values if v is not None]
         metrics[f"reward/part/{name}"] = Mean(float(sum(known)), float(len(known)))
     return metrics
+
+
+def _lag_of_tokens(samples: Sequence[ScoredRollout], step: int) -> StepMetrics:
+    """rollout/tokens_at_lag/L: the share of the sampled tokens whose weights were L training steps behind."""
+    tokens: dict[int, int] = defaultdict(int)
+    for sample in samples:
+        for span in sample.rollout.version_spans:
+            tokens[step - span.version] += span.end - span.start
+    total = float(sum(tokens.values()))
+    return {f"rollout/tokens_at_lag/{lag}": Mean(float(count), total) for lag, count in sorted(tokens.items())}

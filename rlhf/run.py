@@ -28,7 +28,7 @@ from rlhf.data.read import check_sources
 from rlhf.evaluation import evaluate
 from rlhf.metrics import JsonlSink, Sink, TerminalSink, WandbSink, summary_table, to_values
 from rlhf.model_files import check_context, check_model, load_tokenizer
-from rlhf.reporting import Clock, rollout_metrics
+from rlhf.reporting import Clock, LearnerSpeed, rollout_metrics, waiting_seconds
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Account, RolloutBuffer, Staleness, Ticket
 from rlhf.run_folder import RunFolder
@@ -142,6 +142,7 @@ class TrainingRun(Generic[C]):
             max_tokens=config.max_sequence_tokens,
             seed=config.run.seed,
         )
+        self.speed = LearnerSpeed(config, (await self.cluster.learners.call("device_name"))[0])
         await self.canary.measure_noise(self.cluster)  # before a checkpoint: both sides hold model.path now
         if self.restored is not None:
             await self.cluster.load(self.restored, self.first_step)
@@ -248,7 +249,6 @@ class TrainingRun(Generic[C]):
             values = await evaluate(
                 self.eval_prompts.prompts, self.sampler.for_evaluation, at_once=self.config.evaluation_groups_at_once
             )
-        self.sampler.meter.take_rate()  # the rate of the next step is its own
         self.evaluations[step] = values
         for sink in self.sinks:
             sink.log(step, values)
@@ -282,26 +282,22 @@ class TrainingRun(Generic[C]):
         response_tokens = sum(s.rollout.response_length for s in samples)
         self.tokens["prompt"] += prompt_tokens
         self.tokens["response"] += response_tokens
-        seconds = self.clock.step_seconds()
         metrics = rollout_metrics(groups, advantages, step=step - 1) | learned
         values = to_values(metrics) | measured | self.buffer.account.metrics()
+        values["time/step"] = self.clock.step_seconds()
+        phases, window_s = self.clock.take()
+        rate, engines_busy_s = self.sampler.meter.take()
+        values |= waiting_seconds(phases, window_s, engines_busy_s)
+        values |= self.speed.of_step(epochs, phases.get("update", 0.0))
         values |= {
-            "rollout/tokens_per_second": self.sampler.meter.take_rate(),
-            "learner/tokens_per_second": (prompt_tokens + response_tokens)
-            * len(epochs)
-            / max(self.clock.step.get("update", 0.0), 1e-9),
-            "learner/packing_efficiency": batching.packing_efficiency(
-                epochs, self.config.learner.max_tokens_per_microbatch
-            ),
+            "rollout/tokens_per_second": rate,
             "data/epoch": self.stream.epochs,
-            "sync/seconds": self.clock.step["transfer"],
-            "time/step": seconds,
+            "sync/seconds": phases["transfer"],
         }
-        values |= {f"time/{phase}": spent for phase, spent in self.clock.step.items()}
+        values |= {f"time/{phase}": spent for phase, spent in phases.items()}
         values |= {f"reward/status/{name}": count for name, count in self.scorer.counters.items()}
         for sink in self.sinks:
             sink.log(step, values)
-        self.clock.step = {}
         if self.config.logging.rollouts:
             self.folder.write_rollouts(step, groups, advantages.tolist())
 

@@ -37,15 +37,15 @@ class BusyMeter:
         if self._running == 0:
             self._busy_s += time.monotonic() - self._since
 
-    def take_rate(self) -> float:
-        """Tokens a second since the last call."""
+    def take(self) -> tuple[float, float]:
+        """Tokens a busy second, and busy seconds, since the last call; evaluations count like training."""
         now = time.monotonic()
         if self._running:
             self._busy_s += now - self._since
             self._since = now
-        rate = self.tokens / self._busy_s if self._busy_s else 0.0
+        rate, busy_s = self.tokens / self._busy_s if self._busy_s else 0.0, self._busy_s
         self.tokens, self._busy_s = 0, 0.0
-        return rate
+        return rate, busy_s
 
 
 class Sampler:

@@ -185,6 +185,10 @@ class ClusterConfig(Section):
     gpu_memory_gib: PositiveFloat = Field(
         79.0, description="GiB of a GPU, for the estimates of --plan; 79 is what a card of 80 GB has"
     )
+    peak_tflops: PositiveFloat | None = Field(
+        None,
+        description="bf16 TFLOP/s of a learner's device, for learner/mfu; null: by its name, CPU has none",
+    )
     ray_address: str | None = Field(None, description="address of a running Ray cluster; null starts one here")
     cpus_per_learner: PositiveFloat = Field(0.5, description="CPU cores that are reserved for a learner")
     cpus_per_engine: PositiveFloat = Field(0.5, description="CPU cores that are reserved for an engine")

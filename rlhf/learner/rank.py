@@ -72,10 +72,9 @@ class TrainedRank:
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=settings)
         self.names = {name.removeprefix("transformer."): param for name, param in module.named_parameters()}
 
-    def ready(self) -> dict[str, Any]:
-        """What the driver wants to know of a started rank."""
-        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.names.values())
-        return {"parameters": parameters, "host": os.uname().nodename}
+    def device_name(self) -> str:
+        """As the driver of the device calls it, such as `NVIDIA H100 80GB HBM3`."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     # --- update ---
 

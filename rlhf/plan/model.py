@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,23 @@ class ModelShape:
         mlps += (self.layers - self.sparse_layers) * self.dense_mlp_parameters
         embeddings = self.embedding_parameters * (1 if self.tied_embeddings else 2)
         return embeddings + self.layers * self.attention_parameters + mlps + norms
+
+    @property
+    def active_parameters(self) -> int:
+        """Those of the matrix products that one token goes through, the head not counted."""
+        sparse = self.active_experts * 3 * self.hidden * self.expert_intermediate + self.experts * self.hidden
+        mlps = self.sparse_layers * sparse + (self.layers - self.sparse_layers) * self.dense_mlp_parameters
+        return self.layers * self.attention_parameters + mlps
+
+    def training_flops(self, lengths: Sequence[int], response_tokens: int) -> float:
+        """Floating-point operations of forward and backward, as model FLOPs are counted: nothing computed again.
+
+        6 a token and parameter (2 forward, 4 backward), the head at the response tokens alone, and causal attention:
+        half of 12 L^2 n d a sequence of L tokens and layer.
+        """
+        attention = 6 * self.layers * self.heads * self.head_dim * sum(length**2 for length in lengths)
+        head = 6 * self.embedding_parameters * response_tokens
+        return float(6 * self.active_parameters * sum(lengths) + head + attention)
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
