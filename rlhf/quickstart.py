@@ -8,7 +8,9 @@ The task is the sum of two three-digit numbers, worked column by column from the
 
 The model warms up by imitating a careless pupil, who forgets most carries and slips now and then. Imitation ends at the
 pupil's accuracy, about a third, in greedy decoding too; reinforcement learning from the graded answer has to bring out
-the rule that the pupil applies only sometimes. The problems of the test file are in neither training.
+the rule that the pupil applies only sometimes. The problems of the test files are in no training.
+
+Preference pairs for `rlhf.reward_model` are made of the same problems: right work over wrong work.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ COLUMNS = 3
 FORGOTTEN_CARRY_FRACTION = 0.75  # more than half, so that the most likely answer of the pupil lacks the carry
 SLIP_FRACTION = 0.12  # columns that are off by one
 
+# Share of rejected responses that no pupil would write; without them a policy finds what a reward model has never seen.
+FAR_MISS_FRACTION = 0.25
+
 TRAIN_ROWS = 16_384
 TEST_ROWS = 512
 WARMUP_STEPS = 600
@@ -84,6 +89,43 @@ class Problem:
             carry = sums[-1] // 10
         boxed = str(sums[-1]) + "".join(str(total % 10) for total in reversed(sums[:-1]))
         return " ".join(f"{total:02d}" for total in sums) + f" {BOX_TOKEN}{boxed}}}"
+
+
+def near_miss(problem: Problem, rng: random.Random) -> str:
+    """Wrong work as the careless pupil writes it, which is how the warmed-up model errs."""
+    while True:
+        work = problem.worked(rng)
+        if boxed(work) != problem.answer:
+            return work
+
+
+def far_miss(problem: Problem, other: Problem, rng: random.Random) -> str:
+    """Wrong work of another kind: of another problem, with the right sums and a wrong digit in the box, or cut off."""
+    right = problem.worked()
+    kind = rng.randrange(3)
+    if kind == 0 and other.answer != problem.answer:
+        return other.worked()
+    if kind == 1:
+        return right[: rng.randrange(len(right))]
+    place = right.index(problem.answer + "}") + rng.randrange(len(problem.answer))
+    wrong = rng.choice([digit for digit in "0123456789" if digit != right[place]])
+    return right[:place] + wrong + right[place + 1 :]
+
+
+def boxed(work: str) -> str:
+    """What stands in the box of a pupil's work."""
+    return work.partition(BOX_TOKEN)[2].removesuffix("}")
+
+
+def make_pairs(problems: list[Problem], seed: int) -> list[dict[str, str]]:
+    """A preference a problem, in the columns that `rlhf.reward_model` reads: right work is chosen, wrong rejected."""
+    rng = random.Random(f"pairs {seed}")
+    pairs = []
+    for problem in problems:
+        far = rng.random() < FAR_MISS_FRACTION
+        rejected = far_miss(problem, rng.choice(problems), rng) if far else near_miss(problem, rng)
+        pairs.append({"prompt": problem.question, "chosen": problem.worked(), "rejected": rejected})
+    return pairs
 
 
 def make_problems(count: int, seed: int) -> list[Problem]:
@@ -260,7 +302,7 @@ def write_quickstart(
     model_options: dict[str, Any] | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> list[float]:
-    """Write `output/model`, `output/train.jsonl` and `output/test.jsonl`; returns the losses of the warm-up.
+    """Write `model`, `train.jsonl`, `test.jsonl` and of both the preference pairs; returns the losses of the warm-up.
 
     Raises:
         ValueError: when `output` already holds something, or a count is out of range.
@@ -279,9 +321,13 @@ def write_quickstart(
     output.mkdir(parents=True, exist_ok=True)
     save_model(model, tokenizer, output / "model")
     for name, rows in (("train", problems[:train_rows]), ("test", problems[train_rows:])):
-        lines = [json.dumps({"question": row.question, "answer": row.answer}) for row in rows]
-        (output / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        write_rows(output / f"{name}.jsonl", [{"question": row.question, "answer": row.answer} for row in rows])
+        write_rows(output / f"pairs_{name}.jsonl", make_pairs(rows, seed))
     return losses
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -319,7 +365,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"rlhf.quickstart: {error}", file=sys.stderr)
         return 2
-    console.print(f"wrote {options.output}/model, train.jsonl and test.jsonl in {time.monotonic() - began:.0f} s")
+    seconds = time.monotonic() - began
+    console.print(f"wrote model, train.jsonl, test.jsonl and preference pairs to {options.output} in {seconds:.0f} s")
     return 0
 
 

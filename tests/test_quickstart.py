@@ -143,12 +143,38 @@ def test_rows_hold_the_question_and_its_right_answer(folder: Path) -> None:
         assert row["answer"] == str(int(left) + int(right))
 
 
+def test_a_pair_prefers_right_work_to_wrong_work_that_is_mostly_a_pupils(folder: Path) -> None:
+    pairs = {name: read_rows(folder / f"pairs_{name}.jsonl") for name in ("train", "test")}
+    for name, rows in pairs.items():
+        problems = read_rows(folder / f"{name}.jsonl")
+        assert [row["prompt"] for row in rows] == [problem["question"] for problem in problems]
+        for row, problem in zip(rows, problems, strict=True):
+            assert quickstart.boxed(row["chosen"]) == problem["answer"]
+            assert not row["rejected"].endswith(f"\\boxed{{{problem['answer']}}}")
+    rejected = [row["rejected"] for row in pairs["train"]]
+    whole = [work for work in rejected if work.endswith("}")]
+    assert 0.03 < 1 - len(whole) / len(rejected) < 0.15  # a third of the quarter that no pupil would write is cut off
+
+
+def test_near_and_far_misses_are_never_right() -> None:
+    rng = random.Random(0)
+    problem, other = Problem(347, 285), Problem(100, 200)
+    far = {quickstart.far_miss(problem, other, rng) for _ in range(300)}
+    near = {quickstart.near_miss(problem, rng) for _ in range(300)}
+    assert problem.worked() not in near | far
+    assert other.worked() in far
+    assert "12 13 06 \\boxed{638}" in far
+    assert "12 1" in far
+    assert "12 12 05 \\boxed{522}" in near  # both carries forgotten
+    assert problem.worked() not in {quickstart.far_miss(problem, problem, rng) for _ in range(100)}
+
+
 def test_same_seed_makes_the_same_files_and_another_seed_others(tmp_path: Path) -> None:
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
         quickstart.write_quickstart(
             tmp_path / name, seed=seed, warmup_steps=2, train_rows=50, test_rows=10, model_options=TINY
         )
-    for file in ("train.jsonl", "test.jsonl", "model/model.safetensors"):
+    for file in ("train.jsonl", "test.jsonl", "pairs_train.jsonl", "model/model.safetensors"):
         first, again, other = ((tmp_path / name / file).read_bytes() for name in ("a", "b", "c"))
         assert first == again
         assert first != other
