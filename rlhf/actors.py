@@ -20,8 +20,9 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class Location:
-    """Where an actor runs: its node's address, a port that is free there, and the GPUs that Ray gave it."""
+    """Where an actor runs: its node by id and address, a port that is free there, and the GPUs that Ray gave it."""
 
+    node: str
     host: str
     port: int
     gpu_ids: tuple[str, ...]
@@ -41,7 +42,8 @@ class HostedActor:
 
     def locate(self) -> Location:
         gpu_ids = tuple(str(i) for i in ray.get_gpu_ids())
-        return Location(ray.util.get_node_ip_address(), free_port(), gpu_ids)
+        node = ray.get_runtime_context().get_node_id()
+        return Location(node, ray.util.get_node_ip_address(), free_port(), gpu_ids)
 
     def build(self, environment: Mapping[str, str], *arguments: Any) -> None:
         """Import and construct, after setting the environment that the libraries read when they are imported."""

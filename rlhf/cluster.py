@@ -99,7 +99,7 @@ class Cluster:
         starts.append(self._build_engines(locations))
         await asyncio.gather(*starts)
         if self.trains:
-            await self._connect(locations[0].host)
+            await self._connect(locations[0])
 
     def _init_ray(self) -> None:
         address = self.config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
@@ -144,8 +144,8 @@ class Cluster:
             The group, where its ranks are, and the bundle of each.
         """
         locations = await group.locate(deadline_s=self.config.cluster.start_deadline_s)
-        hosts = list(dict.fromkeys(location.host for location in locations))
-        bundles = sorted(range(len(locations)), key=lambda i: (hosts.index(locations[i].host), i))
+        nodes = list(dict.fromkeys(location.node for location in locations))
+        bundles = sorted(range(len(locations)), key=lambda i: (nodes.index(locations[i].node), i))
         actors = [group.actors[i] for i in bundles]
         ordered = ActorGroup(group.name, actors, deadline_s=group.deadline_s)
         return ordered, [locations[i] for i in bundles], bundles
@@ -208,7 +208,7 @@ class Cluster:
         threads = config.threads_per_learner or max(1, (os.cpu_count() or 1) // ranks)
         places = []
         for rank, location in enumerate(locations):
-            before = sum(other.host == location.host for other in locations[:rank])
+            before = sum(other.node == location.node for other in locations[:rank])
             # Ray shows a learner its own GPU alone, as device 0; on CPU ranks of a node are told apart by number.
             local_rank = 0 if location.gpu_ids else before
             places.append(Place(rank, len(locations), local_rank, locations[0].host, locations[0].port, threads))
@@ -283,17 +283,17 @@ class Cluster:
             return transfer.BACKEND
         return "ipc" if self.config.cluster.placement == "colocated" else "nccl"
 
-    async def _connect(self, host: str) -> None:
+    async def _connect(self, sender: Location) -> None:
         config = self.config.cluster
         port = (await self.learners.locate(deadline_s=config.start_deadline_s))[0].port
-        engine_hosts = {place.host for place in await self.engines.locate(deadline_s=config.start_deadline_s)}
+        engine_nodes = {place.node for place in await self.engines.locate(deadline_s=config.start_deadline_s)}
         rendezvous = transfer.Rendezvous(
-            host=host,
+            host=sender.host,
             port=port,
             tag="weights",
             world_size=1 + config.engines * config.tensor_parallel,
             timeout_s=config.start_deadline_s,
-            one_host=engine_hosts == {host},
+            one_node=engine_nodes == {sender.node},
         )
         client = transfer.EngineClient(
             RemoteCall(self.engines.actors), engines=config.engines, workers_per_engine=config.tensor_parallel
@@ -400,7 +400,7 @@ def _remote(cls: type, placed: PlacementGroup, bundle: int, *, cpus: float, gpus
 def _shared_gpus(locations: list[Location], engine: int, tensor_parallel: int) -> str:
     """The GPUs of the learners that an engine shares; they must be of one node."""
     learners = locations[engine * tensor_parallel : (engine + 1) * tensor_parallel]
-    if len({location.host for location in learners}) > 1:
+    if len({location.node for location in learners}) > 1:
         raise ClusterError(
             f"cluster.placement=colocated: the {tensor_parallel} GPUs of engine {engine} are on several nodes "
             f"({', '.join(sorted({location.host for location in learners}))}). Choose cluster.tensor_parallel so that "

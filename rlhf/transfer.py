@@ -38,7 +38,7 @@ SPIN_S = 0.002  # vLLM's workers busy-wait this long after a message; its own 1 
 class Rendezvous:
     """Where the transfer group meets; a new port or tag for each group that is built.
 
-    `one_host`: learner rank 0 and all engines share a node and so its memory; no group is needed there on CPU.
+    `one_node`: learner rank 0 and all engines share a node and so its memory; no group is needed there on CPU.
     """
 
     host: str
@@ -46,7 +46,7 @@ class Rendezvous:
     tag: str
     world_size: int
     timeout_s: float
-    one_host: bool = False
+    one_node: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class CPUSender:
             "rank_offset": 1,
             "memory": "",
         }
-        if rendezvous.one_host:
+        if rendezvous.one_node:
             size = bucket_starts(buckets(source.metadata()))[-1]
             self._memory, info["memory"] = SharedMemory.create(size)
             client.init_weight_transfer_engine(info)

@@ -65,20 +65,20 @@ class Engine:
         self.version = version
 
 
-def connect(source: Weights, engine: Any, *, one_host: bool) -> CPUSender:
-    rendezvous = Rendezvous("127.0.0.1", free_port(), "test", 2, 20.0, one_host=one_host)
+def connect(source: Weights, engine: Any, *, one_node: bool) -> CPUSender:
+    rendezvous = Rendezvous("127.0.0.1", free_port(), "test", 2, 20.0, one_node=one_node)
     return CPUSender(source, engine, rendezvous, rank=0)
 
 
-@pytest.mark.parametrize("one_host", [True, False])
+@pytest.mark.parametrize("one_node", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [1, 48, 2**20])
 def test_every_tensor_arrives_bit_for_bit_each_time(
-    one_host: bool, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+    one_node: bool, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer.buckets, "__defaults__", (bucket_bytes,))
     source, engine = Weights(0), Engine()
-    sender = connect(source, engine, one_host=one_host)
-    assert bool(engine.info["memory"]) == one_host
+    sender = connect(source, engine, one_node=one_node)
+    assert bool(engine.info["memory"]) == one_node
     for version in (1, 2):
         source.tensors = Weights(version).tensors
         sender.send(version)
@@ -106,7 +106,7 @@ def test_a_failing_engine_fails_the_transfer_instead_of_hanging_it() -> None:
             raise RuntimeError("no such layer")
 
     with pytest.raises(RuntimeError, match="no such layer"):
-        connect(Weights(0), Failing(), one_host=True).send(1)
+        connect(Weights(0), Failing(), one_node=True).send(1)
 
 
 def test_ranks_that_do_not_send_take_part_in_gathering() -> None:
@@ -119,7 +119,7 @@ def test_ranks_that_do_not_send_take_part_in_gathering() -> None:
                 yield name, tensor
 
     engine = Engine()
-    CPUSender(Gathering(0), engine, Rendezvous("127.0.0.1", 1, "test", 2, 1.0, one_host=True), rank=1).send(1)
+    CPUSender(Gathering(0), engine, Rendezvous("127.0.0.1", 1, "test", 2, 1.0, one_node=True), rank=1).send(1)
     assert gathered == list(SHAPES)
     assert engine.calls == []
 
