@@ -68,8 +68,52 @@ def test_an_unscorable_response_leaves_the_baseline_and_gets_zero():
 
 def test_a_tiny_spread_is_not_blown_up():
     rewards = torch.tensor([1.0, 1.0 + 2**-23])
-    advantages = group_advantages(rewards, normalize_std=True)
-    assert advantages.abs().max() < 0.1
+    for advantages in (
+        group_advantages(rewards, normalize_std=True),
+        rloo_advantages(rewards),
+        reinforce_plus_plus_advantages(rewards),
+        reinforce_plus_plus_advantages(rewards, torch.tensor([4, 4])),
+        whiten(rewards, torch.ones(2, dtype=torch.bool)),
+    ):
+        assert 0 < advantages.abs().max() < 0.1
+
+
+def test_an_unscorable_response_is_left_out_of_the_batch_as_of_the_group():
+    groups = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    with_nan = torch.tensor([0.0, 3, NAN, 1, 2, NAN, NAN])
+    kept = ~with_nan.isnan()
+    for ids in (None, groups):
+        advantages = reinforce_plus_plus_advantages(with_nan, ids)
+        alone = reinforce_plus_plus_advantages(with_nan[kept], None if ids is None else ids[kept])
+        assert advantages[~kept].tolist() == [0, 0, 0]
+        assert torch.equal(advantages[kept], alone)
+    assert reinforce_plus_plus_advantages(torch.full((2,), NAN), torch.tensor([0, 0])).tolist() == [0, 0]
+
+
+# --- what the expected gradient of each is, by enumeration ---
+
+
+def expected_gradients(advantages_of: object, *, samples: int) -> tuple[Tensor, Tensor]:
+    """(E[mean of A_i grad log pi(y_i)], gradient of the expected reward) of a softmax over 3 answers, float64."""
+    theta = torch.tensor([0.3, -0.5, 0.1], dtype=torch.float64)
+    reward = torch.tensor([0.0, 1.0, 0.25], dtype=torch.float64)
+    probability = theta.softmax(0)
+    score = torch.eye(3, dtype=torch.float64) - probability  # [answer, parameter] gradient of log pi(answer)
+    mean = torch.zeros(3, dtype=torch.float64)
+    for answers in torch.cartesian_prod(*[torch.arange(3)] * samples):
+        advantages = advantages_of(reward[answers])  # type: ignore[operator]
+        mean += probability[answers].prod() * (advantages[:, None] * score[answers]).mean(0)
+    return mean, (probability * reward) @ score
+
+
+def test_rloo_is_unbiased_dr_grpo_up_to_its_factor_and_dividing_by_the_std_is_neither():
+    samples = 3
+    rloo, exact = expected_gradients(rloo_advantages, samples=samples)
+    assert (rloo - exact).abs().max() < 1e-12
+    dr_grpo, _ = expected_gradients(lambda r: group_advantages(r, normalize_std=False), samples=samples)
+    assert (dr_grpo - exact * (samples - 1) / samples).abs().max() < 1e-12
+    grpo_mean, _ = expected_gradients(lambda r: group_advantages(r, normalize_std=True), samples=samples)
+    assert 1 - torch.cosine_similarity(grpo_mean, exact, dim=0) > 1e-3
 
 
 @given(st.lists(st.integers(-5, 5), min_size=2, max_size=16), st.integers(-3, 3))

@@ -139,17 +139,24 @@ def test_k1_k2_and_plain_k3_become_sums_under_the_old_policy_off_policy():
 # --- two tokens: what a loss on tokens does not see ---
 
 
-def two_token_gradients(estimator: str, place: str) -> tuple[Tensor, Tensor]:
-    """Expected gradients in (logits of the first token, logits of the second given the first), by enumeration."""
+def two_token_gradients(
+    estimator: str, place: str, *, ratio_weighted: bool = False, later_reference: int = 7
+) -> tuple[Tensor, Tensor]:
+    """Expected gradients in (logits of the first token, logits of the second given the first), by enumeration.
+
+    `later_reference` draws what the reference says of the second token.
+    """
     first, second = policy(4).requires_grad_(), policy(5, V).requires_grad_()
     log_pi = torch.stack(torch.broadcast_tensors(first.log_softmax(-1)[:, None], second.log_softmax(-1)))
-    ref_first, ref_second = policy(6).log_softmax(-1), policy(7, V).log_softmax(-1)
+    ref_first, ref_second = policy(6).log_softmax(-1), policy(later_reference, V).log_softmax(-1)
     log_ref = torch.stack(torch.broadcast_tensors(ref_first[:, None], ref_second))
     probability = log_pi.sum(0).exp().detach()
     if place == "exact":
         ((log_pi.sum(0).exp()) * (log_pi - log_ref).sum(0)).sum().backward()
     else:
-        penalty = kl_per_token(log_pi, log_ref, estimator=estimator, old_logprobs=log_pi.detach())
+        penalty = kl_per_token(
+            log_pi, log_ref, estimator=estimator, old_logprobs=log_pi.detach(), ratio_weighted=ratio_weighted
+        )
         if place == "loss":
             (probability * penalty.sum(0)).sum().backward()
         else:
@@ -166,11 +173,40 @@ def test_no_estimator_in_the_loss_sees_the_effect_of_a_token_on_later_prefixes()
     log_second, log_ref_second = policy(5, V).log_softmax(-1), policy(7, V).log_softmax(-1)
     later_kl = (log_second.exp() * (log_second - log_ref_second)).sum(-1)
     (first.softmax(-1) * later_kl).sum().backward()
-    for estimator in ("k2", "k4"):
-        ours_first, ours_second = two_token_gradients(estimator, "loss")
+    for estimator, weighted in (("k2", False), ("k4", False), ("k3", True)):
+        ours_first, ours_second = two_token_gradients(estimator, "loss", ratio_weighted=weighted)
         assert_same(ours_second, exact_second)
         assert_same(ours_first + first.grad, exact_first)
     assert first.grad.abs().max() > 0.01
+
+
+def test_in_the_loss_the_first_token_does_not_feel_what_the_reference_says_of_the_second_and_in_the_reward_it_does():
+    elsewhere = 8
+    for estimator, weighted in (*((name, False) for name in KL_ESTIMATORS), ("k3", True)):
+        here, _ = two_token_gradients(estimator, "loss", ratio_weighted=weighted)
+        there, _ = two_token_gradients(estimator, "loss", ratio_weighted=weighted, later_reference=elsewhere)
+        assert_same(here, there)
+    for estimator, place in (("k1", "exact"), ("k1", "reward")):
+        here, _ = two_token_gradients(estimator, place)
+        there, _ = two_token_gradients(estimator, place, later_reference=elsewhere)
+        assert (here - there).abs().max() > 0.01
+
+
+def test_k1_in_the_loss_has_no_expected_gradient_at_any_token_of_a_sequence():
+    for gradient in two_token_gradients("k1", "loss"):
+        assert_same(gradient, torch.zeros_like(gradient))
+
+
+def test_one_gradient_of_k1_is_not_zero_and_grows_with_the_coefficient():
+    """What it adds is noise: the mean over tokens is 0 and the mean square is not."""
+    log_pi, log_ref = THETA.log_softmax(-1), REF.log_softmax(-1)
+    square = 0.0
+    for token in range(V):
+        theta = THETA.clone().requires_grad_()
+        kl_per_token(theta.log_softmax(-1)[token], log_ref[token], estimator="k1").backward()
+        square += float(log_pi[token].exp() * theta.grad.square().sum())
+    # Of grad log pi(token) = onehot - pi: sum of pi_t (1 - 2 pi_t + |pi|^2) = 1 - |pi|^2.
+    assert square == pytest.approx(float(1 - log_pi.exp().square().sum()))
 
 
 def test_k1_in_the_reward_is_the_exact_gradient_of_the_sequence_kl_and_k2_and_k3_are_not():
@@ -221,6 +257,16 @@ def test_garbage_outside_of_the_mask_changes_no_bit(garbage):
         for a, b in zip(*outcomes, strict=True):
             assert torch.equal(a, b)
         assert (outcomes[0][1][~mask] == 0).all()
+
+
+def test_nothing_to_measure_is_zero_with_a_zero_gradient():
+    nothing, nan = torch.zeros(3, dtype=torch.bool), torch.full((3,), math.nan)
+    for estimator in KL_ESTIMATORS:
+        logprobs = nan.clone().requires_grad_()
+        value = kl_per_token(logprobs, nan, estimator=estimator, old_logprobs=nan, response_mask=nothing)
+        value.sum().backward()
+        assert value.tolist() == logprobs.grad.tolist() == [0, 0, 0]
+    assert {float(total) for total in kl_metrics(nan, nan, nan, nothing).values()} == {0.0}
 
 
 def test_metrics_are_the_four_sums_over_the_mask_without_gradient():

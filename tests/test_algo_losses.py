@@ -15,12 +15,12 @@ from rlhf.algo.losses import (
     POLICY_LOSSES,
     PolicyLossTerms,
     aggregate,
-    effective_sample_fraction,
     importance_weights,
     policy_loss,
     value_loss,
 )
 from rlhf.algo.numerics import MAX_LOG_RATIO
+from rlhf.types import EffectiveSampleFraction
 
 
 @pytest.fixture(autouse=True)
@@ -230,11 +230,11 @@ def test_effective_sample_fraction_hand_numbers():
     tokens = corrected([1, 1, 2], [0, 3], "truncated", "token", cap=1.5)
     sums = [float(x) for x in (tokens.samples, tokens.ratio_sum, tokens.ratio_square_sum)]
     assert sums == pytest.approx([3, 4, 6])
-    assert effective_sample_fraction(*sums) == pytest.approx(16 / 18)
+    assert EffectiveSampleFraction(*sums).value() == pytest.approx(16 / 18)
     sequences = corrected([1, 1, 2], [0, 2, 3], "truncated", "sequence")
     assert [float(x) for x in sequences[2:]] == pytest.approx([2, 3, 5])
-    assert effective_sample_fraction(4, 4, 4) == 1
-    assert math.isnan(effective_sample_fraction(0, 0, 0))
+    assert EffectiveSampleFraction(4, 4, 4).value() == 1
+    assert math.isnan(EffectiveSampleFraction(0, 0, 0).value())
 
 
 # --- aggregation ---
@@ -275,6 +275,24 @@ def test_nothing_to_train_is_a_loss_of_zero_that_stays_in_the_graph(aggregation)
     )
     assert loss.item() == 0
     assert torch.autograd.grad(loss, values)[0].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_a_row_that_is_masked_throughout_has_no_loss_no_gradient_and_no_weight(kind):
+    nothing, nan, bounds = torch.zeros(4, dtype=torch.bool), torch.full((4,), math.nan), torch.tensor([0, 3, 4])
+    logprobs = nan.clone().requires_grad_()
+    terms = policy_loss(
+        logprobs, old_logprobs=nan, advantages=nan, response_mask=nothing, clip_low=0.2, clip_high=0.2, kind=kind,
+        cu_seqlens=bounds,
+    )  # fmt: skip
+    (terms.loss.sum() + value_loss(logprobs, nan, nan, nothing, clip=0.2).loss.sum()).backward()
+    assert terms.loss.tolist() == terms.ratio.tolist() == logprobs.grad.tolist() == [0, 0, 0, 0]
+    assert not terms.clipped.any()
+    for level in IMPORTANCE_LEVELS:
+        for mode in IMPORTANCE_CORRECTIONS:
+            weights = importance_weights(nan, nan, nothing, bounds, mode=mode, level=level)
+            assert weights.weights.tolist() == [0, 0, 0, 0]
+            assert [float(x) for x in weights[2:]] == [0, 0, 0]
 
 
 # --- garbage and refusals ---

@@ -14,9 +14,7 @@ from rlhf.config.reward import (
 )
 from rlhf.rewards.forms import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 from rlhf.rewards.shaping import (
-    is_masked,
     length_reward,
-    non_stop_reward,
     overlong_penalty,
     repeated_fraction,
     repetition_reward,
@@ -44,20 +42,6 @@ def test_the_short_penalty_is_its_mirror_image(length: int, penalty: float) -> N
 def test_the_length_reward_takes_the_worse_of_both_bounds() -> None:
     options = LengthOptions(min_tokens=10, max_tokens=20, buffer_tokens=5)
     assert [length_reward(n, options) for n in (5, 10, 15, 18, 25)] == [-1.0, 0.0, 0.0, -0.6, -1.0]
-
-
-def test_a_response_that_did_not_stop_gets_the_penalty_instead_of_its_reward() -> None:
-    assert non_stop_reward(1.0, finish_reason="stop", penalty=-1.0) == 1.0
-    assert non_stop_reward(1.0, finish_reason="length", penalty=-1.0) == -1.0
-    assert non_stop_reward(1.0, finish_reason="length", penalty=None) == 1.0
-    assert non_stop_reward(None, finish_reason="length", penalty=-1.0) is None
-
-
-def test_truncated_responses_are_masked_only_if_asked() -> None:
-    assert is_masked("length", mask_truncated=True)
-    assert is_masked("abort", mask_truncated=True)
-    assert not is_masked("stop", mask_truncated=True)
-    assert not is_masked("length", mask_truncated=False)
 
 
 def test_repeated_fraction_counts_ngrams_that_occurred_before() -> None:

@@ -135,7 +135,7 @@ class ImportanceWeights(NamedTuple):
         weights: [T], 0 outside of the mask; multiply the per-token policy loss with them.
         outside: [T] bool, the ratio was beyond the cap: cut (truncated) or left out (masked).
         samples: n, the tokens or (at level `sequence`) the responses that the next two sums are over.
-        ratio_sum, ratio_square_sum: scalars, of the ratios before any cap, for `effective_sample_fraction`.
+        ratio_sum, ratio_square_sum: scalars, of the ratios before any cap, for `EffectiveSampleFraction`.
     """
 
     weights: Tensor
@@ -143,14 +143,6 @@ class ImportanceWeights(NamedTuple):
     samples: Tensor
     ratio_sum: Tensor
     ratio_square_sum: Tensor
-
-
-def effective_sample_fraction(samples: float, ratio_sum: float, ratio_square_sum: float) -> float:
-    """Kish's effective sample size over n: (sum w)^2 / (n sum w^2), of sums over as many microbatches as wanted.
-
-    1 when engine and learner agree, 1/n when one sample carries everything, NaN for no samples.
-    """
-    return ratio_sum**2 / (samples * ratio_square_sum) if samples else float("nan")
 
 
 @torch.no_grad()

@@ -92,23 +92,24 @@ def policy_microbatch(
         dual_clip=objective.dual_clip,
     )
     per_token = terms.loss
-    metrics: StepMetrics = {}
-    if objective.importance_mode != "none":
-        correction = losses.importance_weights(
-            old_logprobs,
-            rollout_logprobs,
-            response_mask=mask,
-            cu_seqlens=tokens.cu_seqlens,
-            mode=objective.importance_mode,
-            level=objective.importance_level,
-            cap=objective.importance_cap,
+    correction = losses.importance_weights(
+        old_logprobs,
+        rollout_logprobs,
+        response_mask=mask,
+        cu_seqlens=tokens.cu_seqlens,
+        mode=objective.importance_mode,
+        level=objective.importance_level,
+        cap=objective.importance_cap,
+    )
+    metrics: StepMetrics = {
+        "policy/effective_sample_fraction": EffectiveSampleFraction(
+            correction.samples.item(), correction.ratio_sum.item(), correction.ratio_square_sum.item()
         )
+    }
+    if objective.importance_mode != "none":
         per_token = per_token * correction.weights
         metrics["policy/importance_weight"] = masked_mean(correction.weights, mask)
         metrics["policy/importance_outside_fraction"] = masked_mean(correction.outside.float(), mask)
-        metrics["policy/effective_sample_fraction"] = EffectiveSampleFraction(
-            correction.samples.item(), correction.ratio_sum.item(), correction.ratio_square_sum.item()
-        )
     if objective.has_reference:
         if objective.kl_coef > 0:
             penalty = kl.kl_per_token(

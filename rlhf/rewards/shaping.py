@@ -34,24 +34,6 @@ def short_penalty(response_length: int, *, min_tokens: int, buffer_tokens: int) 
     return -1.0 if missing >= buffer_tokens else -missing / buffer_tokens
 
 
-def non_stop_reward(reward: float | None, *, finish_reason: str, penalty: float | None) -> float | None:
-    """The reward after the rule for responses that did not stop by themselves.
-
-    Args:
-        finish_reason: `stop` for an end-of-sequence id or a stop string; anything else did not stop.
-        penalty: what such a response gets in place of its own reward; None leaves the reward as it is.
-
-    Returns:
-        None stays None: an unscorable response is not made scorable by being cut off.
-    """
-    return reward if reward is None or penalty is None or finish_reason == "stop" else penalty
-
-
-def is_masked(finish_reason: str, *, mask_truncated: bool) -> bool:
-    """Whether the response is left out of the loss (overlong filtering, DAPO, arXiv:2503.14476, sec. 3.4)."""
-    return mask_truncated and finish_reason != "stop"
-
-
 def repeated_fraction(words: Sequence[str], *, ngram: int) -> float:
     """Share of the n-grams that occurred before in the same text; 0 for a text shorter than an n-gram."""
     count = len(words) - ngram + 1
