@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.evaluate", DESCRIPTION, GRPOConfig, argv, add_flags=add_output)
     if not config.data.eval:
         raise ValueError("data.eval is empty: there is nothing to evaluate on. Name a file or a hub data set.")
+    if config.reward.leaves_something_ungraded:
+        raise ValueError("reward=[]: evaluation grades by verifiers alone. Name one, such as reward=[{name: math}].")
     from rlhf.data.read import check_sources
     from rlhf.model_files import check_model
 

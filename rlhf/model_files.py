@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.run import GRPOConfig
-from rlhf.config.sections import ModelConfig
+from rlhf.config.sections import ModelConfig, RolloutConfig
 
 
 def looks_local(path: str) -> bool:
@@ -87,3 +87,20 @@ def load_tokenizer(model: ModelConfig) -> Any:
             f"model.path={model.path}: its tokenizer cannot be loaded ({reason}). Give a folder in Hugging Face format "
             "or the name of a hub model that this machine can reach."
         ) from None
+
+
+def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:
+    """The id of rollout.truncate_token; None without one.
+
+    Raises:
+        ValueError: the tokenizer makes none or several tokens of it.
+    """
+    if rollout.truncate_token is None:
+        return None
+    ids = tokenizer.encode(rollout.truncate_token, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ValueError(
+            f"rollout.truncate_token={rollout.truncate_token!r}: the model's tokenizer makes {len(ids)} tokens of it. "
+            "Name one token, or use rollout.stop for a string."
+        )
+    return int(ids[0])

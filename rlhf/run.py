@@ -27,7 +27,7 @@ from rlhf.data.order import PromptStream
 from rlhf.data.read import check_sources
 from rlhf.evaluation import evaluate
 from rlhf.metrics import JsonlSink, Sink, TerminalSink, WandbSink, summary_table, to_values
-from rlhf.model_files import check_context, check_model, load_tokenizer
+from rlhf.model_files import check_context, check_model, load_tokenizer, truncate_token_id
 from rlhf.reporting import Clock, LearnerSpeed, rollout_metrics, waiting_seconds
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Account, RolloutBuffer, Staleness, Ticket
@@ -66,6 +66,7 @@ class TrainingRun(Generic[C]):
         self._check_resumed_state()
         check_context(config)
         self.tokenizer = load_tokenizer(config.model)
+        truncate_token_id(config.rollout, self.tokenizer)  # refuses what is not one token, before anything is started
         self.prompts = load_prompts(
             config.data, "train", self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
         )

@@ -12,6 +12,7 @@ import numpy as np
 from rlhf import batching
 from rlhf.cluster import Cluster
 from rlhf.config.run import GRPOConfig
+from rlhf.model_files import truncate_token_id
 from rlhf.reward_client import RewardModelClient, endpoint_scorer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.sampling import SamplingSettings
@@ -57,13 +58,14 @@ class Sampler:
         self._cluster = cluster
         self._scorer = scorer
         self._tokenizer = tokenizer
+        self._truncate_token = truncate_token_id(config.rollout, tokenizer)
         self._reward_model = _reward_model_client(config, cluster) if cluster.trains else None
         self._in_flight = [0] * len(cluster.engines.actors)
 
     async def for_training(self, prompt: Prompt) -> RolloutGroup:
         """A group as `rollout` describes it, with the whole reward: verifiers, reward model, penalties."""
         rollout = self._config.rollout
-        settings = SamplingSettings(rollout.temperature, rollout.max_response_tokens, rollout.stop)
+        settings = self._settings(rollout.temperature, rollout.max_response_tokens)
         group = await self.sample(prompt, rollout.samples_per_prompt, settings)
         if self._reward_model is not None:
             group = await self._reward_model.add_to(group)
@@ -74,11 +76,18 @@ class Sampler:
         return RolloutGroup(group.prompt, samples)
 
     async def for_evaluation(self, prompt: Prompt) -> RolloutGroup:
-        """A group as `evaluation` describes it, graded by the verifiers alone."""
+        """A group as `evaluation` describes it, graded by the verifiers alone; by the reward model without any."""
         evaluation, rollout = self._config.evaluation, self._config.rollout
         longest = evaluation.max_response_tokens or rollout.max_response_tokens
-        settings = SamplingSettings(evaluation.temperature, longest, rollout.stop)
-        return await self.sample(prompt, evaluation.samples_per_prompt, settings)
+        settings = self._settings(evaluation.temperature, longest)
+        group = await self.sample(prompt, evaluation.samples_per_prompt, settings)
+        if self._reward_model is not None and not self._config.reward.parts_of(prompt.source):
+            group = await self._reward_model.add_to(group)
+        return group
+
+    def _settings(self, temperature: float, max_tokens: int) -> SamplingSettings:
+        rollout = self._config.rollout
+        return SamplingSettings(temperature, max_tokens, rollout.stop, self._truncate_token, rollout.truncate_after)
 
     async def sample(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> RolloutGroup:
         """Sample a group on the engine with the least to do, and grade each response as soon as it is here."""

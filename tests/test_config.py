@@ -171,6 +171,13 @@ CONTRADICTIONS = [
         ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_part=maths"],
         ["rollout.dynamic_sampling_part=maths", "Use one of math, or null"],
     ),
+    (["reward=[]"], ["reward=[] without a reward_model", "Name a reward"]),
+    (["reward={by_source: {chat: []}}"], ["reward=[] without a reward_model", "or a reward_model"]),
+    (["rollout.truncate_after=2"], ["rollout.truncate_after=2", "rollout.truncate_token=None", "leave it at 0"]),
+    (
+        ["rollout.truncate_after=28", "rollout.truncate_token=."],
+        ["rollout.truncate_after=28", "rollout.max_response_tokens=28", "stay below"],
+    ),
     (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "Leave it at 1.0"]),
     (
         ["rollout.max_policy_lag=1", "algo.importance_correction=none"],
@@ -304,6 +311,7 @@ def test_nothing_changes_after_validation(base: str) -> None:
         ["data.prompt_suffix='price: \\${x} and 100% \\boxed{} # no comment'"],
         ["run.dir='2024'", "logging.wandb.name='null'", "logging.wandb.tags=['yes', '1e-6']"],
         ["reward=[{name: math, mode: lenient}, {name: length, weight: 0.5, max_tokens: 20}]"],
+        ["reward=[]", "reward_model.path=some/reward", "rollout.truncate_token='.'", "rollout.truncate_after=16"],
         ["data.train=[a.jsonl, {path: b.jsonl, rows: 3}]", "data.eval=c.jsonl"],
     ],
 )

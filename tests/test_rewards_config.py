@@ -55,7 +55,7 @@ def test_every_reward_that_can_be_named_exists_and_the_reverse() -> None:
         ([{"name": "length", "max_tokens": 5, "min_tokens": 9}], r"reward\[0\].*above max_tokens"),
         ([{"name": "math", "weight": "1"}], r"reward\[0\].weight='1': not a finite number"),
         (["math", "math"], r"reward\[1\].name='math': named twice"),
-        ([], r"reward=\[\]: not a list of rewards"),
+        ({"parts": "math"}, "reward=.math.: not a list of rewards"),
         ({"part": ["math"]}, r"reward.part=.*there is no such key. Did you mean 'parts'\?"),
         ({"by_source": {"x": ["maht"]}}, r"reward.by_source.x\[0\].name='maht'"),
         ({"by_source": ["math"]}, "not a mapping"),

@@ -138,7 +138,7 @@ class RewardConfig(Section):
 
     parts: tuple[RewardPart, ...] = Field(
         (RewardPart(name="math", weight=1.0, options={}),),
-        description="rewards whose weighted sum is the reward of a response",
+        description="rewards whose weighted sum is the reward of a response; [] leaves it to reward_model alone",
     )
     by_source: dict[str, tuple[RewardPart, ...]] = Field(
         default_factory=dict, description="other parts for the prompts of these data sources"
@@ -188,12 +188,17 @@ class RewardConfig(Section):
         return self.by_source.get(source, self.parts)
 
     @property
+    def leaves_something_ungraded(self) -> bool:
+        """Whether the responses of some source are graded by no part, and so by a reward model or by nothing."""
+        return not all((self.parts, *self.by_source.values()))
+
+    @property
     def all_parts(self) -> tuple[RewardPart, ...]:
         return self.parts + tuple(part for parts in self.by_source.values() for part in parts)
 
 
 def _parts(value: Any, key: str) -> tuple[RewardPart, ...]:
-    if not isinstance(value, list | tuple) or not value:
+    if not isinstance(value, list | tuple):
         raise ValueError(f"{key}={value!r}: not a list of rewards. Write [{{name: math, weight: 1.0}}].")
     parts = tuple(_part(item, f"{key}[{index}]") for index, item in enumerate(value))
     names = [part.name for part in parts]

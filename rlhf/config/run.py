@@ -18,6 +18,7 @@ from rlhf.config.sections import (
     LearnerConfig,
     LoggingConfig,
     ModelConfig,
+    PlanConfig,
     RolloutConfig,
     RunConfig,
     TrainedConfig,
@@ -43,6 +44,7 @@ class GRPOConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
     cluster: ClusterConfig = ClusterConfig()
+    plan: PlanConfig = PlanConfig()
 
     @property
     def rollouts_per_step(self) -> int:
@@ -168,6 +170,19 @@ def _sampling_problems(config: GRPOConfig) -> list[str]:
             problems.append(f"{named} without rollout.dynamic_sampling: nothing reads it. Set that too, or drop it.")
         elif rollout.dynamic_sampling_part not in parts:
             problems.append(f"{named}: no part of the reward has this name. Use one of {', '.join(parts)}, or null.")
+    if config.reward.leaves_something_ungraded and config.reward_model is None:
+        problems.append(
+            "reward=[] without a reward_model: nothing would grade the responses. Name a reward, such as "
+            "[{name: math}], or a reward_model."
+        )
+    if rollout.truncate_after and (
+        rollout.truncate_token is None or rollout.truncate_after >= rollout.max_response_tokens
+    ):
+        problems.append(
+            f"rollout.truncate_after={rollout.truncate_after} with rollout.truncate_token={rollout.truncate_token} and "
+            f"rollout.max_response_tokens={rollout.max_response_tokens}: no response could be truncated. Name a token, "
+            "and stay below the longest response; or leave it at 0."
+        )
     if rollout.top_p != 1.0:
         problems.append(
             f"rollout.top_p={rollout.top_p}: the engine would renormalize over a kept set that the learner does not "

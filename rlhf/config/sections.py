@@ -40,6 +40,12 @@ class RolloutConfig(Section):
     )
     top_p: Fraction = Field(1.0, description="nucleus sampling; training takes only 1.0")
     stop: tuple[str, ...] = Field((), description="strings that end a response beside the model's eos ids")
+    truncate_token: str | None = Field(
+        None, description="a response also ends at its first such token, which stays and counts as a stop; null: none"
+    )
+    truncate_after: NonNegativeInt = Field(
+        0, description="first tokens of a response, among which truncate_token does not end it"
+    )
     non_stop_reward: float | None = Field(
         None, description="reward of a response that did not stop by itself, in place of its own; null leaves it"
     )
@@ -197,3 +203,18 @@ class ClusterConfig(Section):
     )
     start_deadline_s: PositiveFloat = Field(900.0, description="seconds that start-up may take before the run fails")
     step_deadline_s: PositiveFloat = Field(3600.0, description="seconds that one wait in the loop may take")
+
+
+class PlanConfig(Section):
+    """Measured or hoped-for numbers from which --plan reckons hours; a run does not read them."""
+
+    engine_tokens_per_second: PositiveFloat | None = Field(
+        None, description="sampled tokens a second of one engine: rollout/tokens_per_second over cluster.engines"
+    )
+    learner_tokens_per_second: PositiveFloat | None = Field(
+        None, description="tokens a second of one learner in an update: learner/tokens_per_second over cluster.learners"
+    )
+    prompt_tokens: PositiveInt | None = Field(None, description="mean prompt, tokens; null is data.max_prompt_tokens")
+    response_tokens: PositiveInt | None = Field(
+        None, description="mean response, tokens; null is rollout.max_response_tokens"
+    )

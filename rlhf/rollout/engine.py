@@ -17,7 +17,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rlhf.rollout.sampling import Completion, EngineSettings, SamplingSettings, sample_group
+from rlhf.rollout.sampling import Completion, EngineSettings, SamplingSettings, sample_group, truncate
 from rlhf.types import Prompt, Rollout, VersionSpan
 
 CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
@@ -63,18 +63,21 @@ class RolloutEngine:
         return await sample_group(prompt, samples, generate)
 
     async def _generate(self, token_ids: np.ndarray, n: int, settings: SamplingSettings) -> list[Completion]:
+        token = settings.truncate_token
         params = SamplingParams(
             n=n,
             temperature=settings.temperature,
             max_tokens=settings.max_tokens,
             stop=list(settings.stop) or None,
+            stop_token_ids=None if settings.truncate_after or token is None else [token],
             detokenize=bool(settings.stop),
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         final = await self._run(token_ids, params, priority=ROLLOUT_PRIORITY)
-        return [_completion(output) for output in final.outputs]
+        found = [_completion(output) for output in final.outputs]
+        return found if token is None else [truncate(one, token=token, after=settings.truncate_after) for one in found]
 
     async def _run(self, token_ids: np.ndarray, params: SamplingParams, *, priority: int) -> Any:
         prompt: Any = {"prompt_token_ids": token_ids.tolist()}

@@ -44,11 +44,16 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How responses are sampled; `stop` strings end a response beside the eos ids of the generation config."""
+    """How responses are sampled; `stop` strings end a response beside the eos ids of the generation config.
+
+    `truncate_token` is an id, see `truncate`.
+    """
 
     temperature: float
     max_tokens: int
     stop: tuple[str, ...] = ()
+    truncate_token: int | None = None
+    truncate_after: int = 0
 
 
 Generate = Callable[[np.ndarray, int], Awaitable[list[Completion]]]
@@ -59,6 +64,20 @@ async def sample_group(prompt: Prompt, samples: int, generate: Generate) -> list
     completions = await generate(prompt.token_ids, samples)
     assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
     return [_join(prompt, sample, completion) for sample, completion in enumerate(completions)]
+
+
+def truncate(completion: Completion, *, token: int, after: int) -> Completion:
+    """Cut a completion behind its first `token` from position `after` on (`truncate_token`, arXiv:1909.08593, code).
+
+    What is left was sampled from the policy, so it is trained on as it stands; it counts as stopped by itself. Without
+    such a token the completion stays as it is.
+    """
+    places = np.flatnonzero(completion.token_ids[after:] == token)
+    if not len(places):
+        return completion
+    end = after + int(places[0]) + 1
+    spans = (VersionSpan(s, min(e, end), version) for s, e, version in completion.version_spans if s < end)
+    return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", tuple(spans))
 
 
 def _join(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
