@@ -1,4 +1,4 @@
-"""A response ends at its truncate token: tokens, log-probs and versions behind it are gone, and it counts as stopped."""
+"""A response ends at its truncate token: what stands behind it is gone, and it counts as stopped by itself."""
 
 from __future__ import annotations
 
