@@ -54,12 +54,16 @@ def make_controller(algo: PPOAlgoConfig) -> KLController:
 
 
 def response_kl(samples: Sequence[ScoredRollout], old: Rows, ref: Rows) -> float:
-    """Mean over rollouts of log pi - log pi_ref summed over the response (k1): what the controller steers, nats."""
+    """Mean over rollouts of log pi - log pi_ref summed over the response (k1): what the controller steers, nats.
+
+    Args:
+        old, ref: row -> [L], of the rollouts that are trained on; at least one.
+    """
     sums = []
     for row, values in old.items():
         mask = samples[row].rollout.response_mask
         sums.append(float((values[mask] - ref[row][mask]).sum(dtype=np.float64)))
-    return float(np.mean(sums)) if sums else 0.0
+    return float(np.mean(sums))
 
 
 def assign_credit(

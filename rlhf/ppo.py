@@ -67,18 +67,20 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
         (old, ref), values = await asyncio.gather(
             logprob_passes(config, run.cluster.learners, epochs[0]), value_passes(run, epochs[0])
         )
+    learns = step >= config.critic.warmup_steps  # the critic learns alone before; a KL of 0 then says nothing
     in_reward = algo.kl_place == "reward" and algo.kl_coef > 0
     kl_coef = controller.coef if in_reward else 0.0
     earned = credit.assign_credit(samples, values, old, ref, kl_coef=kl_coef, algo=algo)
     measured = {**earned.metrics, "policy/kl_coef": controller.coef}
-    if in_reward:
+    if old and ref:
         measured["policy/kl_response"] = credit.response_kl(samples, old, ref)
-        controller.update(measured["policy/kl_response"], len(samples))
+        if in_reward and learns:
+            controller.update(measured["policy/kl_response"], len(old))
 
     with clock.phase("update"):
         updates: list[StepMetrics] = []
         for minibatches in epochs:
-            updates += await update_both(run, step, minibatches, earned, values, old, ref)
+            updates += await update_both(run, minibatches, earned, values, old, ref, with_policy=learns)
 
     run.account(groups, trains)
     await run.move_reference(step + 1)
@@ -101,19 +103,20 @@ async def value_passes(run: TrainingRun[PPOConfig], minibatches: Sequence[Miniba
 
 async def update_both(
     run: TrainingRun[PPOConfig],
-    step: int,
     minibatches: Sequence[Minibatch],
     earned: Credit,
     values: Rows,
     old: Rows,
     ref: Rows,
+    *,
+    with_policy: bool,
 ) -> list[StepMetrics]:
     """One pass of critic and policy over the same minibatches; the policy waits while the critic warms up."""
     from rlhf import batching, credit
 
     work = credit.value_minibatches(minibatches, values, earned.returns)
     calls = [run.cluster.critics.call_each("update", [(rank,) for rank in work])]
-    if step >= run.config.critic.warmup_steps:
+    if with_policy:
         policy_work = batching.learner_minibatches(minibatches, earned.advantages, old, ref)
         calls.append(run.cluster.learners.call_each("update", [(rank,) for rank in policy_work]))
     by_world = [batching.merge_ranks(by_rank) for by_rank in await asyncio.gather(*calls)]
