@@ -396,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--warm-lr", type=float, default=1e-4)
     parser.add_argument("--large-lr", type=float, default=1e-5, help="the published run's")
     parser.add_argument("--rollouts", type=int, default=512, help="of the warm policy; the large one has an eighth")
-    options = parser.parse_args(arguments)
+    options = report.parse(parser, arguments)
     began = time.monotonic()
     torch.set_num_threads(2)
     data = report.ensure_data(options.data)

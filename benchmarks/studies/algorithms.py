@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser("algorithms", "Train the quickstart's task with every named algorithm.", trains=True)
     parser.add_argument("--only", default=",".join(ALGORITHMS), help=f"of {', '.join(ALGORITHMS)}")
     parser.add_argument("--steps", type=int, default=STEPS)
-    options = parser.parse_args(arguments)
+    options = report.parse(parser, arguments)
     data = report.ensure_data(options.data)
     runs = {}
     for name in options.only.split(","):

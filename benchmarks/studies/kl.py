@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--prompts", type=int, default=32, help="a training step, 8 samples each")
     parser.add_argument("--betas", default=",".join(map(str, BETAS)))
-    options = parser.parse_args(arguments)
+    options = report.parse(parser, arguments)
     began = time.monotonic()
     gradients = enumerated_gradients()
     report.write_table(options.output / "kl-gradients", gradients)

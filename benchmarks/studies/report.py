@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,14 @@ def parser(module: str, description: str, *, trains: bool) -> argparse.ArgumentP
         found.add_argument("--data", type=Path, default=DATA, help="the quickstart's model and data; made if not there")
         found.add_argument("--seed", type=int, default=0)
     return found
+
+
+def parse(found: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ends the program where no picture could be drawn, before the minutes that lead up to it."""
+    options = found.parse_args(arguments)
+    if importlib.util.find_spec("matplotlib") is None:
+        found.error("matplotlib is not installed. Run `make setup-bench` first.")
+    return options
 
 
 def ensure_data(folder: Path) -> Path:

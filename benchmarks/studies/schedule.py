@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps of a run")
     parser.add_argument("--processes", default=",".join(map(str, PROCESSES)), help="sizes of the worlds, 1 among them")
-    options = parser.parse_args(arguments)
+    options = report.parse(parser, arguments)
     began = time.monotonic()
     runs = all_runs(options.steps)
     ours: Curves = {}
