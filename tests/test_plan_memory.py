@@ -9,16 +9,20 @@ import pytest
 import yaml
 
 from rlhf.config.load import load_config
+from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.plan.memory import (
     GIB,
     HEAD_TILE,
     Part,
+    critic_memory,
     engine_memory,
     layer_activation_bytes,
     learner_memory,
     learner_state,
     learner_work,
+    reward_model_memory,
+    scalar_parameters,
 )
 from rlhf.plan.model import model_shape
 
@@ -132,8 +136,8 @@ def make(tmp_path: Path) -> Any:
     file = tmp_path / "base.yaml"
     file.write_text(yaml.safe_dump(base))
 
-    def build(*overrides: str) -> GRPOConfig:
-        return load_config(GRPOConfig, [str(file)], overrides)
+    def build(*overrides: str, schema: type[GRPOConfig] = GRPOConfig) -> GRPOConfig:
+        return load_config(schema, [str(file)], overrides)
 
     return build
 
@@ -200,6 +204,25 @@ def test_without_zero_every_learner_holds_everything(make: Any) -> None:
     found = sizes(learner_memory(model_shape(LLAMA31_8B), config))
     assert found["Adam's two moments, float32"] == 8 * P8
     assert "master weights, float32" not in found  # the weights are the master weights
+
+
+def test_a_critic_has_one_row_for_a_head_its_own_zero_stage_and_no_reference(make: Any) -> None:
+    shape = model_shape(LLAMA31_8B)
+    count = P8 - 128_256 * 4096 + 4096  # the language model's head is replaced by one of a single number
+    assert scalar_parameters(shape) == count
+    assert scalar_parameters(model_shape(QWEN25_1B5)) == model_shape(QWEN25_1B5).parameters + 1536  # tied: kept
+    found = sizes(critic_memory(shape, make("critic.zero_stage=3", schema=PPOConfig)))
+    assert found["weights, bfloat16"] == 2 * count / 6
+    assert found["Adam's two moments, float32"] == 8 * count / 6
+    assert found["gradients, float32"] == 4 * count / 6
+    assert "reference, bfloat16" not in found
+
+
+def test_a_reward_model_holds_weights_and_the_activations_of_one_layer(make: Any) -> None:
+    shape = model_shape(LLAMA31_8B)
+    found = sizes(reward_model_memory(shape, make("reward_model={path: r, max_tokens_per_batch: 1000}")))
+    assert found["weights, bfloat16"] == 2 * scalar_parameters(shape)
+    assert found["activations of one layer"] == 1000 * layer_activation_bytes(shape, b=2)
 
 
 def test_no_reference_is_counted_where_none_is_loaded(make: Any) -> None:

@@ -69,6 +69,16 @@ class GRPOConfig(Section):
         return 1
 
     @property
+    def critics(self) -> int:
+        """Ranks of the critic: as many as learners in PPO."""
+        return (self.trained_worlds - 1) * self.cluster.learners
+
+    @property
+    def reward_model_copies(self) -> int:
+        """Copies of the reward model that the run itself starts; 0 without one, or where an endpoint scores."""
+        return 0 if self.reward_model is None or self.reward_model.path is None else self.reward_model.replicas
+
+    @property
     def warmup_updates(self) -> int:
         schedule = self.learner.schedule
         return schedule.warmup_steps or math.ceil(schedule.warmup_fraction * self.total_updates)

@@ -1,4 +1,4 @@
-"""Where learners and engines go: GPUs of nodes, filled in order, an engine never across two nodes."""
+"""Which GPU holds what: nodes are filled in order, and an engine never goes across two of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ CELL = 10  # characters; eight of them and the node's name fit in 100 columns
 CELLS_A_LINE = 8
 
 
-def place(cluster: ClusterConfig) -> list[list[str]]:
-    """[node][GPU] -> what sits there. Learners come first, as in the run; colocated engines share their GPUs."""
+def place(cluster: ClusterConfig, *, critics: int = 0, reward_models: int = 0) -> list[list[str]]:
+    """[node][GPU] -> what sits there, in the order of the run: learners first; colocated engines share their GPUs."""
     per_node = cluster.gpus_per_node
     gpus = [f"learner {rank}" for rank in range(cluster.learners)]
+    gpus += [f"critic {rank}" for rank in range(critics)]
+    gpus += [f"reward {copy}" for copy in range(reward_models)]
     for engine in range(cluster.engines):
         width = cluster.tensor_parallel
         if cluster.placement == "colocated":

@@ -1,4 +1,4 @@
-"""Memory of a learner and of an engine, by part, from the model's shape and the config. Bytes, estimated.
+"""Memory of learner, critic, reward model and engine, by part, from the model's shape and the config. Bytes, estimated.
 
 P parameters, n learners, b bytes of a weight (2 in bfloat16, 4 in float32). What ZeRO divides by n:
 
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
+from rlhf.config.sections import TrainedConfig
 from rlhf.plan.model import ModelShape
 
 GIB = 2**30
@@ -64,9 +66,59 @@ def learner_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
 
 def learner_state(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """What a learner holds between updates: weights, optimizer, reference."""
-    learner, dtype = config.learner, config.model.dtype
+    parts = _trained_state(config.learner, config, shape.parameters)
+    if config.needs_reference:
+        b, dtype = BYTES[config.model.dtype], config.model.dtype
+        sharded = config.cluster.learners if config.learner.zero_stage == 3 else 1
+        how = _share(shape.parameters, b, sharded)
+        parts.append(Part(f"reference, {dtype}", b * shape.parameters / sharded, how))
+    return tuple(parts)
+
+
+def critic_memory(shape: ModelShape, config: PPOConfig) -> tuple[Part, ...]:
+    """The parts of one rank of the critic at the peak of an update; one number a token in the place of logits.
+
+    Args:
+        shape: of config.critic_path.
+    """
+    count = scalar_parameters(shape)
+    head = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
+    return (
+        *_trained_state(config.critic, config, count),
+        *_trained_work(config.critic, config, count),
+        _activations(shape, config),
+        Part("head: states in float32, gradient", float(head), "one number a token"),
+        _overhead(config),
+    )
+
+
+def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
+    """One copy of the reward model: weights, and what one layer of a batch takes without a backward pass.
+
+    Args:
+        shape: of config.reward_model.path.
+    """
+    assert config.reward_model is not None
+    dtype, tokens = config.reward_model.dtype, config.reward_model.max_tokens_per_batch
+    b, count = BYTES[dtype], scalar_parameters(shape)
+    layer = layer_activation_bytes(shape, b=b)
+    return (
+        Part(f"weights, {dtype}", float(b * count), _share(count, b, 1)),
+        Part("activations of one layer", float(tokens * layer), f"{tokens:,} tokens x {_kib(layer)}"),
+        _overhead(config),
+    )
+
+
+def scalar_parameters(shape: ModelShape) -> int:
+    """Parameters of the transformer with a head of one number, without bias, in the place of the language model's."""
+    head = 0 if shape.tied_embeddings else shape.embedding_parameters
+    return shape.parameters - head + shape.hidden
+
+
+def _trained_state(learner: TrainedConfig, config: GRPOConfig, count: int) -> list[Part]:
+    """Weights and optimizer of one rank of a trained module of `count` parameters."""
+    dtype = config.model.dtype
     stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[dtype]
-    count = shape.parameters
     sharded, by = (ranks if stage == 3 else 1), (ranks if stage >= 1 else 1)
     has_master = not (stage == 0 and dtype == "float32")
     master = MASTER_BYTES * has_master
@@ -77,15 +129,18 @@ def learner_state(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
         if has_master:
             parts.append(Part("master weights, float32", master * count / by, _share(count, master, by)))
         parts.append(Part("Adam's two moments, float32", MOMENTS_BYTES * count / by, _share(count, MOMENTS_BYTES, by)))
-    if config.needs_reference:
-        parts.append(Part(f"reference, {dtype}", b * count / sharded, _share(count, b, sharded)))
-    return tuple(parts)
+    return parts
 
 
 def learner_work(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """What an update adds: gradients, their buffers, activations, the head."""
-    learner, b = config.learner, BYTES[config.model.dtype]
-    stage, ranks, count = learner.zero_stage, config.cluster.learners, shape.parameters
+    work = _trained_work(config.learner, config, shape.parameters)
+    return (*work, _activations(shape, config), _head(shape, config), _overhead(config))
+
+
+def _trained_work(learner: TrainedConfig, config: GRPOConfig, count: int) -> list[Part]:
+    """Gradients and their buffers."""
+    stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[config.model.dtype]
     parts = []
     by = ranks if stage >= 2 else 1
     bucket = b * min(REDUCE_BUCKET, count) if stage >= 1 else 0
@@ -104,12 +159,13 @@ def learner_work(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     if stage == 3:
         live = min(ZERO3_MAX_LIVE_PARAMETERS, count)
         parts.append(Part("gathered weights", b * live, _share(live, b, 1)))
-    parts += [_activations(shape, config), _head(shape, config)]
+    return parts
+
+
+def _overhead(config: GRPOConfig) -> Part:
     if config.cluster.device == "cuda":
-        parts.append(Part("CUDA, NCCL, fragmentation", GPU_OVERHEAD["learner"], "assumed"))
-    else:
-        parts.append(Part("process", CPU_OVERHEAD["learner"], "assumed"))
-    return tuple(parts)
+        return Part("CUDA, NCCL, fragmentation", GPU_OVERHEAD["learner"], "assumed")
+    return Part("process", CPU_OVERHEAD["learner"], "assumed")
 
 
 def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf.config.run import GRPOConfig
+from rlhf.plan.text import counted
 
 GPU = "GPU"
 
@@ -23,23 +24,28 @@ def check_resources(config: GRPOConfig, available: Mapping[str, float], *, train
         ValueError: fewer CPUs or GPUs than the config asks for.
     """
     cluster = config.cluster
-    learners = cluster.learners * config.trained_worlds if trains else 0
-    cpus = cluster.engines * cluster.cpus_per_engine + learners * cluster.cpus_per_learner
+    ranks = cluster.learners + config.critics + config.reward_model_copies if trains else 0
+    named = counted(cluster.learners, "learner") if trains else "no learner"
+    if trains and config.critics:
+        named += f", {counted(config.critics, 'critic')}"
+    if trains and config.reward_model_copies:
+        named += f", {counted(config.reward_model_copies, 'reward model')}"
+    cpus = cluster.engines * cluster.cpus_per_engine + ranks * cluster.cpus_per_learner
     have = available.get("CPU", 0.0)
     if cpus > have:
         raise ValueError(
-            f"cluster.engines={cluster.engines} and cluster.learners={learners} reserve {cpus:g} CPUs "
+            f"cluster.engines={cluster.engines} and {named} reserve {cpus:g} CPUs "
             f"(cluster.cpus_per_engine={cluster.cpus_per_engine:g}, cluster.cpus_per_learner="
             f"{cluster.cpus_per_learner:g}), but there are {have:g}. Ask for fewer, or lower the reservations."
         )
     if cluster.device == "cuda":
         shared = cluster.placement == "colocated" and trains
-        gpus = learners if shared else learners + cluster.engines * cluster.tensor_parallel
+        gpus = ranks if shared else ranks + cluster.engines * cluster.tensor_parallel
         have = available.get(GPU, 0.0)
         if gpus > have:
             raise ValueError(
-                f"cluster.device=cuda: {cluster.engines} engines x {cluster.tensor_parallel} and {learners} "
-                f"learners ask for {gpus} GPUs, but there are {have:g}. Ask for fewer, or put the run on CPU with "
+                f"cluster.device=cuda: {cluster.engines} engines x {cluster.tensor_parallel} and {named} ask for "
+                f"{gpus} GPUs, but there are {have:g}. Ask for fewer, or put the run on CPU with "
                 "`--config configs/cpu.yaml` after your own."
             )
 

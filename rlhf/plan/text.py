@@ -10,7 +10,7 @@ LABEL = 28
 
 def counted(number: int, noun: str) -> str:
     """`1 node`, `2 nodes`, `2 minibatches`."""
-    plural = f"{noun}es" if noun.endswith("batch") else f"{noun}s"
+    plural = f"{noun}es" if noun.endswith(("batch", "pass")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
