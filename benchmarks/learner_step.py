@@ -1,0 +1,173 @@
+"""One optimizer step's gradient with long-tailed lengths: ours, packed and fused, against padded losses.
+
+    python -m benchmarks.learner_step [--device cuda] [--quick]
+
+The same rollouts, weights and loss (clipped surrogate, token mean), vocabulary 151,936, bf16. Peers, both on padded
+microbatches of 8, padded to the longest response of the step as TRL pads: TRL's loss as it is today (its chunked head
+inside `add_fused_lm_head`), and the one of full bf16 logits with `selective_log_softmax`. Without an optimizer:
+forward, loss, backward. `gradient` is the relative difference of all gradients of the transformer's layers from ours.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Case, Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf.types import Rollout
+
+VOCABULARY, PROMPT, PADDED_MICROBATCH = 151_936, 32, 8
+OURS, TRL, SELECTIVE = "rlhf, packed and fused", "TRL, padded, chunked head", "padded, selective_log_softmax"
+CLIP = 0.2
+
+
+def rollouts_of(count: int, longest: int) -> list[Rollout]:
+    """Log-normal responses with a median of 1/8 of the longest; at least one is the longest."""
+    from rlhf.types import Rollout
+
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(longest / 8), 1.0, count), 4, longest).astype(int)
+    lengths[0] = longest
+    found = []
+    for i, response in enumerate(lengths.tolist()):
+        ids = rng.integers(0, VOCABULARY, PROMPT + response).astype(np.int32)
+        mask = np.arange(len(ids)) >= PROMPT
+        found.append(Rollout(f"p/{i}", 0, 0, ids, mask, np.zeros(len(ids), np.float32), (), "stop"))
+    return found
+
+
+def model_of(size: dict[str, int], device: str) -> Any:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(**size, vocab_size=VOCABULARY, tie_word_embeddings=True, max_position_embeddings=8192)
+    return Qwen2ForCausalLM(config).to(device, torch.bfloat16)
+
+
+def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, case: Case) -> None:
+    import torch
+
+    from benchmarks.models import run_config
+    from rlhf.algo.packing import pack, pack_microbatches, scatter
+    from rlhf.learner.attention import PACKED
+    from rlhf.learner.model import DeviceTokens, PolicyModel
+    from rlhf.learner.update import PolicyObjective, policy_microbatch
+    from rlhf.types import Denominators, PolicyTargets
+
+    model.set_attn_implementation(PACKED)
+    policy = PolicyModel(model, temperature=1.0)
+    objective = PolicyObjective.of(run_config("nowhere", learner={"max_tokens_per_microbatch": case["budget"]}))
+    lengths = np.array([len(r.token_ids) for r in rollouts])
+    denominators = Denominators(sum(r.response_length for r in rollouts), len(rollouts))
+    (plan,) = pack_microbatches(lengths, max_tokens=case["budget"], ranks=1)
+    for members in plan:
+        packed = pack(rollouts, members)
+        zeros = np.zeros(len(packed.token_ids), np.float32)
+        targets = PolicyTargets(scatter(advantages.tolist(), packed), zeros, zeros)
+        tokens = DeviceTokens.of(packed, torch.device(case["device"]))
+        policy_microbatch(policy, tokens, targets, denominators, objective)[0].backward()
+
+
+def padded_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, case: Case) -> None:
+    import torch
+    from trl.trainer.utils import add_fused_lm_head, selective_log_softmax
+
+    if case["variant"] == TRL:
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    longest = max(len(r.token_ids) for r in rollouts)
+    device = case["device"]
+    ids = torch.zeros(len(rollouts), longest, dtype=torch.long)
+    attention = torch.zeros(len(rollouts), longest, dtype=torch.long)
+    for i, rollout in enumerate(rollouts):
+        ids[i, : len(rollout.token_ids)] = torch.from_numpy(rollout.token_ids)
+        attention[i, : len(rollout.token_ids)] = 1
+    ids, attention = ids.to(device), attention.to(device)
+    tokens = sum(r.response_length for r in rollouts)
+    keep = longest - PROMPT
+    for start in range(0, len(rollouts), PADDED_MICROBATCH):
+        rows = slice(start, start + PADDED_MICROBATCH)
+        batch, seen = ids[rows], attention[rows]
+        mask = seen[:, PROMPT:].bool()
+        if case["variant"] == TRL:
+            labels = batch.masked_fill(seen == 0, -100)
+            labels[:, :PROMPT] = -100
+            output = model(input_ids=batch, attention_mask=seen, labels=labels, fused_lm_head=True)
+            logprobs: Tensor = output.log_probs[:, -keep:]
+        else:
+            logits = model(input_ids=batch, attention_mask=seen, logits_to_keep=keep + 1).logits[:, :-1]
+            logprobs = selective_log_softmax(logits, batch[:, PROMPT:])
+        advantage = torch.tensor(advantages[rows], dtype=torch.float32, device=device)[:, None]
+        ratio = (logprobs - logprobs.detach()).exp()
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+        (-(surrogate * mask).sum() / tokens).backward()
+
+
+def measure(case: Case) -> Row:
+    import torch
+
+    model = model_of(case["size"], case["device"])
+    step = packed_step if case["variant"] == OURS else padded_step
+    rollouts = rollouts_of(case["count"], case["longest"])
+    advantages = np.random.default_rng(1).normal(size=len(rollouts)).astype(np.float32)
+    short = rollouts_of(2, 8)
+    step(model, short, advantages[:2], case)
+    model.zero_grad(set_to_none=True)
+    with harness.Peak(case["device"]) as peak:
+        started = time.perf_counter()
+        step(model, rollouts, advantages, case)
+        if case["device"] == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    grads = torch.cat([p.grad.float().flatten().cpu() for n, p in model.named_parameters() if "layers" in n])
+    np.save(case["gradients"], grads.numpy())
+    real = sum(len(r.token_ids) for r in rollouts)
+    return {"seconds": seconds, "peak_mib": peak.mib, "real tokens": real, "longest": case["longest"]}
+
+
+def main() -> int:
+    options = harness.parser(__doc__ or "").parse_args()
+    harness.run_if_case(options, {"measure": measure})
+    cuda = options.device == "cuda"
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    size = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, **heads}
+    if cuda:  # the size of Qwen2.5-0.5B
+        size = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+        size |= {"num_attention_heads": 14, "num_key_value_heads": 2}
+    count, longest = (64, 4096) if cuda else (8, 64) if options.quick else (24, 512)
+    rounds = 1 if options.quick else 3 if cuda else 2
+    with tempfile.TemporaryDirectory() as folder:
+        cases = []
+        for i, variant in enumerate((OURS, TRL, SELECTIVE)):
+            cases.append({
+                "function": "measure", "variant": variant, "size": size, "count": count, "longest": longest,
+                "budget": 16384 if cuda else 2048, "device": options.device,
+                "gradients": str(Path(folder) / f"{i}.npy"),
+            })  # fmt: skip
+        found = harness.interleaved("benchmarks.learner_step", cases, rounds)
+        gradients = [np.load(case["gradients"]) for case in cases]
+    rows: list[Row] = []
+    for case, row, gradient in zip(cases, found, gradients, strict=True):
+        difference = float(np.linalg.norm(gradient - gradients[0]) / np.linalg.norm(gradients[0]))
+        rows.append({
+            "variant": case["variant"], "seconds": row["seconds"], "real tokens/s": row["real tokens"] / row["seconds"],
+            "peak MiB": row["peak_mib"], "ours is faster by": row["seconds"] / found[0]["seconds"],
+            "ours takes of its memory": found[0]["peak_mib"] / row["peak_mib"], "gradient": difference,
+        })  # fmt: skip
+    title = f"{count} rollouts, {found[0]['real tokens']} tokens, longest {longest}, V {VOCABULARY:,}, {size}"
+    harness.report("learner_step", title, rows, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

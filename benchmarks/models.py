@@ -1,0 +1,105 @@
+"""Random-weight models and data for the benchmarks, made when they are asked for, under runs/benchmarks/models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlhf.config.run import GRPOConfig
+
+FOLDER = Path("runs/benchmarks/models")
+
+# Sizes of Qwen2.5: what `--device cuda` measures with random weights, since speed does not depend on their values.
+SIZES: dict[str, dict[str, int]] = {
+    "10m": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 6,
+            "intermediate_size": 1152},
+    "0.1b": {"hidden_size": 768, "num_hidden_layers": 16, "num_attention_heads": 12, "num_key_value_heads": 4,
+             "intermediate_size": 2048},
+    "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+             "intermediate_size": 4864, "vocab_size": 151_936},
+    "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+             "intermediate_size": 8960, "vocab_size": 151_936},
+    "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+           "intermediate_size": 18944, "vocab_size": 152_064},
+}  # fmt: skip
+
+
+def random_model(size: str, *, dtype: str = "bfloat16", mean_length: float | None = None) -> Path:
+    """Folder of a Qwen2 model of this size with random weights and the quickstart's tokenizer.
+
+    Args:
+        mean_length: tokens; the model ends a response with probability 1 / mean_length at every token, so that lengths
+            are geometric: a mean of 80 has 1% of its responses above 368 tokens.
+    """
+    folder = FOLDER / f"{size}-{dtype}{f'-length{mean_length:.0f}' if mean_length else ''}"
+    if (folder / "config.json").is_file():
+        return folder.resolve()
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    from rlhf.quickstart import make_tokenizer, save_model
+
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    config = Qwen2Config(
+        **{"vocab_size": len(tokenizer), **SIZES[size]},
+        max_position_embeddings=4096, tie_word_embeddings=mean_length is None, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype=dtype,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
+    if mean_length is not None:
+        _end_with_probability(model, 1 / mean_length, tokenizer.eos_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
+    )
+    save_model(model, tokenizer, folder)
+    return folder.resolve()
+
+
+def _end_with_probability(model: Any, probability: float, eos_id: int) -> None:
+    """Give the end token a bias: one coordinate of every embedding is large, and its row of the head reads that one."""
+    import torch
+
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        head = model.lm_head.weight
+        head[:, 0] = 0.0
+        head[eos_id] = 0.0
+        ids = torch.randint(0, model.config.vocab_size, (8, 256))
+        hidden = model.model(input_ids=ids).last_hidden_state.float()
+        others = (hidden @ head.float().t()).index_fill(-1, torch.tensor([eos_id]), float("-inf")).logsumexp(-1)
+        low, high = -20.0, 20.0
+        for _ in range(40):
+            bias = (low + high) / 2
+            logits = hidden[..., 0] * bias
+            mean = torch.sigmoid(logits - others).mean().item()
+            low, high = (bias, high) if mean < probability else (low, bias)
+        head[eos_id, 0] = bias
+
+
+def write_prompts(folder: Path, rows: int, *, seed: int = 0) -> tuple[Path, Path]:
+    """train.jsonl and test.jsonl of additions, as of the quickstart."""
+    from rlhf.quickstart import make_problems
+
+    folder.mkdir(parents=True, exist_ok=True)
+    problems = make_problems(rows + 16, seed)
+    for name, part in (("train", problems[:rows]), ("test", problems[rows:])):
+        lines = [json.dumps({"question": p.question, "answer": p.answer}) for p in part]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder / "train.jsonl", folder / "test.jsonl"
+
+
+def run_config(model: Path | str, **sections: Any) -> GRPOConfig:
+    """A config around a model; `sections` are laid over small defaults, key by key."""
+    base: dict[str, dict[str, Any]] = {
+        "run": {"dir": "runs/benchmarks/run", "steps": 2, "export": False},
+        "model": {"path": str(model)},
+        "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
+        "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8, "max_response_tokens": 64},
+        "learner": {"max_tokens_per_microbatch": 4096},
+        "cluster": {"device": "cpu"},
+        "logging": {"wandb": {"mode": "disabled"}, "rollouts": False},
+    }
+    merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}}
+    return GRPOConfig.model_validate_json(json.dumps(merged))

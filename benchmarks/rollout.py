@@ -1,0 +1,248 @@
+"""What the trainer costs on top of vLLM: rollouts through actor, scorer and arrays, against bare engines.
+
+    python -m benchmarks.rollout [--device cuda] [--quick]
+
+The same prompts, 8 samples each, a random model of 0.1 B parameters that never ends by itself. Ours is
+what a training step does up to its groups: the Ray actor, the grader in its own processes, arrays. Peers: one
+AsyncLLM with a request a prompt, and LLM.generate. All three engines stay up and take turns, round after round; wall
+and CPU seconds are medians. CPU seconds are those of the process that drives the engine and everything below it; of
+Ray's processes only the engine's actor counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness, models
+from benchmarks.harness import Case, Row
+
+OURS, ASYNC, OFFLINE = "rlhf", "AsyncLLM", "LLM.generate"
+SAMPLES = 8
+RAY_DAEMONS = (
+    "raylet",
+    "gcs_server",
+    "ray/dashboard",
+    "ray/_private",
+    "ray::IDLE",
+    "DashboardAgent",
+    "RuntimeEnvAgent",
+)
+
+
+def own_processes() -> list[int]:
+    """This process and all below it, Ray's daemons left out."""
+    found = harness.tree(os.getpid())
+    return [pid for pid, command in found.items() if not any(daemon in command for daemon in RAY_DAEMONS)]
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, 24).tolist() for _ in range(count)]
+
+
+def engine_arguments(case: Case) -> dict[str, Any]:
+    return {
+        "model": case["model"], "dtype": "bfloat16", "max_model_len": 24 + case["tokens"], "max_num_seqs": 256,
+        "enforce_eager": case["device"] == "cpu", "disable_log_stats": True, "logprobs_mode": "processed_logprobs",
+        "gpu_memory_utilization": 0.05 if case["device"] == "cpu" else 0.25,
+    }  # fmt: skip
+
+
+def sampling(case: Case) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=SAMPLES, max_tokens=case["tokens"], temperature=1.0, detokenize=False, logprobs=0,
+        flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
+
+
+class Bare:
+    """AsyncLLM: a request a prompt, all under way at once."""
+
+    def __init__(self, case: Case) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._loop = asyncio.new_event_loop()
+        self._params, self._prompts, self._sent = sampling(case), prompts_of(case["prompts"]), 0
+
+        async def start() -> Any:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(case)))
+
+        self._engine: Any = self._loop.run_until_complete(start())
+
+    async def _one(self, ids: list[int]) -> int:
+        self._sent += 1
+        prompt: Any = {"prompt_token_ids": ids}
+        stream = self._engine.generate(prompt, self._params, request_id=str(self._sent))
+        outputs = [output async for output in stream]
+        return sum(len(o.token_ids) for o in outputs[-1].outputs)
+
+    def round(self) -> int:
+        async def all_of_them() -> int:
+            return sum(await asyncio.gather(*(self._one(ids) for ids in self._prompts)))
+
+        return self._loop.run_until_complete(all_of_them())
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+class Offline:
+    """LLM.generate."""
+
+    def __init__(self, case: Case) -> None:
+        from vllm import LLM
+
+        self._engine: Any = LLM(**engine_arguments(case))
+        self._params = sampling(case)
+        self._prompts = [{"prompt_token_ids": ids} for ids in prompts_of(case["prompts"])]
+
+    def round(self) -> int:
+        found = self._engine.generate(self._prompts, self._params, use_tqdm=False)
+        return sum(len(output.token_ids) for request in found for output in request.outputs)
+
+    def close(self) -> None:
+        self._engine.llm_engine.engine_core.shutdown()
+
+
+class Trainer:
+    """Engine actor, sampler and scorer of a run, without its learner."""
+
+    def __init__(self, case: Case) -> None:
+        import numpy as np
+
+        from rlhf.cluster import Cluster
+        from rlhf.model_files import load_tokenizer
+        from rlhf.rewards.scorer import Scorer
+        from rlhf.sampler import Sampler
+        from rlhf.types import Prompt
+
+        config = models.run_config(
+            case["model"],
+            data={"max_prompt_tokens": 24},
+            rollout={"samples_per_prompt": SAMPLES, "max_response_tokens": case["tokens"],
+                     "gpu_memory_utilization": 0.25, "prompts_per_step": case["prompts"]},
+            reward=[{"name": "math"}],
+            cluster={"device": case["device"]},
+        )  # fmt: skip
+        self._loop = asyncio.new_event_loop()
+        self._cluster = Cluster(config, trains=False)
+        self._loop.run_until_complete(self._cluster.__aenter__())
+        self._scorer = Scorer(config.reward)
+        self._sampler = Sampler(config, self._cluster, self._scorer, load_tokenizer(config.model))
+        self._prompts = [
+            Prompt(f"p/{i}", 0, np.asarray(ids, np.int32), (), "1", "p")
+            for i, ids in enumerate(prompts_of(case["prompts"]))
+        ]
+
+    def round(self) -> int:
+        async def all_of_them() -> Any:
+            return await asyncio.gather(*(self._sampler.for_training(prompt) for prompt in self._prompts))
+
+        groups = self._loop.run_until_complete(all_of_them())
+        return sum(sample.rollout.response_length for group in groups for sample in group.samples)
+
+    def close(self) -> None:
+        self._scorer.close()
+        self._loop.run_until_complete(self._cluster.__aexit__())
+
+
+def serve(case: Case) -> Row:
+    """One variant's process: a round for every line that arrives, until the parent has enough."""
+    os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
+    if case["device"] == "cpu":
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    variant = {OURS: Trainer, ASYNC: Bare, OFFLINE: Offline}[case["variant"]](case)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if line.strip() != "round":
+            break
+        pids = own_processes()
+        before, started = harness.cpu_seconds(pids), time.perf_counter()
+        tokens = variant.round()
+        wall = time.perf_counter() - started
+        print(f"{wall} {harness.cpu_seconds(pids) - before} {tokens}", flush=True)
+    variant.close()
+    return {}
+
+
+class Served:
+    """A variant in a process of its own."""
+
+    def __init__(self, case: Case, log: Path) -> None:
+        import json
+        import subprocess
+
+        command = [sys.executable, "-m", "benchmarks.rollout", "--case", json.dumps({"function": "serve", **case})]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True
+        )
+        self._log = log
+        self._answer("ready")
+
+    def _answer(self, wanted: str = "") -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:  # vLLM writes there, too
+            text = line.strip()
+            if text == wanted or (not wanted and text.replace(".", "").replace(" ", "").replace("e-", "").isdigit()):
+                return text
+        raise RuntimeError(f"a variant ended early:\n{self._log.read_text()[-3000:]}")
+
+    def round(self) -> tuple[float, float, int]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("round\n")
+        self._process.stdin.flush()
+        wall, cpu, tokens = self._answer().split()
+        return float(wall), float(cpu), int(tokens)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def main() -> int:
+    options = harness.parser(__doc__ or "").parse_args()
+    harness.run_if_case(options, {"serve": serve})
+    size, count, tokens, rounds = ("10m", 4, 16, 2) if options.quick else ("0.1b", 16, 64, 7)
+    model = str(models.random_model(size, mean_length=1e9))
+    options.output.mkdir(parents=True, exist_ok=True)
+    case = {"model": model, "prompts": count, "tokens": tokens, "device": options.device}
+    served = {
+        name: Served({**case, "variant": name}, options.output / f"rollout-{i}.log")
+        for i, name in enumerate((OURS, ASYNC, OFFLINE))
+    }
+    measured: dict[str, list[tuple[float, float, int]]] = {name: [] for name in served}
+    for number in range(rounds + 1):
+        for name, one in served.items():
+            found = one.round()
+            if number:  # the first compiles and fills caches
+                measured[name].append(found)
+    for one in served.values():
+        one.close()
+    rows: list[Row] = []
+    medians = {name: [statistics.median(v[i] for v in values) for i in range(3)] for name, values in measured.items()}
+    for name, (wall, cpu, sampled) in medians.items():
+        assert sampled == count * SAMPLES * tokens, (name, sampled)
+        rows.append({
+            "variant": name, "wall s": wall, "CPU s": cpu, "tokens/s": sampled / wall,
+            "x wall": wall / medians[ASYNC][0], "x CPU": cpu / medians[ASYNC][1],
+        })  # fmt: skip
+    title = f"{count} prompts x {SAMPLES} samples x {tokens} tokens, {size}, bf16, median of {rounds}"
+    harness.report("rollout", title, rows, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

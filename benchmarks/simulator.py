@@ -1,0 +1,256 @@
+"""Engines and learners as discrete events, fed with recorded lengths: how close a run comes to its bound at any size.
+
+    python -m benchmarks.simulator [--quick] [--replay runs/benchmarks/asynchronous.json]
+
+An engine with n sequences makes one token of each in a + b n seconds (a: reading the weights, b: attention and the
+sampler), and stands still for `request_s` when a request is prefilled. A training step takes `training_s` on all
+learners together, then `transfer_s` in which engines pause, too, and prefill again what they had under way. Dispatch
+and staleness are those of rlhf.rollout.buffer. The bound of a step is max(sampling, training) + transfer, where
+sampling is a step's tokens on engines that are always full.
+
+Without --replay: clusters of 8 to 1,000 GPUs, three of four for engines and one for learners, a step of 512 groups of 8
+for every 8 GPUs, log-normal lengths (median 400, at most 4,096), so balanced that sampling and training take the same,
+which is where any delay of one is felt by the other. The longest response takes about as long as a step; with steps
+that are shorter than their longest responses no lag of 2 reaches the bound, since those responses come too late.
+With --replay: the numbers of a measured run, and how far the simulation is from it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Row
+from rlhf.rollout.buffer import Staleness
+
+STEPS, FIRST = 10, 4  # simulated steps, and those of the start that the mean leaves out
+
+
+@dataclass(frozen=True)
+class System:
+    """What is simulated; seconds, and counts of the whole cluster."""
+
+    engines: int
+    slots: int
+    base_s: float
+    sequence_s: float
+    request_s: float
+    training_s: float
+    transfer_s: float
+    prefill_token_s: float
+    groups_per_step: int
+    max_policy_lag: int
+
+    def token_s(self, running: int) -> float:
+        return self.base_s + self.sequence_s * running
+
+
+@dataclass
+class Engine:
+    """Sequences under way, by the token at which they end on the engine's own clock, which counts tokens."""
+
+    clock: float = 0.0
+    at: float = 0.0  # seconds at which `clock` was true
+    running: list[tuple[float, float, int]] = field(default_factory=list)  # heap of (end, start, group)
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (group, length)
+    stamp: int = 0  # events of an older stamp no longer hold
+
+
+@dataclass
+class Simulation:
+    """One run of `steps` training steps over groups of lengths, taken in turn."""
+
+    system: System
+    lengths: Sequence[Sequence[int]]
+    steps: int
+    now: float = 0.0
+    done_at: list[float] = field(default_factory=list)
+    stale: int = 0
+
+    def run(self) -> float:
+        """Mean seconds of a step, without the first ones and the last, for which nothing more is sampled."""
+        system = self.system
+        self._engines = [Engine() for _ in range(system.engines)]
+        self._load = [(0, i) for i in range(system.engines)]
+        self._in_flight = [0] * system.engines
+        self._open: dict[int, int] = {}  # group -> samples under way
+        self._version_of: dict[int, int] = {}
+        self._engine_of: dict[int, int] = {}
+        self._ready: list[int] = []
+        # time, kind (0: an engine's next sequence ends, 1: training ends, 2: transfer ends), engine, stamp
+        self._events: list[tuple[float, int, int, int]] = []
+        self._step = self._dispatched = self._drawn = 0
+        self._learner_busy = False
+        self._staleness = Staleness(system.max_policy_lag)
+        self._dispatch()
+        while len(self.done_at) < self.steps:
+            self.now, kind, which, stamp = heapq.heappop(self._events)
+            if kind == 0:
+                self._finish(which, stamp)
+            elif kind == 1:
+                self._transfer()
+            else:
+                self._step_done()
+        kept = self.done_at[FIRST - 1 :]
+        return (kept[-1] - kept[0]) / (len(kept) - 1)
+
+    # --- the buffer's rules ---
+
+    def _dispatch(self) -> None:
+        allowed = self._staleness.groups_ahead(step=self._step, groups_per_step=self.system.groups_per_step)
+        touched = set()
+        while self._dispatched < allowed:
+            self._dispatched += 1
+            group, self._drawn = self._drawn, self._drawn + 1
+            count, index = heapq.heappop(self._load)
+            while count != self._in_flight[index]:  # an entry from before a group ended
+                heapq.heappush(self._load, (self._in_flight[index], index))
+                count, index = heapq.heappop(self._load)
+            self._in_flight[index] += 1
+            heapq.heappush(self._load, (count + 1, index))
+            samples = self.lengths[group % len(self.lengths)]
+            self._open[group], self._engine_of[group] = len(samples), index
+            self._advance(index)
+            self._engines[index].waiting.extend((group, length) for length in samples)
+            touched.add(index)
+        for index in touched:
+            self._fill(index)
+        self._take()
+
+    def _take(self) -> None:
+        fresh = [g for g in self._ready if self._staleness.admits(self._version_of[g], step=self._step)]
+        dropped = len(self._ready) - len(fresh)
+        self._ready, self.stale = fresh, self.stale + dropped
+        if dropped:
+            self._dispatched -= dropped
+            self._dispatch()
+            return
+        if not self._learner_busy and len(self._ready) >= self.system.groups_per_step:
+            self._ready = sorted(self._ready)[self.system.groups_per_step :]
+            self._learner_busy = True
+            heapq.heappush(self._events, (self.now + self.system.training_s, 1, 0, 0))
+
+    def _step_done(self) -> None:
+        self._learner_busy = False
+        self._step += 1
+        self.done_at.append(self.now)
+        self._dispatch()
+
+    # --- engines ---
+
+    def _advance(self, index: int) -> None:
+        engine = self._engines[index]
+        if engine.running and self.now > engine.at:
+            engine.clock += (self.now - engine.at) / self.system.token_s(len(engine.running))
+        engine.at = max(engine.at, self.now)  # a stalled engine's clock stands until then
+
+    def _fill(self, index: int) -> None:
+        """Start waiting requests in free slots, and say when the next sequence ends."""
+        engine, started = self._engines[index], 0
+        while engine.waiting and len(engine.running) < self.system.slots:
+            group, length = engine.waiting.popleft()
+            self._version_of.setdefault(group, self._step)
+            heapq.heappush(engine.running, (engine.clock + length, engine.clock, group))
+            started += 1
+        engine.at += started * self.system.request_s
+        engine.stamp += 1
+        if engine.running:
+            seconds = max(0.0, engine.running[0][0] - engine.clock) * self.system.token_s(len(engine.running))
+            heapq.heappush(self._events, (engine.at + seconds, 0, index, engine.stamp))
+
+    def _finish(self, index: int, stamp: int) -> None:
+        engine = self._engines[index]
+        if stamp != engine.stamp:
+            return
+        end, _, group = heapq.heappop(engine.running)
+        engine.clock, engine.at = end, self.now
+        self._open[group] -= 1
+        if self._open[group] == 0:
+            self._in_flight[index] -= 1
+            heapq.heappush(self._load, (self._in_flight[index], index))
+            self._ready.append(group)
+        self._fill(index)
+        if self._open[group] == 0:
+            self._take()
+
+    def _transfer(self) -> None:
+        """New weights: every engine stands for the transfer and for the prefill of what it has under way."""
+        for index, engine in enumerate(self._engines):
+            self._advance(index)
+            tokens = sum(engine.clock - start for _, start, _ in engine.running)
+            engine.at += self.system.transfer_s + tokens * self.system.prefill_token_s
+            self._fill(index)
+        heapq.heappush(self._events, (self.now + self.system.transfer_s, 2, 0, 0))
+
+
+def bound_s(system: System, lengths: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Seconds of a step's sampling on full engines, and of its training; the transfer is neither."""
+    tokens = float(np.mean([sum(group) for group in lengths])) * system.groups_per_step
+    requests = float(np.mean([len(group) for group in lengths])) * system.groups_per_step
+    ahead = (1 + system.max_policy_lag) * requests / system.engines
+    full = min(system.slots, max(1, int(ahead)))
+    sampling = (tokens * system.token_s(full) / full + requests * system.request_s) / system.engines
+    return sampling, system.training_s
+
+
+def row_of(name: str, system: System, lengths: Sequence[Sequence[int]], steps: int) -> Row:
+    simulation = Simulation(system, lengths, steps)
+    step_s = simulation.run()
+    sampling, training = bound_s(system, lengths)
+    bound = max(sampling, training) + system.transfer_s
+    return {
+        "run": name, "lag": system.max_policy_lag, "step s": step_s, "sampling s": sampling, "training s": training,
+        "bound s": bound, "above the bound": step_s / bound - 1,
+        "stale groups": simulation.stale / max(1, simulation._drawn),
+    }  # fmt: skip
+
+
+def large_cluster(gpus: int, lag: int) -> tuple[System, list[list[int]]]:
+    """About a 7B model on H100: up to 128 sequences an engine, a token of each in 8 + 0.03 n ms."""
+    rng = np.random.default_rng(0)
+    engines, groups = 3 * gpus // 4, 512 * gpus // 8
+    lengths = [np.clip(rng.lognormal(np.log(400), 0.7, 8), 16, 4096).astype(int).tolist() for _ in range(groups * 2)]
+    system = System(
+        engines=engines, slots=128, base_s=8e-3, sequence_s=3e-5, request_s=2e-4, training_s=1.0, transfer_s=0.5,
+        prefill_token_s=2e-5, groups_per_step=groups, max_policy_lag=lag,
+    )  # fmt: skip
+    return replace(system, training_s=bound_s(system, lengths)[0]), lengths
+
+
+def replayed(file: Path) -> list[Row]:
+    """Simulated against measured step times of benchmarks.asynchronous."""
+    measured = json.loads(file.read_text())["calibration"]
+    rows = []
+    for run in measured["runs"]:
+        system = System(**{**measured["system"], **run["system"]})
+        row = row_of(f"{file.stem}, {run['name']}", system, run["lengths"], len(run["step_seconds"]) + FIRST)
+        found = float(np.mean(run["step_seconds"]))
+        rows.append(row | {"measured step s": found, "simulated / measured": row["step s"] / found})
+    return rows
+
+
+def main() -> int:
+    parser = harness.parser(__doc__ or "")
+    parser.add_argument("--replay", type=Path, help="JSON of benchmarks.asynchronous")
+    options = parser.parse_args()
+    if options.replay is not None:
+        harness.report("simulator-replay", "simulated against measured", replayed(options.replay), options)
+        return 0
+    rows = []
+    for gpus in (8,) if options.quick else (8, 64, 256, 1000):
+        for lag in (0, 1, 2, 4) if gpus < 256 else (2,):
+            rows.append(row_of(f"{gpus} GPUs", *large_cluster(gpus, lag), STEPS))
+    harness.report("simulator", "engines and learners simulated, log-normal lengths", rows, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

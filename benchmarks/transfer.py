@@ -1,0 +1,227 @@
+"""Weights from a learner to an engine: seconds, and how many copies of the same bytes that is worth.
+
+    python -m benchmarks.transfer [--device cuda] [--quick]
+
+Weights of Qwen2.5-0.5B in bf16, 1 GB, to another process that copies them into tensors of its own. On CPU: one copy
+within a process (the unit), ours through shared memory, ours through gloo, and one Ray call a tensor, all calls under
+way at once. The rows `whole` send through the running trainer (Ray, DeepSpeed, vLLM, pause to resume); what they take
+beyond the transport alone is vLLM's reload, which packs the weights of every layer anew. On GPU only those are
+measured: nccl between two GPUs, ipc on one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import harness, models
+from benchmarks.harness import Case, Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf.transfer import ParameterMeta
+
+COPY, MEMORY, GLOO, RAY = "copy in one process", "shared memory", "gloo", "Ray, a call a tensor, pipelined"
+
+
+class Weights:
+    """Parameters of a model of this size, named and shaped as in its checkpoint."""
+
+    def __init__(self, size: str) -> None:
+        import torch
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        with torch.device("meta"):
+            config = Qwen2Config(**models.SIZES[size], tie_word_embeddings=True)  # type: ignore[arg-type]
+            shapes = {name: p.shape for name, p in Qwen2ForCausalLM(config).named_parameters()}
+        self.tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    def metadata(self) -> list[ParameterMeta]:
+        from rlhf.transfer import ParameterMeta
+
+        return [ParameterMeta(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.tensors.items())
+
+
+# --- transport alone: a receiving process that copies into tensors of its own ---
+
+
+def receive(connection: Any, size: str) -> None:
+    """The receiving process: does what an engine is asked to, with a plain copy in the place of vLLM's reload."""
+    from rlhf.transfer import Inbox, ParameterMeta
+
+    own = Weights(size).tensors
+    inbox: Inbox | None = None
+    connection.send("ready")
+    while True:
+        method, argument = connection.recv()
+        if method == "init_weight_transfer_engine":
+            inbox = Inbox(argument, worker=0)
+        elif method == "update_weights":
+            triples = zip(argument["names"], argument["dtypes"], argument["shapes"], strict=True)
+            bucket = [ParameterMeta(name, dtype, tuple(shape)) for name, dtype, shape in triples]
+            assert inbox is not None
+            for name, tensor in inbox.receive(bucket, argument["start"]):
+                own[name].copy_(tensor)
+        connection.send("done")
+
+
+class Receiver:
+    """The client of such a process, in the place of rlhf.transfer.EngineClient."""
+
+    def __init__(self, size: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._lock = threading.Lock()
+        self.process = context.Process(target=receive, args=(theirs, size), daemon=True)
+        self.process.start()
+        assert self._connection.recv() == "ready"
+
+    def _call(self, method: str, argument: Any = None) -> None:
+        with self._lock:
+            self._connection.send((method, argument))
+            assert self._connection.recv() == "done"
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update: Any) -> None:
+        self._call("update_weights", update)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update")
+
+
+def transports(case: Case) -> Row:
+    """All transports in turn, `rounds` times; the fastest of each."""
+    import torch
+
+    source = Weights(case["size"])
+    target = {name: torch.zeros_like(tensor) for name, tensor in source}
+
+    def copy() -> None:
+        for name, tensor in source:
+            target[name].copy_(tensor)
+
+    senders: dict[str, Callable[[], None]] = {COPY: copy}
+    receivers = []
+    for name, one_host in ((MEMORY, True), (GLOO, False)):
+        receivers.append(Receiver(case["size"]))
+        senders[name] = _sender(source, receivers[-1], one_host)
+    senders[RAY] = _ray_sender(source, case["size"])
+    best = dict.fromkeys(senders, float("inf"))
+    for _ in range(case["rounds"] + 1):  # the first touches every page for the first time
+        for name, send in senders.items():
+            started = time.perf_counter()
+            send()
+            best[name] = min(best[name], time.perf_counter() - started)
+    for receiver in receivers:
+        receiver.process.kill()
+    import ray
+
+    ray.shutdown()
+    return {"bytes": source.bytes, "best": best}
+
+
+def _sender(source: Weights, receiver: Receiver, one_host: bool) -> Callable[[], None]:
+    from rlhf.actors import free_port
+    from rlhf.transfer import CPUSender, Rendezvous
+
+    rendezvous = Rendezvous("127.0.0.1", free_port(), "weights", 2, 60.0, one_host=one_host)
+    sender = CPUSender(source, receiver, rendezvous, rank=0)  # type: ignore[arg-type]
+    return lambda: sender.send(1)
+
+
+def _ray_sender(source: Weights, size: str) -> Callable[[], None]:
+    import ray
+    import torch
+
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+    @ray.remote
+    class Holder:
+        def __init__(self) -> None:
+            self.own = Weights(size).tensors
+
+        def load(self, name: str, values: Any) -> None:
+            self.own[name].view(torch.uint8).view(-1).copy_(torch.from_numpy(values))
+
+    holder = Holder.remote()
+    arrays = {name: tensor.view(torch.uint8).view(-1).numpy() for name, tensor in source}
+
+    def send() -> None:
+        ray.get([holder.load.remote(name, values) for name, values in arrays.items()])
+
+    return send
+
+
+# --- whole: through the running trainer ---
+
+
+def whole(case: Case) -> Row:
+    """Fastest of several Cluster.send_weights, from pause to resume."""
+    from rlhf.cluster import Cluster
+
+    model = models.random_model(case["size"])
+    device = case["device"]
+    config = models.run_config(
+        model,
+        rollout={"gpu_memory_utilization": 0.4},
+        learner={"optimizer": {"lr": 0.0}},
+        cluster={"device": device, "placement": case["placement"], "step_deadline_s": 600.0},
+    )
+
+    async def run() -> float:
+        async with Cluster(config) as cluster:
+            await cluster.send_weights(0)
+            times = []
+            for version in range(1, case["rounds"] + 1):
+                await cluster.yield_gpus()
+                started = time.perf_counter()
+                await cluster.send_weights(version)
+                times.append(time.perf_counter() - started)
+            return min(times)
+
+    return {"seconds": asyncio.run(run())}
+
+
+def main() -> int:
+    options = harness.parser(__doc__ or "").parse_args()
+    harness.run_if_case(options, {"transports": transports, "whole": whole})
+    size = "0.1b" if options.quick else "0.5b"
+    rounds = 2 if options.quick else 7
+    rows: list[Row] = []
+    if options.device == "cpu":
+        found = harness.fresh("benchmarks.transfer", {"function": "transports", "size": size, "rounds": rounds})
+        unit, count = found["best"][COPY], found["bytes"]
+        for name, seconds in found["best"].items():
+            rows.append({"way": name, "seconds": seconds, "GB/s": count / seconds / 1e9, "copies": seconds / unit})
+    for placement in ("separate",) if options.device == "cpu" else ("separate", "colocated"):
+        case = {"function": "whole", "size": size, "rounds": rounds, "device": options.device, "placement": placement}
+        seconds = harness.fresh("benchmarks.transfer", case)["seconds"]
+        rows.append({"way": f"whole, {placement}", "seconds": seconds})
+        if options.device == "cpu":
+            reload_s = seconds - found["best"][MEMORY]
+            rows[-1] |= {"copies": seconds / unit}
+            rows.append({"way": "  of it vLLM's reload, Ray, pause", "seconds": reload_s, "copies": reload_s / unit})
+    harness.report("transfer", f"weights of {size}, bf16", rows, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
