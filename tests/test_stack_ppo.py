@@ -1,0 +1,122 @@
+"""A learned reward from pairs to policy on the real stack: train the reward model, run PPO with it, resume the run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_stack_grpo import CANARY_BOUND, check_account, read_steps
+
+from rlhf.quickstart import BOX_TOKEN
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
+
+KL_COEF, KL_HORIZON = 0.1, 320
+ROLLOUTS = 8 * 4
+
+
+def run_program(module: str, *arguments: str | Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def write(path: Path, config: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(config))
+    return path
+
+
+def train_reward_model(folder: Path, data: Path) -> Path:
+    """Two updates on the quickstart's pairs: no good judge, but a whole one, with its normalization."""
+    for name, rows in (("train", 64), ("test", 32)):
+        lines = (data / f"pairs_{name}.jsonl").read_text().splitlines()[:rows]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    config = {
+        "run": {"dir": str(folder / "reward")},
+        "model": {"path": str(data / "model"), "dtype": "float32"},
+        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "test.jsonl"), "max_tokens": 128},
+        "learner": {"pairs_per_update": 32, "max_tokens_per_microbatch": 1024, "optimizer": {"lr": 1e-3}},
+        "device": "cpu",
+    }
+    run_program("rlhf.reward_model", "--config", write(folder / "reward.yaml", config))
+    rows = [json.loads(line) for line in (folder / "reward" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 2]
+    assert all(np.isfinite(row["train/loss"]) and row["learner/grad_norm"] > 0 for row in rows[:2])
+    assert 0 <= rows[-1]["eval/accuracy"] <= 1
+    return folder / "reward" / "model"
+
+
+def ppo_config(run: Path, data: Path, reward_model: Path) -> dict[str, Any]:
+    return {
+        "run": {"dir": str(run), "steps": 2, "seed": 1},
+        "model": {"path": str(data / "model"), "dtype": "float32"},
+        "data": {
+            "train": str(data / "train.jsonl"),
+            "eval": str(data / "test.jsonl"),
+            "max_prompt_tokens": 64,
+            "eval_rows": 16,
+        },
+        "reward": [],
+        "reward_model": {"path": str(reward_model), "dtype": "float32"},
+        "rollout": {
+            "prompts_per_step": 8,
+            "samples_per_prompt": 4,
+            "max_response_tokens": 24,
+            "truncate_token": "e",
+            "truncate_after": 8,
+            "missing_eos_penalty": 1.0,
+        },
+        "algo": {"kl_coef": KL_COEF, "kl_controller": "adaptive", "kl_target": 1.0, "kl_horizon": KL_HORIZON},
+        "learner": {"minibatches_per_epoch": 2, "max_tokens_per_microbatch": 512, "optimizer": {"lr": 1e-3}},
+        "critic": {"path": str(reward_model), "warmup_steps": 1, "optimizer": {"lr": 1e-3}},
+        "checkpoint": {"every": 2},
+        "cluster": {"device": "cpu"},
+        "logging": {"wandb": {"mode": "disabled"}},
+    }
+
+
+def responses(run: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+
+
+def test_a_learned_reward_alone_trains_policy_and_critic_and_a_resumed_run_has_critic_and_controller_back(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    reward_model = train_reward_model(tmp_path, tiny_model_dir)
+    run = tmp_path / "run"
+    config = write(tmp_path / "ppo.yaml", ppo_config(run, tiny_model_dir, reward_model))
+    run_program("rlhf.ppo", "--config", config)
+    state = json.loads((run / "checkpoints" / "step-000002" / "state.json").read_text())
+    assert state["updates_taken"] == 2  # the critic learned alone in the first step
+    # In step 2 the policy had not moved yet: a KL of 0, an error of -0.2, once.
+    coef = KL_COEF * (1 - 0.2 * ROLLOUTS / KL_HORIZON)
+    assert state["kl_controller"]["coef"] == pytest.approx(coef, rel=1e-12)
+
+    run_program("rlhf.ppo", "--config", config, "--resume", "run.steps=4")
+    steps = read_steps(run)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    check_account(steps)
+    assert [row["policy/kl_coef"] for row in steps[:3]] == pytest.approx([KL_COEF, KL_COEF, coef], rel=1e-12)
+    assert [row["policy/kl_response"] for row in steps[:2]] == [0.0, 0.0]
+    assert steps[2]["policy/kl_response"] != 0.0
+    assert [row["critic/updates_taken"] for row in steps] == [2, 4, 6, 8]
+    assert "policy/loss" not in steps[0]
+    assert [row["learner/updates_taken"] for row in steps[1:]] == [2, 4, 6]
+    for row in steps:
+        assert all(np.isfinite(row[name]) for name in ("critic/loss", "critic/explained_variance", "reward"))
+        assert row["sync/canary_difference"] < CANARY_BOUND
+    assert all(np.isfinite(row["policy/loss"]) for row in steps[1:])
+
+    for response in (row for step in (1, 2, 3, 4) for row in responses(run, step)):
+        penalty = 0.0 if response["finish_reason"] == "stop" else 1.0
+        assert response["reward"] == pytest.approx(response["reward_parts"]["reward_model"] - penalty)
+        text = response["text"].replace(BOX_TOKEN, "")  # one token of seven letters; all others are at most one
+        assert "e" not in text[8:-1]  # a truncate token ends the response, and stays
+    assert "eval/test/avg@1" in json.loads((run / "summary.json").read_text())["evaluation_after"]
