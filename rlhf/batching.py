@@ -66,6 +66,8 @@ def plan_epochs(
     *,
     step: int,
     works: np.ndarray | None = None,
+    epochs: int | None = None,
+    minibatches: int | None = None,
 ) -> list[list[Minibatch]]:
     """Draw, pack and balance every minibatch of the step: [epoch][minibatch].
 
@@ -74,16 +76,15 @@ def plan_epochs(
     Args:
         trains: [B] bool, what the denominators count.
         works: [B] bool, what is packed and computed; null is all of `trains`.
+        epochs, minibatches: passes and minibatches of one; null is what the policy takes.
     """
-    learner = config.learner
     works = trains if works is None else works
-    epochs = []
-    for epoch in range(learner.epochs_per_step):
-        drawn = draw_minibatches(
-            len(samples), minibatches=learner.minibatches_per_epoch, seed=config.run.seed, step=step, epoch=epoch
-        )
-        epochs.append([_minibatch(samples, rows[trains[rows]], rows[works[rows]], config) for rows in drawn])
-    return epochs
+    minibatches = minibatches or config.learner.minibatches_per_epoch
+    planned = []
+    for epoch in range(epochs or config.learner.epochs_per_step):
+        drawn = draw_minibatches(len(samples), minibatches=minibatches, seed=config.run.seed, step=step, epoch=epoch)
+        planned.append([_minibatch(samples, rows[trains[rows]], rows[works[rows]], config) for rows in drawn])
+    return planned
 
 
 def _minibatch(

@@ -24,7 +24,16 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf import transfer
-from rlhf.actors import ActorGroup, ClusterError, HostedActor, HostedAsyncActor, Location, RemoteCall, wait_for
+from rlhf.actors import (
+    ActorGroup,
+    ClusterError,
+    HostedActor,
+    HostedAsyncActor,
+    Location,
+    RemoteCall,
+    check_address,
+    wait_for,
+)
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import Place
@@ -109,6 +118,7 @@ class Cluster:
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             if address:
+                check_address(address)
                 ray.init(address=address, **common)
             else:
                 self._temp = tempfile.mkdtemp(prefix="rlhf-ray-")
@@ -271,8 +281,8 @@ class Cluster:
     async def load(self, folder: Path, step: int) -> None:
         """Put back what `save` wrote after `step` training steps."""
         await self.learners.call("load", str(folder.resolve()), self.config.updates_before(step))
-        if self._has_critics:
-            updates = step * self.config.updates_per_step
+        if isinstance(self.config, PPOConfig):
+            updates = step * self.config.critic_updates_per_step
             await self.critics.call("load", str((folder / CRITIC_FOLDER).resolve()), updates)
 
     # --- weights and samples ---

@@ -2,9 +2,9 @@
 
     python -m rlhf.ppo --config configs/ppo_quickstart.yaml [section.key=value ...]
 
-A step, all of it in `train_step`: take groups -> plan minibatches, fix denominators -> old and reference log-probs and
-values on those microbatches -> rewards a token, GAE -> policy and critic update at the same time -> new weights into
-the engines, canary -> metrics.
+A step, all of it in `train_step`: take groups -> plan minibatches of policy and critic, fix denominators -> old and
+reference log-probs and values on those microbatches -> rewards a token, GAE -> policy and critic update at the same
+time -> new weights into the engines, canary -> metrics.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rlhf.batching import Rows
-    from rlhf.credit import Credit, KLController
+    from rlhf.credit import KLController
     from rlhf.run import TrainingRun
     from rlhf.types import Minibatch, StepMetrics
 
@@ -62,10 +62,14 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
     samples = batching.flatten(groups)
     trains = batching.trained_rows(samples, mask_truncated=algo.mask_truncated)
     epochs = batching.plan_epochs(samples, trains, config, step=step)
+    critic_epochs = batching.plan_epochs(
+        samples, trains, config, step=step,
+        epochs=config.critic_epochs_per_step, minibatches=config.critic_minibatches_per_epoch,
+    )  # fmt: skip
 
     with clock.phase("logprobs"):
         (old, ref), values = await asyncio.gather(
-            logprob_passes(config, run.cluster.learners, epochs[0]), value_passes(run, epochs[0])
+            logprob_passes(config, run.cluster.learners, epochs[0]), value_passes(run, critic_epochs[0])
         )
     learns = step >= config.critic.warmup_steps  # the critic learns alone before; a KL of 0 then says nothing
     in_reward = algo.kl_place == "reward" and algo.kl_coef > 0
@@ -78,9 +82,10 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
             controller.update(measured["policy/kl_response"], len(old))
 
     with clock.phase("update"):
-        updates: list[StepMetrics] = []
-        for minibatches in epochs:
-            updates += await update_both(run, minibatches, earned, values, old, ref, with_policy=learns)
+        at_once = [update_critic(run, critic_epochs, values, earned.returns)]
+        if learns:
+            at_once.append(update_policy(run, epochs, earned.advantages, old, ref))
+        updates = [update for found in await asyncio.gather(*at_once) for update in found]
 
     run.account(groups, trains)
     await run.move_reference(step + 1)
@@ -93,7 +98,7 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
 
 
 async def value_passes(run: TrainingRun[PPOConfig], minibatches: Sequence[Minibatch]) -> dict[int, np.ndarray]:
-    """The critic's values of every rollout, from the very microbatches of the first epoch."""
+    """The critic's values of every rollout, from the very microbatches of its first epoch."""
     from rlhf import credit
 
     ranks = range(run.config.cluster.learners)
@@ -101,26 +106,32 @@ async def value_passes(run: TrainingRun[PPOConfig], minibatches: Sequence[Miniba
     return credit.value_rows(minibatches, await run.cluster.critics.call_each("values", work))
 
 
-async def update_both(
-    run: TrainingRun[PPOConfig],
-    minibatches: Sequence[Minibatch],
-    earned: Credit,
-    values: Rows,
-    old: Rows,
-    ref: Rows,
-    *,
-    with_policy: bool,
+async def update_critic(
+    run: TrainingRun[PPOConfig], epochs: Sequence[Sequence[Minibatch]], values: Rows, returns: Rows
 ) -> list[StepMetrics]:
-    """One pass of critic and policy over the same minibatches; the policy waits while the critic warms up."""
+    """Every optimizer step of the critic; the bound of its values is around those before the first."""
     from rlhf import batching, credit
 
-    work = credit.value_minibatches(minibatches, values, earned.returns)
-    calls = [run.cluster.critics.call_each("update", [(rank,) for rank in work])]
-    if with_policy:
-        policy_work = batching.learner_minibatches(minibatches, earned.advantages, old, ref)
-        calls.append(run.cluster.learners.call_each("update", [(rank,) for rank in policy_work]))
-    by_world = [batching.merge_ranks(by_rank) for by_rank in await asyncio.gather(*calls)]
-    return [{name: metric for part in parts for name, metric in part.items()} for parts in zip(*by_world, strict=True)]
+    updates: list[StepMetrics] = []
+    for minibatches in epochs:
+        work = credit.value_minibatches(minibatches, values, returns)
+        by_rank = await run.cluster.critics.call_each("update", [(rank,) for rank in work])
+        updates += batching.merge_ranks(by_rank)
+    return updates
+
+
+async def update_policy(
+    run: TrainingRun[PPOConfig], epochs: Sequence[Sequence[Minibatch]], advantages: Rows, old: Rows, ref: Rows
+) -> list[StepMetrics]:
+    """Every optimizer step of the policy."""
+    from rlhf import batching
+
+    updates: list[StepMetrics] = []
+    for minibatches in epochs:
+        work = batching.learner_minibatches(minibatches, advantages, old, ref)
+        by_rank = await run.cluster.learners.call_each("update", [(rank,) for rank in work])
+        updates += batching.merge_ranks(by_rank)
+    return updates
 
 
 def main(argv: Sequence[str] | None = None) -> None:

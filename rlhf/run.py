@@ -82,15 +82,6 @@ class TrainingRun(Generic[C]):
         self.sinks: list[Sink] = []
         self._exit_stack = contextlib.AsyncExitStack()
 
-    @property
-    def _update_plan(self) -> dict[str, int]:
-        """What the count of optimizer steps follows from: it may not change within a run."""
-        learner = self.config.learner
-        return {
-            "epochs_per_step": learner.epochs_per_step,
-            "minibatches_per_epoch": learner.minibatches_per_epoch,
-        }
-
     def _check_resumed_state(self) -> None:
         """Refuse to go on with what would not be the same run, or with nothing left to do."""
         steps = self.config.run.steps
@@ -101,11 +92,11 @@ class TrainingRun(Generic[C]):
                 "run.steps, or start another run.dir."
             )
         for key, before in self.state.get("updates", {}).items():
-            now = self._update_plan[key]
+            now = self.config.update_plan[key]
             if now != before:
                 raise ValueError(
-                    f"learner.{key}={now}: the run began with {before}, and its schedule counts optimizer steps. "
-                    f"Resume with learner.{key}={before}, or start another run.dir from this one's model."
+                    f"{key}={now}: the run began with {before}, and its schedule counts optimizer steps. "
+                    f"Resume with {key}={before}, or start another run.dir from this one's model."
                 )
 
     # --- start and end ---
@@ -325,7 +316,7 @@ class TrainingRun(Generic[C]):
             account = self.buffer.account
             state = {
                 "step": step,
-                "updates": self._update_plan,
+                "updates": self.config.update_plan,
                 "stream": self.stream.state(),
                 "outstanding": self.buffer.outstanding(),
                 # what is waiting will be sampled again by a resumed run

@@ -70,6 +70,18 @@ def test_mask_truncated_leaves_responses_that_did_not_stop_out_of_the_loss_and_g
     assert batching.trained_rows(group.samples, mask_truncated=False).all()
 
 
+def test_a_critic_draws_passes_of_its_own_over_the_same_rollouts() -> None:
+    samples = batching.flatten(GROUPS)
+    everything = np.ones(len(samples), bool)
+    planned = batching.plan_epochs(samples, everything, make_config(NOWHERE), step=0, epochs=3, minibatches=4)
+    assert [len(epoch) for epoch in planned] == [4, 4, 4]
+    for epoch in planned:
+        rows = [row for m in epoch for rank in m.microbatches for packed in rank for row in packed.rows if row >= 0]
+        assert sorted(rows) == list(range(len(samples)))
+        tokens = sum(s.rollout.response_length for s in samples)
+        assert sum(m.denominators.tokens for m in epoch) == tokens
+
+
 def test_the_non_stop_reward_replaces_the_reward_of_a_cut_off_response_only() -> None:
     stopped: ScoredRollout = GROUPS[0].samples[0]
     cut = dataclasses.replace(stopped, rollout=dataclasses.replace(stopped.rollout, finish_reason="length"), reward=1.0)

@@ -36,11 +36,17 @@ class PPOAlgoConfig(AlgoConfig):
 
 
 class CriticConfig(TrainedConfig):
-    """The value function: a second model of as many ranks as the policy, on the policy's microbatches."""
+    """The value function: a second model of as many ranks as the policy, on the same rollouts."""
 
     path: str | None = Field(
         None,
         description="model it starts from, e.g. a reward model, whose head it keeps; null: model.path, head of zeros",
+    )
+    epochs_per_step: PositiveInt | None = Field(
+        None, description="its passes over the rollouts of a step; null: as many as the policy's"
+    )
+    minibatches_per_epoch: PositiveInt | None = Field(
+        None, description="its optimizer steps in a pass; null: as many as the policy's"
     )
     value_clip: PositiveFloat | None = Field(
         0.2, description="how far a value may move from its old one before the loss ignores it; null: no bound"
@@ -69,9 +75,29 @@ class PPOConfig(GRPOConfig):
         return max(0, step - self.critic.warmup_steps) * self.updates_per_step
 
     @property
+    def critic_epochs_per_step(self) -> int:
+        return self.critic.epochs_per_step or self.learner.epochs_per_step
+
+    @property
+    def critic_minibatches_per_epoch(self) -> int:
+        return self.critic.minibatches_per_epoch or self.learner.minibatches_per_epoch
+
+    @property
+    def critic_updates_per_step(self) -> int:
+        return self.critic_epochs_per_step * self.critic_minibatches_per_epoch
+
+    @property
     def critic_total_updates(self) -> int:
         """N of the critic."""
-        return self.run.steps * self.updates_per_step
+        return self.run.steps * self.critic_updates_per_step
+
+    @property
+    def update_plan(self) -> dict[str, int]:
+        return super().update_plan | {
+            "critic.epochs_per_step": self.critic_epochs_per_step,
+            "critic.minibatches_per_epoch": self.critic_minibatches_per_epoch,
+            "critic.warmup_steps": self.critic.warmup_steps,
+        }
 
     @property
     def critic_warmup_updates(self) -> int:
@@ -92,6 +118,12 @@ class PPOConfig(GRPOConfig):
             problems.append(
                 f"critic.warmup_steps={critic.warmup_steps}: the run has run.steps={self.run.steps}, so the policy "
                 "would never be updated. Shorten the warm-up or run longer."
+            )
+        if self.critic_minibatches_per_epoch > self.rollouts_per_step:
+            problems.append(
+                f"critic.minibatches_per_epoch={self.critic_minibatches_per_epoch}: there are only "
+                f"{self.rollouts_per_step} rollouts a step (rollout.prompts_per_step x rollout.samples_per_prompt). "
+                "Take fewer minibatches, or more rollouts."
             )
         if algo.kl_controller == "adaptive" and (algo.kl_coef == 0 or algo.kl_place != "reward"):
             problems.append(

@@ -64,6 +64,14 @@ class GRPOConfig(Section):
         return step * self.updates_per_step
 
     @property
+    def update_plan(self) -> dict[str, int]:
+        """What the counts of optimizer steps follow from, by key: a run keeps it when it is resumed."""
+        return {
+            "learner.epochs_per_step": self.learner.epochs_per_step,
+            "learner.minibatches_per_epoch": self.learner.minibatches_per_epoch,
+        }
+
+    @property
     def trained_worlds(self) -> int:
         """DeepSpeed worlds of cluster.learners ranks each."""
         return 1
