@@ -13,6 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+CONNECT_S = 20.0
+
 
 class ClusterError(RuntimeError):
     """Something outside the config failed at run time: an actor died, a wait ran out. The message names the cause."""
@@ -143,6 +145,21 @@ class RemoteCall:
     def __call__(self, engine: int, method: str, *arguments: Any) -> Callable[[], Any]:
         ref = self._actors[engine].call.remote(method, *arguments)
         return lambda: ray.get(ref)
+
+
+def check_address(address: str) -> None:
+    """Whether anything listens at a cluster's `host:port`; Ray itself would try for many minutes.
+
+    Raises:
+        ConnectionError: nothing does.
+    """
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdigit():  # a Ray client's address, or auto
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError as error:
+        raise ConnectionError(f"{host}, port {port}: {error.strerror or error}") from error
 
 
 def free_port() -> int:

@@ -104,9 +104,14 @@ class Cluster:
             self.reward_models = await self._create_reward_models()
             starts.append(self._build_reward_models())
         self.engines = await self._create_engines()
-        # All kinds load in parallel: an engine takes longer than a learner, and neither needs the other for it.
-        starts.append(self._build_engines(locations))
-        await asyncio.gather(*starts)
+        if self._shares_gpus:
+            # An engine measures the memory that is free when it starts: first what stays there beside it.
+            await asyncio.gather(*starts)
+            await self._empty_caches()
+            await self._build_engines(locations)
+        else:
+            # All kinds load in parallel: an engine takes longer than a learner, and neither needs the other for it.
+            await asyncio.gather(*starts, self._build_engines(locations))
         if self.trains:
             await self._connect(locations[0])
 
@@ -161,6 +166,16 @@ class Cluster:
         return ordered, [locations[i] for i in bundles], bundles
 
     @property
+    def _shares_gpus(self) -> bool:
+        return self.trains and self.config.cluster.placement == "colocated"
+
+    async def _empty_caches(self) -> None:
+        """Memory that torch keeps for later goes back to the GPUs, which engines are about to use."""
+        await self.learners.call("empty_cache")
+        if self._has_critics:
+            await self.critics.call("empty_cache")
+
+    @property
     def _has_reward_models(self) -> bool:
         return self.trains and self.config.reward_model is not None and self.config.reward_model.path is not None
 
@@ -186,9 +201,8 @@ class Cluster:
 
     async def _create_engines(self) -> ActorGroup:
         config = self.config.cluster
-        colocated = config.placement == "colocated" and self.trains
-        gpus = config.tensor_parallel if config.device == "cuda" and not colocated else 0
-        if colocated:
+        gpus = config.tensor_parallel if config.device == "cuda" and not self._shares_gpus else 0
+        if self._shares_gpus:
             placed, bundles = self._placed[0], self._bundles[:: config.tensor_parallel]
         else:
             bundles = list(range(config.engines))
@@ -230,7 +244,7 @@ class Cluster:
         environments, settings = [], []
         for i in range(config.engines):
             environment = self._environment()
-            if config.placement == "colocated" and self.trains:
+            if self._shares_gpus:
                 environment["CUDA_VISIBLE_DEVICES"] = _shared_gpus(locations, i, config.tensor_parallel)
             environments.append(environment)
             settings.append((self._engine_settings(i),))
@@ -315,6 +329,7 @@ class Cluster:
     async def send_weights(self, version: int) -> None:
         """Learners -> engines, in flight: running requests are frozen, the weights change, the requests go on."""
         if self._asleep:
+            await self._empty_caches()
             await self.engines.call("wake_up", ["weights"])
         await self.engines.call("pause")
         await self._while_engines_live(self.learners.call("send_weights", version))

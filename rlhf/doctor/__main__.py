@@ -1,0 +1,131 @@
+"""Program: will this run start, fit and be right here? Checks and times, one line each.
+
+    python -m rlhf.doctor [--config FILE ...] [--program ppo] [--json] [section.key=value ...]
+
+Without --config it examines a tiny model that it makes on the spot. With one it starts that run's engines and learners,
+where the run would (RAY_ADDRESS, cluster.ray_address), and ends them. The exit status is 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from rlhf import cli
+from rlhf.config.ppo import PPOConfig
+from rlhf.config.run import GRPOConfig
+from rlhf.doctor import grading, machine, nodes, stack
+from rlhf.doctor.examination import Check, Patient, Result, examine_all, lines
+from rlhf.plan import GPU, local_resources
+
+DESCRIPTION = "Will this run start, fit and be right here? Checks and times; exit status 1 if anything failed."
+SCHEMAS: dict[str, type[GRPOConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
+TINY_MODEL = {"hidden_size": 128, "num_layers": 2, "num_heads": 2}
+
+_HANGS = "a process hangs: `ray stack`, or py-spy on the actors, shows where"
+
+
+def checks(config: GRPOConfig) -> tuple[Check, ...]:
+    """All of them, in order: what needs nothing comes first."""
+    wait_s = config.cluster.start_deadline_s
+    same_network = "are the ports between the nodes open in both directions, and RAY_AUTH_TOKEN the same?"
+    start = "its message names the part; cluster.start_deadline_s is its bound"
+    canary = "do not train on this: an engine computes another model than the learner, or keeps old weights"
+    return (
+        Check("versions", machine.check_versions, 60.0, "make setup"),
+        Check("disk", machine.check_disk, 60.0, "a file system of run.dir hangs: is a network mount gone?"),
+        Check("wandb", machine.check_wandb, 60.0, "logging.wandb.mode=offline"),
+        Check("data", machine.check_data, wait_s, "the message names the key or the row"),
+        Check("scorer", grading.check_scorer, 180.0, "the grading processes do not start: memory, /tmp, the sandbox"),
+        Check("rewards", grading.check_rewards, wait_s, "a reward of the config does not answer"),
+        Check("nodes", nodes.check_nodes, 120.0, same_network),
+        Check("gpu", nodes.check_gpus, 60.0, "`nvidia-smi` on each node"),
+        Check("start-up", stack.check_start, wait_s, start),
+        Check("collective", stack.check_collective, 300.0, f"NCCL_DEBUG=INFO; {same_network}"),
+        Check("transfer", stack.check_transfer, 600.0, _HANGS),
+        Check("agreement", stack.check_agreement, 600.0, canary),
+    )
+
+
+@contextmanager
+def tiny_run() -> Iterator[list[str]]:
+    """Arguments for a run of a tiny model that exists for as long as this context."""
+    from rlhf.quickstart import write_quickstart
+
+    with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:
+        made = Path(folder) / "quickstart"
+        write_quickstart(made, warmup_steps=0, train_rows=64, test_rows=16, model_options=TINY_MODEL)
+        there = local_resources()
+        gpus = int(there[GPU])
+        cluster = {"device": "cpu", "learners": min(2, int(there["CPU"]))}
+        if gpus:
+            placement = "separate" if gpus > 1 else "colocated"
+            cluster = {"device": "cuda", "placement": placement, "learners": min(2, max(1, gpus - 1))}
+        config = {
+            "run": {"dir": str(Path(folder) / "run"), "steps": 1},
+            "model": {"path": str(made / "model"), "dtype": "bfloat16" if gpus else "float32"},
+            "data": {"train": str(made / "train.jsonl"), "max_prompt_tokens": 64},
+            "reward": ["math"],
+            "rollout": {
+                "prompts_per_step": 4, "samples_per_prompt": 4, "max_response_tokens": 64,
+                "gpu_memory_utilization": 0.3,
+            },
+            "learner": {"max_tokens_per_microbatch": 1024},
+            "logging": {"wandb": {"mode": os.environ.get("WANDB_MODE", "auto")}},
+            "cluster": cluster,
+        }  # fmt: skip
+        file = Path(folder) / "config.yaml"
+        file.write_text(json.dumps(config))
+        yield ["--config", str(file)]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--program", choices=SCHEMAS, default="grpo", help="whose config it is (default: grpo)")
+    parser.add_argument("--json", action="store_true", help="print one JSON array instead of lines")
+
+
+async def diagnose(config: GRPOConfig, *, as_json: bool) -> list[Result]:
+    """All findings about a config; as lines, each is printed when it is there."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def tell(result: Result) -> None:
+        if not as_json:
+            print("\n".join(lines(result)), flush=True)
+
+    return await examine_all(checks(config), Patient(config), tell)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if any(argument.split("=")[0] == "--config" for argument in arguments):
+        _run(arguments)
+        return
+    with tiny_run() as config:
+        _run([*config, *arguments])
+
+
+def _run(argv: Sequence[str]) -> None:
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser.add_argument("--program", choices=SCHEMAS, default="grpo")
+    schema = SCHEMAS[chooser.parse_known_args(argv)[0].program]
+    config, flags = cli.parse("rlhf.doctor", DESCRIPTION, schema, argv, add_flags=add_flags)
+    results = asyncio.run(diagnose(config, as_json=flags.json))
+    if flags.json:
+        print(json.dumps([asdict(result) for result in results], indent=2))
+    if failed := [result.name for result in results if result.status == "fail"]:
+        raise RuntimeError(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))

@@ -1,0 +1,129 @@
+"""Checks of the nodes: each answers, all have the same installed, and there are the GPUs that the config asks for.
+
+    python -m rlhf.doctor.nodes ADDRESS SECONDS        what every node of that Ray cluster says, as JSON
+
+The cluster is asked by a process of its own, which can be ended when Ray does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf import node_report
+from rlhf.doctor.examination import Finding, NotCheckedError, Patient, in_thread
+from rlhf.plan import joins_a_cluster
+
+LEFT_ON_PURPOSE = (1, 4)  # Ray's NodeDeathInfo: expected termination, idle node drained by the autoscaler
+ANSWER_S = 60.0  # a node's answer imports nothing heavy
+DEAD, SILENT = "dead", "silent"
+
+
+def describe() -> dict[str, Any]:
+    """What a node says about itself."""
+    return {"installed": node_report.report(), "gpus": node_report.gpus()}
+
+
+async def check_nodes(patient: Patient) -> Finding:
+    """Every node answers and has what the driver has; a node that died is named."""
+    here = await in_thread(describe)
+    patient.nodes = {here["installed"]["node"]: here}
+    if not joins_a_cluster(patient.config):
+        problems = node_report.differences([here["installed"]])
+        if problems:
+            return Finding("fail", "\n".join(problems), "make setup")
+        return Finding("ok", "this machine alone: the run starts a Ray of its own")
+    address = patient.config.cluster.ray_address or os.environ["RAY_ADDRESS"]
+    asked = await _ask(address)
+    answers = {name: answer for name, answer in asked.items() if DEAD not in answer and SILENT not in answer}
+    patient.nodes = answers
+    installed = [{**answer["installed"], "node": name} for name, answer in answers.items()]
+    driver = {**here["installed"], "node": f"{here['installed']['node']} (driver)"}
+    problems = [f"node {name} is dead: {answer[DEAD]}" for name, answer in asked.items() if DEAD in answer]
+    problems += [f"node {name} does not answer: {answer[SILENT]}" for name, answer in asked.items() if SILENT in answer]
+    problems += node_report.differences([driver, *installed])
+    if problems:
+        remedy = "start Ray on dead nodes again; install the package everywhere from one checkout (make setup-gpu)"
+        return Finding("fail", "\n".join(problems), remedy)
+    return Finding("ok", f"{len(answers)} node(s) at {address}, all with rlhf {driver['rlhf']} and ray {driver['ray']}")
+
+
+async def _ask(address: str) -> dict[str, dict[str, Any]]:
+    """What every node of a cluster says; ends the asking process with this call.
+
+    Raises:
+        RuntimeError: no cluster is reached; the last line of Ray's message.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rlhf.doctor.nodes", address, str(ANSWER_S),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        reason = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"Ray at {address} is not reached: {reason}")
+    found: dict[str, dict[str, Any]] = json.loads(output.splitlines()[-1])
+    return found
+
+
+async def check_gpus(patient: Patient) -> Finding:
+    """GPUs and drivers of all nodes, against what the config asks for."""
+    cluster = patient.config.cluster
+    if patient.nodes is None:
+        raise NotCheckedError("the nodes did not answer")
+    by_node = {name: node["gpus"] for name, node in patient.nodes.items()}
+    there = sum(len(gpus) for gpus in by_node.values())
+    if cluster.device == "cpu":
+        return Finding("ok", f"cluster.device=cpu: none needed, {there} there")
+    need = cluster.learners + patient.config.critics + patient.config.reward_model_copies
+    need += cluster.engines * cluster.tensor_parallel if cluster.placement == "separate" else 0
+    listed = "; ".join(f"{name}: {_grouped(gpus)}" for name, gpus in by_node.items())
+    if there < need:
+        remedy = "`nvidia-smi` on each node says what is wrong; or ask for fewer, or use configs/cpu.yaml"
+        return Finding("fail", f"the config asks for {need} GPUs, there are {there} ({listed})", remedy)
+    drivers = {gpu.split(", ")[1] for gpus in by_node.values() for gpu in gpus}
+    if len(drivers) > 1:
+        return Finding("warn", f"drivers differ: {listed}", "install one driver on all nodes")
+    return Finding("ok", listed)
+
+
+def _grouped(gpus: Sequence[str]) -> str:
+    return ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
+
+
+def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:
+    """By node: `describe`, or `dead` or `silent` with the reason. A dead node counts unless another took its place."""
+    import ray
+
+    from rlhf.actors import check_address
+
+    check_address(address)
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+    ray.cloudpickle.register_pickle_by_value(node_report)  # the package may be missing where it runs
+    ray.cloudpickle.register_pickle_by_value(sys.modules[describe.__module__])
+    nodes = ray.nodes()
+    alive = [node for node in nodes if node["Alive"]]
+    found: dict[str, dict[str, Any]] = {}
+    for node in nodes:
+        host = node["NodeManagerAddress"]
+        replaced = any(other["NodeManagerAddress"] == host for other in alive)
+        if not node["Alive"] and not replaced and node["DeathReason"] not in LEFT_ON_PURPOSE:
+            found[f"{node['NodeManagerHostname']} ({host})"] = {DEAD: node["DeathReasonMessage"] or "no reason given"}
+    for name, (answer, problem) in node_report.ask_nodes(alive, describe, deadline_s=deadline_s).items():
+        found[name] = {SILENT: problem} if problem else answer
+    ray.shutdown()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(ask_cluster(sys.argv[1], float(sys.argv[2]))))

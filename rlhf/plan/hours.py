@@ -1,0 +1,48 @@
+"""How long a run takes, from throughputs that the config names; transfer, evaluation and checkpoints not counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf.config.run import GRPOConfig
+
+FORWARD_SHARE = 1 / 3  # of forward and backward together: the backward pass is two products for each of the forward's
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Tokens and seconds of a training step, and hours of the run.
+
+    Attributes:
+        tokens: prompts and responses. sampled: responses alone.
+        passes: log-prob passes before the update, each FORWARD_SHARE of one epoch.
+    """
+
+    tokens: int
+    sampled: int
+    passes: int
+    sampling_s: float
+    logprobs_s: float
+    update_s: float
+    step_s: float
+    hours: float
+    gpu_hours: float
+
+
+def expected(config: GRPOConfig) -> Expected | None:
+    """None unless both throughputs are given."""
+    plan, cluster = config.plan, config.cluster
+    if plan.engine_tokens_per_second is None or plan.learner_tokens_per_second is None:
+        return None
+    prompt = plan.prompt_tokens or config.data.max_prompt_tokens
+    response = plan.response_tokens or config.rollout.max_response_tokens
+    tokens, sampled = config.rollouts_per_step * (prompt + response), config.rollouts_per_step * response
+    passes = config.needs_old_logprobs_pass + config.needs_reference
+    learned = cluster.learners * plan.learner_tokens_per_second
+    sampling = sampled / (cluster.engines * plan.engine_tokens_per_second)
+    logprobs, update = passes * FORWARD_SHARE * tokens / learned, config.learner.epochs_per_step * tokens / learned
+    step = max(sampling, logprobs + update) if config.rollout.max_policy_lag else sampling + logprobs + update
+    hours = config.run.steps * step / 3600
+    gpus = cluster.learners + config.critics + config.reward_model_copies
+    gpus += cluster.engines * cluster.tensor_parallel if cluster.placement == "separate" else 0
+    return Expected(tokens, sampled, passes, sampling, logprobs, update, step, hours, gpus * hours)
