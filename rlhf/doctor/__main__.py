@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,6 @@ from rlhf.plan import GPU, local_resources
 
 DESCRIPTION = "Will this run start, fit and be right here? Checks and times; exit status 1 if anything failed."
 SCHEMAS: dict[str, type[GRPOConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
-TINY_MODEL = {"hidden_size": 128, "num_layers": 2, "num_heads": 2}
 
 _HANGS = "a process hangs: `ray stack`, or py-spy on the actors, shows where"
 
@@ -59,11 +59,10 @@ def checks(config: GRPOConfig) -> tuple[Check, ...]:
 @contextmanager
 def tiny_run() -> Iterator[list[str]]:
     """Arguments for a run of a tiny model that exists for as long as this context."""
-    from rlhf.quickstart import write_quickstart
-
     with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:
         made = Path(folder) / "quickstart"
-        write_quickstart(made, warmup_steps=0, train_rows=64, test_rows=16, model_options=TINY_MODEL)
+        quickstart = [sys.executable, "-m", "rlhf.quickstart", "--output", str(made), "--warmup-steps", "0"]
+        subprocess.run(quickstart, check=True, stdout=subprocess.DEVNULL)
         there = local_resources()
         gpus = int(there[GPU])
         cluster = {"device": "cpu", "learners": min(2, int(there["CPU"]))}
@@ -73,7 +72,7 @@ def tiny_run() -> Iterator[list[str]]:
         config = {
             "run": {"dir": str(Path(folder) / "run"), "steps": 1},
             "model": {"path": str(made / "model"), "dtype": "bfloat16" if gpus else "float32"},
-            "data": {"train": str(made / "train.jsonl"), "max_prompt_tokens": 64},
+            "data": {"train": str(made / "test.jsonl"), "max_prompt_tokens": 64},
             "reward": ["math"],
             "rollout": {
                 "prompts_per_step": 4, "samples_per_prompt": 4, "max_response_tokens": 64,

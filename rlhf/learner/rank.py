@@ -76,6 +76,23 @@ class TrainedRank:
         """As the driver of the device calls it, such as `NVIDIA H100 80GB HBM3`."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
+    def empty_cache(self) -> None:
+        """Give the memory that torch keeps for later back to the GPU, for an engine that shares it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def time_all_reduce(self, elements: int, *, repeats: int = 5) -> float:
+        """Seconds of an all-reduce of float32 [elements] over all ranks: the median, after one that warms up."""
+        tensor = torch.ones(elements, device=self.device)
+        seconds = []
+        for _ in range(1 + repeats):
+            dist.barrier()
+            began = time.monotonic()
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            tensor[0].item()  # waits for the GPU
+            seconds.append(time.monotonic() - began)
+        return float(np.median(seconds[1:]))
+
     # --- update ---
 
     def take_step(self, microbatches: int, forward: Callable[[int], tuple[Tensor, StepMetrics]]) -> StepMetrics:
