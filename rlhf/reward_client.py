@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,7 +24,7 @@ class RewardModelClient:
     """Adds a reward model's part to graded groups.
 
     Args:
-        scorers: one for each copy: conversations -> scores, None for what cannot be scored.
+        scorers: one for each copy: conversations -> scores, None for what cannot be scored; NaN and inf count as that.
         weight: of the part in the sum.
     """
 
@@ -46,6 +47,8 @@ class RewardModelClient:
         return RolloutGroup(group.prompt, samples)
 
     def _add(self, sample: ScoredRollout, score: float | None) -> ScoredRollout:
+        if score is not None and not math.isfinite(score):
+            score = None  # one NaN would be in every advantage of the step, through their mean
         reward = None if sample.reward is None or score is None else sample.reward + self._weight * score
         return dataclasses.replace(sample, reward=reward, reward_parts={**sample.reward_parts, PART: score})
 

@@ -108,6 +108,16 @@ def test_a_response_that_the_model_cannot_hold_is_unscorable() -> None:
     assert (first.reward, second.reward) == (None, 2.0)
 
 
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_no_number_makes_its_response_unscorable_and_no_other(score: float) -> None:
+    async def scorer(conversations: list[list[dict[str, str]]]) -> list[float | None]:
+        return [score, 2.0]
+
+    (first, second) = asyncio.run(RewardModelClient([scorer], weight=1.0).add_to(group("p", (1.0, 1.0)))).samples
+    assert (first.reward, first.reward_parts[PART]) == (None, None)
+    assert (second.reward, second.reward_parts[PART]) == (3.0, 2.0)
+
+
 # --- the endpoint ---
 
 
