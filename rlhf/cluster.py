@@ -279,6 +279,9 @@ class Cluster:
             environment |= {
                 "VLLM_CPU_KVCACHE_SPACE": str(self.config.rollout.kv_cache_gib),
                 "DS_ACCELERATOR": "cpu",
+                # Threads that spin at a barrier hold the core that another process needs: on a busy machine an update
+                # took ten times as long.
+                "OMP_WAIT_POLICY": "PASSIVE",
                 "CUDA_VISIBLE_DEVICES": "",
             }
         return environment
