@@ -60,6 +60,14 @@ class Cell:
             return None
         return found if isinstance(found, dict) else None
 
+    def last_step(self) -> dict[str, Any]:
+        """The metrics of the last training step; empty where there are none."""
+        try:
+            rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        except (FileNotFoundError, ValueError):
+            return {}
+        return next((row for row in reversed(rows) if "time/step" in row), {})
+
 
 def parse_axis(text: str) -> tuple[str, list[str]]:
     """`key=a,b` -> the key and its values; commas inside brackets and quotes belong to a value."""
@@ -199,8 +207,12 @@ def flatten(summary: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def table(grid: Sequence[Cell], columns: Sequence[str]) -> str:
-    """Markdown: a row a cell with its values, then the columns of its summary; `a.*` is all that begin with `a.`."""
-    flat = {cell: flatten(cell.summary() or {}) for cell in grid}
+    """Markdown: a row a cell with its values, then columns of its summary and its last step's metrics.
+
+    `a.*` is all that begin with `a.`. A cell without a summary has not finished, and shows nothing.
+    """
+    summaries = {cell: flatten(cell.summary() or {}) for cell in grid}
+    flat = {cell: cell.last_step() | values if values else {} for cell, values in summaries.items()}
     known = list(dict.fromkeys(name for values in flat.values() for name in values))
     wanted = []
     for column in columns:
@@ -231,7 +243,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--grid", action="append", required=True, metavar="KEY=V,V", help="an axis; repeat it")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, each with its own Ray (default: 1)")
     parser.add_argument(
-        "--column", action="append", help="of summary.json, such as seconds.update or tokens.*; repeat it"
+        "--column",
+        action="append",
+        help="of summary.json, such as seconds.update or tokens.*, or of the last step's metrics, such as "
+        "policy/kl_k3; repeat it",
     )
     parser.add_argument("--module", default="rlhf.grpo", help="the program (default: rlhf.grpo)")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and stop")

@@ -36,6 +36,9 @@ k = int(values["algo.kl_estimator"][1])
 summary = {"evaluation_before": {"eval/test/avg@1": 0.3}, "evaluation_after": {"eval/test/avg@1": 0.3 + k / 10},
            "updates_taken": 4, "updates_skipped": 0, "seconds": {"update": 1.5}}
 (folder / "summary.json").write_text(json.dumps(summary))
+steps = [{"step": 1, "time/step": 2.0, "policy/kl_k3": 0.5}, {"step": 2, "time/step": 2.0, "policy/kl_k3": k / 4}]
+lines = [json.dumps(row) for row in [*steps, {"step": 2, "eval/test/avg@1": 0.4}]]
+(folder / "metrics.jsonl").write_text("\\n".join(lines))
 """
 
 
@@ -146,6 +149,8 @@ def test_a_signal_ends_the_run_that_is_under_way(scan: Sweep) -> None:
 def test_the_table_of_an_unfinished_scan_says_what_is_not_there(scan: Sweep) -> None:
     assert scan.run("--table")[1].count("| - ") == 8  # two columns of four runs
     scan.run(FAILS="k2")
+    table = scan.run("--table", "--column", "policy/kl_k3")[1]
+    assert [line.split("|")[3].strip() for line in table.splitlines()[2:]] == ["0.25", "0.25", "-", "-"]
     table = scan.run("--table", "--column", "seconds.*")[1]
     assert "seconds.update" in table
     assert table.count("1.5") == 2
