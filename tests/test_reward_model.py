@@ -79,6 +79,59 @@ def test_the_normalization_recorded_beside_a_model_is_used(tmp_path: Path) -> No
     assert recorded_normalization(str(tmp_path)) == (2.5, 0.5)
 
 
+# --- the model ---
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a head of one number, and a recorded normalization."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir / "model", num_labels=1)
+    model.float().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model_dir / "model").save_pretrained(folder)
+    (folder / "reward_normalization.json").write_text('{"mean": 0.25, "std": 0.5}')
+    return folder
+
+
+def test_the_score_is_the_heads_number_at_the_last_token_normalized_whatever_shares_its_batch(
+    reward_folder: Path,
+) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from rlhf.learner.reward_scorer import RewardScorer
+
+    tokenizer = AutoTokenizer.from_pretrained(reward_folder)
+    model = AutoModelForSequenceClassification.from_pretrained(reward_folder).float().eval()
+    conversations = [
+        [{"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": answer}]
+        for answer in ("3", "", "x" * 21, "12 13 06 \\boxed{632}")
+    ]
+    expected = []
+    for messages in conversations:
+        ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            states = model.model(input_ids=ids).last_hidden_state
+            expected.append((model.score(states)[0, -1, 0].item() - 0.25) / 0.5)
+    config = RewardModelConfig(path=str(reward_folder), dtype="float32")
+    for budget in (64, 16384):
+        scorer = RewardScorer(config.model_copy(update={"max_tokens_per_batch": budget}), "cpu", 1)
+        assert scorer.score(conversations) == pytest.approx(expected, abs=1e-5)
+    long = [*conversations[0][:1], {"role": "assistant", "content": "y" * 64}]
+    tight = RewardScorer(config.model_copy(update={"max_tokens_per_batch": 64, "mean": 0.0, "std": 1.0}), "cpu", 1)
+    assert tight.score([long, conversations[0]]) == [None, pytest.approx(expected[0] * 0.5 + 0.25, abs=1e-5)]
+
+
+def test_a_model_without_a_head_is_no_reward_model(tiny_model_dir: Path) -> None:
+    from rlhf.learner.reward_scorer import RewardScorer
+
+    config = RewardModelConfig(path=str(tiny_model_dir / "model"), dtype="float32")
+    with pytest.raises(ValueError, match=r"it has no head score\.weight, so it is not a reward model"):
+        RewardScorer(config, "cpu", 1)
+
+
 # --- the client ---
 
 
