@@ -90,7 +90,7 @@ def write_prompts(folder: Path, rows: int, *, seed: int = 0) -> tuple[Path, Path
     return folder / "train.jsonl", folder / "test.jsonl"
 
 
-def run_config(model: Path | str, **sections: Any) -> GRPOConfig:
+def run_config(model: Path | str, /, **sections: Any) -> GRPOConfig:
     """A config around a model; `sections` are laid over small defaults, key by key."""
     base: dict[str, dict[str, Any]] = {
         "run": {"dir": "runs/benchmarks/run", "steps": 2, "export": False},

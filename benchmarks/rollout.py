@@ -133,7 +133,7 @@ class Trainer:
             data={"max_prompt_tokens": 24},
             rollout={"samples_per_prompt": SAMPLES, "max_response_tokens": case["tokens"],
                      "gpu_memory_utilization": 0.25, "prompts_per_step": case["prompts"]},
-            reward=[{"name": "math"}],
+            reward={"parts": [{"name": "math"}]},
             cluster={"device": case["device"]},
         )  # fmt: skip
         self._loop = asyncio.new_event_loop()

@@ -33,7 +33,7 @@ def run_config(case: Case) -> Any:
         data={"train": str(train), "eval": str(test), "max_prompt_tokens": 64},
         rollout={"prompts_per_step": PROMPTS, "samples_per_prompt": 2, "max_response_tokens": 16,
                  "gpu_memory_utilization": 0.4},
-        reward=[{"name": "math"}],
+        reward={"parts": [{"name": "math"}]},
         cluster={"device": case["device"]},
     )  # fmt: skip
 

@@ -120,9 +120,9 @@ def transports(case: Case) -> Row:
 
     senders: dict[str, Callable[[], None]] = {COPY: copy}
     receivers = []
-    for name, one_host in ((MEMORY, True), (GLOO, False)):
+    for name, one_node in ((MEMORY, True), (GLOO, False)):
         receivers.append(Receiver(case["size"]))
-        senders[name] = _sender(source, receivers[-1], one_host)
+        senders[name] = _sender(source, receivers[-1], one_node)
     senders[RAY] = _ray_sender(source, case["size"])
     best = dict.fromkeys(senders, float("inf"))
     for _ in range(case["rounds"] + 1):  # the first touches every page for the first time
@@ -138,11 +138,11 @@ def transports(case: Case) -> Row:
     return {"bytes": source.bytes, "best": best}
 
 
-def _sender(source: Weights, receiver: Receiver, one_host: bool) -> Callable[[], None]:
+def _sender(source: Weights, receiver: Receiver, one_node: bool) -> Callable[[], None]:
     from rlhf.actors import free_port
     from rlhf.transfer import CPUSender, Rendezvous
 
-    rendezvous = Rendezvous("127.0.0.1", free_port(), "weights", 2, 60.0, one_host=one_host)
+    rendezvous = Rendezvous("127.0.0.1", free_port(), "weights", 2, 60.0, one_node=one_node)
     sender = CPUSender(source, receiver, rendezvous, rank=0)  # type: ignore[arg-type]
     return lambda: sender.send(1)
 

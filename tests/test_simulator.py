@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from benchmarks.simulator import Simulation, System, bound_s
 
 PLAIN: dict[str, Any] = {

@@ -1,0 +1,213 @@
+"""Asynchronous against synchronous training with long-tailed response lengths, and both against the bound.
+
+    python -m benchmarks.asynchronous [--device cuda] [--quick]
+
+A random model of 10 M parameters whose responses end with a fixed probability (mean 80 tokens, at most 512). On CPU the
+engine's processes are pinned to the first core and the learner to the second. The bound is max(sampling, training) +
+transfer: for it engine and learner first run flat out side by side, neither waiting for the other, so that each is
+measured with the other core busy. Then come whole training steps at lag 0 and at lag 2. The JSON is what
+`python -m benchmarks.simulator --replay` reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import harness, models
+from benchmarks.harness import Case, Row
+
+SAMPLES, MEAN_LENGTH, LONGEST, SLOTS = 8, 80, 512, 64
+
+
+def run_config(case: Case, lag: int) -> Any:
+    train, test = models.write_prompts(models.FOLDER / "data-long", 4096)
+    folder = Path("runs/benchmarks/asynchronous")
+    shutil.rmtree(folder, ignore_errors=True)
+    return models.run_config(
+        models.random_model("10m", dtype="float32", mean_length=MEAN_LENGTH),
+        run={"dir": str(folder), "steps": 1000, "export": False},
+        model={"dtype": "float32" if case["device"] == "cpu" else "bfloat16"},
+        data={"train": str(train), "eval": str(test), "max_prompt_tokens": 64},
+        rollout={"prompts_per_step": case["prompts"], "samples_per_prompt": SAMPLES, "max_response_tokens": LONGEST,
+                 "max_policy_lag": lag, "max_concurrent_sequences": SLOTS, "gpu_memory_utilization": 0.4},
+        reward={"parts": [{"name": "length", "max_tokens": LONGEST, "buffer_tokens": LONGEST - 1}]},
+        learner={"max_tokens_per_microbatch": 4096, "optimizer": {"lr": 1e-7}},
+        cluster={"device": case["device"], "threads_per_learner": 1 if case["device"] == "cpu" else None},
+    )  # fmt: skip
+
+
+def pin(pids: list[int], core: int) -> None:
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
+
+
+def pin_processes() -> None:
+    """The learner to core 1, everything else of this run to core 0."""
+    found = harness.tree(os.getpid())
+    learners = [pid for pid, command in found.items() if "ray::HostedActor" in command]
+    assert len(learners) == 1, found
+    pin([pid for pid in found if pid not in learners], 0)
+    pin(learners, 1)
+
+
+async def flat_out(run: Any, seconds: float) -> dict[str, float]:
+    """Engine and learner at once, neither waiting: seconds of a step's sampling and of its training and transfer."""
+    from rlhf import batching
+
+    config, groups_per_step = run.config, run.config.rollout.prompts_per_step
+    groups = await run.buffer.take()
+    samples = batching.flatten(groups)
+    trains = np.ones(len(samples), bool)
+    (minibatches,) = batching.plan_epochs(samples, trains, config, step=0)
+    advantages = np.resize([1.0, -1.0], len(samples))
+    prompts = [run.stream.take(1)[0] for _ in range(64)]
+    finished: list[float] = []
+    deadline = time.monotonic() + seconds
+
+    async def keep_sampling(i: int) -> None:
+        while time.monotonic() < deadline:
+            await run.sampler.for_training(prompts[i % len(prompts)])
+            finished.append(time.monotonic())
+
+    async def keep_training() -> list[float]:
+        times = []
+        while time.monotonic() < deadline:
+            started = time.monotonic()
+            ranks = range(config.cluster.learners)
+            work = [([m.microbatches[rank] for m in minibatches], True) for rank in ranks]
+            old = batching.rows_of(minibatches, await run.cluster.learners.call_each("logprobs", work), "old")
+            todo = batching.learner_minibatches(minibatches, advantages, old, {})
+            await run.cluster.learners.call_each("update", [(rank,) for rank in todo])
+            times.append(time.monotonic() - started)
+        return times
+
+    samplers = [asyncio.ensure_future(keep_sampling(i)) for i in range(3 * groups_per_step)]
+    times = await keep_training()
+    half = [t for t in finished if t > deadline - seconds / 2]  # after the first responses, when lengths have mixed
+    rate = (len([t for t in half if t <= deadline])) / (seconds / 2)
+    await asyncio.gather(*samplers)
+    transfers = []
+    for _ in range(3):
+        started = time.monotonic()
+        await run.cluster.send_weights(1)
+        await run.canary.check(run.cluster, 1)
+        transfers.append(time.monotonic() - started)
+    return {
+        "sampling_s": groups_per_step / rate,
+        "training_s": statistics.median(times[1:] or times),
+        "transfer_s": min(transfers),
+    }
+
+
+async def token_seconds(run: Any, running: int) -> tuple[float, float]:
+    """Seconds of a token of each sequence, with about `running` of them, and the mean number that ran."""
+    from rlhf.rollout.sampling import SamplingSettings
+
+    prompt = run.stream.take(1)[0]
+    settings = SamplingSettings(1.0, 1)
+    await run.cluster.sample_group(0, prompt, running, settings)
+    started = time.monotonic()
+    rollouts = await run.cluster.sample_group(0, prompt, running, SamplingSettings(1.0, 64))
+    lengths = sorted(rollout.response_length for rollout in rollouts)
+    seconds = time.monotonic() - started
+    # sequences end on the way: the mean number that ran over the longest one's tokens
+    return seconds / lengths[-1], sum(lengths) / lengths[-1]
+
+
+def measure(case: Case) -> Row:
+    """One run: its flat-out phase if asked for, then steps."""
+    from rlhf import grpo
+    from rlhf.run import TrainingRun
+
+    if case["device"] == "cpu":
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0"
+
+    async def go() -> Row:
+        found: Row = {}
+        async with TrainingRun(run_config(case, case["lag"]), resume=False) as run:
+            if case["device"] == "cpu":
+                pin_processes()
+            if case["flat_out_s"]:
+                found |= await flat_out(run, case["flat_out_s"])
+                points = [await token_seconds(run, n) for n in (8, SLOTS)]
+                found["decode"] = points
+            for step in range(case["steps"]):
+                await grpo.train_step(run, step)
+        lines = [json.loads(line) for line in (Path(run.config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+        rows = [line for line in lines if "time/step" in line][case["first"] :]
+        keys = ("time/step", "time/update", "time/logprobs", "time/transfer", "time/canary", "time/engine_idle",
+                "time/learner_idle", "rollout/lag_max", "rollout/response_length/mean")  # fmt: skip
+        found["steps"] = [{key: row[key] for key in keys if key in row} for row in rows]
+        found["stale"] = rows[-1]["rollouts/stale"]
+        return found
+
+    return asyncio.run(go())
+
+
+def recorded_lengths(count: int) -> list[list[int]]:
+    """Lengths as the model's fixed probability of ending gives them."""
+    rng = np.random.default_rng(0)
+    return np.clip(rng.geometric(1 / MEAN_LENGTH, (count, SAMPLES)), 1, LONGEST).tolist()
+
+
+def main() -> int:
+    options = harness.parser(__doc__ or "").parse_args()
+    harness.run_if_case(options, {"measure": measure})
+    steps, first, prompts, flat = (3, 1, 4, 6.0) if options.quick else (16, 4, 16, 40.0)
+    base = {"function": "measure", "device": options.device, "steps": steps, "first": first, "prompts": prompts}
+    asynchronous = harness.fresh("benchmarks.asynchronous", {**base, "lag": 2, "flat_out_s": flat})
+    synchronous = harness.fresh("benchmarks.asynchronous", {**base, "lag": 0, "flat_out_s": 0.0})
+    bound = max(asynchronous["sampling_s"], asynchronous["training_s"]) + asynchronous["transfer_s"]
+    rows: list[Row] = []
+    runs = []
+    for name, lag, found in (("synchronous", 0, synchronous), ("asynchronous", 2, asynchronous)):
+        times = [step["time/step"] for step in found["steps"]]
+        step_s = statistics.mean(times)
+        phases = {
+            key: statistics.mean(step.get(f"time/{key}", 0.0) for step in found["steps"])
+            for key in ("update", "logprobs", "transfer", "canary")
+        }
+        rows.append({
+            "run": name, "lag": lag, "step s": step_s, "bound s": bound, "above the bound": step_s / bound - 1,
+            "x synchronous": step_s / rows[0]["step s"] if rows else 1.0, "stale": found["stale"],
+            "engine idle s": statistics.mean(step["time/engine_idle"] for step in found["steps"]),
+            "learner idle s": statistics.mean(step["time/learner_idle"] for step in found["steps"]),
+        })  # fmt: skip
+        runs.append({
+            "name": name, "lengths": recorded_lengths(256), "step_seconds": times,
+            "system": {"max_policy_lag": lag, "training_s": phases["update"] + phases["logprobs"],
+                       "transfer_s": phases["transfer"] + phases["canary"]},
+        })  # fmt: skip
+    (few_s, few), (many_s, many) = asynchronous["decode"]
+    slope = max(0.0, (many_s - few_s) / (many - few))
+    system = {
+        "engines": 1, "slots": SLOTS, "base_s": few_s - slope * few, "sequence_s": slope, "request_s": 0.0,
+        "prefill_token_s": 0.0, "groups_per_step": prompts,
+    }  # fmt: skip
+    measured = {key: asynchronous[key] for key in ("sampling_s", "training_s", "transfer_s")}
+    harness.report(
+        "asynchronous",
+        f"{prompts} x {SAMPLES} responses of {MEAN_LENGTH} tokens on average",
+        rows,
+        options,
+        [str(measured)],
+    )
+    file = options.output / "asynchronous.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps(written | {"calibration": {"system": system, "runs": runs}}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
