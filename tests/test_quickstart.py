@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 
 from rlhf import quickstart
+from rlhf.config.load import load_config
+from rlhf.config.ppo import PPOConfig
+from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.quickstart import Problem
 
+CONFIGS = Path(__file__).parent.parent / "configs"
 TINY = {"hidden_size": 32, "num_layers": 1, "num_heads": 1}
 
 GSM8K_ROW = (
@@ -154,6 +158,22 @@ def test_a_pair_prefers_right_work_to_wrong_work_that_is_mostly_a_pupils(folder:
     rejected = [row["rejected"] for row in pairs["train"]]
     whole = [work for work in rejected if work.endswith("}")]
     assert 0.03 < 1 - len(whole) / len(rejected) < 0.15  # a third of the quarter that no pupil would write is cut off
+
+
+def test_the_configs_of_ppo_and_the_reward_model_read_what_the_quickstart_and_each_other_write(folder: Path) -> None:
+    def made(path: str) -> Path:
+        return folder / path.removeprefix("runs/quickstart-data/")
+
+    reward = load_config(RewardTrainingConfig, [str(CONFIGS / "reward_model_quickstart.yaml")])
+    assert made(reward.data.train).is_file()
+    assert made(str(reward.data.eval)).is_file()
+    for name in ("ppo_quickstart.yaml", "ppo_reward_model_quickstart.yaml"):
+        config = load_config(PPOConfig, [str(CONFIGS / name)])
+        assert (made(config.model.path) / "config.json").is_file()
+        assert all(made(source.path).is_file() for source in (*config.data.train, *config.data.eval))
+        assert not config.warnings
+    assert config.reward_model is not None
+    assert config.reward_model.path == config.critic.path == f"{reward.run.dir}/model"
 
 
 def test_near_and_far_misses_are_never_right() -> None:
