@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from rlhf.config.load import load_config
+from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.plan import check_resources
 from rlhf.plan.layout import draw, place
@@ -195,6 +196,63 @@ def test_a_context_that_is_too_short_is_said(make: Any) -> None:
 
 def test_a_run_that_fits_has_no_warnings(make: Any) -> None:
     assert warnings_of(make("model.gradient_checkpointing=true")) == ""
+
+
+# --- PPO and reward models ---
+
+
+@pytest.fixture
+def make_ppo(tmp_path: Path) -> Any:
+    file = tmp_path / "ppo.yaml"
+    file.write_text(yaml.safe_dump(BASE))
+
+    def build(*overrides: str) -> PPOConfig:
+        return load_config(PPOConfig, [str(file)], overrides)
+
+    return build
+
+
+def test_critics_and_reward_models_have_gpus_of_their_own_between_learners_and_engines(make_ppo: Any) -> None:
+    config = make_ppo("cluster.learners=2", "cluster.engines=1", "reward_model={path: no/reward, replicas: 2}")
+    drawn = plan_text(config)
+    assert line_of(drawn, "node 0").split("  ")[0] == "learner 0"
+    assert re.findall(r"(?:learner|critic|reward|engine) \d", line_of(drawn, "node 0")) == [
+        "learner 0", "learner 1", "critic 0", "critic 1", "reward 0", "reward 1", "engine 0", "engine 0",
+    ]  # fmt: skip
+    assert line_of(drawn, "GPUs") == "8 on 1 node of 8"
+    assert line_of(drawn, "critics") == "2, one a GPU, ZeRO stage 2"
+    assert line_of(drawn, "reward models") == "2, one a GPU"
+
+
+def test_an_endpoint_takes_no_gpu(make_ppo: Any) -> None:
+    config = make_ppo("reward_model={endpoint: 'http://x', replicas: 4}")
+    assert config.reward_model_copies == 0
+    assert "reward 0" not in plan_text(config)
+
+
+def test_steps_in_which_the_critic_learns_alone_count_for_it_and_not_for_the_policy(make_ppo: Any) -> None:
+    config = make_ppo("critic.warmup_steps=10")
+    drawn = plan_text(config)
+    assert line_of(drawn, "optimizer steps  ") == "90 steps x 2 epochs x 2 minibatches = 360"
+    of_critic = line_of(drawn, "optimizer steps, critic")
+    assert of_critic.startswith("100 steps x 2 epochs x 2 minibatches = 400; alone in the first 10")
+    assert (config.updates_before(10), config.updates_before(11)) == (0, 4)
+
+
+def test_a_critic_may_take_more_optimizer_steps_on_the_same_rollouts(make_ppo: Any) -> None:
+    config = make_ppo("critic.epochs_per_step=1", "critic.minibatches_per_epoch=12")
+    assert line_of(plan_text(config), "optimizer steps, critic") == "100 steps x 1 epoch x 12 minibatches = 1,200"
+    assert (config.total_updates, config.critic_updates_per_step) == (400, 12)
+    with pytest.raises(ValueError, match=r"critic\.minibatches_per_epoch=257: there are only 256 rollouts a step"):
+        make_ppo("critic.minibatches_per_epoch=257")
+
+
+def test_critics_and_reward_models_count_among_what_a_run_asks_for(make_ppo: Any) -> None:
+    config = make_ppo("reward_model.path=no/reward")
+    with pytest.raises(ValueError, match="4 learners, 4 critics, 1 reward model ask for 13 GPUs, but there are 12"):
+        check_resources(config, {"CPU": 64.0, "GPU": 12.0})
+    check_resources(config, {"CPU": 64.0, "GPU": 13.0})
+    check_resources(config, {"CPU": 1.0, "GPU": 4.0}, trains=False)
 
 
 # --- resources ---

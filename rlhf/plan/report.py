@@ -9,11 +9,22 @@ from typing import Any
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.load import resolved_yaml
+from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.model_files import local_model_config, looks_local
 from rlhf.plan.checks import arithmetic_warnings, memory_warnings, model_warnings
+from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
 from rlhf.plan.layout import draw, place
-from rlhf.plan.memory import GIB, EngineMemory, Part, engine_memory, learner_memory, total
+from rlhf.plan.memory import (
+    GIB,
+    EngineMemory,
+    Part,
+    critic_memory,
+    engine_memory,
+    learner_memory,
+    reward_model_memory,
+    total,
+)
 from rlhf.plan.model import ModelShape, model_shape
 from rlhf.plan.text import counted, rows, wrapped
 
@@ -40,6 +51,8 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
         ("Learning rate", _learning_rate(config)),
         ("Placement", _placement(config)),
     ]
+    if (hours := expected(config)) is not None:
+        sections.append(("Time, expected", _hours(config, hours)))
     if model is None:
         sections.append(("Memory", wrapped("  ", _no_model(config.model.path))))
     else:
@@ -63,14 +76,24 @@ def _batches(config: GRPOConfig) -> list[str]:
     minibatch = -(-per_step // learner.minibatches_per_epoch)
     budget = learner.max_tokens_per_microbatch
     microbatches = -(-minibatch // (budget // longest))
+    an_update = f"{counted(learner.epochs_per_step, 'epoch')} x {counted(learner.minibatches_per_epoch, 'minibatch')}"
+    critic = []
+    if isinstance(config, PPOConfig):
+        steps, alone = config.run.steps, config.critic.warmup_steps
+        and_alone = f"; alone in the first {counted(alone, 'step')}" if alone else ""
+        its = f"{counted(config.critic_epochs_per_step, 'epoch')} x "
+        its += counted(config.critic_minibatches_per_epoch, "minibatch")
+        updates = f"{counted(steps, 'step')} x {its} = {config.critic_total_updates:,}{and_alone}"
+        critic.append(("optimizer steps, critic", updates))
     passes = [name for name, on in (("old", config.needs_old_logprobs_pass), ("ref", config.needs_reference)) if on]
     return rows(
         ("rollouts a step", f"{rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} = {per_step:,}"),
         ("rollouts in all", f"{counted(config.run.steps, 'step')} x {per_step:,} = {config.run.steps * per_step:,}"),
         ("minibatch", f"{per_step:,} / {learner.minibatches_per_epoch} = {per_step / learner.minibatches_per_epoch:,g}"
          " rollouts, one optimizer step each"),
-        ("optimizer steps", f"{counted(config.run.steps, 'step')} x {counted(learner.epochs_per_step, 'epoch')} x "
-         f"{counted(learner.minibatches_per_epoch, 'minibatch')} = {config.total_updates:,}"),
+        ("optimizer steps", f"{counted(config.total_updates // config.updates_per_step, 'step')} x {an_update} = "
+         f"{config.total_updates:,}"),
+        *critic,
         ("longest sequence", f"{config.data.max_prompt_tokens:,} prompt + {rollout.max_response_tokens:,} response = "
          f"{longest:,} tokens"),
         ("tokens a step, at most", f"{per_step:,} x {longest:,} = {per_step * longest:,}, of them sampled "
@@ -87,6 +110,9 @@ def _learning_rate(config: GRPOConfig) -> list[str]:
     if config.warmup_updates:
         shape += f", warm-up of {config.warmup_updates:,} optimizer steps"
     lines = [("schedule", shape)]
+    if isinstance(config, PPOConfig):
+        critic = config.critic
+        lines.append(("schedule, critic", f"{critic.schedule.name}, peak {critic.optimizer.lr:g}"))
     for name, update in (("first", 1), ("middle", -(-last // 2)), ("last", last)):
         lr = learning_rate(
             update,
@@ -105,20 +131,49 @@ def _learning_rate(config: GRPOConfig) -> list[str]:
 def _placement(config: GRPOConfig) -> list[str]:
     cluster = config.cluster
     if cluster.device == "cpu":
-        cpus = cluster.learners * cluster.cpus_per_learner + cluster.engines * cluster.cpus_per_engine
-        who = f"{counted(cluster.learners, 'learner')}, {counted(cluster.engines, 'engine')}"
+        ranks = cluster.learners + config.critics + config.reward_model_copies
+        cpus = ranks * cluster.cpus_per_learner + cluster.engines * cluster.cpus_per_engine
+        who = ", ".join(
+            counted(number, name)
+            for number, name in (
+                (cluster.learners, "learner"), (config.critics, "critic"), (config.reward_model_copies, "reward model"),
+                (cluster.engines, "engine"),
+            ) if number
+        )  # fmt: skip
         return rows(("on CPU", f"{who}; CPU cores reserved: {cpus:g}"))
-    nodes = place(cluster)
-    gpus = cluster.learners + cluster.engines * cluster.tensor_parallel * (cluster.placement == "separate")
-    lines = rows(
+    nodes = place(cluster, critics=config.critics, reward_models=config.reward_model_copies)
+    gpus = cluster.learners + config.critics + config.reward_model_copies
+    gpus += cluster.engines * cluster.tensor_parallel * (cluster.placement == "separate")
+    kinds = [
         ("GPUs", f"{gpus} on {counted(len(nodes), 'node')} of {cluster.gpus_per_node}"),
         ("learners", f"{cluster.learners}, one a GPU, ZeRO stage {config.learner.zero_stage}"),
-        ("engines", f"{cluster.engines}, tensor parallel {cluster.tensor_parallel}"),
-    )
+    ]
+    if isinstance(config, PPOConfig):
+        kinds.append(("critics", f"{config.critics}, one a GPU, ZeRO stage {config.critic.zero_stage}"))
+    if config.reward_model_copies:
+        kinds.append(("reward models", f"{config.reward_model_copies}, one a GPU"))
+    lines = rows(*kinds, ("engines", f"{cluster.engines}, tensor parallel {cluster.tensor_parallel}"))
     if cluster.placement == "separate" and config.rollout.max_policy_lag == 0:
         note = "rollout.max_policy_lag=0: engines and learners take turns, so one kind of GPU is always idle."
         lines += wrapped("  ", note)
     return [*lines, *draw(nodes)]
+
+
+def _hours(config: GRPOConfig, hours: Expected) -> list[str]:
+    cluster, plan, epochs = config.cluster, config.plan, config.learner.epochs_per_step
+    learned = f"({counted(cluster.learners, 'learner')} x {plan.learner_tokens_per_second:,g})"
+    how = "sampling and the rest side by side" if config.rollout.max_policy_lag else "one after the other"
+    forward = f"{counted(hours.passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
+    return rows(
+        ("tokens a step", f"{hours.tokens:,}, of them sampled {hours.sampled:,}"),
+        ("sampling", f"{hours.sampled:,} / ({counted(cluster.engines, 'engine')} x "
+         f"{plan.engine_tokens_per_second:,g}) = {hours.sampling_s:,.1f} s"),
+        ("log-probs", f"{forward} = {hours.logprobs_s:,.1f} s" if hours.passes else "none"),
+        ("update", f"{hours.tokens:,} x {counted(epochs, 'epoch')} / {learned} = {hours.update_s:,.1f} s"),
+        ("a step", f"{hours.step_s:,.1f} s, {how}; transfer, evaluation, checkpoints not counted"),
+        ("the run", f"{counted(config.run.steps, 'step')} = {hours.hours:,.1f} hours, "
+         f"{config.run.steps * hours.tokens:,} tokens, {hours.gpu_hours:,.0f} GPU-hours"),
+    )  # fmt: skip
 
 
 def _memory(config: GRPOConfig, shape: ModelShape, learner: tuple[Part, ...], engine: EngineMemory) -> list[str]:
@@ -132,12 +187,41 @@ def _memory(config: GRPOConfig, shape: ModelShape, learner: tuple[Part, ...], en
             ("checkpoint on disk", f"{12 * shape.parameters / GIB:.1f} GiB (float32 weights and moments)"),
         ),
         *_parts(f"a learner, {own}", learner),
+        *_more_models(config, shape, own),
         *_parts(f"an engine, {own}", engine.parts),
         *rows(
             ("the KV cache holds", f"{engine.kv_tokens:,} tokens of {engine.kv_bytes_per_token / 1024:,.1f} KiB = "
              f"{engine.kv_tokens // longest:,} sequences of {longest:,}; {at_once:,} at once"),
         ),
     ]  # fmt: skip
+
+
+def _more_models(config: GRPOConfig, shape: ModelShape, own: str) -> list[str]:
+    """Critic and reward model, from their own config.json where they start from another model."""
+    lines = []
+    if isinstance(config, PPOConfig):
+        found = shape if config.critic.path is None else _shape_at(config.critic.path)
+        lines += _parts(f"a critic, {own}", critic_memory(found, config)) if found else _unknown("a critic")
+    if config.reward_model_copies and config.reward_model is not None:
+        found = _shape_at(config.reward_model.path or "")
+        lines += (
+            _parts(f"a reward model, {own}", reward_model_memory(found, config))
+            if found
+            else _unknown("a reward model")
+        )
+    return lines
+
+
+def _shape_at(path: str) -> ModelShape | None:
+    model = local_model_config(path)
+    try:
+        return None if model is None else model_shape(model)
+    except ValueError:
+        return None
+
+
+def _unknown(name: str) -> list[str]:
+    return [f"  {name}: no estimate, its config.json is not at hand or of an unknown kind"]
 
 
 def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
