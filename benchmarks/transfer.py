@@ -60,8 +60,11 @@ class Weights:
 
 def receive(connection: Any, size: str) -> None:
     """The receiving process: does what an engine is asked to, with a plain copy in the place of vLLM's reload."""
+    import torch
+
     from rlhf.transfer import Inbox, ParameterMeta
 
+    torch.set_num_threads(1)  # the sender fills the next bucket meanwhile
     own = Weights(size).tensors
     inbox: Inbox | None = None
     connection.send("ready")

@@ -16,6 +16,7 @@ has to be installed where an engine runs. Only the functions that talk to vLLM i
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import mmap
 import os
@@ -282,10 +283,11 @@ class CPUSender:
         dtype, numel = getattr(torch, bucket[0].dtype), sum(m.numel for m in bucket)
         memory = self._memory
         flat = torch.empty(numel, dtype=dtype) if memory is None else memory.view(start, numel, dtype)
-        for meta, piece in zip(bucket, flat.split([m.numel for m in bucket]), strict=True):
-            name, tensor = next(stream)
-            assert name == meta.name, f"the weight stream yielded {name} where {meta.name} was announced"
-            piece.copy_(tensor.reshape(-1))
+        with _one_thread():
+            for meta, piece in zip(bucket, flat.split([m.numel for m in bucket]), strict=True):
+                name, tensor = next(stream)
+                assert name == meta.name, f"the weight stream yielded {name} where {meta.name} was announced"
+                piece.copy_(tensor.reshape(-1))
         update = {
             "names": [m.name for m in bucket],
             "dtypes": [m.dtype for m in bucket],
@@ -299,6 +301,20 @@ class CPUSender:
 
     def close(self) -> None:
         self._group = self._memory = None
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Copy with one thread: the engine loads at the same time, and threads that wait for a core cost 20 times more.
+
+    Measured with two busy cores: 435 MB in 200 tensors take 2.0 s with two threads a side, 0.08 s with one.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class VLLMSender:
