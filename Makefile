@@ -5,20 +5,23 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 SEED ?= 0
 PYTEST_ARGS ?=
+DEVICE ?= cpu
+QUICK ?=
 
 suffix := $(if $(filter-out 0,$(SEED)),-seed$(SEED))
 quickstart_data := runs/quickstart-data$(suffix)
 quickstart_run := runs/quickstart$(suffix)
+bench_options := --device $(DEVICE) $(if $(QUICK),--quick)
 shell_scripts = $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
 
 export VENV
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-gpu setup-bench environment quickstart test test-fast lint format clean
+.PHONY: help setup setup-gpu setup-bench environment quickstart test test-fast bench bench-training lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  variables: SEED (quickstart), PYTEST_ARGS (tests), VENV, PYTHON (interpreter that makes VENV)"
+	@echo "  variables: SEED (quickstart), PYTEST_ARGS (tests), DEVICE, QUICK (benchmarks), VENV, PYTHON (interpreter that makes VENV)"
 
 setup:  ## environment in .venv with everything for CPU
 	@tools/setup.sh cpu
@@ -56,6 +59,16 @@ test: environment  ## every test, those on Ray, vLLM and DeepSpeed too
 
 test-fast: environment  ## the tests that start no engine, in under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack" $(PYTEST_ARGS)
+
+# One machine's results belong together: all of a target in one go, on an otherwise idle machine.
+bench: setup-bench  ## speed and memory against the peers, without training runs; QUICK=1 only shows that they run
+	@for name in packer simulator startup logprobs learner_step transfer rollout; do \
+	    $(PY) -m benchmarks.$$name $(bench_options) || exit 1; done
+
+bench-training: setup-bench  ## whole steps, asynchronous runs and time to accuracy against the peers
+	@for name in training_steps asynchronous; do $(PY) -m benchmarks.$$name $(bench_options) || exit 1; done
+	@$(PY) -m benchmarks.simulator --replay runs/benchmarks/asynchronous.json
+	@$(PY) -m benchmarks.time_to_accuracy $(bench_options)
 
 lint: environment  ## ruff, mypy, shellcheck, hadolint, the schemas of compose.yaml and kuberay.yaml
 	$(PY) -m ruff check .
