@@ -603,10 +603,11 @@ def cluster_reports(nodes: int, deadline_s: float) -> list[dict[str, str]]:
                 raise LaunchError(f"{len(alive)} of {nodes} nodes are in the Ray cluster after {deadline_s:.0f} s.")
             time.sleep(CONNECT_EVERY_S)
         found = []
-        for name, (answer, problem) in node_report.ask_nodes(alive, report, deadline_s=deadline_s).items():
+        names = node_report.node_names(alive)
+        for key, (answer, problem) in node_report.ask_nodes(alive, report, deadline_s=deadline_s).items():
             if problem:
-                raise LaunchError(f"node {name} does not answer: {problem}")
-            found.append({**answer, "node": name})
+                raise LaunchError(f"node {names[key]} does not answer: {problem}")
+            found.append({**answer, "node": names[key]})
         return [{**report(), "node": f"{socket.gethostname()} (driver)"}, *found]
     finally:
         ray.shutdown()

@@ -68,6 +68,13 @@ def gpus() -> list[str]:
     return found.stdout.splitlines() if found.returncode == 0 else []
 
 
+def node_names(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Ray's id -> `host (address)`, and the beginning of the id where several nodes are at one address."""
+    places = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}" for node in nodes}
+    shared = {place for place in places.values() if list(places.values()).count(place) > 1}
+    return {key: f"{place}, {key[:8]})" if place in shared else f"{place})" for key, place in places.items()}
+
+
 def ask_nodes(
     nodes: Sequence[Mapping[str, Any]], function: Callable[[], Any], *, deadline_s: float
 ) -> dict[str, tuple[Any, str]]:
@@ -78,22 +85,22 @@ def ask_nodes(
         deadline_s: seconds for each answer.
 
     Returns:
-        `host (address)` -> the answer and "", or None and why there is none.
+        Ray's id of each node -> the answer and "", or None and why there is none.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     task = ray.remote(function)
     asked = {
-        f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})": task.options(
+        node["NodeID"]: task.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote()
         for node in nodes
     }
     answers: dict[str, tuple[Any, str]] = {}
-    for name, reference in asked.items():
+    for key, reference in asked.items():
         try:
-            answers[name] = (ray.get(reference, timeout=deadline_s), "")
+            answers[key] = (ray.get(reference, timeout=deadline_s), "")
         except ray.exceptions.RayError as error:
-            answers[name] = (None, (str(error).strip().splitlines() or [type(error).__name__])[-1])
+            answers[key] = (None, (str(error).strip().splitlines() or [type(error).__name__])[-1])
     return answers

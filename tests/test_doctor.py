@@ -226,6 +226,57 @@ def test_gpus_are_what_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.Monk
     assert gpus() == ["NVIDIA H100, 580.1, 81559 MiB"]
 
 
+def node(key: str, address: str, *, alive: bool = True, reason: int = 2) -> dict[str, Any]:
+    """A row of `ray.nodes()`; the reason is Ray's NodeDeathInfo, 2 an unexpected end."""
+    row = {"NodeID": key * 8, "NodeManagerHostname": "vm", "NodeManagerAddress": address, "Alive": alive}
+    return row | {"DeathReason": 0 if alive else reason, "DeathReasonMessage": "" if alive else "gone"}
+
+
+def test_nodes_that_died_are_told_from_those_that_left_and_those_that_came_back() -> None:
+    from rlhf.node_report import node_names
+
+    lost, left, idle = (node(k, f"10.0.0.{k}", alive=False, reason=r) for k, r in (("2", 2), ("3", 1), ("4", 4)))
+    nodes_there = [node("1", "10.0.0.1"), lost, left, idle, node("5", "10.0.0.5", alive=False), node("6", "10.0.0.5")]
+    assert nodes.died(nodes_there) == {"2" * 8: {"dead": "gone"}, "5" * 8: {"replaced": "gone"}}
+    names = node_names(nodes_there)
+    assert names["2" * 8] == "vm (10.0.0.2)"
+    assert names["5" * 8] == "vm (10.0.0.5, 55555555)"
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "says"),
+    [
+        ({"dead": "lost its power"}, "fail", "node b is dead: lost its power"),
+        ({"silent": "no answer"}, "fail", "node b does not answer: no answer"),
+        ({"replaced": "restarted"}, "warn", "node b died: restarted"),
+    ],
+)
+def test_a_node_that_died_or_keeps_silent_is_named(
+    make: Any, monkeypatch: pytest.MonkeyPatch, answer: dict[str, str], status: str, says: str
+) -> None:
+    async def ask(_: str) -> dict[str, dict[str, Any]]:
+        return {"a": nodes.describe(), "b": answer}
+
+    monkeypatch.setattr(nodes, "_ask", ask)
+    patient = make("cluster.ray_address=10.0.0.1:6379")
+    found = finding(nodes.check_nodes, patient)
+    assert found.status == status
+    assert says in found.text
+    assert patient.nodes is not None
+    assert list(patient.nodes) == ["a"]
+
+
+def test_a_node_with_another_version_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(_: str) -> dict[str, dict[str, Any]]:
+        there = nodes.describe()
+        return {"b (10.0.0.2)": {**there, "installed": {**there["installed"], "ray": "2.59.0"}}}
+
+    monkeypatch.setattr(nodes, "_ask", ask)
+    found = finding(nodes.check_nodes, make("cluster.ray_address=10.0.0.1:6379"))
+    assert found.status == "fail"
+    assert "node b (10.0.0.2): ray is 2.59.0, but 2.60.0 on " in found.text
+
+
 def test_a_cluster_that_does_not_answer_is_named(make: Any) -> None:
     with pytest.raises(RuntimeError, match=r"Ray at 127\.0\.0\.1:1 is not reached: .*Connection refused"):
         finding(nodes.check_nodes, make("cluster.ray_address=127.0.0.1:1"))

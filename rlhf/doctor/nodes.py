@@ -21,7 +21,7 @@ from rlhf.plan import joins_a_cluster
 
 LEFT_ON_PURPOSE = (1, 4)  # Ray's NodeDeathInfo: expected termination, idle node drained by the autoscaler
 ANSWER_S = 60.0  # a node's answer imports nothing heavy
-DEAD, SILENT = "dead", "silent"
+DEAD, REPLACED, SILENT = "dead", "replaced", "silent"
 
 
 def describe() -> dict[str, Any]:
@@ -40,9 +40,8 @@ async def check_nodes(patient: Patient) -> Finding:
         return Finding("ok", "this machine alone: the run starts a Ray of its own")
     address = patient.config.cluster.ray_address or os.environ["RAY_ADDRESS"]
     asked = await _ask(address)
-    answers = {name: answer for name, answer in asked.items() if DEAD not in answer and SILENT not in answer}
-    patient.nodes = answers
-    installed = [{**answer["installed"], "node": name} for name, answer in answers.items()]
+    patient.nodes = {name: answer for name, answer in asked.items() if "installed" in answer}
+    installed = [{**answer["installed"], "node": name} for name, answer in patient.nodes.items()]
     driver = {**here["installed"], "node": f"{here['installed']['node']} (driver)"}
     problems = [f"node {name} is dead: {answer[DEAD]}" for name, answer in asked.items() if DEAD in answer]
     problems += [f"node {name} does not answer: {answer[SILENT]}" for name, answer in asked.items() if SILENT in answer]
@@ -50,7 +49,12 @@ async def check_nodes(patient: Patient) -> Finding:
     if problems:
         remedy = "start Ray on dead nodes again; install the package everywhere from one checkout (make setup-gpu)"
         return Finding("fail", "\n".join(problems), remedy)
-    return Finding("ok", f"{len(answers)} node(s) at {address}, all with rlhf {driver['rlhf']} and ray {driver['ray']}")
+    found = f"{len(installed)} node(s) at {address}, all with rlhf {driver['rlhf']} and ray {driver['ray']}"
+    if lost := [f"node {name} died: {answer[REPLACED]}" for name, answer in asked.items() if REPLACED in answer]:
+        return Finding(
+            "warn", "\n".join([found, *lost]), "another node is at its address; if it took its place, all is well"
+        )
+    return Finding("ok", found)
 
 
 async def _ask(address: str) -> dict[str, dict[str, Any]]:
@@ -101,8 +105,19 @@ def _grouped(gpus: Sequence[str]) -> str:
     return ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
 
 
+def died(nodes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By id, the nodes that ended by no intention: `dead`, or `replaced` where another is at their address."""
+    found = {}
+    for node in nodes:
+        if not node["Alive"] and node["DeathReason"] not in LEFT_ON_PURPOSE:
+            here = [other for other in nodes if other["NodeManagerAddress"] == node["NodeManagerAddress"]]
+            kind = REPLACED if any(other["Alive"] for other in here) else DEAD
+            found[node["NodeID"]] = {kind: node["DeathReasonMessage"] or "no reason given"}
+    return found
+
+
 def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:
-    """By node: `describe`, or `dead` or `silent` with the reason. A dead node counts unless another took its place."""
+    """By name: `describe` of the node; or `silent`, `dead` or `replaced` with the reason."""
     import ray
 
     from rlhf.actors import check_address
@@ -112,15 +127,11 @@ def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:
     ray.cloudpickle.register_pickle_by_value(node_report)  # the package may be missing where it runs
     ray.cloudpickle.register_pickle_by_value(sys.modules[describe.__module__])
     nodes = ray.nodes()
+    names = node_report.node_names(nodes)
+    found = {names[key]: why for key, why in died(nodes).items()}
     alive = [node for node in nodes if node["Alive"]]
-    found: dict[str, dict[str, Any]] = {}
-    for node in nodes:
-        host = node["NodeManagerAddress"]
-        replaced = any(other["NodeManagerAddress"] == host for other in alive)
-        if not node["Alive"] and not replaced and node["DeathReason"] not in LEFT_ON_PURPOSE:
-            found[f"{node['NodeManagerHostname']} ({host})"] = {DEAD: node["DeathReasonMessage"] or "no reason given"}
-    for name, (answer, problem) in node_report.ask_nodes(alive, describe, deadline_s=deadline_s).items():
-        found[name] = {SILENT: problem} if problem else answer
+    for key, (answer, problem) in node_report.ask_nodes(alive, describe, deadline_s=deadline_s).items():
+        found[names[key]] = {SILENT: problem} if problem else answer
     ray.shutdown()
     return found
 

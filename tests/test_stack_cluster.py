@@ -1,0 +1,199 @@
+"""Runs over several Ray nodes on this machine: hosts in network namespaces, a dying node, a job on a real dashboard.
+
+A host is a network namespace with an address of its own, so that whatever crosses from one to the other takes the way
+that it would take between machines. A node has one CPU, less than all parts reserve: they have to spread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from test_launch import free_port
+from test_stack_grpo import read_steps, wait_for_step, write_config
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = ROOT / "launch"
+DEVICE = "eth0"  # in both hosts, as on machines of one make
+SPREAD = ["cluster.learners=2", "cluster.cpus_per_learner=0.75", "cluster.cpus_per_engine=0.25"]  # learner | learner
+APART = ["cluster.learners=2", "cluster.cpus_per_learner=0.5", "cluster.cpus_per_engine=0.5"]  # learners | engine
+WAIT_S = 900
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    address: str
+
+    def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.name, *map(str, command)],
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+        )  # fmt: skip
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two network namespaces with a cable between them."""
+    allowed = os.geteuid() == 0 and shutil.which("ip") is not None
+    if not allowed or subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine allows no network namespaces")
+    mark, net = f"{os.getpid()}", f"10.{os.getpid() % 200 + 20}.77"
+    hosts = (Host(f"rlhf-a-{mark}", f"{net}.1"), Host(f"rlhf-b-{mark}", f"{net}.2"))
+    try:
+        for host in hosts:
+            ip("netns", "add", host.name)
+        ends = [part for host in hosts for part in ("name", DEVICE, "netns", host.name)]
+        ip("link", "add", *ends[:4], "type", "veth", "peer", *ends[4:])
+        for host, other in zip(hosts, reversed(hosts), strict=True):
+            ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
+                ip("-n", host.name, "link", "set", device, "up")
+            ip("-n", host.name, "route", "add", "default", "via", other.address)
+        yield hosts
+    finally:
+        for host in hosts:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", host.name)
+
+
+def end(*processes: subprocess.Popen[str]) -> tuple[list[int], list[str]]:
+    try:
+        outputs = [process.communicate(timeout=WAIT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], outputs
+
+
+def test_two_hosts_train_together_and_end_with_the_programs_status(
+    two_hosts: tuple[Host, Host], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """One learner on each host, in one DeepSpeed world; the engine takes weights from the other host or its own."""
+    config = write_config(tmp_path, tiny_model_dir, run={"steps": 2}, logging={"wandb": {"mode": "disabled"}})
+    network = {"GLOO_SOCKET_IFNAME": DEVICE, "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    flags = ["--nodes", "2", "--head", two_hosts[0].address, "--ray-args", "--num-cpus=1"]
+    program = ["--config", str(config), *SPREAD]
+    nodes = [
+        host.start(LAUNCH / "ray_node_setup.sh", "--rank", str(rank), *flags, *program, **network)
+        for rank, host in enumerate(two_hosts)
+    ]
+    statuses, outputs = end(*nodes)
+    assert statuses == [0, 0], outputs
+    assert f"Ray is up on 2 node(s), head {two_hosts[0].address}:6379; starting rlhf.grpo" in outputs[0]
+    steps = read_steps(tmp_path / "run")
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(row["sync/canary_difference"] < 1e-4 for row in steps)
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> str:
+    made = secrets.token_hex(16)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", made)
+    return made
+
+
+def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_doctor_names_it(
+    token: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        config = write_config(tmp_path, tiny_model_dir, run={"steps": 100000}, logging={"wandb": {"mode": "disabled"}})
+        program = subprocess.Popen(
+            [sys.executable, "-m", "rlhf.grpo", "--config", config, *APART],
+            env=os.environ | {"RAY_ADDRESS": cluster.address},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        wait_for_step(tmp_path / "run", 1, program)
+        dead = nodes[0].node_id
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        _, stderr = program.communicate(timeout=180)
+        assert program.returncode == 1, stderr[-3000:]
+        (message,) = stderr.strip().splitlines()
+        assert "node has died" in message
+        assert dead in message
+
+        command = [sys.executable, "-m", "rlhf.doctor", "--config", str(config), *APART]
+        examined = subprocess.run(
+            command, env=os.environ | {"RAY_ADDRESS": cluster.address}, capture_output=True, text=True, check=False
+        )
+        assert examined.returncode == 1
+        failed = [line.split()[1] for line in examined.stdout.splitlines() if line.startswith("FAIL")]
+        assert failed == ["start-up"], examined.stdout
+        assert f", {dead[:8]}) died: " in examined.stdout  # a warning: other nodes are alive at its address
+        assert "reserve 1.5 CPUs" in examined.stdout
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture
+def cluster_with_dashboard(token: str) -> Iterator[str]:
+    """Two nodes by `ray start`, the first with the dashboard; its URL."""
+    ray = str(Path(sys.executable).parent / "ray")
+    port, dashboard = free_port(), free_port()
+    temp = tempfile.mkdtemp(prefix="rlhf-ray-", dir="/tmp")
+    common = ["--block", "--num-cpus=1", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+    head = [f"--port={port}", "--head", f"--dashboard-port={dashboard}", f"--temp-dir={temp}"]
+    processes = []
+    try:
+        for flags in (head, [f"--address=127.0.0.1:{port}"]):
+            started = subprocess.Popen(
+                [ray, "start", *common, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            processes.append(started)
+            assert started.stdout is not None
+            seen = []
+            while not any("Ray runtime started" in line for line in seen):
+                seen.append(started.stdout.readline())
+                assert seen[-1], "".join(seen)
+        yield f"http://127.0.0.1:{dashboard}"
+    finally:
+        for process in reversed(processes):
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def test_a_job_trains_over_two_nodes_and_its_log_and_status_come_back(
+    cluster_with_dashboard: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, tiny_model_dir, run={"steps": 1}, logging={"wandb": {"mode": "disabled"}})
+    submit = [LAUNCH / "submit.sh", "--address", cluster_with_dashboard, "--nodes", "2"]
+
+    def job(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*submit, *arguments], capture_output=True, text=True, timeout=WAIT_S, check=False,
+            env=os.environ | {"PYTHON": sys.executable, "JOB_PYTHON": sys.executable},
+        )  # fmt: skip
+
+    done = job("--config", config, *SPREAD)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "3 node(s), all with rlhf" in done.stdout + done.stderr  # the driver's and the two of the cluster
+    assert "step 1/1" in done.stdout
+    assert [row["step"] for row in read_steps(tmp_path / "run")] == [1]
+    again = job("--config", config, *SPREAD)
+    assert again.returncode == 2
+    assert "already holds a run" in again.stdout + again.stderr
+    time.sleep(1)  # the job's own process may still be ending
