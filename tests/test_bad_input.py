@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import make_config
+from worlds import make_config, make_ppo_config
 
 from rlhf.plan import check_resources, local_resources
 from rlhf.run import TrainingRun
+from rlhf.run_folder import RunFolder
 
 
 def start(folder: Path, /, **sections: dict[str, Any]) -> TrainingRun:
@@ -70,6 +71,26 @@ def test_a_run_folder_that_holds_a_run_names_three_remedies(model: Path, tmp_pat
 def test_resuming_without_a_checkpoint_says_what_would_have_written_one(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint\.every"):
         TrainingRun(make_config(model, run={"dir": str(tmp_path)}), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"learner": {"epochs_per_step": 3}}, r"learner\.epochs_per_step=3: the run began with 1.*Resume with learner"),
+        ({"critic": {"minibatches_per_epoch": 4}}, r"critic\.minibatches_per_epoch=4: the run began with 1"),
+        ({"critic": {"warmup_steps": 2}}, r"critic\.warmup_steps=2: the run began with 0"),
+    ],
+)
+def test_a_resumed_run_keeps_what_its_schedules_count(
+    model: Path, tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
+    run = {"run": {"dir": str(tmp_path), "steps": 10}}
+    folder = RunFolder(tmp_path, resume=False)
+    state = {"step": 2, "updates": make_ppo_config(model, **run).update_plan}
+    folder.finish_checkpoint(folder.begin_checkpoint(2), state, keep=1)
+    TrainingRun(make_ppo_config(model, **run), resume=True)
+    with pytest.raises(ValueError, match=message):
+        TrainingRun(make_ppo_config(model, **run, **sections), resume=True)
 
 
 def test_fewer_cpus_or_gpus_than_asked_for_names_both_numbers(model: Path) -> None:

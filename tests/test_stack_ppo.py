@@ -13,6 +13,7 @@ import pytest
 from test_stack_grpo import CANARY_BOUND, check_account, read_steps
 
 from rlhf.quickstart import BOX_TOKEN
+from rlhf.run_folder import RunFolder
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
@@ -93,7 +94,7 @@ def test_a_learned_reward_alone_trains_policy_and_critic_and_a_resumed_run_has_c
     run = tmp_path / "run"
     config = write(tmp_path / "ppo.yaml", ppo_config(run, tiny_model_dir, reward_model))
     run_program("rlhf.ppo", "--config", config)
-    state = json.loads((run / "checkpoints" / "step-000002" / "state.json").read_text())
+    state = RunFolder.read_state(run / "checkpoints" / "step-000002")
     assert state["updates_taken"] == 2  # the critic learned alone in the first step
     # In step 2 the policy had not moved yet: a KL of 0, an error of -0.2, once.
     coef = KL_COEF * (1 - 0.2 * ROLLOUTS / KL_HORIZON)
