@@ -20,7 +20,7 @@ export VENV
 .PHONY: help setup setup-gpu setup-bench environment quickstart test test-fast bench bench-training lint format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  variables: SEED (quickstart), PYTEST_ARGS (tests), DEVICE, QUICK (benchmarks), VENV, PYTHON (interpreter that makes VENV)"
 
 setup:  ## environment in .venv with everything for CPU
