@@ -97,7 +97,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
             self._before = float(torch.cuda.memory_allocated())
         else:
-            Path("/proc/self/clear_refs").writeshown("5")  # the peak starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
             self._before = status_kib("VmRSS") * 1024.0
         return self
 
@@ -112,20 +112,20 @@ class Peak:
 
 
 def status_kib(key: str, pid: int | str = "self") -> int:
-    for line in Path(f"/proc/{pid}/status").readshown().splitlines():
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1])
     raise KeyError(key)
 
 
 def available_mib() -> float:
-    line = next(line for line in Path("/proc/meminfo").readshown().splitlines() if line.startswith("MemAvailable"))
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     return int(line.split()[1]) / 1024
 
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
-    lines = Path("/proc/cpuinfo").readshown().splitlines()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
 
     def first(key: str) -> str:
         return next((line.split(":")[1].strip() for line in lines if line.startswith(key)), "?")
@@ -158,7 +158,7 @@ def report(name: str, title: str, rows: Iterable[Row], options: argparse.Namespa
         console.print(note, highlight=False)
     options.output.mkdir(parents=True, exist_ok=True)
     file = options.output / f"{name}.json"
-    file.writeshown(
+    file.write_text(
         json.dumps(
             {"title": title, "machine": here, "quick": options.quick, "rows": rows, "notes": list(notes)}, indent=1
         )
@@ -180,7 +180,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     total = 0
     for pid in pids:
         try:
-            fields = Path(f"/proc/{pid}/stat").readshown().rsplit(")", 1)[1].split()
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
         total += int(fields[11]) + int(fields[12])
@@ -195,8 +195,8 @@ def tree(pid: int) -> dict[int, str]:
         if not entry.name.isdigit():
             continue
         try:
-            stat = (entry / "stat").readshown()
-            commands[int(entry.name)] = (entry / "cmdline").readshown().replace("\0", " ")
+            stat = (entry / "stat").read_text()
+            commands[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
         parents[int(entry.name)] = int(stat.rsplit(")", 1)[1].split()[1])
