@@ -147,9 +147,8 @@ def report(name: str, title: str, rows: Iterable[Row], options: argparse.Namespa
     rows = list(rows)
     here = machine()
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(
-        *columns, title=f"{title}\n{here['cpu']}, load {here['load']:.1f}{', quick' if options.quick else ''}"
-    )
+    quick = ", quick" if options.quick else ""
+    table = Table(*columns, title=f"{title}\n{here['cpu']}, load {here['load']:.1f}{quick}")
     for row in rows:
         table.add_row(*(shown(row.get(column, "")) for column in columns))
     console = Console(soft_wrap=True, width=180)
@@ -158,21 +157,16 @@ def report(name: str, title: str, rows: Iterable[Row], options: argparse.Namespa
         console.print(note, highlight=False)
     options.output.mkdir(parents=True, exist_ok=True)
     file = options.output / f"{name}.json"
-    file.write_text(
-        json.dumps(
-            {"title": title, "machine": here, "quick": options.quick, "rows": rows, "notes": list(notes)}, indent=1
-        )
-    )
+    result = {"title": title, "machine": here, "quick": options.quick, "rows": rows, "notes": list(notes)}
+    file.write_text(json.dumps(result, indent=1))
     console.print(f"written: {file}", highlight=False)
 
 
 def shown(value: Any) -> str:
     """A value for a table: four digits of a number."""
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float) and abs(value) < 1000
-        else (f"{value:,.0f}" if isinstance(value, float) else str(value))
-    )
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
