@@ -130,7 +130,7 @@ def all_settings(betas: Sequence[float]) -> list[Settings]:
 
 
 def study_config(data: Path, *, steps: int, prompts: int, seed: int) -> GRPOConfig:
-    """The quickstart with half of its rollouts and a constant rate, so that the end of a run is not its stillest part.
+    """The quickstart with a quarter of its rollouts, at a constant rate, so that the end of a run is no quieter.
 
     Two minibatches, so that the second is off-policy by an update, as in any run with more than one.
     """
@@ -138,7 +138,7 @@ def study_config(data: Path, *, steps: int, prompts: int, seed: int) -> GRPOConf
         f"run.steps={steps}", f"run.seed={seed}", f"model.path={data}/model", f"data.train={data}/train.jsonl",
         "data.eval=null", "evaluation.every=null", f"rollout.prompts_per_step={prompts}", "algo.kl_coef=1.0",
         "algo.log_kl=true", "learner.minibatches_per_epoch=2", "learner.schedule.name=constant",
-        "learner.schedule.min_lr=0.0",
+        "learner.schedule.min_lr=0.0", "cluster.threads_per_learner=1",
     ]  # fmt: skip
     return load_config(GRPOConfig, ["configs/quickstart.yaml"], overrides)
 
@@ -313,7 +313,7 @@ def draw(rows: Sequence[report.Row], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser("kl", "Four KL estimators in the loss, three coefficients each.", trains=True)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--prompts", type=int, default=32, help="a training step, 8 samples each")
+    parser.add_argument("--prompts", type=int, default=16, help="a training step, 8 samples each")
     parser.add_argument("--betas", default=",".join(map(str, BETAS)))
     options = report.parse(parser, arguments)
     began = time.monotonic()

@@ -14,6 +14,7 @@ from rlhf.quickstart import write_quickstart
 Row = dict[str, Any]
 
 DATA = Path("runs/quickstart-data")  # where `make quickstart` puts its model and data
+COLOURS = 64  # of a picture: lines, their edges, and greys
 
 
 def parser(module: str, description: str, *, trains: bool) -> argparse.ArgumentParser:
@@ -83,9 +84,14 @@ def figure(rows: int, columns: int, *, width: float, height: float, **options: A
 
 
 def save(drawn: Any, path: Path) -> None:
-    """Write a figure as PNG, and say so."""
+    """Write a figure as a PNG of few colours, small enough to be kept beside a text, and say so."""
+    from PIL import Image
+
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(path)
+    with Image.open(path) as image:
+        small = image.convert("RGB").quantize(COLOURS)
+    small.save(path, optimize=True)
     print(f"wrote {path}", flush=True)
 
 
