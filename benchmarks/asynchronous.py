@@ -40,6 +40,7 @@ def run_config(case: Case, lag: int) -> Any:
         data={"train": str(train), "eval": str(test), "max_prompt_tokens": 64},
         rollout={"prompts_per_step": case["prompts"], "samples_per_prompt": SAMPLES, "max_response_tokens": LONGEST,
                  "max_policy_lag": lag, "max_concurrent_sequences": SLOTS, "gpu_memory_utilization": 0.4},
+        logging={"rollouts": True},
         reward={"parts": [{"name": "length", "max_tokens": LONGEST, "buffer_tokens": LONGEST - 1}]},
         learner={"max_tokens_per_microbatch": 4096, "optimizer": {"lr": 1e-7}},
         cluster={"device": case["device"], "threads_per_learner": 1 if case["device"] == "cpu" else None},
@@ -66,12 +67,12 @@ async def flat_out(run: Any, seconds: float) -> dict[str, float]:
     from rlhf import batching
 
     config, groups_per_step = run.config, run.config.rollout.prompts_per_step
-    groups = await run.buffer.take()
+    prompts = [run.stream.take(1)[0] for _ in range(64)]
+    groups = await asyncio.gather(*(run.sampler.for_training(prompt) for prompt in prompts[:groups_per_step]))
     samples = batching.flatten(groups)
     trains = np.ones(len(samples), bool)
     (minibatches,) = batching.plan_epochs(samples, trains, config, step=0)
     advantages = np.resize([1.0, -1.0], len(samples))
-    prompts = [run.stream.take(1)[0] for _ in range(64)]
     finished: list[float] = []
     deadline = time.monotonic() + seconds
 
@@ -100,8 +101,8 @@ async def flat_out(run: Any, seconds: float) -> dict[str, float]:
     transfers = []
     for _ in range(3):
         started = time.monotonic()
-        await run.cluster.send_weights(1)
-        await run.canary.check(run.cluster, 1)
+        await run.cluster.send_weights(0)
+        await run.canary.check(run.cluster, 0)
         transfers.append(time.monotonic() - started)
     return {
         "sampling_s": groups_per_step / rate,
@@ -150,15 +151,18 @@ def measure(case: Case) -> Row:
                 "time/learner_idle", "rollout/lag_max", "rollout/response_length/mean")  # fmt: skip
         found["steps"] = [{key: row[key] for key in keys if key in row} for row in rows]
         found["stale"] = rows[-1]["rollouts/stale"]
+        found["lengths"] = recorded_lengths(Path(run.config.run.dir) / "rollouts")
         return found
 
     return asyncio.run(go())
 
 
-def recorded_lengths(count: int) -> list[list[int]]:
-    """Lengths as the model's fixed probability of ending gives them."""
-    rng = np.random.default_rng(0)
-    return np.clip(rng.geometric(1 / MEAN_LENGTH, (count, SAMPLES)), 1, LONGEST).tolist()
+def recorded_lengths(folder: Path) -> list[list[int]]:
+    """Tokens of every response that was trained on, group by group."""
+    lengths = []
+    for file in sorted(folder.glob("*.jsonl")):
+        lengths += [json.loads(line)["response_tokens"] for line in file.read_text().splitlines()]
+    return [lengths[start : start + SAMPLES] for start in range(0, len(lengths), SAMPLES)]
 
 
 def main() -> int:
@@ -185,7 +189,7 @@ def main() -> int:
             "learner idle s": statistics.mean(step["time/learner_idle"] for step in found["steps"]),
         })  # fmt: skip
         runs.append({
-            "name": name, "lengths": recorded_lengths(256), "step_seconds": times,
+            "name": name, "lengths": found["lengths"], "step_seconds": times,
             "system": {"max_policy_lag": lag, "training_s": phases["update"] + phases["logprobs"],
                        "transfer_s": phases["transfer"] + phases["canary"]},
         })  # fmt: skip
