@@ -27,6 +27,7 @@ from benchmarks import harness, models
 from benchmarks.harness import Case, Row
 
 SAMPLES, MEAN_LENGTH, LONGEST, SLOTS = 8, 80, 512, 64
+PROMPT_TOKENS = 21  # of the quickstart's questions; samples of a group share its prefill
 
 
 def run_config(case: Case, lag: int) -> Any:
@@ -126,6 +127,22 @@ async def token_seconds(run: Any, running: int) -> tuple[float, float]:
     return seconds / lengths[-1], sum(lengths) / lengths[-1]
 
 
+async def prefill_token_seconds(run: Any) -> float:
+    """Seconds of a prompt's token, 32 prompts of 64 tokens at once."""
+    from rlhf.rollout.sampling import SamplingSettings
+    from rlhf.types import Prompt
+
+    rng = np.random.default_rng(0)
+    best = float("inf")
+    for _ in range(3):
+        prompts = [Prompt(f"p/{i}", 0, rng.integers(0, 256, 64).astype(np.int32), (), "", "p") for i in range(32)]
+        started = time.monotonic()
+        settings = SamplingSettings(1.0, 1)
+        await asyncio.gather(*(run.cluster.sample_group(0, prompt, 1, settings) for prompt in prompts))
+        best = min(best, time.monotonic() - started)
+    return best / (32 * 64)
+
+
 def measure(case: Case) -> Row:
     """One run: its flat-out phase if asked for, then steps."""
     from rlhf import grpo
@@ -143,6 +160,7 @@ def measure(case: Case) -> Row:
                 found |= await flat_out(run, case["flat_out_s"])
                 points = [await token_seconds(run, n) for n in (8, SLOTS)]
                 found["decode"] = points
+                found["prefill_token_s"] = await prefill_token_seconds(run)
             for step in range(case["steps"]):
                 await grpo.train_step(run, step)
         lines = [json.loads(line) for line in (Path(run.config.run.dir) / "metrics.jsonl").read_text().splitlines()]
@@ -196,8 +214,9 @@ def main() -> int:
     (few_s, few), (many_s, many) = asynchronous["decode"]
     slope = max(0.0, (many_s - few_s) / (many - few))
     system = {
-        "engines": 1, "slots": SLOTS, "base_s": few_s - slope * few, "sequence_s": slope, "request_s": 0.0,
-        "prefill_token_s": 0.0, "groups_per_step": prompts,
+        "engines": 1, "slots": SLOTS, "base_s": few_s - slope * few, "sequence_s": slope,
+        "request_s": PROMPT_TOKENS * asynchronous["prefill_token_s"] / SAMPLES, "prompt_tokens": PROMPT_TOKENS,
+        "prefill_token_s": asynchronous["prefill_token_s"], "groups_per_step": prompts,
     }  # fmt: skip
     measured = {key: asynchronous[key] for key in ("sampling_s", "training_s", "transfer_s")}
     harness.report(

@@ -48,6 +48,7 @@ class System:
     prefill_token_s: float
     groups_per_step: int
     max_policy_lag: int
+    prompt_tokens: int = 0
 
     def token_s(self, running: int) -> float:
         return self.base_s + self.sequence_s * running
@@ -185,7 +186,7 @@ class Simulation:
         """New weights: every engine stands for the transfer and for the prefill of what it has under way."""
         for index, engine in enumerate(self._engines):
             self._advance(index)
-            tokens = sum(engine.clock - start for _, start, _ in engine.running)
+            tokens = sum(engine.clock - start + self.system.prompt_tokens for _, start, _ in engine.running)
             engine.at += self.system.transfer_s + tokens * self.system.prefill_token_s
             self._fill(index)
         heapq.heappush(self._events, (self.now + self.system.transfer_s, 2, 0, 0))
