@@ -124,7 +124,7 @@ def main() -> int:
     dtype = "float32" if options.device == "cpu" else "bfloat16"
     models.random_model(SIZE, dtype=dtype)
     best = {"first_rollouts": float("inf"), "bare": float("inf")}
-    for _ in range(1 if options.quick else 3):
+    for _ in range(1 if options.quick else 2):
         for function in best:
             with tempfile.TemporaryDirectory() as folder:
                 case = {"function": function, "dtype": dtype, "device": options.device, "folder": str(Path(folder))}
