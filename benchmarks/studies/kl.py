@@ -46,7 +46,6 @@ from rlhf.types import RolloutGroup, merge_metrics
 
 BETAS = (0.01, 0.1, 1.0)
 STEPS = 40
-LAST = 5  # steps at the end that a mean is taken of
 COLOURS = {"k1": "tab:red", "k2": "tab:blue", "k3": "tab:orange", "k4": "tab:green", "none": "0.45"}
 
 # --- the expectations, without sampling ---
@@ -272,20 +271,23 @@ def by_run(rows: Sequence[report.Row]) -> dict[tuple[str, float], list[report.Ro
 
 
 def summarize(rows: Sequence[report.Row]) -> list[report.Row]:
-    """One line a run: means over its last steps, and the largest KL on the way."""
-    return [
-        {
-            "estimator": estimator,
-            "beta": beta,
-            "KL at the end (nats a token)": report.mean(step["kl"] for step in steps[-LAST:]),
-            "largest KL": max(step["kl"] for step in steps),
-            "reward at the end": round(report.mean(step["reward"] for step in steps[-LAST:]), 3),
-            "length at the end": round(report.mean(step["length"] for step in steps[-LAST:]), 1),
-            "entropy at the end": report.mean(step["entropy"] for step in steps[-LAST:]),
-            "updates skipped": steps[-1]["skipped"],
-        }
-        for (estimator, beta), steps in by_run(rows).items()
-    ]
+    """One line a run, over the second half of its steps; the median, because single steps stand far out."""
+    found = []
+    for (estimator, beta), steps in by_run(rows).items():
+        late = steps[len(steps) // 2 :]
+        found.append(
+            {
+                "estimator": estimator,
+                "beta": beta,
+                "KL, median (nats a token)": float(np.median([step["kl"] for step in late])),
+                "KL, largest": max(step["kl"] for step in late),
+                "reward, mean": round(report.mean(step["reward"] for step in late), 3),
+                "length, mean": round(report.mean(step["length"] for step in late), 1),
+                "entropy, mean": report.mean(step["entropy"] for step in late),
+                "updates skipped": steps[-1]["skipped"],
+            }
+        )
+    return found
 
 
 def draw(rows: Sequence[report.Row], path: Path) -> None:
@@ -304,9 +306,10 @@ def draw(rows: Sequence[report.Row], path: Path) -> None:
                     panel.plot([s["step"] for s in steps], values, line, color=COLOURS[estimator], label=name, lw=1.2)
             if column == 0:
                 panel.set_ylabel(label)
-        axes[0, column].set(title=f"beta = {beta:g}", yscale="log", ylim=(1e-4, None))
+        axes[0, column].set(title=f"beta = {beta:g}", yscale="log")
         axes[-1, column].set_xlabel("training step")
-    axes[0, -1].legend(ncols=2)
+    axes[0, 0].set_ylim(1e-4, 2 * max(row["kl"] for row in rows))  # a step at KL 0 has no place on a log axis
+    axes[0, 0].legend(ncols=2, loc="lower right")
     report.save(drawn, path)
 
 
