@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlhf import grpo, ppo
 from rlhf.config.load import load_config
-from rlhf.config.ppo import PPOConfig
+from rlhf.config.ppo import PPOAlgoConfig, PPOConfig
+from rlhf.config.reward import RewardConfig
 from rlhf.config.run import GRPOConfig
+from rlhf.config.sections import LearnerConfig, RolloutConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -159,3 +163,28 @@ def test_dapos_rewards_are_one_and_minus_one_up_to_a_shift_and_the_published_ove
     options = LengthOptions(**length.options)
     assert [length_reward(n, options) for n in (16_384, 18_432, 20_480)] == [0.0, -0.5, -1.0]
     assert length.weight == 1.0
+
+
+# --- docs/algorithms.md ---
+
+PAGE = ROOT / "docs/algorithms.md"
+SECTIONS = {"algo": PPOAlgoConfig, "learner": LearnerConfig, "reward": RewardConfig, "rollout": RolloutConfig}
+NEEDED = {"rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 9}}
+
+
+def test_the_keys_that_the_page_gives_for_a_recipe_are_keys() -> None:
+    lines = re.findall(r"^    ((?:algo|learner|reward|rollout): [{\[].*)$", PAGE.read_text(), flags=re.MULTILINE)
+    assert len(lines) > 10
+    for line in lines:
+        ((name, values),) = yaml.safe_load(line).items()
+        schema = SECTIONS[name]
+        given = values if name == "reward" else {**NEEDED.get(name, {}), **values}
+        assert schema.model_validate_json(json.dumps(given))
+
+
+def test_the_page_links_to_what_is_there_and_shows_its_pictures() -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", PAGE.read_text())
+    assert [t for t in targets if not (PAGE.parent / t).exists()] == []
+    pictures = [PAGE.parent / t for t in targets if t.endswith(".png")]
+    assert {path.stem for path in pictures} >= {"adam", "kl", "schedule", "algorithms"}
+    assert all(path.stat().st_size < 150_000 for path in pictures)
