@@ -9,10 +9,12 @@ which a run normalizes them (arXiv:1909.08593, sec. 2.1).
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -142,6 +144,15 @@ def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
             process.join()
 
 
+def _cancel_on_sigterm() -> None:
+    """Let SIGTERM end the program through its `finally`, which ends the ranks; by default they would live on."""
+
+    def cancel(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    signal.signal(signal.SIGTERM, cancel)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv)
     if arguments.plan or arguments.resume:
@@ -163,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{len(train)} pairs to train on, {len(held_out)} held out, {too_long} left out as too long")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(resolved_yaml(config))
+    _cancel_on_sigterm()
     run_ranks(config, train, held_out)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_stack_grpo import CANARY_BOUND, check_account, read_steps
+from test_stack_grpo import CANARY_BOUND, check_account, descendants, read_steps
 
 from rlhf.quickstart import BOX_TOKEN
 from rlhf.run_folder import RunFolder
@@ -34,24 +36,46 @@ def write(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-def train_reward_model(folder: Path, data: Path) -> Path:
-    """Two updates on the quickstart's pairs: no good judge, but a whole one, with its normalization."""
+def reward_config(folder: Path, data: Path) -> dict[str, Any]:
     for name, rows in (("train", 64), ("test", 32)):
         lines = (data / f"pairs_{name}.jsonl").read_text().splitlines()[:rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    config = {
+    return {
         "run": {"dir": str(folder / "reward")},
         "model": {"path": str(data / "model"), "dtype": "float32"},
         "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "test.jsonl"), "max_tokens": 128},
         "learner": {"pairs_per_update": 32, "max_tokens_per_microbatch": 1024, "optimizer": {"lr": 1e-3}},
         "device": "cpu",
     }
-    run_program("rlhf.reward_model", "--config", write(folder / "reward.yaml", config))
+
+
+def train_reward_model(folder: Path, data: Path) -> Path:
+    """Two updates on the quickstart's pairs: no good judge, but a whole one, with its normalization."""
+    run_program("rlhf.reward_model", "--config", write(folder / "reward.yaml", reward_config(folder, data)))
     rows = [json.loads(line) for line in (folder / "reward" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 2]
     assert all(np.isfinite(row["train/loss"]) and row["learner/grad_norm"] > 0 for row in rows[:2])
     assert 0 <= rows[-1]["eval/accuracy"] <= 1
     return folder / "reward" / "model"
+
+
+def test_sigterm_ends_the_training_of_a_reward_model_and_its_ranks(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = write(tmp_path / "reward.yaml", reward_config(tmp_path, tiny_model_dir))
+    program = subprocess.Popen(
+        [sys.executable, "-m", "rlhf.reward_model", "--config", str(config), "run.epochs=100000"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    metrics = tmp_path / "reward" / "metrics.jsonl"
+    while not metrics.exists() or not metrics.read_text():
+        assert program.poll() is None, program.communicate()[1][-3000:]
+        time.sleep(0.2)
+    below = descendants(program.pid)
+    assert any("spawn_main" in command for command in below.values())
+    program.terminate()
+    _, stderr = program.communicate(timeout=60)
+    assert program.returncode == 128 + signal.SIGTERM, stderr[-3000:]
+    time.sleep(2)
+    assert not [command for pid, command in below.items() if Path(f"/proc/{pid}").exists()]
 
 
 def ppo_config(run: Path, data: Path, reward_model: Path) -> dict[str, Any]:
