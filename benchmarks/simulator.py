@@ -31,7 +31,7 @@ from benchmarks import harness
 from benchmarks.harness import Row
 from rlhf.rollout.buffer import Staleness
 
-STEPS, FIRST = 8, 3  # simulated steps, and those of the start that the mean leaves out
+STEPS, FIRST = 10, 4  # simulated steps, and those of the start that the mean leaves out
 
 
 @dataclass(frozen=True)
