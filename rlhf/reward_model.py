@@ -3,14 +3,15 @@
     python -m rlhf.reward_model --config configs/reward_model.yaml [section.key=value ...]
 
 Pairs are a JSONL with `chosen` and `rejected`: whole conversations as lists of role/content messages, or texts that
-answer a `prompt` (text or messages). It writes the model, and the mean and std of its scores on the training pairs, by
-which a run normalizes them (arXiv:1909.08593, sec. 2.1).
+answer a `prompt` (text or messages). It writes the model, and mean and std of its scores on training pairs, by which
+a run normalizes them (arXiv:1909.08593, sec. 2.1).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Train a reward model from preference pairs (Bradley-Terry)."
 LOG_EVERY = 10  # updates
+NORMALIZATION_PAIRS = 2048  # whose scores fix mean and std, evenly spaced: known to about 0.02 of the std
 
 
 def conversation(row: dict[str, Any], column: str) -> list[dict[str, str]]:
@@ -95,7 +97,7 @@ def train_rank(place: Place, config: RewardTrainingConfig, train: list[Pair], he
         if sink is not None:
             sink.log(total, values)
             print("held out: " + "  ".join(f"{name.removeprefix('eval/')} {v:.4f}" for name, v in values.items()))
-    _, mean, std = trainer.measure(train)
+    _, mean, std = trainer.measure(train[:: math.ceil(len(train) / NORMALIZATION_PAIRS)])
     trainer.write(str(folder / "model"), config.model.path, mean, std)
     if sink is not None:
         sink.close()
