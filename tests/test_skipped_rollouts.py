@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from worlds import make_config, make_groups
+from worlds import make_config, make_groups, run_world
 
 from rlhf import batching
 from rlhf.learner.attention import PACKED
+from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, PolicyModel
 from rlhf.learner.update import PolicyObjective, policy_microbatch
 from rlhf.types import Minibatch, RolloutGroup
@@ -55,8 +56,8 @@ def test_only_rollouts_with_an_advantage_are_packed_and_all_are_counted() -> Non
         assert one.denominators == other.denominators
 
 
-@pytest.mark.parametrize("algo", [{"kl_coef": 0.1, "kl_estimator": "k3"}, {"entropy_coef": 0.01}])
-def test_with_a_kl_or_an_entropy_bonus_in_the_loss_every_rollout_has_a_gradient_and_none_is_skipped(algo: Any) -> None:
+@pytest.mark.parametrize("algo", [{"kl_coef": 0.1, "kl_estimator": "k3"}, {"entropy_coef": 0.01}, {"log_kl": True}])
+def test_with_a_kl_or_an_entropy_bonus_in_the_loss_or_a_kl_in_the_log_none_is_skipped(algo: Any) -> None:
     config = make_config(NOWHERE, algo=algo)
     _, advantages, works = plan(groups_with_equal_ones((1, 3)), config, skip=True)
     assert (advantages == 0).sum() == 8
@@ -113,3 +114,35 @@ def test_the_gradient_is_the_same_to_the_last_digits_of_float64(policy_loss: str
     assert all(bool(g.abs().max() > 0) for g in full)
     for one, other in zip(full, lean, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-14)
+
+
+def steps_without_and_with_advantages(place: Place, model: Path) -> list[tuple[float, float, bool]]:
+    """Two updates through DeepSpeed, the first without a single advantage: gradient norm, updates taken, moved."""
+    from rlhf.learner.worker import Learner
+
+    config = make_config(
+        model,
+        learner={"optimizer": {"lr": 1e-3}, "max_tokens_per_microbatch": 512},
+        cluster={"device": "cpu", "learners": place.world_size},
+    )
+    learner = Learner(config, place)
+    found = []
+    for equal in ((0, 1, 2, 3, 4), (1, 3)):
+        groups = groups_with_equal_ones(equal)
+        minibatches, advantages, works = plan(groups, config, skip=True)
+        assert works.sum() == 4 * (5 - len(equal))
+        old = {row: s.rollout.rollout_logprobs for row, s in enumerate(batching.flatten(groups))}
+        before = [p.detach().clone() for p in learner.names.values()]
+        (metrics,) = learner.update(batching.learner_minibatches(minibatches, advantages, old, {})[place.rank])
+        moved = any(not torch.equal(one, p) for one, p in zip(before, learner.names.values(), strict=True))
+        norm, taken = metrics["learner/grad_norm"].value(), metrics["learner/updates_taken"].value()
+        found.append((norm, taken, moved))
+    return found
+
+
+@pytest.mark.stack
+def test_a_minibatch_of_which_nothing_is_computed_still_takes_its_step_on_every_rank(tiny_model_dir: Path) -> None:
+    for first, second in run_world(steps_without_and_with_advantages, 2, tiny_model_dir / "model"):
+        assert first == (0.0, 1.0, False)  # no gradient and no momentum yet
+        assert second[0] > 0
+        assert second[1:] == (2.0, True)
