@@ -135,9 +135,10 @@ def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
     for process in ranks:
         process.start()
     try:
-        multiprocessing.connection.wait([process.sentinel for process in ranks])
-        while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):
-            multiprocessing.connection.wait([p.sentinel for p in ranks if p.is_alive()])
+        running = ranks
+        while running and not any(process.exitcode for process in ranks):
+            multiprocessing.connection.wait([process.sentinel for process in running])
+            running = [process for process in running if process.is_alive()]
         if any(process.exitcode for process in ranks):
             raise RuntimeError(failures.get(timeout=5))
     finally:
