@@ -48,13 +48,14 @@ def work_rows(trains: np.ndarray, advantages: np.ndarray, config: GRPOConfig) ->
     """[B] bool, True for the trained responses that the learner computes at all.
 
     Without a KL and an entropy bonus in the loss every gradient of a policy loss is a multiple of the advantage, so a
-    response whose advantage is exactly 0 has none. It stays in the denominators.
+    response whose advantage is exactly 0 has none. It stays in the denominators. What is logged of log-probs is then of
+    the others alone; `algo.log_kl` wants the KL of all responses, and so computes them.
 
     Args:
         advantages: [B], known before any log-prob: without a KL in the reward.
     """
     assert not (config.algo.kl_place == "reward" and config.algo.kl_coef > 0), "advantages wait for the log-probs"
-    if config.algo.kl_coef > 0 or config.algo.entropy_coef:
+    if config.algo.kl_coef > 0 or config.algo.entropy_coef or config.algo.log_kl:
         return trains
     return trains & (advantages != 0)
 
