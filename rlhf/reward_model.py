@@ -15,6 +15,7 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import queue
 import signal
 import socket
 import sys
@@ -140,11 +141,18 @@ def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
             multiprocessing.connection.wait([process.sentinel for process in running])
             running = [process for process in running if process.is_alive()]
         if any(process.exitcode for process in ranks):
-            raise RuntimeError(failures.get(timeout=5))
+            raise RuntimeError(_first_reason(failures, [process.exitcode for process in ranks]))
     finally:
         for process in ranks:
             process.kill()
             process.join()
+
+
+def _first_reason(failures: Any, statuses: list[int | None]) -> str:
+    try:
+        return str(failures.get(timeout=5))
+    except queue.Empty:  # killed from outside, by the kernel for want of memory, say
+        return f"a learner ended without a word; exit statuses by rank: {statuses}"
 
 
 def _cancel_on_sigterm() -> None:

@@ -119,6 +119,25 @@ def test_the_critics_gradient_is_the_plain_one_for_1_and_2_learners_2_budgets_an
                 assert relative_error(gradients, expected) < 2e-5, (learners, rank, case)
 
 
+def first_values(place: Place, model: Path) -> np.ndarray:
+    from rlhf.learner.critic import Critic
+
+    config = config_for(model, learners=1, budget=4096, stage=2)
+    packed = [m.microbatches for m in work_of(config, make_groups(**GROUPS), place.rank)]
+    return np.concatenate([v for m in Critic(config, place).values(packed) for v in m])
+
+
+def test_a_critic_from_a_reward_model_starts_with_its_head_over_the_recorded_std(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = save_critic(tiny_model_dir / "model", tmp_path / "reward")
+    (raw,) = run_world(first_values, 1, model)
+    (model / "reward_normalization.json").write_text('{"mean": 3.0, "std": 4.0}')
+    (scaled,) = run_world(first_values, 1, model)
+    assert np.abs(raw).max() > 0.1
+    np.testing.assert_allclose(scaled, raw / 4.0, rtol=1e-5, atol=1e-7)
+
+
 def train_save_resume(place: Place, model: Path, folder: Path) -> dict[str, Any]:
     from rlhf.learner.critic import Critic
 

@@ -40,7 +40,8 @@ class CriticConfig(TrainedConfig):
 
     path: str | None = Field(
         None,
-        description="model it starts from, e.g. a reward model, whose head it keeps; null: model.path, head of zeros",
+        description="model it starts from, e.g. a reward model, whose head it keeps, over the recorded std of its "
+        "scores; null: model.path, head of zeros",
     )
     epochs_per_step: PositiveInt | None = Field(
         None, description="its passes over the rollouts of a step; null: as many as the policy's"

@@ -11,8 +11,9 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.learner.messages import Place, ValueMinibatch
 from rlhf.learner.model import DeviceTokens
 from rlhf.learner.rank import TrainedRank, Training
+from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.update import masked_mean
-from rlhf.learner.value_model import ValueModel, load_scalar_transformer
+from rlhf.learner.value_model import HEAD, ValueModel, load_scalar_transformer
 from rlhf.types import Denominators, PackedTokens, StepMetrics, Sum, ValueTargets
 
 
@@ -39,6 +40,9 @@ class Critic(TrainedRank):
             gradient_checkpointing=config.model.gradient_checkpointing,
             trust_remote_code=config.model.trust_remote_code,
         )
+        _, std = recorded_normalization(config.critic_path)
+        with torch.no_grad():
+            transformer.get_parameter(HEAD).div_(std)  # rewards are normalized scores, and so are their values
         self.wrap(ValueModel(transformer).train())
 
     @torch.no_grad()
