@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 CONNECT_S = 20.0
+DEATH_NOTICE_S = 5.0  # how long after a failure another actor may still be found dead
 
 
 class ClusterError(RuntimeError):
@@ -69,10 +70,15 @@ class HostedAsyncActor(HostedActor):
         return await getattr(self._hosted, method)(*arguments)
 
 
-async def wait_for(awaitable: Awaitable[Any], *, what: str, deadline_s: float) -> Any:
+async def wait_for(
+    awaitable: Awaitable[Any], *, what: str, deadline_s: float, homes: Mapping[str, str] | None = None
+) -> Any:
     """Await with a deadline; raise ClusterError that says what was waited for and why it failed.
 
     A ValueError of the actor is raised as it is: it is meant for the user.
+
+    Args:
+        homes: actor id -> what the actor is and its node, to name them when it is gone; Ray itself often does not.
     """
     try:
         return await asyncio.wait_for(_as_coroutine(awaitable), deadline_s)
@@ -82,7 +88,9 @@ async def wait_for(awaitable: Awaitable[Any], *, what: str, deadline_s: float) -
             raise cause from None
         raise ClusterError(f"{what} failed: {type(cause).__name__}: {_message(cause)}") from error
     except RayActorError as error:
-        raise ClusterError(f"{what} failed: {' '.join(str(error).split())}") from error
+        home = (homes or {}).get(str(error.actor_id), "")
+        lost = f"{home} is lost: " if home else ""
+        raise ClusterError(f"{what} failed: {lost}{' '.join(str(error).split())}") from error
     except TimeoutError:
         raise ClusterError(f"{what}: no answer within {deadline_s:.0f} s.") from None
 
@@ -103,6 +111,7 @@ class ActorGroup:
         self.name = name
         self.actors = actors
         self.deadline_s = deadline_s
+        self.homes: dict[str, str] = {}  # by actor id; known once they are located
 
     async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> list[Any]:
         """The same call on every actor; results in rank order."""
@@ -116,7 +125,10 @@ class ActorGroup:
         return await self._gather(refs, method, deadline_s)
 
     async def locate(self, *, deadline_s: float) -> list[Location]:
-        return await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
+        found: list[Location] = await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
+        for rank, (actor, place) in enumerate(zip(self.actors, found, strict=True)):
+            self.homes[actor._actor_id.hex()] = f"{self.name} {rank} on node {place.host} ({place.node[:8]})"
+        return found
 
     async def build(
         self, environments: Sequence[Mapping[str, str]], arguments: Sequence[tuple[Any, ...]], *, deadline_s: float
@@ -126,10 +138,27 @@ class ActorGroup:
         await self._gather([a.build.remote(env, *args) for a, env, args in triples], "start-up", deadline_s)
 
     async def _gather(self, refs: list[Any], what: str, deadline_s: float | None) -> list[Any]:
-        found: list[Any] = await wait_for(
-            asyncio.gather(*refs), what=f"{self.name}.{what}", deadline_s=deadline_s or self.deadline_s
-        )
+        try:
+            found: list[Any] = await wait_for(
+                asyncio.gather(*refs),
+                what=f"{self.name}.{what}",
+                deadline_s=deadline_s or self.deadline_s,
+                homes=self.homes,
+            )
+        except ClusterError as error:
+            if " is lost: " not in str(error) and (lost := await self._lost()):
+                raise ClusterError(f"{self.name}.{what} failed: {', '.join(lost)} is lost: {error}") from error
+            raise
         return found
+
+    async def _lost(self) -> list[str]:
+        """The actors that are gone: when a rank dies, another's broken connection is often what is heard first."""
+        answers = {asyncio.ensure_future(_as_coroutine(a.locate.remote())): a for a in self.actors}
+        done, waiting = await asyncio.wait(answers, timeout=DEATH_NOTICE_S)
+        for task in waiting:  # busy, and so alive
+            task.cancel()
+        gone = [answers[task]._actor_id.hex() for task in done if isinstance(task.exception(), RayActorError)]
+        return [self.homes[key] for key in gone if key in self.homes]
 
     def kill(self) -> None:
         for actor in self.actors:

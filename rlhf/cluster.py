@@ -371,7 +371,10 @@ class Cluster:
     ) -> list[Rollout]:
         ref = self.engines.actors[engine].call.remote("sample_group", prompt, samples, settings)
         found: list[Rollout] = await wait_for(
-            ref, what=f"engine {engine}, sampling {prompt.id}", deadline_s=self.engines.deadline_s
+            ref,
+            what=f"engine {engine}, sampling {prompt.id}",
+            deadline_s=self.engines.deadline_s,
+            homes=self.engines.homes,
         )
         return found
 
