@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -16,11 +24,12 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
+    Qwen3MoeConfig,
 )
 
 from rlhf.algo.packing import pack
 from rlhf.learner.attention import PACKED, segments_of
-from rlhf.learner.model import DeviceTokens, PolicyModel
+from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.value_model import ValueModel
 from rlhf.types import Rollout
 
@@ -146,6 +155,48 @@ def test_a_window_shorter_than_a_sequence_is_refused() -> None:
     policy = PolicyModel(model, temperature=1.0)
     with pytest.raises(AssertionError, match="64 tokens exceeds the model's attention window of 16"):
         policy(DeviceTokens.of(pack(make_rollouts(), range(10)), torch.device("cpu")))
+
+
+UNPACKABLE = {
+    "alibi in its own attention": (
+        lambda: BloomConfig(vocab_size=97, hidden_size=48, n_layer=1, n_head=4),
+        "its attention takes no function from outside",
+    ),
+    "attention classes of its own": (
+        lambda: FalconConfig(vocab_size=97, hidden_size=48, num_hidden_layers=1, num_attention_heads=4),
+        "its attention takes no function from outside",
+    ),
+    "convolutions between its attention layers": (
+        lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
+        "a sequence sees what stands before it in the row",
+    ),
+    "capped scores": (lambda: Gemma2Config(**SMALL, head_dim=12), "it caps its attention scores"),
+    "sinks": (lambda: GptOssConfig(**SMALL, head_dim=12, num_local_experts=2), "its attention has sinks"),
+}
+
+
+@pytest.mark.parametrize("name", UNPACKABLE)
+def test_a_model_whose_sequences_would_see_each_other_in_a_row_is_refused(name: str, tmp_path: Path) -> None:
+    config, reason = UNPACKABLE[name]
+    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=rf"model\.path=.*model: .* since {reason}\. Use "):
+        load_policy(
+            str(tmp_path / "model"), dtype="float32", temperature=1.0, gradient_checkpointing=False,
+            trust_remote_code=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_models_with_learned_positions_and_with_experts_are_packed(dtype: str, tmp_path: Path) -> None:
+    for config in (
+        GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=64),
+        Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    ):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
+        load_policy(
+            str(tmp_path / config.model_type), dtype=dtype, temperature=1.0, gradient_checkpointing=True,
+            trust_remote_code=False,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("key", ["final_logit_softcapping", "logit_scale", "logits_scaling"])

@@ -7,6 +7,7 @@ that it would take between machines. A node has one CPU, less than all parts res
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -117,36 +118,36 @@ def token(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_doctor_names_it(
     token: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    script = Path(__file__).parent / "ray_cluster.py"
+    cluster = subprocess.Popen([sys.executable, script, "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert cluster.stdin is not None
+    assert cluster.stdout is not None
     try:
-        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        about = json.loads(cluster.stdout.readline())
         config = write_config(tmp_path, tiny_model_dir, run={"steps": 100000}, logging={"wandb": {"mode": "disabled"}})
+        environment = os.environ | {"RAY_ADDRESS": about["address"]}
         program = subprocess.Popen(
             [sys.executable, "-m", "rlhf.grpo", "--config", config, *APART],
-            env=os.environ | {"RAY_ADDRESS": cluster.address},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         wait_for_step(tmp_path / "run", 1, program, WAIT_S)
-        dead = nodes[0].node_id
-        cluster.remove_node(nodes[0], allow_graceful=False)
+        print("kill 0", file=cluster.stdin, flush=True)
+        assert cluster.stdout.readline() == "killed\n"
         _, stderr = program.communicate(timeout=180)
         assert program.returncode == 1, stderr[-3000:]
         (message,) = stderr.strip().splitlines()
-        assert f" on node {nodes[1].node_ip_address} ({dead[:8]}) is lost: " in message
+        (dead, address), _ = about["nodes"]
+        assert f" on node {address} ({dead[:8]}) is lost: " in message
 
         command = [sys.executable, "-m", "rlhf.doctor", "--config", str(config), *APART]
-        examined = subprocess.run(
-            command, env=os.environ | {"RAY_ADDRESS": cluster.address}, capture_output=True, text=True, check=False
-        )
+        examined = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert examined.returncode == 1
         failed = [line.split()[1] for line in examined.stdout.splitlines() if line.startswith("FAIL")]
         assert failed == ["start-up"], examined.stdout
         assert f", {dead[:8]}) died: " in examined.stdout  # a warning: other nodes are alive at its address
         assert "reserve 1.5 CPUs" in examined.stdout
     finally:
-        cluster.shutdown()
+        cluster.communicate(timeout=120)  # its input ends, and with it the cluster
 
 
 @pytest.fixture

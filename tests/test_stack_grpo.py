@@ -242,7 +242,7 @@ def test_sigterm_ends_the_run_and_every_process(tiny_model_dir: Path, tmp_path: 
         [sys.executable, "-m", "rlhf.grpo", "--config", str(config)],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    wait_for_step(tmp_path / "run", 2, program)
+    wait_for_step(tmp_path / "run", 3, program)  # checkpoints are of every second step: that of step 2 is complete
     below = descendants(program.pid)
     program.terminate()
     _, stderr = program.communicate(timeout=120)

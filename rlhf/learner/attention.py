@@ -17,11 +17,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 PACKED = "packed"
 SIMILAR_LENGTH = 0.75  # segments of one block are at least this share of its longest: at most 1/3 padding
+
+
+class UnpackableError(Exception):
+    """A model whose sequences cannot share a row; the message is a clause that says why."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,18 @@ def packed_attention(
     *,
     segments: Segments,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one packed row; query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d].
 
     Raises:
+        UnpackableError: the model caps its attention scores or adds sinks to them, which is not computed here.
         AssertionError: with a batch of rows, an attention mask, dropout, or a window that is shorter than a segment.
     """
+    if softcap is not None or s_aux is not None:
+        raise UnpackableError("it caps its attention scores" if s_aux is None else "its attention has sinks")
     assert query.shape[0] == 1, "a packed row is a batch of one"
     assert attention_mask is None, "segments say what may be attended to"
     assert dropout == 0.0, "dropout would make old and current log-probabilities differ"
@@ -122,6 +131,54 @@ def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, sc
         )
         outputs.append(out.transpose(1, 2).reshape(n * longest, *q.shape[1:]))
     return torch.cat(outputs).index_select(0, segments.restore)
+
+
+def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """`auto_class.from_pretrained` with packed attention; -> the model and transformers' account of the loading.
+
+    Two sequences in one row must not see each other, and some models mix tokens where no attention function has a say
+    (convolutions, state spaces, attention of their own). Such a model would train on wrong log-probabilities.
+
+    Args:
+        key: of the config, for messages.
+
+    Raises:
+        ValueError: the model does not take packed rows.
+    """
+    try:
+        try:
+            transformer, info = auto_class.from_pretrained(
+                path, attn_implementation=PACKED, output_loading_info=True, **options
+            )
+        except KeyError as error:
+            if error.args != (PACKED,):
+                raise
+            raise UnpackableError("its attention takes no function from outside") from None
+        _check_packed(transformer)
+    except UnpackableError as error:
+        raise ValueError(
+            f"{key}={path}: sequences cannot be packed into one row for this model, since {error}. Use a model such as "
+            "Qwen2, Qwen3, Llama or Mistral."
+        ) from None
+    return transformer, info
+
+
+def _check_packed(transformer: PreTrainedModel) -> None:
+    """Change the first sequence of a row; the second must not notice."""
+    if not transformer._supports_attention_backend:
+        raise UnpackableError("its attention takes no function from outside")
+    rows = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [3, 2, 0, 1, 0, 1, 2, 3]])
+    segments = segments_of(np.array([0, 4, 8], np.int32), torch.device("cpu"))
+    positions = torch.arange(4).repeat(2).unsqueeze(0)
+    with torch.no_grad():
+        first, second = (
+            transformer.base_model(
+                input_ids=row.unsqueeze(0), position_ids=positions, use_cache=False, segments=segments
+            ).last_hidden_state[0, 4:].float()
+            for row in rows
+        )  # fmt: skip
+    if (first - second).norm() > 16 * torch.finfo(transformer.dtype).eps * first.norm():
+        raise UnpackableError("a sequence sees what stands before it in the row")
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

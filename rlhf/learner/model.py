@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
-from rlhf.learner.attention import PACKED, Segments, segments_of
+from rlhf.learner.attention import Segments, load_packed, segments_of
 from rlhf.types import PackedTokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -85,9 +85,13 @@ class PolicyModel(nn.Module):
 def load_policy(
     path: str, *, dtype: str, temperature: float, gradient_checkpointing: bool, trust_remote_code: bool
 ) -> PolicyModel:
-    """Load a model from a folder or the hub for training: packed attention, dropout 0, no cache."""
-    transformer = AutoModelForCausalLM.from_pretrained(
-        path, dtype=DTYPES[dtype], attn_implementation=PACKED, trust_remote_code=trust_remote_code
+    """Load a model from a folder or the hub for training: packed attention, dropout 0, no cache.
+
+    Raises:
+        ValueError: the model does not take packed rows, or changes its logits after the head.
+    """
+    transformer, _ = load_packed(
+        AutoModelForCausalLM, path, key="model.path", dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
     )
     disable_dropout(transformer)
     if gradient_checkpointing:

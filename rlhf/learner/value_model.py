@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf.algo.logprobs import response_states
 from rlhf.algo.numerics import full_precision
-from rlhf.learner.attention import PACKED
+from rlhf.learner.attention import load_packed
 from rlhf.learner.model import DTYPES, DeviceTokens, disable_dropout
 
 HEAD = "score.weight"
@@ -72,16 +72,16 @@ def load_scalar_transformer(
         head_std: standard deviation of a new head where the model has none, 0 for zeros; None: there must be one.
 
     Raises:
-        ValueError: the model has several labels, no head, or a head of another form.
+        ValueError: the model has several labels, no head, a head of another form, or does not take packed rows.
     """
-    transformer, info = AutoModelForSequenceClassification.from_pretrained(
+    transformer, info = load_packed(
+        AutoModelForSequenceClassification,
         path,
+        key=key,
         num_labels=1,
         dtype=DTYPES[dtype],
-        attn_implementation=PACKED,
         trust_remote_code=trust_remote_code,
         ignore_mismatched_sizes=True,
-        output_loading_info=True,
     )
     head = vars(transformer)["_modules"].get("score")
     if not isinstance(head, nn.Linear) or head.bias is not None:
