@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import socket
@@ -10,10 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 CONNECT_S = 20.0
+END_S = 20.0
 DEATH_NOTICE_S = 5.0  # how long after a failure another actor may still be found dead
 
 
@@ -58,13 +61,22 @@ class HostedActor:
 
 
 class HostedAsyncActor(HostedActor):
-    """The same for a class whose methods are coroutines, many of which run at once."""
+    """The same for a class whose methods are coroutines, many of which run at once.
+
+    It is built in a thread, so that the actor can be asked to end, with the processes that it started, in the middle.
+    """
 
     async def locate(self) -> Location:  # type: ignore[override]
         return super().locate()
 
     async def build(self, environment: Mapping[str, str], *arguments: Any) -> None:  # type: ignore[override]
-        super().build(environment, *arguments)
+        await asyncio.to_thread(super().build, environment, *arguments)
+
+    async def end_children(self) -> None:
+        """Kill every process that this actor started; they would outlive it."""
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     async def call(self, method: str, *arguments: Any) -> Any:
         return await getattr(self._hosted, method)(*arguments)
@@ -112,6 +124,7 @@ class ActorGroup:
         self.actors = actors
         self.deadline_s = deadline_s
         self.homes: dict[str, str] = {}  # by actor id; known once they are located
+        self.built = False
 
     async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> list[Any]:
         """The same call on every actor; results in rank order."""
@@ -136,6 +149,7 @@ class ActorGroup:
         """Construct the hosted objects, all at once."""
         triples = zip(self.actors, environments, arguments, strict=True)
         await self._gather([a.build.remote(env, *args) for a, env, args in triples], "start-up", deadline_s)
+        self.built = True
 
     async def _gather(self, refs: list[Any], what: str, deadline_s: float | None) -> list[Any]:
         try:
@@ -160,7 +174,13 @@ class ActorGroup:
         gone = [answers[task]._actor_id.hex() for task in done if isinstance(task.exception(), RayActorError)]
         return [self.homes[key] for key in gone if key in self.homes]
 
-    def kill(self) -> None:
+    async def end(self, method: str) -> None:
+        """Let each actor close by its `method`, then kill it; in the middle of start-up, kill it with its children."""
+        with contextlib.suppress(ClusterError, ValueError):
+            if self.built:
+                await self.call(method, deadline_s=END_S)
+            elif hasattr(self.actors[0], "end_children"):
+                await self._gather([a.end_children.remote() for a in self.actors], "end_children", END_S)
         for actor in self.actors:
             ray.kill(actor)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from rlhf.config.base import Section
 from rlhf.config.describe import Key, describe_keys, describe_options
@@ -15,6 +16,7 @@ from rlhf.config.load import load_config
 from rlhf.config.reward import OPTIONS_OF_REWARD
 
 C = TypeVar("C", bound=Section)
+R = TypeVar("R")
 
 USER_ERROR = 2  # the config, the data or the machine is not what the run needs
 RUN_ERROR = 1  # the run began and could not go on
@@ -98,6 +100,18 @@ def _key_lines(key: Key) -> Iterable[str]:
     line = f"{name:<48} [{key.kind}]"
     yield from [line] if len(line) <= HELP_COLUMNS else [name, f"      [{key.kind}]"]
     yield from textwrap.wrap(key.description, HELP_COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def run_async(main: Coroutine[Any, Any, R]) -> R:
+    """asyncio.run of a task that SIGTERM cancels, so that its `finally` clauses end what it started."""
+
+    async def cancellable() -> R:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await main
+
+    return asyncio.run(cancellable())
 
 
 def run_program(main: Callable[[], None]) -> int:

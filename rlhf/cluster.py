@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,23 +120,20 @@ class Cluster:
         os.environ.setdefault("RAY_worker_niceness", "0")  # workers run at nice 15 otherwise, starved by any neighbour
         logging.getLogger("ray").setLevel(logging.ERROR)
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
-        on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
-            if address:
-                check_address(address)
-                ray.init(address=address, **common)
-            else:
-                self._temp = tempfile.mkdtemp(prefix="rlhf-ray-")
-                ray.init(
-                    address="local", include_dashboard=False, num_cpus=os.cpu_count(), _temp_dir=self._temp, **common
-                )
+            with _keep_sigterm_handler():
+                if address:
+                    check_address(address)
+                    ray.init(address=address, **common)
+                else:
+                    self._temp = tempfile.mkdtemp(prefix="rlhf-ray-")
+                    local: dict[str, Any] = {"include_dashboard": False, "num_cpus": os.cpu_count()}
+                    ray.init(address="local", _temp_dir=self._temp, **local, **common)
         except ConnectionError as error:
             raise ValueError(
                 f"cluster.ray_address={address}: no Ray cluster answers there ({error}). Start one with `ray start "
                 "--head`, correct the address, or leave it out to run on this machine alone."
             ) from error
-        finally:
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would exit without cleaning up
 
     async def _create_ranks(self, name: str, kind: str) -> ActorGroup:
         """The actors of one DeepSpeed world."""
@@ -403,17 +400,26 @@ class Cluster:
 
     async def _stop(self) -> None:
         if ray.is_initialized():
-            for name, method in (("engines", "shutdown"), ("learners", "close"), ("critics", "close")):
-                group = vars(self).get(name)
-                if group is not None:
-                    with contextlib.suppress(ClusterError, ValueError):
-                        await group.call(method, deadline_s=20.0)
-                    group.kill()
+            ends = {"engines": "shutdown", "learners": "close", "critics": "close"}
+            groups = {name: vars(self)[name] for name in ends if name in vars(self)}
+            await asyncio.gather(*(group.end(ends[name]) for name, group in groups.items()))
             for placed in self._placed:
                 remove_placement_group(placed)
             ray.shutdown()
         if self._temp:
             shutil.rmtree(self._temp, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Around ray.init, which sets handlers that end the program before anything is cleaned up: in Python and in C++."""
+    set_handler, ours = ray._private.utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    ray._private.utils.set_sigterm_handler = lambda _: None
+    try:
+        yield
+    finally:
+        ray._private.utils.set_sigterm_handler = set_handler
+        signal.signal(signal.SIGTERM, ours)
 
 
 def _remote(cls: type, placed: PlacementGroup, bundle: int, *, cpus: float, gpus: float, kind: str) -> Any:

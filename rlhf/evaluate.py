@@ -9,7 +9,6 @@ numbers mean what they mean during training. Prints avg@k, pass@k and maj@k, and
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_model(config.model.path)
     if not joins_a_cluster(config):
         check_resources(config, local_resources(), trains=False)
-    metrics = asyncio.run(measure(config))
+    metrics = cli.run_async(measure(config))
     for name, value in metrics.items():
         print(f"{name.removeprefix('eval/'):<40} {value:.4f}")
     if arguments.output:

@@ -9,7 +9,6 @@ in the reward the advantages come first, and what cannot have a gradient is not 
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -98,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_resources(config, local_resources())
     from rlhf.run import TrainingRun
 
-    asyncio.run(train(TrainingRun(config, resume=arguments.resume)))
+    cli.run_async(train(TrainingRun(config, resume=arguments.resume)))
 
 
 if __name__ == "__main__":

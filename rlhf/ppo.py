@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_resources(config, local_resources())
     from rlhf.run import TrainingRun
 
-    asyncio.run(train(TrainingRun(config, resume=arguments.resume)))
+    cli.run_async(train(TrainingRun(config, resume=arguments.resume)))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ The loop itself stands in the program (`grpo.py`); this is what it reaches for, 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -111,7 +109,6 @@ class TrainingRun(Generic[C]):
         return self
 
     async def _start(self) -> None:
-        _cancel_on_sigterm()
         config = self.config
         self._announce()
         self.scorer = Scorer(config.reward)
@@ -371,12 +368,6 @@ async def logprob_passes(
     old = batching.rows_of(minibatches, by_rank, "old") if config.needs_old_logprobs_pass else {}
     ref = batching.rows_of(minibatches, by_rank, "ref") if config.needs_reference else {}
     return old, ref
-
-
-def _cancel_on_sigterm() -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def _closing(sink: Sink) -> Callable[..., None]:

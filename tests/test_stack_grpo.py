@@ -251,3 +251,25 @@ def test_sigterm_ends_the_run_and_every_process(tiny_model_dir: Path, tmp_path: 
     time.sleep(2)
     assert not [command for pid, command in below.items() if Path(f"/proc/{pid}").exists()]
     assert [path.suffix for path in (tmp_path / "run" / "checkpoints").iterdir()].count("") >= 1
+
+
+def test_sigterm_while_the_engine_starts_ends_every_process(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, tiny_model_dir, logging={"wandb": {"mode": "disabled"}})
+    program = subprocess.Popen(
+        [sys.executable, "-m", "rlhf.grpo", "--config", str(config)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    below: dict[int, str] = {}
+    while not any("EngineCore" in command for command in below.values()):
+        below = descendants(program.pid)
+        assert program.poll() is None, program.communicate()[1][-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    program.terminate()
+    _, stderr = program.communicate(timeout=60)
+    assert program.returncode == 128 + signal.SIGTERM
+    assert stderr.splitlines()[-1] == "terminated"
+    assert "Traceback" not in stderr
+    time.sleep(2)
+    assert not [command for pid, command in below.items() if Path(f"/proc/{pid}").exists()]

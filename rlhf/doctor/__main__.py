@@ -9,10 +9,8 @@ where the run would (RAY_ADDRESS, cluster.ray_address), and ends them. The exit 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -94,9 +92,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 async def diagnose(config: GRPOConfig, *, as_json: bool) -> list[Result]:
     """All findings about a config; as lines, each is printed when it is there."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
     def tell(result: Result) -> None:
         if not as_json:
@@ -119,7 +114,7 @@ def _run(argv: Sequence[str]) -> None:
     chooser.add_argument("--program", choices=SCHEMAS, default="grpo")
     schema = SCHEMAS[chooser.parse_known_args(argv)[0].program]
     config, flags = cli.parse("rlhf.doctor", DESCRIPTION, schema, argv, add_flags=add_flags)
-    results = asyncio.run(diagnose(config, as_json=flags.json))
+    results = cli.run_async(diagnose(config, as_json=flags.json))
     if flags.json:
         print(json.dumps([asdict(result) for result in results], indent=2))
     if failed := [result.name for result in results if result.status == "fail"]:
