@@ -139,9 +139,17 @@ class ActorGroup:
 
     async def locate(self, *, deadline_s: float) -> list[Location]:
         found: list[Location] = await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
-        for rank, (actor, place) in enumerate(zip(self.actors, found, strict=True)):
-            self.homes[actor._actor_id.hex()] = f"{self.name} {rank} on node {place.host} ({place.node[:8]})"
+        self._name_homes(found)
         return found
+
+    def _name_homes(self, locations: Sequence[Location]) -> None:
+        for rank, (actor, place) in enumerate(zip(self.actors, locations, strict=True)):
+            self.homes[actor._actor_id.hex()] = f"{self.name} {rank} on node {place.host} ({place.node[:8]})"
+
+    def reorder(self, order: Sequence[int], locations: Sequence[Location]) -> None:
+        """Give the actors other ranks: rank r becomes the actor that was `order[r]`, at `locations[order[r]]`."""
+        self.actors = [self.actors[i] for i in order]
+        self._name_homes([locations[i] for i in order])
 
     async def build(
         self, environments: Sequence[Mapping[str, str]], arguments: Sequence[tuple[Any, ...]], *, deadline_s: float

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 from rlhf.config.base import Section
 from rlhf.config.describe import Key, describe_keys, describe_options
 from rlhf.config.load import load_config
+from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
+from rlhf.config.run import GRPOConfig
 
 C = TypeVar("C", bound=Section)
 R = TypeVar("R")
@@ -37,6 +39,20 @@ REWARD_HEADER = "reward options, beside name and weight of a part: reward=[{name
 def training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="print the run's arithmetic, layout and memory, and stop")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.dir")
+
+
+PROGRAMS: dict[str, type[GRPOConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
+
+
+def program_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--program", choices=PROGRAMS, default="grpo", help="whose config it is (default: grpo)")
+
+
+def program_schema(argv: Sequence[str] | None) -> type[GRPOConfig]:
+    """The schema that --program names, before the arguments are parsed by it."""
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    program_flag(chooser)
+    return PROGRAMS[chooser.parse_known_args(argv)[0].program]
 
 
 def parse(

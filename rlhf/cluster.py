@@ -94,11 +94,11 @@ class Cluster:
         locations: list[Location] = []
         if self.trains:
             self.learners = await self._create_ranks("learner", "rlhf.learner.worker:Learner")
-            self.learners, locations, self._bundles = await self._put_neighbours_together(self.learners)
+            locations, self._bundles = await self._put_neighbours_together(self.learners)
             starts.append(self._build_ranks(self.learners, locations))
         if self._has_critics:
             self.critics = await self._create_ranks("critic", "rlhf.learner.critic:Critic")
-            self.critics, homes, _ = await self._put_neighbours_together(self.critics)
+            homes, _ = await self._put_neighbours_together(self.critics)
             starts.append(self._build_ranks(self.critics, homes))
         if self._has_reward_models:
             self.reward_models = await self._create_reward_models()
@@ -149,18 +149,17 @@ class Cluster:
         ]
         return ActorGroup(name, actors, deadline_s=config.step_deadline_s)
 
-    async def _put_neighbours_together(self, group: ActorGroup) -> tuple[ActorGroup, list[Location], list[int]]:
+    async def _put_neighbours_together(self, group: ActorGroup) -> tuple[list[Location], list[int]]:
         """Reorder the ranks so that those of a node are neighbours; nodes keep the order of their first actor.
 
         Returns:
-            The group, where its ranks are, and the bundle of each.
+            Where the ranks are, and the bundle of each.
         """
         locations = await group.locate(deadline_s=self.config.cluster.start_deadline_s)
         nodes = list(dict.fromkeys(location.node for location in locations))
         bundles = sorted(range(len(locations)), key=lambda i: (nodes.index(locations[i].node), i))
-        actors = [group.actors[i] for i in bundles]
-        ordered = ActorGroup(group.name, actors, deadline_s=group.deadline_s)
-        return ordered, [locations[i] for i in bundles], bundles
+        group.reorder(bundles, locations)
+        return [locations[i] for i in bundles], bundles
 
     @property
     def _shares_gpus(self) -> bool:
@@ -191,6 +190,7 @@ class Cluster:
 
     async def _build_reward_models(self) -> None:
         config, copies = self.config.cluster, len(self.reward_models.actors)
+        await self.reward_models.locate(deadline_s=config.start_deadline_s)
         arguments = (self.config.reward_model, config.device, config.threads_per_learner or 1)
         await self.reward_models.build(
             [self._environment()] * copies, [arguments] * copies, deadline_s=config.start_deadline_s
@@ -281,6 +281,11 @@ class Cluster:
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "CUDA_VISIBLE_DEVICES": "",
             }
+        if self._temp:
+            environment["VLLM_RPC_BASE_PATH"] = self._temp  # its sockets go away with this folder
+        if self.transfer_backend == "ipc":
+            # Handles of GPU memory reach vLLM's processes pickled, which it does not take otherwise.
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return environment
 
     # --- to and from disk ---
@@ -379,7 +384,10 @@ class Cluster:
         """Scores of one copy of the reward model."""
         ref = self.reward_models.actors[copy].call.remote("score", conversations)
         found: list[float | None] = await wait_for(
-            ref, what=f"reward model {copy}, {len(conversations)} responses", deadline_s=self.reward_models.deadline_s
+            ref,
+            what=f"reward model {copy}, {len(conversations)} responses",
+            deadline_s=self.reward_models.deadline_s,
+            homes=self.reward_models.homes,
         )
         return found
 

@@ -1,6 +1,7 @@
 """Program: accuracy of any model or run on the data of a config.
 
     python -m rlhf.evaluate --config configs/math.yaml model.path=runs/math/model evaluation.samples_per_prompt=8
+    python -m rlhf.evaluate --program ppo --config runs/mine/config.yaml model.path=runs/mine/model
 
 Reads the config of a training run and uses its model, data.eval, reward, rollout and evaluation sections, so that the
 numbers mean what they mean during training. Prints avg@k, pass@k and maj@k, and writes them with --output.
@@ -40,10 +41,12 @@ async def measure(config: GRPOConfig) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    def add_output(parser: argparse.ArgumentParser) -> None:
+    def add_flags(parser: argparse.ArgumentParser) -> None:
+        cli.program_flag(parser)
         parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON")
 
-    config, arguments = cli.parse("rlhf.evaluate", DESCRIPTION, GRPOConfig, argv, add_flags=add_output)
+    schema = cli.program_schema(argv)
+    config, arguments = cli.parse("rlhf.evaluate", DESCRIPTION, schema, argv, add_flags=add_flags)
     if not config.data.eval:
         raise ValueError("data.eval is empty: there is nothing to evaluate on. Name a file or a hub data set.")
     if config.reward.leaves_something_ungraded:

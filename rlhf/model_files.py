@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import ModelConfig, RolloutConfig
 
@@ -15,7 +16,7 @@ def looks_local(path: str) -> bool:
     return path.startswith(("/", ".", "~")) or Path(path).exists() or path.count("/") > 1
 
 
-def check_model(path: str) -> None:
+def check_model(path: str, *, key: str = "model.path") -> None:
     """Refuse a local model path that holds no model; a hub name is checked when its tokenizer is loaded.
 
     Raises:
@@ -25,11 +26,31 @@ def check_model(path: str) -> None:
         return
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ValueError(
-            f"model.path={path}: there is no such folder. Give a folder in Hugging Face format or a hub name."
-        )
+        raise ValueError(f"{key}={path}: there is no such folder. Give a folder in Hugging Face format or a hub name.")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model.path={path}: no config.json in it. Give a folder in Hugging Face format.")
+        raise ValueError(f"{key}={path}: no config.json in it. Give a folder in Hugging Face format.")
+
+
+def check_models(config: GRPOConfig) -> None:
+    """Refuse paths without a model, and a critic that reads other token ids than the policy writes.
+
+    Raises:
+        ValueError: with the key of the path.
+    """
+    check_model(config.model.path)
+    if config.reward_model is not None and config.reward_model.path is not None:
+        check_model(config.reward_model.path, key="reward_model.path")
+    if not isinstance(config, PPOConfig) or config.critic.path is None:
+        return
+    check_model(config.critic.path, key="critic.path")
+    policy, critic = (
+        (local_model_config(path) or {}).get("vocab_size") for path in (config.model.path, config.critic.path)
+    )
+    if policy is not None and critic is not None and critic < policy:
+        raise ValueError(
+            f"critic.path={config.critic.path}: its vocabulary of {critic} tokens is smaller than the {policy} of "
+            f"model.path={config.model.path}, whose token ids it reads. Start it from a model with the same tokenizer."
+        )
 
 
 def local_model_config(path: str) -> dict[str, Any] | None:

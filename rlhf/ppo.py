@@ -94,7 +94,7 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
     with clock.phase("canary"):
         measured |= await run.canary.check(run.cluster, step + 1)
     run.buffer.step_done()
-    run.log_step(step + 1, groups, earned.mean_advantages(samples), epochs, updates, measured)
+    run.log_step(step + 1, groups, earned.mean_advantages(samples), epochs if learns else [], updates, measured)
 
 
 async def value_passes(run: TrainingRun[PPOConfig], minibatches: Sequence[Minibatch]) -> dict[int, np.ndarray]:

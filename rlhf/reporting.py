@@ -25,6 +25,10 @@ class Clock:
         self.step: dict[str, float] = {}
         self._step_started = self._window_started = time.monotonic()
 
+    def start_window(self) -> None:
+        """Waiting is counted from here on: nothing could be waited for before everything was up."""
+        self._window_started = time.monotonic()
+
     def start_step(self) -> None:
         self._step_started = time.monotonic()
 
@@ -61,7 +65,7 @@ def waiting_seconds(phases: Mapping[str, float], window_s: float, engines_busy_s
     }
 
 
-# Dense bf16 TFLOP/s by the name of the device, from NVIDIA's data sheets; the first entry that the name contains.
+# Dense bf16 TFLOP/s by the name of the device, from NVIDIA's data sheets; the first entry whose words the name has.
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -73,13 +77,21 @@ PEAK_TFLOPS = {
     "A100": 312.0,
     "A800": 312.0,
     "L40S": 362.0,
+    "L40": 181.0,
     "L4": 121.0,
     "A40": 149.7,
+    "A10G": 70.0,
     "A10": 125.0,
     "RTX 6000 Ada": 364.0,
     "RTX 4090": 165.0,
     "RTX 3090": 71.0,
 }
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Of a device by the name that its driver gives, such as `NVIDIA H100 80GB HBM3` or `NVIDIA A100-SXM4-80GB`."""
+    words = set(device_name.replace("-", " ").split())
+    return next((peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.split())), None)
 
 
 class LearnerSpeed:
@@ -88,15 +100,14 @@ class LearnerSpeed:
     def __init__(self, config: GRPOConfig, device_name: str) -> None:
         self._budget = config.learner.max_tokens_per_microbatch
         self._learners = config.cluster.learners
-        by_name = next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
-        self._peak_tflops = config.cluster.peak_tflops or by_name
+        self._peak_tflops = config.cluster.peak_tflops or peak_tflops(device_name)
         self._shape: ModelShape | None = None
         described = local_model_config(config.model.path)
         if described is not None and described.get("model_type") in SUPPORTED:
             self._shape = model_shape(described)
 
     def of_step(self, epochs: Sequence[Sequence[Minibatch]], update_s: float) -> dict[str, float]:
-        """Metrics of one step's updates.
+        """Metrics of one step's updates; none where the policy took none, as while a critic warms up.
 
         learner/mfu, the share of the learners' peak that forward and backward of the real tokens take, is left out
         where the peak or the model's shape is not known; a critic beside the policy is not counted.
@@ -104,6 +115,8 @@ class LearnerSpeed:
         fillers are nothing else.
         """
         packed = [row for epoch in epochs for m in epoch for rank in m.microbatches for row in rank]
+        if not packed:
+            return {}
         real = [row for row in packed if row.rows[0] != FILLER_ROW]
         tokens = sum(len(row.token_ids) for row in real)
         update_s = max(update_s, 1e-9)
@@ -137,7 +150,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: np.ndarray, *, s
         "policy/advantage_abs": Mean(float(np.abs(advantages).sum()), float(len(advantages))),
     }
     metrics |= _lag_of_tokens(samples, step)
-    for name in samples[0].reward_parts:
+    for name in dict.fromkeys(name for sample in samples for name in sample.reward_parts):
         values = [s.reward_parts.get(name) for s in samples]
         known = [v for v in values if v is not None]
         metrics[f"reward/part/{name}"] = Mean(float(sum(known)), float(len(known)))

@@ -1,16 +1,15 @@
 """Program: trains a reward model from preference pairs.
 
-    python -m rlhf.reward_model --config configs/reward_model.yaml [section.key=value ...]
+    python -m rlhf.reward_model --config configs/reward_model_quickstart.yaml [section.key=value ...]
 
-Pairs are a JSONL with `chosen` and `rejected`: whole conversations as lists of role/content messages, or texts that
-answer a `prompt` (text or messages). It writes the model, and mean and std of its scores on training pairs, by which
-a run normalizes them (arXiv:1909.08593, sec. 2.1).
+Pairs are a file (JSON lines, Parquet) or a data set of the hub with `chosen` and `rejected`: whole conversations as
+lists of role/content messages, or texts that answer a `prompt` (text or messages). It writes the model, and mean and
+std of its scores on training pairs, by which a run normalizes them (arXiv:1909.08593, sec. 2.1).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -25,8 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf import cli
+from rlhf.config.contradictions import STEPS_OF_PAIRS, training_problems
+from rlhf.config.data import SourceConfig
 from rlhf.config.reward_model import RewardTrainingConfig
+from rlhf.data.read import read_rows
 from rlhf.learner.messages import Place
+from rlhf.plan import GPU, local_resources
 
 if TYPE_CHECKING:
     from rlhf.learner.reward_trainer import Pair
@@ -46,26 +49,25 @@ def conversation(row: dict[str, Any], column: str) -> list[dict[str, str]]:
     return [*messages, {"role": "assistant", "content": answer}]
 
 
-def read_pairs(path: str, tokenizer: Any, *, key: str, max_tokens: int) -> tuple[list[Pair], int]:
-    """Tokenized pairs, and how many were left out as too long.
+def read_pairs(path: str, tokenizer: Any, which: str, *, max_tokens: int) -> tuple[list[Pair], int]:
+    """Tokenized pairs of `data.train` or `data.eval`, and how many were left out as too long.
 
     Raises:
-        ValueError: no such file, a row that is not a pair, or no pair at all.
+        ValueError: no such data, a row that is not a pair, or no pair at all.
     """
     from rlhf.learner.reward_scorer import conversation_ids
     from rlhf.learner.reward_trainer import Pair
 
-    if not Path(path).is_file():
-        raise ValueError(f"{key}={path}: there is no such file. Name a JSONL of preference pairs.")
+    key = f"data.{which}"
     pairs, too_long = [], 0
-    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+    for row in read_rows(SourceConfig(path=path), which, key):
         try:
-            row = json.loads(line)
-            chosen, rejected = (conversation_ids(tokenizer, conversation(row, c)) for c in ("chosen", "rejected"))
+            sides = [conversation(row.columns, column) for column in ("chosen", "rejected")]
+            chosen, rejected = (conversation_ids(tokenizer, side) for side in sides)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{key}={path}, line {number}: {type(error).__name__}: {error}. A row has chosen and rejected, as "
-                "messages or as texts with a prompt."
+                f"{key}: row {row.number} of {path}: {type(error).__name__}: {error}. A row has chosen and rejected, "
+                "as messages or as texts with a prompt."
             ) from None
         if max(len(chosen), len(rejected)) > max_tokens:
             too_long += 1
@@ -106,9 +108,17 @@ def train_rank(place: Place, config: RewardTrainingConfig, train: list[Pair], he
     trainer.close()
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name]
+    return [str(index) for index in range(int(local_resources()[GPU]))]
+
+
 def _rank(failures: Any, place: Place, config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
     if config.device == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(place.rank)
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[place.rank]
     try:
         train_rank(place, config, *pairs)
     except BaseException as error:
@@ -165,22 +175,32 @@ def _cancel_on_sigterm() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config, arguments = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv)
-    if arguments.plan or arguments.resume:
-        raise ValueError("--plan and --resume: the training of a reward model has neither. Leave them out.")
+    config, _ = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, add_flags=lambda parser: None)
+    if config.device == "cuda" and len(visible_gpus()) < config.learners:
+        raise ValueError(
+            f"learners={config.learners} with device=cuda: this machine shows {len(visible_gpus())} GPUs "
+            "(CUDA_VISIBLE_DEVICES). Use fewer, or device=cpu."
+        )
     folder = Path(config.run.dir)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"run.dir={folder}: already holds files. Name another folder, or remove it (rm -r {folder}).")
     from rlhf.config.load import resolved_yaml
+    from rlhf.learner.reward_trainer import count_updates
     from rlhf.model_files import check_model, load_tokenizer
 
     check_model(config.model.path)
     tokenizer = load_tokenizer(config.model)
     longest = config.data.max_tokens
-    train, too_long = read_pairs(config.data.train, tokenizer, key="data.train", max_tokens=longest)
+    train, too_long = read_pairs(config.data.train, tokenizer, "train", max_tokens=longest)
+    total = count_updates(config, len(train))
+    problems = training_problems(
+        "learner", config.learner, total_updates=total, dtype=config.model.dtype, counted_as=STEPS_OF_PAIRS
+    )
+    if problems:
+        raise ValueError("\n".join(problems))
     held_out: list[Pair] = []
     if config.data.eval is not None:
-        held_out, more = read_pairs(config.data.eval, tokenizer, key="data.eval", max_tokens=longest)
+        held_out, more = read_pairs(config.data.eval, tokenizer, "eval", max_tokens=longest)
         too_long += more
     print(f"{len(train)} pairs to train on, {len(held_out)} held out, {too_long} left out as too long")
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ The loop itself stands in the program (`grpo.py`); this is what it reaches for, 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from collections import defaultdict
@@ -25,7 +26,7 @@ from rlhf.data.order import PromptStream
 from rlhf.data.read import check_sources
 from rlhf.evaluation import evaluate
 from rlhf.metrics import JsonlSink, Sink, TerminalSink, WandbSink, summary_table, to_values
-from rlhf.model_files import check_context, check_model, load_tokenizer, truncate_token_id
+from rlhf.model_files import check_context, check_models, load_tokenizer, truncate_token_id
 from rlhf.reporting import Clock, LearnerSpeed, rollout_metrics, waiting_seconds
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Account, RolloutBuffer, Staleness, Ticket
@@ -51,7 +52,7 @@ class TrainingRun(Generic[C]):
         self.config = config
         self.console = Console(soft_wrap=True)
         check_sources(config.data)
-        check_model(config.model.path)
+        check_models(config)
         self.folder = RunFolder(config.run.dir, resume=resume)
         self.state: dict[str, Any] = {}
         self.restored: Path | None = None
@@ -89,7 +90,14 @@ class TrainingRun(Generic[C]):
                 f"run.steps={steps}: the newest checkpoint is of step {self.first_step}, nothing is left to do. Raise "
                 "run.steps, or start another run.dir."
             )
-        for key, before in self.state.get("updates", {}).items():
+        planned = self.state.get("updates", self.config.update_plan)
+        if planned.keys() != self.config.update_plan.keys():
+            ours, theirs = ("ppo", "grpo") if len(planned) < len(self.config.update_plan) else ("grpo", "ppo")
+            raise ValueError(
+                f"run.dir={self.folder.path}: its checkpoints are of rlhf.{theirs}, this is rlhf.{ours}. Resume with "
+                f"python -m rlhf.{theirs}, or start another run.dir from its model."
+            )
+        for key, before in planned.items():
             now = self.config.update_plan[key]
             if now != before:
                 raise ValueError(
@@ -103,6 +111,7 @@ class TrainingRun(Generic[C]):
         try:
             with self.clock.phase("start-up"):
                 await self._start()
+            self.clock.start_window()
         except BaseException:
             await self._exit_stack.__aexit__(*sys.exc_info())
             raise
@@ -113,7 +122,8 @@ class TrainingRun(Generic[C]):
         self._announce()
         self.scorer = Scorer(config.reward)
         self._exit_stack.callback(self.scorer.close)
-        self._check_gold()
+        self.scorer.restore(self.state.get("reward_status", {}))
+        await asyncio.to_thread(self._check_gold)  # minutes for a large data set, in which SIGTERM is to be heard
         self._open_stream()
         self.folder.create(config)
         self._open_sinks()
@@ -321,6 +331,7 @@ class TrainingRun(Generic[C]):
                 "updates_taken": self.updates_taken,
                 "updates_skipped": self.updates_skipped,
                 "tokens": dict(self.tokens),
+                "reward_status": dict(self.scorer.counters),
                 "evaluations": self.evaluations,
                 "wandb_run_id": self.wandb_id,
                 "seconds": dict(self.clock.total),

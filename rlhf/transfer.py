@@ -346,7 +346,8 @@ class VLLMSender:
                     world_size=rendezvous.world_size,
                 )
             case "ipc":
-                info = IPCTrainerInitInfo(rank=rank, packed=True)
+                whole = max(m.numel * getattr(torch, m.dtype).itemsize for m in source.metadata())
+                info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(whole, BUCKET_BYTES))
             case _:
                 raise AssertionError(backend)
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())

@@ -93,6 +93,29 @@ def test_a_resumed_run_keeps_what_its_schedules_count(
         TrainingRun(make_ppo_config(model, **run, **sections), resume=True)
 
 
+def test_a_run_is_resumed_by_the_program_that_began_it(model: Path, tmp_path: Path) -> None:
+    run = {"run": {"dir": str(tmp_path), "steps": 10}}
+    grpo, ppo = make_config(model, **run), make_ppo_config(model, **run)
+    folder = RunFolder(tmp_path, resume=False)
+    for began, goes_on, names in ((grpo, ppo, ("rlhf.grpo", "rlhf.ppo")), (ppo, grpo, ("rlhf.ppo", "rlhf.grpo"))):
+        folder.finish_checkpoint(folder.begin_checkpoint(2), {"step": 2, "updates": began.update_plan}, keep=1)
+        with pytest.raises(ValueError, match=rf"are of {names[0]}, this is {names[1]}. Resume with .* {names[0]}"):
+            TrainingRun(goes_on, resume=True)
+
+
+@pytest.mark.parametrize("key", ["critic.path", "reward_model.path"])
+def test_every_model_of_a_run_is_looked_for_before_anything_starts(model: Path, key: str) -> None:
+    section = key.split(".")[0]
+    with pytest.raises(ValueError, match=rf"^{key}=/nowhere/judge: there is no such folder"):
+        TrainingRun(make_ppo_config(model, **{section: {"path": "/nowhere/judge"}}), resume=False)
+
+
+def test_a_critic_with_a_smaller_vocabulary_than_the_policys_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 3}))
+    with pytest.raises(ValueError, match=r"critic\.path=.*vocabulary of 3 tokens is smaller"):
+        TrainingRun(make_ppo_config(model, critic={"path": str(tmp_path)}), resume=False)
+
+
 def test_fewer_cpus_or_gpus_than_asked_for_names_both_numbers(model: Path) -> None:
     many = make_config(model, cluster={"device": "cpu", "learners": 64, "engines": 2})
     with pytest.raises(ValueError, match=r"reserve 33 CPUs.*there are 2\."):

@@ -169,7 +169,19 @@ CONTRADICTIONS = [
     (["rollout.dynamic_sampling_part=math"], ["rollout.dynamic_sampling_part=math", "Set that too, or drop it"]),
     (
         ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_part=maths"],
-        ["rollout.dynamic_sampling_part=maths", "Use one of math, or null"],
+        ["rollout.dynamic_sampling_part=maths", "each of them has (math), or null"],
+    ),
+    (
+        [
+            "rollout.dynamic_sampling=true",
+            "rollout.dynamic_sampling_part=math",
+            "reward={parts: [math], by_source: {gsm8k: [gsm8k]}}",
+        ],
+        ["rollout.dynamic_sampling_part=math", "reward.parts and reward.by_source.gsm8k", "each of them has (none)"],
+    ),
+    (
+        ["cluster.device=cuda", "reward_model={path: judge, dtype: float32}"],
+        ["reward_model.dtype=float32", "cluster.device=cuda", "reward_model.dtype=bfloat16"],
     ),
     (["reward=[]"], ["reward=[] without a reward_model", "Name a reward"]),
     (["reward={by_source: {chat: []}}"], ["reward=[] without a reward_model", "or a reward_model"]),

@@ -60,6 +60,12 @@ def move_and_look(place: Place, model: Path, folder: Path) -> dict[str, Any]:
     learner.blend_reference(0.0)
     learner.load(str(folder), 2)
     found["off after a resume"] = float((weights(reference) - averaged).abs().max())
+    learner.blend_reference(0.0)  # the policy as it was saved, which has moved on from the average
+    replaced = weights(reference)
+    learner.save(str(folder))
+    learner.load(str(folder), 2)
+    found["moved by the replacement"] = float((replaced - averaged).abs().max())
+    found["off after a second resume"] = float((weights(reference) - replaced).abs().max())
     learner.close()
     return found
 
@@ -74,3 +80,4 @@ def test_a_reference_stays_is_replaced_or_follows_as_an_average_and_comes_back_f
     assert found["kl after a replacement"] == 0.0
     assert found["off the average"] < 1e-6 < 1e-3 < found["average moved by"]
     assert found["off after a resume"] == 0.0
+    assert found["off after a second resume"] == 0.0 < 1e-3 < found["moved by the replacement"]

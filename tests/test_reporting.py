@@ -14,7 +14,7 @@ from worlds import make_config, make_groups
 
 from rlhf import batching
 from rlhf.plan.model import model_shape
-from rlhf.reporting import Clock, LearnerSpeed, rollout_metrics, waiting_seconds
+from rlhf.reporting import Clock, LearnerSpeed, peak_tflops, rollout_metrics, waiting_seconds
 from rlhf.sampler import BusyMeter
 from rlhf.types import RolloutGroup, VersionSpan
 
@@ -63,6 +63,19 @@ def test_mfu_is_the_share_of_the_peak_of_the_named_device(model: Path) -> None:
     assert speed_of(model, "NVIDIA H100 PCIe")["learner/mfu"] == pytest.approx(values["learner/mfu"] * 989 / 756)
 
 
+def test_a_device_is_known_by_whole_words_of_its_name() -> None:
+    assert peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
+    assert peak_tflops("NVIDIA H100 NVL") == 835.0
+    assert peak_tflops("NVIDIA L40") == 181.0
+    assert peak_tflops("NVIDIA A10G") == 70.0
+    assert peak_tflops("NVIDIA RTX A1000") is peak_tflops("NVIDIA RTX A4000") is None
+
+
+def test_a_step_in_which_only_the_critic_learns_says_nothing_of_the_policys_speed(model: Path) -> None:
+    config = make_config(model, cluster={"device": "cpu"})
+    assert LearnerSpeed(config, "NVIDIA H100 80GB HBM3").of_step([], 0.5) == {}
+
+
 def test_mfu_takes_the_peak_of_the_config_and_is_left_out_without_one(model: Path) -> None:
     values = speed_of(model, "cpu", peak_tflops=0.5)
     assert values["learner/mfu"] == pytest.approx(values["flops"] / (0.5 * 0.5e12 * 3))
@@ -86,6 +99,24 @@ def test_phases_between_two_logs_belong_to_the_later_step() -> None:
     second, _ = clock.take()
     assert list(second) == ["checkpoint"]
     assert clock.total["update"] == 10.0 + first["update"]
+
+
+def test_the_start_is_no_waiting_and_every_part_of_the_reward_is_logged_whoever_has_it() -> None:
+    clock = Clock({})
+    with clock.phase("start-up"):
+        time.sleep(0.02)
+    clock.start_window()
+    phases, window_s = clock.take()
+    assert phases["start-up"] >= 0.02 > window_s
+
+    one, other = make_groups(groups=2, samples=2, vocabulary=9, longest=20, seed=0)
+
+    def graded(group: RolloutGroup, parts: dict[str, float]) -> RolloutGroup:
+        return RolloutGroup(group.prompt, tuple(dataclasses.replace(s, reward_parts=parts) for s in group.samples))
+
+    metrics = rollout_metrics([graded(one, {"math": 1.0}), graded(other, {"f1": 0.5})], np.zeros(4), step=1)
+    assert metrics["reward/part/math"].value() == 1.0
+    assert metrics["reward/part/f1"].value() == 0.5
 
 
 def test_tokens_that_arrive_during_an_evaluation_are_in_the_rate_of_the_next_step() -> None:

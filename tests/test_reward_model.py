@@ -58,10 +58,10 @@ def test_a_pair_is_two_texts_after_a_prompt_or_two_whole_conversations() -> None
 def test_a_row_that_is_no_pair_is_named(tmp_path: Path, row: str) -> None:
     from rlhf.quickstart import make_tokenizer
 
-    good = json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"})
-    (tmp_path / "pairs.jsonl").write_text(good + "\n" + row + "\n")
-    with pytest.raises(ValueError, match=r"pairs\.jsonl, line 2"):
-        read_pairs(str(tmp_path / "pairs.jsonl"), make_tokenizer(), key="data.train", max_tokens=64)
+    good = json.dumps({"prompt": "q\u2028", "chosen": "a", "rejected": "b"}, ensure_ascii=False)
+    (tmp_path / "pairs.jsonl").write_text(good + "\n\n" + row + "\n")
+    with pytest.raises(ValueError, match=r"data\.eval: (row|line) 3 of .*pairs\.jsonl"):
+        read_pairs(str(tmp_path / "pairs.jsonl"), make_tokenizer(), "eval", max_tokens=64)
 
 
 def test_pairs_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_pairs_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> Non
 
     rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a" * 100, "rejected": "b"}]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs, too_long = read_pairs(str(tmp_path / "pairs.jsonl"), make_tokenizer(), key="data.train", max_tokens=64)
+    pairs, too_long = read_pairs(str(tmp_path / "pairs.jsonl"), make_tokenizer(), "train", max_tokens=64)
     assert (len(pairs), too_long) == (1, 1)
 
 

@@ -34,10 +34,11 @@ def _describe(schema: type[BaseModel], path: tuple[str, ...], seen: set[type[Bas
     for name, field in schema.model_fields.items():
         key = ".".join((*path, name))
         section = submodel(field)
+        if section is not field.annotation:  # a section that may be null has a line of its own
+            yield Key(key, _default(field), kind_of(field), field.description or "")
         if section is not None:
             yield from _describe(section, (*path, name), seen)
             continue
-        yield Key(key, _default(field), kind_of(field), field.description or "")
         entry = _entry_model(field.annotation)
         if entry is not None and entry not in seen:
             seen.add(entry)
@@ -52,9 +53,11 @@ def describe_options(schemas: Mapping[str, type[BaseModel]]) -> Iterator[Key]:
 
 
 def submodel(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of a nested section, if the field is one."""
-    annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    """The model of a nested section, if the field is one, or one or null."""
+    union = get_origin(field.annotation) in (Union, types.UnionType)
+    kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)] if union else [field.annotation]
+    first = kinds[0]
+    return first if len(kinds) == 1 and isinstance(first, type) and issubclass(first, BaseModel) else None
 
 
 def kind_of(field: FieldInfo) -> str:

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from rlhf.config.run import GRPOConfig, schedule_problems
+from rlhf.config.contradictions import training_problems
+from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import AlgoConfig, Fraction, NonNegativeInt, TrainedConfig
 
 
@@ -112,7 +113,7 @@ class PPOConfig(GRPOConfig):
     @model_validator(mode="after")
     def _refuse_contradictions_of_ppo(self) -> PPOConfig:
         algo, critic = self.algo, self.critic
-        problems = schedule_problems("critic", critic, self.critic_total_updates)
+        problems = training_problems("critic", critic, total_updates=self.critic_total_updates, dtype=self.model.dtype)
         if algo.advantage != "gae":
             problems.append(f"algo.advantage={algo.advantage}: rlhf.ppo uses gae. Remove the key, or run rlhf.grpo.")
         if critic.warmup_steps >= self.run.steps:

@@ -193,6 +193,12 @@ class RewardConfig(Section):
         return not all((self.parts, *self.by_source.values()))
 
     @property
+    def parts_of_every_source(self) -> tuple[str, ...]:
+        """Names of the parts by which every response is graded, whatever its source."""
+        kinds = [[part.name for part in parts] for parts in (self.parts, *self.by_source.values())]
+        return tuple(name for name in kinds[0] if all(name in names for names in kinds))
+
+    @property
     def all_parts(self) -> tuple[RewardPart, ...]:
         return self.parts + tuple(part for parts in self.by_source.values() for part in parts)
 

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlhf.config.base import Section
+from rlhf.config.contradictions import dtype_problems, training_problems
 from rlhf.config.sections import ModelConfig, NonNegativeInt, TrainedConfig
 
 
@@ -37,7 +38,9 @@ class RewardModelConfig(Section):
 
 
 class PairsConfig(Section):
-    train: str = Field(description="JSONL of preference pairs: chosen, rejected (text or messages), prompt with text")
+    train: str = Field(
+        description="pairs, a file or a hub name; columns chosen, rejected: messages, or texts with a prompt"
+    )
     eval: str | None = Field(None, description="held-out pairs of the same form; null: none")
     max_tokens: PositiveInt = Field(
         2048, description="longest conversation, tokens; longer pairs are left out, counted"
@@ -70,10 +73,14 @@ class RewardTrainingConfig(Section):
         return schedule.warmup_steps or math.ceil(schedule.warmup_fraction * total_updates)
 
     @model_validator(mode="after")
-    def _a_pair_fits(self) -> RewardTrainingConfig:
+    def _refuse_contradictions(self) -> RewardTrainingConfig:
+        problems = training_problems("learner", self.learner, total_updates=None, dtype=self.model.dtype)
+        problems += dtype_problems("model.dtype", self.model.dtype, "device", self.device)
         if self.learner.max_tokens_per_microbatch < 2 * self.data.max_tokens:
-            raise ValueError(
+            problems.append(
                 f"learner.max_tokens_per_microbatch={self.learner.max_tokens_per_microbatch}: a pair may have 2 x "
                 f"data.max_tokens = {2 * self.data.max_tokens} tokens and is never split. Raise one or lower the other."
             )
+        if problems:
+            raise ValueError("\n".join(problems))
         return self

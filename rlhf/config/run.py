@@ -7,6 +7,7 @@ import math
 from pydantic import Field, model_validator
 
 from rlhf.config.base import Section
+from rlhf.config.contradictions import dtype_problems, training_problems
 from rlhf.config.data import DataConfig
 from rlhf.config.reward import RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
@@ -21,7 +22,6 @@ from rlhf.config.sections import (
     PlanConfig,
     RolloutConfig,
     RunConfig,
-    TrainedConfig,
 )
 
 NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
@@ -182,12 +182,18 @@ def _sampling_problems(config: GRPOConfig) -> list[str]:
             "group of one are always equal. Use at least 2, or false."
         )
     if rollout.dynamic_sampling_part is not None:
-        parts = [part.name for part in config.reward.all_parts] + ["reward_model"] * (config.reward_model is not None)
+        everywhere = config.reward.parts_of_every_source + ("reward_model",) * (config.reward_model is not None)
         named = f"rollout.dynamic_sampling_part={rollout.dynamic_sampling_part}"
         if not rollout.dynamic_sampling:
             problems.append(f"{named} without rollout.dynamic_sampling: nothing reads it. Set that too, or drop it.")
-        elif rollout.dynamic_sampling_part not in parts:
-            problems.append(f"{named}: no part of the reward has this name. Use one of {', '.join(parts)}, or null.")
+        elif rollout.dynamic_sampling_part not in everywhere:
+            others = " and ".join(
+                ["reward.parts", *(f"reward.by_source.{source}" for source in config.reward.by_source)]
+            )
+            problems.append(
+                f"{named}: not in all of {others}, and groups without it would all be replaced. Name a part that "
+                f"each of them has ({', '.join(everywhere) or 'none'}), or null."
+            )
     if config.reward.leaves_something_ungraded and config.reward_model is None:
         problems.append(
             "reward=[] without a reward_model: nothing would grade the responses. Name a reward, such as "
@@ -244,12 +250,7 @@ def _learner_problems(config: GRPOConfig) -> list[str]:
             f"{config.rollouts_per_step} rollouts a step (rollout.prompts_per_step x rollout.samples_per_prompt). "
             "Take fewer minibatches, or more rollouts."
         )
-    problems += schedule_problems("learner", learner, config.total_updates)
-    if learner.zero_stage == 0 and config.model.dtype == "bfloat16":
-        problems.append(
-            "learner.zero_stage=0 with model.dtype=bfloat16: DeepSpeed would accumulate gradients in bfloat16 there. "
-            "Use stage 1 or higher, which costs nothing on one learner, or model.dtype=float32."
-        )
+    problems += training_problems("learner", learner, total_updates=config.total_updates, dtype=config.model.dtype)
     if algo.constant_length is not None and algo.loss_aggregation != "constant":
         problems.append(
             f"algo.constant_length={algo.constant_length} with algo.loss_aggregation={algo.loss_aggregation}: only "
@@ -265,38 +266,11 @@ def _learner_problems(config: GRPOConfig) -> list[str]:
     return problems
 
 
-def schedule_problems(key: str, trained: TrainedConfig, total_updates: int) -> list[str]:
-    """Contradictions between optimizer, schedule and the optimizer steps of one trained module."""
-    schedule, problems = trained.schedule, []
-    if schedule.warmup_steps and schedule.warmup_fraction:
-        problems.append(
-            f"{key}.schedule.warmup_steps={schedule.warmup_steps} and {key}.schedule.warmup_fraction="
-            f"{schedule.warmup_fraction}: both set the warm-up. Set one of them."
-        )
-    if schedule.warmup_steps and schedule.warmup_steps >= total_updates:
-        problems.append(
-            f"{key}.schedule.warmup_steps={schedule.warmup_steps}: the run has only {total_updates} optimizer "
-            "steps (run.steps x epochs_per_step x minibatches_per_epoch). Shorten the warm-up (as "
-            "warmup_fraction it follows the length of the run), or run longer."
-        )
-    if schedule.min_lr > trained.optimizer.lr:
-        problems.append(
-            f"{key}.schedule.min_lr={schedule.min_lr}: above {key}.optimizer.lr={trained.optimizer.lr}. "
-            "The minimum must not exceed the peak."
-        )
-    if trained.offload_optimizer and trained.zero_stage == 0:
-        problems.append(f"{key}.offload_optimizer=true with {key}.zero_stage=0: offloading needs stage 1, 2 or 3.")
-    return problems
-
-
 def _cluster_problems(config: GRPOConfig) -> list[str]:
-    cluster = config.cluster
-    problems = []
-    if cluster.device == "cuda" and config.model.dtype == "float32":
-        problems.append(
-            "model.dtype=float32 with cluster.device=cuda: flash attention on packed rows takes bfloat16. Set "
-            "model.dtype=bfloat16 (master weights are float32 anyway), or cluster.device=cpu."
-        )
+    cluster, reward_model = config.cluster, config.reward_model
+    problems = dtype_problems("model.dtype", config.model.dtype, "cluster.device", cluster.device)
+    if reward_model is not None and reward_model.path is not None:
+        problems += dtype_problems("reward_model.dtype", reward_model.dtype, "cluster.device", cluster.device)
     if cluster.placement == "colocated":
         engine_gpus = cluster.engines * cluster.tensor_parallel
         if cluster.device == "cpu":

@@ -20,14 +20,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhf import cli
-from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.doctor import grading, machine, nodes, stack
 from rlhf.doctor.examination import Check, Patient, Result, examine_all, lines
 from rlhf.plan import GPU, local_resources
 
 DESCRIPTION = "Will this run start, fit and be right here? Checks and times; exit status 1 if anything failed."
-SCHEMAS: dict[str, type[GRPOConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
 
 _HANGS = "a process hangs: `ray stack`, or py-spy on the actors, shows where"
 
@@ -86,7 +84,7 @@ def tiny_run() -> Iterator[list[str]]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--program", choices=SCHEMAS, default="grpo", help="whose config it is (default: grpo)")
+    cli.program_flag(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of lines")
 
 
@@ -102,7 +100,7 @@ async def diagnose(config: GRPOConfig, *, as_json: bool) -> list[Result]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if any(argument.split("=")[0] == "--config" for argument in arguments):
+    if any(argument.split("=")[0] in ("--config", "--help", "-h") for argument in arguments):
         _run(arguments)
         return
     with tiny_run() as config:
@@ -110,9 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    chooser.add_argument("--program", choices=SCHEMAS, default="grpo")
-    schema = SCHEMAS[chooser.parse_known_args(argv)[0].program]
+    schema = cli.program_schema(argv)
     config, flags = cli.parse("rlhf.doctor", DESCRIPTION, schema, argv, add_flags=add_flags)
     results = cli.run_async(diagnose(config, as_json=flags.json))
     if flags.json:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.doctor.examination import Finding, Patient, in_thread
-from rlhf.model_files import check_context, check_model, load_tokenizer, local_model_config
+from rlhf.model_files import check_context, check_models, load_tokenizer, local_model_config
 from rlhf.plan.memory import BYTES, GIB
 from rlhf.plan.model import model_shape
 
@@ -177,7 +177,7 @@ def _load(patient: Patient) -> Finding:
 
     config = patient.config
     check_sources(config.data)
-    check_model(config.model.path)
+    check_models(config)
     check_context(config)
     tokenizer = load_tokenizer(config.model)
     loaded = load_prompts(config.data, "train", tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)

@@ -32,13 +32,15 @@ class Reference:
 
     @torch.no_grad()
     def blend(self, rank: TrainedRank, decay: float) -> None:
-        """Move towards the policy's weights; every rank calls it."""
+        """Move towards the policy's weights, at decay 0 all the way; every rank calls it."""
         for name, param in self._params.items():
             with rank.whole(rank.names[name]):
                 target = rank.names[name].detach().to(torch.float32, copy=True)
             if decay > 0:
                 target = self._average_of(rank, name, param).to(target.device).lerp(target, 1 - decay)
                 self._average[name] = target.cpu()
+            else:
+                self._average.pop(name, None)
             with rank.whole(param, modify=True):
                 param.copy_(target)
 

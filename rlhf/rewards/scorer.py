@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -135,6 +135,12 @@ class Scorer:
         while waiting:
             bad += _bad_gold(*waiting.popleft())
         return bad
+
+    def restore(self, counters: Mapping[str, int]) -> None:
+        """Go on counting where a run that is resumed stopped."""
+        self.counters.update(counters)
+        for name, count in counters.items():
+            self._calls[name.rsplit("/", 1)[0]] += count
 
     def _submit(
         self, part: RewardPart, text: str, answer: str, columns: dict[str, Any], metadata: dict[str, Any]
