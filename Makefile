@@ -60,15 +60,19 @@ test: environment  ## every test, those on Ray, vLLM and DeepSpeed too
 test-fast: environment  ## the tests that start no engine, in under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack" $(PYTEST_ARGS)
 
+# One after the other. One that fails does not keep the others from running, and is named at the end.
+define benchmarks
+failed=; for name in $(1); do $(PY) -m benchmarks.$$name $(bench_options) || failed="$$failed $$name,"; done; \
+[ -z "$$failed" ] || { echo "failed:$${failed%,}" >&2; exit 1; }
+endef
+
 # One machine's results belong together: all of a target in one go, on an otherwise idle machine.
 bench: setup-bench  ## speed and memory against the peers, without training runs; QUICK=1 only shows that they run
-	@for name in packer simulator startup logprobs learner_step transfer rollout; do \
-	    $(PY) -m benchmarks.$$name $(bench_options) || exit 1; done
+	@$(call benchmarks,packer simulator startup logprobs learner_step transfer rollout)
 
 bench-training: setup-bench  ## whole steps, asynchronous runs and time to accuracy against the peers
-	@for name in training_steps asynchronous; do $(PY) -m benchmarks.$$name $(bench_options) || exit 1; done
-	@$(PY) -m benchmarks.simulator --replay runs/benchmarks/asynchronous.json
-	@$(PY) -m benchmarks.time_to_accuracy $(bench_options)
+	@$(call benchmarks,training_steps asynchronous \
+	    "simulator --replay runs/benchmarks/asynchronous.json" time_to_accuracy)
 
 lint: environment  ## ruff, mypy, shellcheck, hadolint, the schemas of compose.yaml and kuberay.yaml
 	$(PY) -m ruff check .

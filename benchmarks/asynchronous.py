@@ -6,7 +6,9 @@ A random model of 10 M parameters whose responses end with a fixed probability (
 engine's processes are pinned to the first core and the learner to the second. The bound is max(sampling, training) +
 transfer: for it engine and learner first run flat out side by side, neither waiting for the other, so that each is
 measured with the other core busy. Then come whole training steps at lag 0 and at lag 2. The JSON is what
-`python -m benchmarks.simulator --replay` reads.
+`python -m benchmarks.simulator --replay` reads. Each lag is run once, one after the other, since a run is measured
+against the bound that was taken in the same minutes. On GPU the model has the size of Qwen2.5-0.5B in bf16, and engine
+and learner need a GPU each.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ def run_config(case: Case, lag: int) -> Any:
     train, test = models.write_prompts(models.FOLDER / "data-long", 4096)
     folder = Path("runs/benchmarks/asynchronous")
     shutil.rmtree(folder, ignore_errors=True)
+    size, dtype = ("0.5b", "bfloat16") if case["device"] == "cuda" else ("10m", "float32")
     return models.run_config(
-        models.random_model("10m", dtype="float32", mean_length=MEAN_LENGTH),
+        models.random_model(size, dtype=dtype, mean_length=MEAN_LENGTH),
         run={"dir": str(folder), "steps": 1000, "export": False},
-        model={"dtype": "float32" if case["device"] == "cpu" else "bfloat16"},
+        model={"dtype": dtype},
         data={"train": str(train), "eval": str(test), "max_prompt_tokens": 64},
         rollout={"prompts_per_step": case["prompts"], "samples_per_prompt": SAMPLES, "max_response_tokens": LONGEST,
                  "max_policy_lag": lag, "max_concurrent_sequences": SLOTS, "gpu_memory_utilization": 0.4},
@@ -186,6 +189,9 @@ def recorded_lengths(folder: Path) -> list[list[int]]:
 def main() -> int:
     options = harness.parser(__doc__ or "").parse_args()
     harness.run_if_case(options, {"measure": measure})
+    if options.device == "cuda" and models.gpus() < 2:
+        why = f"needs 2 GPUs, one for the engine and one for the learner; here are {models.gpus()}"
+        return harness.not_measured("asynchronous", "asynchronous against synchronous training", why, options)
     steps, first, prompts, flat = (3, 1, 4, 6.0) if options.quick else (16, 4, 16, 40.0)
     base = {"function": "measure", "device": options.device, "steps": steps, "first": first, "prompts": prompts}
     asynchronous = harness.fresh("benchmarks.asynchronous", {**base, "lag": 2, "flat_out_s": flat})
@@ -225,10 +231,8 @@ def main() -> int:
         rows,
         options,
         [str(measured)],
+        {"calibration": {"system": system, "runs": runs}},
     )
-    file = options.output / "asynchronous.json"
-    written = json.loads(file.read_text())
-    file.write_text(json.dumps(written | {"calibration": {"system": system, "runs": runs}}, indent=1))
     return 0
 
 

@@ -2,22 +2,25 @@
 
 A benchmark is a list of cases. Each case runs in a fresh process, so that its peak memory is its own, and the cases are
 interleaved: round after round over all of them, so that a slow minute of the machine hits each of them alike. Of k
-rounds the fastest time and the largest peak are shown.
+rounds the row of the fastest is shown, with the largest peak of all.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -35,6 +38,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="small sizes, one round: shows that it runs, not how fast")
     made.add_argument("--output", type=Path, default=RESULTS, help=f"folder of the JSON (default: {RESULTS})")
     made.add_argument("--case", help=argparse.SUPPRESS)
+    made.set_defaults(load=os.getloadavg()[0])  # before the benchmark adds its own
     return made
 
 
@@ -68,15 +72,14 @@ def fresh(module: str, case: Case, *, timeout_s: float = 1800.0, environment: di
 
 
 def interleaved(module: str, cases: Sequence[Case], rounds: int, **options: Any) -> list[Row]:
-    """Each case `rounds` times, in turn: fastest `seconds`, largest `peak_mib`, the rest from the last round."""
+    """Each case `rounds` times, in turn: the row of its fastest round, by `seconds`, with the largest `peak_mib`."""
     found: list[list[Row]] = [[] for _ in cases]
     for _ in range(rounds):
         for rows, case in zip(found, cases, strict=True):
             rows.append(fresh(module, case, **options))
     merged = []
     for rows in found:
-        row = dict(rows[-1])
-        row |= {"seconds": min(r["seconds"] for r in rows)} if "seconds" in row else {}
+        row = dict(min(rows, key=lambda r: float(r["seconds"])))
         row |= {"peak_mib": max(r["peak_mib"] for r in rows)} if "peak_mib" in row else {}
         merged.append(row)
     return merged
@@ -93,7 +96,7 @@ class Peak:
         if self.device == "cuda":
             import torch
 
-            torch.cuda.synchronize()
+            synchronize(self.device)
             torch.cuda.reset_peak_memory_stats()
             self._before = float(torch.cuda.memory_allocated())
         else:
@@ -105,7 +108,7 @@ class Peak:
         if self.device == "cuda":
             import torch
 
-            torch.cuda.synchronize()
+            synchronize(self.device)
             self.mib = (torch.cuda.max_memory_allocated() - self._before) / MIB
         else:
             self.mib = (status_kib("VmHWM") * 1024.0 - self._before) / MIB
@@ -118,48 +121,85 @@ def status_kib(key: str, pid: int | str = "self") -> int:
     raise KeyError(key)
 
 
+def synchronize(device: str) -> None:
+    """Wait until the GPU has done what it was given, so that a clock may be read."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
 def available_mib() -> float:
-    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    return int(line.split()[1]) / 1024
+    return float(psutil.virtual_memory().available) / MIB
 
 
-def machine() -> dict[str, Any]:
+def machine(device: str) -> dict[str, Any]:
     """What the numbers were measured on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
 
-    def first(key: str) -> str:
-        return next((line.split(":")[1].strip() for line in lines if line.startswith(key)), "?")
+    def first(key: str) -> str | None:
+        return next((line.split(":")[1].strip() for line in lines if line.startswith(key)), None)
 
-    flags = set(first("flags").split())
+    flags = set((first("flags") or "").split())
     matrix = "AMX" if "amx_bf16" in flags else "AVX-512 BF16, no AMX" if "avx512_bf16" in flags else "no bf16 products"
-    found = {
-        "cpu": f"{first('model name')}, {os.cpu_count()} cores, {float(first('cpu MHz')) / 1000:.1f} GHz, {matrix}",
-        "python": platform.python_version(),
-        "load": os.getloadavg()[0],
-    }
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
-        found["gpu"] = sys.modules["torch"].cuda.get_device_name()
-    return found
+    parts = [first("model name") or platform.machine(), f"{os.cpu_count()} cores"]
+    mhz = first("cpu MHz")  # only x86 says it
+    parts += [f"{float(mhz) / 1000:.1f} GHz", matrix] if mhz else []
+    found = {"cpu": ", ".join(parts), "python": platform.python_version()}
+    return found | ({"gpu": gpu_names()} if device == "cuda" else {})
 
 
-def report(name: str, title: str, rows: Iterable[Row], options: argparse.Namespace, notes: Sequence[str] = ()) -> None:
-    """Print the rows as a table and write them as JSON with the machine they were measured on."""
+def gpu_names() -> str:
+    """By nvidia-smi: torch is imported in the fresh processes alone."""
+    if shutil.which("nvidia-smi") is None:
+        return "GPU of unknown name"
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    listed = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout.splitlines()
+    names = [name.strip() for name in listed if name.strip()]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "GPU of unknown name"
+
+
+def place(result: Mapping[str, Any]) -> str:
+    """The machine of a written result, its load before the benchmark, and whether the numbers mean anything."""
+    here = result["machine"]
+    gpu = f"{here['gpu']}; " if "gpu" in here else ""
+    return f"{gpu}{here['cpu']}, load {here['load']:.1f}{', quick' if result['quick'] else ''}"
+
+
+def report(
+    name: str,
+    title: str,
+    rows: Iterable[Row],
+    options: argparse.Namespace,
+    notes: Sequence[str] = (),
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the rows as JSON with the machine they were measured on, and print them as a table.
+
+    Args:
+        more: keys of the JSON that are not printed.
+    """
     rows = list(rows)
-    here = machine()
+    here = machine(options.device) | {"load": options.load}
+    result = {"title": title, "machine": here, "quick": options.quick, "rows": rows, "notes": list(notes)}
+    options.output.mkdir(parents=True, exist_ok=True)
+    file = options.output / f"{name}.json"
+    file.write_text(json.dumps(result | dict(more or {}), indent=1))
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    quick = ", quick" if options.quick else ""
-    table = Table(*columns, title=f"{title}\n{here['cpu']}, load {here['load']:.1f}{quick}")
+    table = Table(*columns, title=f"{title}\n{place(result)}")
     for row in rows:
         table.add_row(*(shown(row.get(column, "")) for column in columns))
     console = Console(soft_wrap=True, width=180)
     console.print(table)
     for note in notes:
         console.print(note, highlight=False)
-    options.output.mkdir(parents=True, exist_ok=True)
-    file = options.output / f"{name}.json"
-    result = {"title": title, "machine": here, "quick": options.quick, "rows": rows, "notes": list(notes)}
-    file.write_text(json.dumps(result, indent=1))
     console.print(f"written: {file}", highlight=False)
+
+
+def not_measured(name: str, title: str, why: str, options: argparse.Namespace) -> int:
+    """A report whose one row says why there is nothing else; exit status 0, so that other benchmarks go on."""
+    report(name, title, [{"not measured": why}], options)
+    return 0
 
 
 def shown(value: Any) -> str:
@@ -171,31 +211,19 @@ def shown(value: Any) -> str:
 
 def cpu_seconds(pids: Iterable[int]) -> float:
     """User and system time that processes have taken, of those that still live."""
-    total = 0
+    total = 0.0
     for pid in pids:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def tree(pid: int) -> dict[int, str]:
     """This process and all below it: pid -> command line."""
-    parents: dict[int, int] = {}
-    commands: dict[int, str] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-            commands[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        parents[int(entry.name)] = int(stat.rsplit(")", 1)[1].split()[1])
-    found, frontier = {pid: commands.get(pid, "")}, {pid}
-    while frontier:
-        frontier = {child for child, parent in parents.items() if parent in frontier}
-        found |= {child: commands[child] for child in frontier}
+    root = psutil.Process(pid)
+    found = {}
+    for process in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[process.pid] = " ".join(process.cmdline())
     return found

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.run import GRPOConfig
+from rlhf.plan.resources import GPU, local_resources
 
 FOLDER = Path("runs/benchmarks/models")
 
-# Sizes of Qwen2.5: what `--device cuda` measures with random weights, since speed does not depend on their values.
+# 0.5b is the size of Qwen2.5-0.5B. Weights are random, since speed does not depend on their values.
 SIZES: dict[str, dict[str, int]] = {
     "10m": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 6,
             "intermediate_size": 1152},
@@ -18,10 +19,6 @@ SIZES: dict[str, dict[str, int]] = {
              "intermediate_size": 2048},
     "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
              "intermediate_size": 4864, "vocab_size": 151_936},
-    "1.5b": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
-             "intermediate_size": 8960, "vocab_size": 151_936},
-    "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-           "intermediate_size": 18944, "vocab_size": 152_064},
 }  # fmt: skip
 
 
@@ -103,3 +100,31 @@ def run_config(model: Path | str, /, **sections: Any) -> GRPOConfig:
     }
     merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}}
     return GRPOConfig.model_validate_json(json.dumps(merged))
+
+
+def gpus() -> int:
+    """GPUs of this machine."""
+    return int(local_resources()[GPU])
+
+
+def placement(device: str) -> str:
+    """Where one engine and one learner go: a GPU each where there are two, else both on one, in turn."""
+    return "colocated" if device == "cuda" and gpus() < 2 else "separate"
+
+
+def bare_engine(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """What vLLM alone is given to be the peer of a run's engine: its arguments, and the environment of its processes.
+
+    Both are those of the run's own engine, without what serves a trainer only: weight transfer, request priorities.
+    """
+    from rlhf.cluster import Cluster
+
+    cluster = Cluster(config, trains=False)
+    settings = cluster._engine_settings(0)
+    arguments = {
+        "model": settings.model, "dtype": settings.dtype, "seed": settings.seed,
+        "max_model_len": settings.max_model_len, "max_num_seqs": settings.max_concurrent_sequences,
+        "enforce_eager": settings.enforce_eager, "disable_log_stats": True,
+        "gpu_memory_utilization": settings.gpu_memory_utilization, "logprobs_mode": "processed_logprobs",
+    }  # fmt: skip
+    return arguments, cluster._environment()

@@ -4,9 +4,10 @@
 
 The same prompts, 8 samples each, a random model of 0.1 B parameters that never ends by itself. Ours is
 what a training step does up to its groups: the Ray actor, the grader in its own processes, arrays. Peers: one
-AsyncLLM with a request a prompt, and LLM.generate. All three engines stay up and take turns, round after round; wall
-and CPU seconds are medians. CPU seconds are those of the process that drives the engine and everything below it; of
-Ray's processes only the engine's actor counts.
+AsyncLLM with a request a prompt, and LLM.generate, with the arguments and the environment of our engine. All three
+engines stay up and take turns, round after round; wall and CPU seconds are medians. CPU seconds are those of the
+process that drives the engine and everything below it; of Ray's processes only the engine's actor counts. On GPU the
+model has the size of Qwen2.5-0.5B.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import harness, models
 from benchmarks.harness import Case, Row
 
+if TYPE_CHECKING:
+    from rlhf.config.run import GRPOConfig
+
 OURS, ASYNC, OFFLINE = "rlhf", "AsyncLLM", "LLM.generate"
-SAMPLES = 8
+SAMPLES, PROMPT_TOKENS = 8, 24
 RAY_DAEMONS = (
     "raylet",
     "gcs_server",
@@ -45,15 +49,18 @@ def prompts_of(count: int) -> list[list[int]]:
     import numpy as np
 
     rng = np.random.default_rng(0)
-    return [rng.integers(0, 256, 24).tolist() for _ in range(count)]
+    return [rng.integers(0, 256, PROMPT_TOKENS).tolist() for _ in range(count)]
 
 
-def engine_arguments(case: Case) -> dict[str, Any]:
-    return {
-        "model": case["model"], "dtype": "bfloat16", "max_model_len": 24 + case["tokens"], "max_num_seqs": 256,
-        "enforce_eager": case["device"] == "cpu", "disable_log_stats": True, "logprobs_mode": "processed_logprobs",
-        "gpu_memory_utilization": 0.05 if case["device"] == "cpu" else 0.25,
-    }  # fmt: skip
+def run_config(case: Case) -> GRPOConfig:
+    return models.run_config(
+        case["model"],
+        data={"max_prompt_tokens": PROMPT_TOKENS},
+        rollout={"samples_per_prompt": SAMPLES, "max_response_tokens": case["tokens"],
+                 "gpu_memory_utilization": 0.25, "prompts_per_step": case["prompts"]},
+        reward={"parts": [{"name": "math"}]},
+        cluster={"device": case["device"]},
+    )  # fmt: skip
 
 
 def sampling(case: Case) -> Any:
@@ -77,7 +84,7 @@ class Bare:
         self._params, self._prompts, self._sent = sampling(case), prompts_of(case["prompts"]), 0
 
         async def start() -> Any:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(case)))
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**case["engine"]))
 
         self._engine: Any = self._loop.run_until_complete(start())
 
@@ -104,7 +111,7 @@ class Offline:
     def __init__(self, case: Case) -> None:
         from vllm import LLM
 
-        self._engine: Any = LLM(**engine_arguments(case))
+        self._engine: Any = LLM(**case["engine"])
         self._params = sampling(case)
         self._prompts = [{"prompt_token_ids": ids} for ids in prompts_of(case["prompts"])]
 
@@ -128,14 +135,7 @@ class Trainer:
         from rlhf.sampler import Sampler
         from rlhf.types import Prompt
 
-        config = models.run_config(
-            case["model"],
-            data={"max_prompt_tokens": 24},
-            rollout={"samples_per_prompt": SAMPLES, "max_response_tokens": case["tokens"],
-                     "gpu_memory_utilization": 0.25, "prompts_per_step": case["prompts"]},
-            reward={"parts": [{"name": "math"}]},
-            cluster={"device": case["device"]},
-        )  # fmt: skip
+        config = run_config(case)
         self._loop = asyncio.new_event_loop()
         self._cluster = Cluster(config, trains=False)
         self._loop.run_until_complete(self._cluster.__aenter__())
@@ -160,9 +160,6 @@ class Trainer:
 
 def serve(case: Case) -> Row:
     """One variant's process: a round for every line that arrives, until the parent has enough."""
-    os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
-    if case["device"] == "cpu":
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     variant = {OURS: Trainer, ASYNC: Bare, OFFLINE: Offline}[case["variant"]](case)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -186,7 +183,12 @@ class Served:
 
         command = [sys.executable, "-m", "benchmarks.rollout", "--case", json.dumps({"function": "serve", **case})]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            env={**os.environ, **case["environment"]},
         )
         self._log = log
         self._answer("ready")
@@ -216,9 +218,12 @@ def main() -> int:
     options = harness.parser(__doc__ or "").parse_args()
     harness.run_if_case(options, {"serve": serve})
     size, count, tokens, rounds = ("10m", 4, 16, 2) if options.quick else ("0.1b", 16, 64, 7)
+    if options.device == "cuda":
+        size, count, tokens, rounds = "0.5b", 64, 256, rounds
     model = str(models.random_model(size, mean_length=1e9))
     options.output.mkdir(parents=True, exist_ok=True)
-    case = {"model": model, "prompts": count, "tokens": tokens, "device": options.device}
+    case: Case = {"model": model, "prompts": count, "tokens": tokens, "device": options.device}
+    case["engine"], case["environment"] = models.bare_engine(run_config(case))
     served = {
         name: Served({**case, "variant": name}, options.output / f"rollout-{i}.log")
         for i, name in enumerate((OURS, ASYNC, OFFLINE))

@@ -227,8 +227,10 @@ def large_cluster(gpus: int, lag: int) -> tuple[System, list[list[int]]]:
 
 
 def replayed(file: Path) -> list[Row]:
-    """Simulated against measured step times of benchmarks.asynchronous."""
-    measured = json.loads(file.read_text())["calibration"]
+    """Simulated against measured step times of benchmarks.asynchronous; no rows where it had nothing to run on."""
+    measured = json.loads(file.read_text()).get("calibration")
+    if measured is None:
+        return []
     rows = []
     for run in measured["runs"]:
         system = System(**{**measured["system"], **run["system"]})
@@ -243,7 +245,10 @@ def main() -> int:
     parser.add_argument("--replay", type=Path, help="JSON of benchmarks.asynchronous")
     options = parser.parse_args()
     if options.replay is not None:
-        harness.report("simulator-replay", "simulated against measured", replayed(options.replay), options)
+        name, title, found = "simulator-replay", "simulated against measured", replayed(options.replay)
+        if not found:
+            return harness.not_measured(name, title, f"{options.replay} holds no measured run", options)
+        harness.report(name, title, found, options)
         return 0
     rows = []
     for gpus in (8,) if options.quick else (8, 64, 256, 1000):

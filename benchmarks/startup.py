@@ -4,7 +4,8 @@
 
 `a run's first rollouts` is everything that a run does until the groups of its first step are there: data, gold answers,
 Ray, engine and learner side by side, the first weight transfers and the canary that proves them. The peer starts Ray
-and one actor with one AsyncLLM of the same settings and samples the same prompts; it has no learner.
+and one actor with one AsyncLLM of the same arguments and environment and samples as many prompts; it has no learner.
+With one GPU engine and learner share it, and start one after the other.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import harness, models
 from benchmarks.harness import Case, Row
+
+if TYPE_CHECKING:
+    from rlhf.config.run import GRPOConfig
 
 SIZE = "10m"
 PROMPTS = 8
 
 
-def run_config(case: Case) -> Any:
+def run_config(case: Case) -> GRPOConfig:
     train, test = models.write_prompts(models.FOLDER / "data", 256)
     return models.run_config(
         models.random_model(SIZE, dtype=case["dtype"]),
@@ -34,7 +37,7 @@ def run_config(case: Case) -> Any:
         rollout={"prompts_per_step": PROMPTS, "samples_per_prompt": 2, "max_response_tokens": 16,
                  "gpu_memory_utilization": 0.4},
         reward={"parts": [{"name": "math"}]},
-        cluster={"device": case["device"]},
+        cluster={"device": case["device"], "placement": models.placement(case["device"])},
     )  # fmt: skip
 
 
@@ -55,27 +58,20 @@ def bare(case: Case) -> Row:
 
     import ray
 
-    config = run_config(case)
     os.environ.update(RAY_worker_niceness="0")
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
     @ray.remote
     class Engine:
-        def __init__(self, environment: dict[str, str]) -> None:
-            os.environ.update(environment)
+        def __init__(self) -> None:
+            os.environ.update(case["environment"])
 
         async def sample(self) -> int:
             from vllm import AsyncEngineArgs, SamplingParams
             from vllm.sampling_params import RequestOutputKind
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            engine = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(
-                    model=config.model.path, dtype=case["dtype"], max_model_len=config.max_sequence_tokens,
-                    max_num_seqs=256, enforce_eager=True, disable_log_stats=True,
-                    gpu_memory_utilization=0.05 if case["device"] == "cpu" else 0.4,
-                )
-            )  # fmt: skip
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**case["engine"]))
             params = SamplingParams(
                 n=2, max_tokens=16, detokenize=False, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
             )
@@ -89,11 +85,8 @@ def bare(case: Case) -> Row:
             engine.shutdown()
             return found
 
-    environment = {"VLLM_LOGGING_LEVEL": "WARNING"}
-    if case["device"] == "cpu":
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
     gpus = 0 if case["device"] == "cpu" else 1
-    actor: Any = Engine.options(num_gpus=gpus, num_cpus=0.5).remote(environment)  # type: ignore[attr-defined]
+    actor: Any = Engine.options(num_gpus=gpus, num_cpus=0.5).remote()  # type: ignore[attr-defined]
     assert ray.get(actor.sample.remote()) == 2 * PROMPTS
     seconds = time.time() - case["started"]
     ray.shutdown()
@@ -127,7 +120,8 @@ def main() -> int:
     for _ in range(1 if options.quick else 2):
         for function in best:
             with tempfile.TemporaryDirectory() as folder:
-                case = {"function": function, "dtype": dtype, "device": options.device, "folder": str(Path(folder))}
+                case: Case = {"function": function, "dtype": dtype, "device": options.device, "folder": folder}
+                case["engine"], case["environment"] = models.bare_engine(run_config(case))
                 found = harness.fresh("benchmarks.startup", case | {"started": time.time()})
                 best[function] = min(best[function], found["seconds"])
     rows.append({"what": "bare AsyncLLM in Ray, first rollouts", "seconds": best["bare"]})

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS, shown
+from benchmarks.harness import RESULTS, place, shown
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -27,9 +27,7 @@ def main() -> int:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     for file in sorted(folder.glob("*.json")):
         result = json.loads(file.read_text())
-        here = result["machine"]
-        quick = ", quick" if result["quick"] else ""
-        print(f"### {file.stem}\n\n{result['title']}; {here['cpu']}, load {here['load']:.1f}{quick}\n")
+        print(f"### {file.stem}\n\n{result['title']}; {place(result)}\n")
         print(markdown(result) + "\n")
         for note in result["notes"]:
             print(f"{note}\n")

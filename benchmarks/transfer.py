@@ -4,9 +4,10 @@
 
 Weights of Qwen2.5-0.5B in bf16, 1 GB, to another process that copies them into tensors of its own. On CPU: one copy
 within a process (the unit), ours through shared memory, ours through gloo, and one Ray call a tensor, all calls under
-way at once. The rows `whole` send through the running trainer (Ray, DeepSpeed, vLLM, pause to resume); what they take
-beyond the transport alone is vLLM's reload, which packs the weights of every layer anew. On GPU only those are
-measured: nccl between two GPUs, ipc on one.
+way at once; all four in one process and its receivers, in turn, round after round. The rows `whole` send through the
+running trainer (Ray, DeepSpeed, vLLM, pause to resume); what they take beyond the transport alone is vLLM's reload,
+which packs the weights of every layer anew. On GPU only those are measured, beside a copy of the same bytes over the
+same link: nccl between two GPUs where there are two, ipc within one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import harness, models
@@ -200,28 +202,69 @@ def whole(case: Case) -> Row:
                 times.append(time.perf_counter() - started)
             return min(times)
 
-    return {"seconds": asyncio.run(run())}
+    weights = Path(model) / "model.safetensors"
+    return {"seconds": asyncio.run(run()), "bytes": weights.stat().st_size}
+
+
+def link(case: Case) -> Row:
+    """Fastest of several plain copies of `bytes` within a GPU, or from one to another."""
+    import torch
+
+    source = torch.ones(case["bytes"], dtype=torch.uint8, device="cuda:0")
+    target = torch.empty_like(source, device=case["target"])
+    times = []
+    for _ in range(case["rounds"] + 1):
+        torch.cuda.synchronize("cuda:0")
+        torch.cuda.synchronize(case["target"])
+        started = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize("cuda:0")
+        torch.cuda.synchronize(case["target"])
+        times.append(time.perf_counter() - started)
+    return {"seconds": min(times[1:])}
+
+
+def cpu_rows(size: str, rounds: int) -> list[Row]:
+    base = {"size": size, "rounds": rounds}
+    found = harness.fresh("benchmarks.transfer", {"function": "transports", **base})
+    unit, count = found["best"][COPY], found["bytes"]
+
+    def row(way: str, seconds: float) -> Row:
+        return {"way": way, "seconds": seconds, "GB/s": count / seconds / 1e9, "copies": seconds / unit}
+
+    rows = [row(name, seconds) for name, seconds in found["best"].items()]
+    case = {"function": "whole", **base, "device": "cpu", "placement": "separate"}
+    seconds = harness.fresh("benchmarks.transfer", case)["seconds"]
+    reload_s = seconds - found["best"][MEMORY]
+    return [*rows, row("whole, separate", seconds), row("  of it vLLM's reload, Ray, pause", reload_s)]
+
+
+def gpu_rows(size: str, rounds: int, gpus: int) -> list[Row]:
+    """Each placement that fits, and beside it what the link under it can do; a row of its own for what does not fit."""
+    rows: list[Row] = []
+    for way, placement, needs in (("nccl", "separate", 2), ("ipc", "colocated", 1)):
+        if gpus < needs:
+            rows.append({"way": f"whole, {placement}, {way}", "not measured": f"needs {needs} GPUs, here are {gpus}"})
+            continue
+        base = {"size": size, "rounds": rounds, "placement": placement, "device": "cuda"}
+        found = harness.fresh("benchmarks.transfer", {"function": "whole", **base})
+        count, target = found["bytes"], "cuda:1" if needs == 2 else "cuda:0"
+        copy_case = {"function": "link", "bytes": count, "target": target, "rounds": rounds}
+        unit = harness.fresh("benchmarks.transfer", copy_case)["seconds"]
+        for name, seconds in ((f"copy, cuda:0 to {target}", unit), (f"whole, {placement}, {way}", found["seconds"])):
+            rows.append({
+                "way": name, "seconds": seconds, "GB/s": count / seconds / 1e9, "copies": seconds / unit,
+                "of the link": unit / seconds,
+            })  # fmt: skip
+    return rows
 
 
 def main() -> int:
     options = harness.parser(__doc__ or "").parse_args()
-    harness.run_if_case(options, {"transports": transports, "whole": whole})
+    harness.run_if_case(options, {"transports": transports, "whole": whole, "link": link})
     size = "0.1b" if options.quick else "0.5b"
     rounds = 2 if options.quick else 7
-    rows: list[Row] = []
-    if options.device == "cpu":
-        found = harness.fresh("benchmarks.transfer", {"function": "transports", "size": size, "rounds": rounds})
-        unit, count = found["best"][COPY], found["bytes"]
-        for name, seconds in found["best"].items():
-            rows.append({"way": name, "seconds": seconds, "GB/s": count / seconds / 1e9, "copies": seconds / unit})
-    for placement in ("separate",) if options.device == "cpu" else ("separate", "colocated"):
-        case = {"function": "whole", "size": size, "rounds": rounds, "device": options.device, "placement": placement}
-        seconds = harness.fresh("benchmarks.transfer", case)["seconds"]
-        rows.append({"way": f"whole, {placement}", "seconds": seconds})
-        if options.device == "cpu":
-            reload_s = seconds - found["best"][MEMORY]
-            rows[-1] |= {"copies": seconds / unit}
-            rows.append({"way": "  of it vLLM's reload, Ray, pause", "seconds": reload_s, "copies": reload_s / unit})
+    rows = cpu_rows(size, rounds) if options.device == "cpu" else gpu_rows(size, rounds, models.gpus())
     harness.report("transfer", f"weights of {size}, bf16", rows, options)
     return 0
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 
-def train_with_trl(config: Any, *, steps: int, evaluate_every: int | None, folder: Path) -> dict[str, Any]:
-    """Train for `steps` of our training steps.
+def train_with_trl(
+    config: Any, *, steps: int, folder: Path, evaluate_every: int | None = None, stop_at: float = float("inf")
+) -> dict[str, Any]:
+    """Train for `steps` of our training steps, or until an evaluation finds a sampled accuracy of `stop_at`.
 
     Returns:
         `step_seconds` of each step, evaluation not counted; `evaluations`: [seconds so far, sampled accuracy].
@@ -62,13 +64,14 @@ def train_with_trl(config: Any, *, steps: int, evaluate_every: int | None, folde
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self.started = time.monotonic()
 
-        def on_step_end(self, _arguments: Any, state: Any, *_: Any, **__: Any) -> None:
+        def on_step_end(self, _arguments: Any, state: Any, control: Any, **__: Any) -> None:
             if state.global_step % updates:
                 return
             result["step_seconds"].append(time.monotonic() - self.started)
             if evaluate_every and (state.global_step // updates) % evaluate_every == 0:
                 accuracy = sampled_accuracy(model, tokenizer, test, scorer, config)
                 result["evaluations"].append([sum(result["step_seconds"]), accuracy])
+                control.should_training_stop = accuracy >= stop_at
             self.started = time.monotonic()
 
     trainer = GRPOTrainer(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import harness, learner_step, logprobs, packer, time_to_accuracy, transfer
+from benchmarks import asynchronous, harness, learner_step, logprobs, models, packer, time_to_accuracy, transfer
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **HEADS}
@@ -54,19 +57,32 @@ def test_packed_and_padded_learner_steps_have_the_same_gradient(
 
 
 def test_the_packers_place_every_length_once_and_karmarkar_karp_balances_best() -> None:
-    rows = {
-        name: packer.row(300, name, pack, 1)  # row itself checks that every length is placed once
-        for name, pack in {
-            "ours": lambda lengths: packer.ours(lengths, 1),
-            "first fit": packer.first_fit,
-            "kk": lambda lengths: packer.karmarkar_karp(lengths, 14),
-        }.items()
+    packers: dict[str, packer.Packer] = {
+        "ours": lambda lengths: packer.ours(lengths, 1),
+        "first fit": packer.first_fit,
+        "kk": lambda lengths: packer.karmarkar_karp(lengths, 14),
     }
+    lengths = packer.lengths_of(300)
+    found = packer.measured(lengths, packers, 1)  # which checks that every length is placed once
+    rows = {row["packer"]: row for row in found}
     assert rows["ours"]["over budget"] == rows["first fit"]["over budget"] == 0
     assert rows["ours"]["bins"] <= rows["first fit"]["bins"]
-    lengths = packer.lengths_of(300)
     sums = [lengths[members].sum() for members in packer.karmarkar_karp(lengths, 14)]
     assert max(sums) - min(sums) < 16
+
+
+def test_the_packers_take_turns_for_as_many_rounds_each() -> None:
+    called = []
+
+    def named(name: str) -> packer.Packer:
+        def pack(lengths: np.ndarray) -> packer.Bins:
+            called.append(name)
+            return [[index] for index in range(len(lengths))]
+
+        return pack
+
+    packer.measured(np.array([16, 32]), {"a": named("a"), "b": named("b")}, 2)
+    assert called == ["a", "b", "a", "b"]
 
 
 def test_the_transfer_benchmark_sends_the_parameters_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,16 +92,79 @@ def test_the_transfer_benchmark_sends_the_parameters_of_a_model(monkeypatch: pyt
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= source.tensors.keys()
 
 
+def test_with_one_gpu_only_the_transfer_within_it_is_measured_against_a_copy_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results = {"whole": {"seconds": 0.5, "bytes": 10**9}, "link": {"seconds": 0.25}}
+    asked = []
+
+    def fresh(_module: str, case: dict[str, Any]) -> dict[str, Any]:
+        asked.append(case)
+        return results[case["function"]]
+
+    monkeypatch.setattr(harness, "fresh", fresh)
+    rows = transfer.gpu_rows("0.5b", 3, gpus=1)
+    assert rows[0] == {"way": "whole, separate, nccl", "not measured": "needs 2 GPUs, here are 1"}
+    assert [(row["GB/s"], row["of the link"]) for row in rows[1:]] == [(4.0, 1.0), (2.0, 0.5)]
+    assert asked[0]["placement"] == "colocated"
+    assert asked[1]["target"] == "cuda:0"
+
+
+def test_engine_and_learner_share_the_gpu_of_a_machine_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for gpus in (1, 2):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+        found[gpus] = models.placement("cuda")
+    assert found == {1: "colocated", 2: "separate"}
+    assert models.placement("cpu") == "separate"
+
+
+def test_bare_engines_get_the_arguments_and_the_environment_of_the_trainers() -> None:
+    pytest.importorskip("ray")
+    config = models.run_config("model", data={"max_prompt_tokens": 24}, rollout={"max_response_tokens": 40})
+    arguments, environment = models.bare_engine(config)
+    assert (arguments["max_model_len"], arguments["max_num_seqs"]) == (64, config.rollout.max_concurrent_sequences)
+    assert arguments["enforce_eager"]  # on CPU; on GPU both capture graphs
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == str(config.rollout.kv_cache_gib)
+    on_gpu = models.run_config("model", cluster={"device": "cuda"}, rollout={"gpu_memory_utilization": 0.4})
+    arguments, environment = models.bare_engine(on_gpu)
+    assert (arguments["enforce_eager"], arguments["gpu_memory_utilization"]) == (False, 0.4)
+    assert "OMP_WAIT_POLICY" not in environment
+
+
+@pytest.mark.parametrize("module", [asynchronous, time_to_accuracy])
+def test_what_does_not_fit_one_gpu_is_reported_and_ends_without_an_error(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("sys.argv", ["benchmark", "--device", "cuda", "--output", str(tmp_path)])
+    assert module.main() == 0
+    (file,) = tmp_path.glob("*.json")
+    assert [set(row) for row in json.loads(file.read_text())["rows"]] == [{"not measured"}]
+
+
 def test_time_to_a_target_counts_training_steps_and_not_evaluations() -> None:
     lines: list[dict[str, Any]] = [{"step": 0, "eval/test/avg@1": 0.9}]
     for step in range(1, 7):
         lines.append({"step": step, "time/step": 2.0})
-        if step % 2 == 0:
-            lines.append({"step": step, "eval/test/avg@1": 0.3 * step / 2})
+        if step % 3 == 0:
+            lines.append({"step": step, "eval/test/avg@1": 0.15 * step})
     found = time_to_accuracy.found_in(lines)
-    assert found["evaluations"] == [[4.0, 0.3], [8.0, 0.6], [12.0, pytest.approx(0.9)]]
+    assert found["evaluations"] == [[6.0, pytest.approx(0.45)], [12.0, pytest.approx(0.9)]]
     assert found["target_s"] == 12.0
     assert time_to_accuracy.time_to_target([[1.0, 0.5]]) is None
+
+
+def test_a_step_whose_rollouts_were_sampled_during_an_evaluation_counts_as_the_median_of_the_others() -> None:
+    lines: list[dict[str, Any]] = [{"step": 0, "eval/test/avg@1": 0.1}]
+    for step, seconds in enumerate([5.0, 2.0, 0.5, 3.0, 0.25], start=1):
+        lines.append({"step": step, "time/step": seconds})
+        if step in (2, 4):
+            lines.append({"step": step, "eval/test/avg@1": 0.1 * step})
+    found = time_to_accuracy.found_in(lines)
+    assert found["step_seconds"] == [5.0, 2.0, 3.0, 3.0, 3.0]  # the first one waits for its own
+    assert found["evaluations"] == [[7.0, pytest.approx(0.2)], [13.0, pytest.approx(0.4)]]
 
 
 def test_the_peak_is_that_of_the_context_alone() -> None:
@@ -97,9 +176,14 @@ def test_the_peak_is_that_of_the_context_alone() -> None:
     assert 28 < peak.mib < 48
 
 
-def test_of_several_rounds_the_fastest_time_and_the_largest_peak_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_rounds_the_fastest_ones_row_and_the_largest_peak_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     results = iter(
-        [{"seconds": 2.0, "peak_mib": 5.0}, {"seconds": 9.0}, {"seconds": 1.0, "peak_mib": 7.0}, {"seconds": 8.0}]
+        [
+            {"seconds": 1.0, "forward": 0.5, "peak_mib": 5.0},
+            {"seconds": 9.0},
+            {"seconds": 2.0, "forward": 1.5, "peak_mib": 7.0},
+            {"seconds": 8.0},
+        ]
     )
     asked = []
 
@@ -110,12 +194,56 @@ def test_of_several_rounds_the_fastest_time_and_the_largest_peak_are_kept(monkey
     monkeypatch.setattr(harness, "fresh", fresh)
     rows = harness.interleaved("m", [{"name": "a"}, {"name": "b"}], 2)
     assert asked == ["a", "b", "a", "b"]
-    assert rows == [{"seconds": 1.0, "peak_mib": 7.0}, {"seconds": 8.0}]
+    assert rows == [{"seconds": 1.0, "forward": 0.5, "peak_mib": 7.0}, {"seconds": 8.0}]
 
 
-def test_a_report_is_written_with_the_machine_it_was_measured_on(tmp_path: Path) -> None:
+def test_a_report_is_written_with_the_machine_it_was_measured_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 0.0, 0.0))
     options = harness.parser("").parse_args(["--output", str(tmp_path / "results")])
-    harness.report("name", "title", [{"a": 1, "b": 0.5}], options, ["a note"])
+    monkeypatch.setattr("os.getloadavg", lambda: (2.0, 0.0, 0.0))  # of the benchmark itself
+    harness.report("name", "title", [{"a": 1, "b": 0.5}], options, ["a note"], {"calibration": 1})
     written = json.loads((tmp_path / "results" / "name.json").read_text())
     assert written["rows"] == [{"a": 1, "b": 0.5}]
+    assert written["calibration"] == 1
     assert "cores" in written["machine"]["cpu"]
+    assert written["machine"]["load"] == 0.5
+    assert "gpu" not in written["machine"]
+
+
+def test_the_machine_is_named_where_proc_cpuinfo_says_neither_model_nor_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Path.read_text
+
+    def arm(path: Path, *arguments: Any, **keywords: Any) -> str:
+        text = "processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd0c\n"
+        return text if str(path) == "/proc/cpuinfo" else real(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "read_text", arm)
+    assert "cores" in harness.machine("cpu")["cpu"]
+
+
+def test_the_gpus_of_the_machine_stand_in_the_title_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    here = harness.machine("cuda")
+    assert here["gpu"] == "2 x NVIDIA H200"
+    assert harness.place({"machine": here | {"load": 0.1}, "quick": False}).startswith("2 x NVIDIA H200; ")
+
+
+def test_the_processes_below_one_are_found_with_their_command_lines() -> None:
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()  # the grandchild'])"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as child:
+        found: dict[int, str] = {}
+        deadline = time.monotonic() + 20
+        while not any("the grandchild" in line for pid, line in found.items() if pid != child.pid):
+            assert time.monotonic() < deadline, found
+            found = harness.tree(child.pid)
+        assert len(found) == 2
+        assert harness.cpu_seconds([*found, 2**22 + 1]) > 0  # one that is gone counts nothing
+        assert child.stdin is not None
+        child.stdin.close()
