@@ -3,7 +3,7 @@
     nodes.py up ...       one node of a cluster that this run makes; ray_node_setup.sh calls it and explains it
     nodes.py run ...      a program on a Ray cluster that is up; submit.sh and kuberay.yaml call it
     nodes.py report       what is installed here, as JSON
-    nodes.py job-status   exit status of a finished Ray job
+    nodes.py follow-job   the log of a Ray job until it ends, with the job's exit status; submit.sh calls it
 
 `up` needs one TCP port beside Ray's own: every worker holds a connection to the head, on which both sides prove that
 they know the Ray token without sending it. Over it go the versions, the word to start, and in the end the status; when
@@ -50,6 +50,7 @@ PROGRAM_GRACE_S = 60.0  # the program ends its engines on SIGTERM
 RAY_GRACE_S = 15.0
 CONNECT_EVERY_S = 0.5
 LOG_LINES = 30
+LOG_SILENCE_S = 60.0  # then the job is asked for its status: a connection may be dead without having ended
 USER_ERROR, RUN_ERROR, HANGUP = 2, 1, 128 + signal.SIGHUP
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -578,7 +579,10 @@ async def up(options: argparse.Namespace) -> int:
             return await follow(options, token)
         status = await Head(options, token).lead()
         if options.status_file is not None:
-            options.status_file.write_text(f"{status}\n")
+            try:
+                options.status_file.write_text(f"{status}\n")
+            except OSError as error:
+                say(f"--status-file {options.status_file}: {error.strerror}; is its folder mounted in the container?")
         return status
     except LaunchError as failure:
         say(str(failure))
@@ -625,21 +629,57 @@ def run(options: argparse.Namespace) -> int:
     os.execv(sys.executable, [sys.executable, "-m", options.module, *options.program])
 
 
-def job_status(options: argparse.Namespace) -> int:
-    """Print the exit status of a Ray job that has ended; fails for one that has not."""
+async def follow_job(options: argparse.Namespace) -> int:
+    """Print the log of a Ray job until the job has ended, however often the connection breaks; its exit status.
+
+    A log comes from its beginning each time, so what was printed is skipped.
+
+    Raises:
+        LaunchError: nobody could tell the status of the job for `--deadline` seconds.
+    """
+    from aiohttp import ClientError
     from ray.job_submission import JobSubmissionClient
 
-    try:
-        info = JobSubmissionClient(options.address).get_job_info(options.id)
-    except RuntimeError as error:
-        say(f"job {options.id}: {error}")
-        return RUN_ERROR
+    shown, heard = 0, time.monotonic()
+    while True:
+        try:
+            client = JobSubmissionClient(options.address)
+            seen = 0
+            with contextlib.suppress(ClientError, OSError, RuntimeError):  # whatever ended it, the status decides
+                log = client.tail_job_logs(options.id)
+                while (text := await asyncio.wait_for(anext(log, None), LOG_SILENCE_S)) is not None:
+                    print(text[max(0, shown - seen) :], end="", flush=True)
+                    seen += len(text)
+                    shown = max(shown, seen)
+            status = job_status(options.id, client.get_job_info(options.id))
+            heard = time.monotonic()
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() - heard > options.deadline:
+                raise LaunchError(
+                    f"nothing was heard of job {options.id} for {options.deadline:.0f} s ({error}). It may still run: "
+                    f"ray job status --address {options.address} {options.id}"
+                ) from None
+        else:
+            if status is not None:
+                return status
+        await asyncio.sleep(CONNECT_EVERY_S)
+
+
+def job_status(name: str, info: Any) -> int | None:
+    """Exit status of a Ray job, 0 only if it succeeded; None while it has not ended."""
     if not info.status.is_terminal():
-        say(f"job {options.id} is still {info.status}")
-        return RUN_ERROR
+        return None
     code = info.driver_exit_code
-    print(RUN_ERROR if not code else exit_status(code))
-    return 0
+    match str(info.status):
+        case "SUCCEEDED":
+            return 0
+        case "STOPPED":
+            say(f"job {name} was stopped")
+            return exit_status(code) if code else 128 + signal.SIGTERM
+        case _:
+            if code is None:  # it never came to run the program, whose output would say why
+                say(f"job {name} failed: {info.message}")
+            return exit_status(code) if code else RUN_ERROR
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -659,9 +699,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("--deadline", type=float, default=600.0)
         command.add_argument("--module", default="rlhf.grpo")
         command.add_argument("program", nargs=argparse.REMAINDER)
-    status = commands.add_parser("job-status")
-    status.add_argument("address")
-    status.add_argument("id")
+    job = commands.add_parser("follow-job")
+    job.add_argument("address")
+    job.add_argument("id")
+    job.add_argument("--deadline", type=float, default=300.0)
     options = parser.parse_args(argv)
     if getattr(options, "program", [])[:1] == ["--"]:
         del options.program[0]
@@ -676,8 +717,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         case "run":
             return run(options)
-        case "job-status":
-            return job_status(options)
+        case "follow-job":
+            try:
+                return asyncio.run(follow_job(options))
+            except LaunchError as failure:
+                say(str(failure))
+                return failure.status
     if not 0 <= options.rank < options.nodes:
         say(f"--rank={options.rank}: not among 0 to {options.nodes - 1}, as --nodes={options.nodes} asks for.")
         return USER_ERROR

@@ -1,8 +1,8 @@
 """What an interrupted run goes on with: prints --resume, or nothing after moving a run without a checkpoint aside.
 
-    resume.py [--newer-than FILE] ARGUMENTS OF THE PROGRAM
+    resume.py [--newer-than SECONDS] ARGUMENTS OF THE PROGRAM
 
-With --newer-than it moves nothing, and its exit status is 0 where the newest complete checkpoint is newer than FILE.
+With --newer-than (seconds since 1970) it moves nothing, and prints `newer` or `older` of the newest whole checkpoint.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         if argv[:1] == ["--newer-than"]:
             newest = newest_checkpoint(run_dir(argv[2:]))
-            return 0 if newest is not None and newest.stat().st_mtime > Path(argv[1]).stat().st_mtime else 1
-        print(" ".join(prepare(run_dir(argv))))
+            print("newer" if newest is not None and newest.stat().st_mtime > float(argv[1]) else "older")
+        else:
+            print(" ".join(prepare(run_dir(argv))))
     except (ValueError, OSError) as error:
         print(f"resume: {error}", file=sys.stderr)
         return 2

@@ -27,7 +27,7 @@ SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"])
 TOKEN = "5ecret" * 8
 AWKWARD = ["run.dir=my runs/a b", 'model.path=it\'s "quoted" $HOME `x` \\', "reward=[{name: math}]", ""]
 
-# `ray start --block` stays until it is ended; RAY_ENDS_AFTER makes it die. `ray job submit` runs its entry point.
+# `ray start --block` stays until it is ended; RAY_ENDS_AFTER makes it die. `ray job submit` takes a job or refuses it.
 RAY = """\
 #!/usr/bin/env bash
 printf '%s|%s|%s\\n' "$RAY_AUTH_MODE" "$RAY_AUTH_TOKEN" "$*" >>"$RECORD/ray"
@@ -35,8 +35,10 @@ case "$1 $2" in
   "job submit")
     while [ "$1" != -- ]; do shift; done
     printf '%s\\0' "${@:2}" >"$RECORD/entrypoint"
-    [ -z "${JOB_SLEEPS:-}" ] || exec sleep "$JOB_SLEEPS"
-    exit "${JOB_STATUS:-0}" ;;
+    sleep "${SUBMISSION_SLEEPS:-0}"
+    [ -n "${JOB_IS_REFUSED:-}" ] || exit 0
+    echo "RuntimeError: Request failed with status code 400: Job with submission_id job-1 already exists."
+    exit 1 ;;
   "job stop") exit 0 ;;
 esac
 echo "Ray runtime started."
@@ -262,22 +264,33 @@ def test_a_signal_or_the_end_of_stdin_ends_everything(place: Place, how: str, st
 
 def test_a_node_with_another_token_is_refused_and_told_why(place: Place) -> None:
     port = free_port()
-    head = place.node(0, 2, port, DEADLINE="4")
-    worker = place.node(1, 2, port, RAY_AUTH_TOKEN="another")
-    (head_status, worker_status), output = ending(head, worker)
-    assert (head_status, worker_status) == (1, 2)
+    head = place.node(0, 2, port)
+    statuses, output = ending(place.node(1, 2, port, RAY_AUTH_TOKEN="another"))
+    assert statuses == [2]
     assert "refused this node: the head has another Ray token" in output
-    assert "1 of 2 nodes came to the head within 4 s; missing: rank 1." in output
+    head.terminate()
+    statuses, output = ending(head)
+    assert statuses == [143]
+    assert "refused 127.0.0.1: it has another Ray token" in output
+
+
+def test_a_head_names_who_did_not_come_in_time(place: Place) -> None:
+    statuses, output = ending(place.node(0, 3, free_port(), DEADLINE="1"))
+    assert statuses == [1]
+    assert "1 of 3 nodes came to the head within 1 s; missing: rank 1, 2." in output
 
 
 def test_two_nodes_of_one_rank_are_told_apart(place: Place) -> None:
     port = free_port()
-    first = place.node(1, 3, port, DEADLINE="20")
-    head = place.node(0, 3, port, DEADLINE="4")
-    second = place.node(1, 3, port, DEADLINE="20")
-    statuses, output = ending(head, first, second)
+    head, *twins = place.node(0, 3, port), place.node(1, 3, port), place.node(1, 3, port)
+    end = time.monotonic() + 60
+    while all(twin.poll() is None for twin in twins):
+        assert time.monotonic() < end, "nobody was refused"
+        time.sleep(0.05)
+    head.terminate()
+    statuses, output = ending(head, *twins)
     assert "rank 1 is taken by" in output
-    assert sorted(statuses) == [1, 1, 2]
+    assert sorted(statuses) == [2, 143, 143]
 
 
 def test_one_node_needs_no_flags(place: Place) -> None:
@@ -307,7 +320,11 @@ SRUN = """\
 #!/usr/bin/env bash
 printf '%s\\n' "$*" >>"$RECORD/srun"
 trap 'kill -TERM $(jobs -p) 2>/dev/null; wait' TERM
-while [[ $1 == --* ]]; do [[ $1 != --ntasks=* ]] || tasks=${1#*=}; shift; done
+while [[ $1 == --* ]]; do
+  [[ $1 != --ntasks=* ]] || tasks=${1#*=}
+  [[ $1 != --container-image=* ]] || PATH=${1#*=}:$PATH
+  shift
+done
 for ((i = 0; i < tasks; i++)); do SLURM_PROCID=$i "$@" & done
 status=0
 for pid in $(jobs -p); do wait "$pid" || { s=$?; [ $s -le $status ] || status=$s; }; done
@@ -320,12 +337,14 @@ printf '%s\\n' "$*" >>"$RECORD/scontrol"
 """
 
 
-def slurm(place: Place, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    place.add("srun", SRUN)
+def slurm(
+    place: Place, *arguments: str, module: str = "stand_in_program", srun: str = SRUN, **environment: str
+) -> subprocess.Popen[str]:
+    place.add("srun", srun)
     place.add("scontrol", SCONTROL)
     place.environment.pop("RAY_AUTH_TOKEN", None)
     job = {"SLURM_JOB_ID": str((free_port() - 20000) // 2), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
-    program = ["--module", "stand_in_program", "--deadline", "60", "--config", str(place.folder / "run.yaml")]
+    program = ["--module", module, "--deadline", "60", "--config", str(place.folder / "run.yaml")]
     (place.folder / "run.yaml").write_text(f"run: {{dir: '{place.folder}/the run'}}\n")
     job["SLURM_SUBMIT_DIR"] = str(ROOT)
     return place.start("bash", LAUNCH / "slurm.sbatch", *program, *arguments, **job, **environment)
@@ -361,6 +380,47 @@ def test_a_requeued_job_without_a_checkpoint_begins_anew_and_keeps_what_was_ther
     assert "beginning anew" in output
 
 
+def in_a_container(place: Place) -> dict[str, str]:
+    """An interpreter that is found inside of the container alone."""
+    image = place.folder / "image"
+    image.mkdir()
+    (image / "python-inside").write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+    (image / "python-inside").chmod(0o755)
+    return {"PYTHON": "python-inside", "SRUN_ARGS": f"--container-image={image}"}
+
+
+def test_a_requeued_job_in_a_container_resumes_and_its_status_comes_out(place: Place) -> None:
+    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    job = slurm(place, SLURM_RESTART_COUNT="1", PROGRAM_STATUS="3", **in_a_container(place))
+    statuses, output = ending(job)
+    assert statuses == [3], output
+    assert "--resume" in place.programs()[0]["arguments"]  # type: ignore[operator]
+    status_file = Path(place.recorded("srun")[-1].partition("--status-file ")[2].split()[0])
+    assert status_file.is_relative_to(ROOT / "runs")  # with the checkout, it is there inside and outside
+    assert not status_file.parent.exists()
+
+
+def test_near_the_time_limit_a_job_in_a_container_requeues_itself_too(place: Place) -> None:
+    job = slurm(place, PROGRAM_SLEEPS="1000", **in_a_container(place))
+    place.wait_for("program")
+    time.sleep(1.1)
+    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    job.send_signal(signal.SIGUSR1)
+    assert ending(job)[0] == [143]
+    assert place.recorded("scontrol")[-1].startswith("requeue ")
+
+
+def test_a_requeued_job_that_does_not_train_leaves_the_run_folder_alone(place: Place) -> None:
+    (place.folder / "the run/checkpoints/step-000002.partial").mkdir(parents=True)
+    only_noted = '#!/usr/bin/env bash\nprintf "%s\\n" "$*" >>"$RECORD/srun"\n'
+    statuses, output = ending(slurm(place, module="rlhf.doctor", srun=only_noted, SLURM_RESTART_COUNT="1"))
+    assert statuses == [0], output
+    (called,) = place.recorded("srun")
+    assert "--module rlhf.doctor" in called
+    assert "--resume" not in called
+    assert (place.folder / "the run/checkpoints/step-000002.partial").exists()
+
+
 def test_the_first_start_of_a_job_does_not_resume(place: Place) -> None:
     (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
     ending(slurm(place))
@@ -387,6 +447,17 @@ def test_near_the_time_limit_a_job_without_a_new_checkpoint_goes_on(place: Place
     assert statuses == [4]
     assert "not requeueing" in output
     assert not any(line.startswith("requeue") for line in place.recorded("scontrol"))
+
+
+def test_near_the_time_limit_a_job_that_cannot_look_for_checkpoints_says_so(place: Place) -> None:
+    job = slurm(place, PROGRAM_SLEEPS="3", PROGRAM_STATUS="4")
+    place.wait_for("program")
+    (place.folder / "run.yaml").unlink()
+    job.send_signal(signal.SIGUSR1)
+    statuses, output = ending(job)
+    assert statuses == [4]
+    assert "no answer to whether there is a checkpoint" in output
+    assert "No such file" in output
 
 
 def test_a_cancelled_slurm_job_leaves_no_program(place: Place) -> None:
@@ -451,46 +522,115 @@ def test_when_the_ssh_script_ends_so_does_everything_on_the_machines(place: Plac
 
 # --- submit ---
 
+# JOB is a list of what happens one after another: a status, or [what the log shows so far, how the stream ends].
 FAKE_JOB_CLIENT = """\
-import os
+import asyncio, json, os
+STORY = json.loads(os.environ["JOB"])
 class JobSubmissionClient:
     def __init__(self, address): pass
+    async def tail_job_logs(self, id):
+        text, ending = STORY.pop(0)
+        yield text[:5]
+        if text[5:]: yield text[5:]
+        open(os.environ["RECORD"] + "/log", "a").write("read\\n")
+        if ending == "breaks": raise RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+        if ending == "hangs": await asyncio.sleep(1000)
     def get_job_info(self, id):
         class Status(str):
-            def is_terminal(self): return True
-        class Info: status, driver_exit_code = Status("FAILED"), int(os.environ["JOB_STATUS_THERE"])
+            def is_terminal(self): return self in ("FAILED", "STOPPED", "SUCCEEDED")
+        if STORY[0] == "silence": raise ConnectionError("nobody there")
+        class Info: status, message = Status(STORY.pop(0)), "why"
+        Info.driver_exit_code = {"SUCCEEDED": 0, "FAILED": 2}.get(Info.status)
         return Info
 """
 
 
-def submit(place: Place, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+def submit(place: Place, *arguments: str, job: object = (), **environment: str) -> subprocess.Popen[str]:
+    fake_job_client(place)
+    flags = ["--id", "job-1", "--nodes", "2"]
+    return place.start(LAUNCH / "submit.sh", *flags, *arguments, JOB=json.dumps(job), **environment)
+
+
+def fake_job_client(place: Place) -> None:
     (place.folder / "python/ray").mkdir()
     (place.folder / "python/ray/__init__.py").write_text("")
     (place.folder / "python/ray/job_submission.py").write_text(FAKE_JOB_CLIENT)
-    return place.start(LAUNCH / "submit.sh", "--id", "job-1", "--nodes", "2", *arguments, **environment)
+
+
+def stops(place: Place) -> list[str]:
+    return [line.split("|")[2] for line in place.recorded("ray") if "job stop" in line]
 
 
 def test_a_job_gets_the_arguments_and_its_exit_status_comes_back(place: Place) -> None:
-    job = submit(place, "--config", "configs/math.yaml", *AWKWARD, JOB_STATUS="1", JOB_STATUS_THERE="2")
-    statuses, output = ending(job)
+    arguments = ["--config", "configs/math.yaml", *AWKWARD]
+    statuses, output = ending(submit(place, *arguments, job=[["it ran\n", "closed"], "FAILED"]))
     assert statuses == [2], output
     (mode, token, called) = place.recorded("ray")[0].split("|")
     assert (mode, token) == ("token", TOKEN)
     assert f"--submission-id job-1 --working-dir {ROOT}" in called
     entry = (place.folder / "record/entrypoint").read_text().split("\0")[:-1]
-    run = ["python", "launch/nodes.py", "run", "--nodes", "2", "--"]
-    assert entry == [*run, "--config", "configs/math.yaml", *AWKWARD]
-    assert not any("job stop" in line for line in place.recorded("ray"))
+    assert entry == ["python", "launch/nodes.py", "run", "--nodes", "2", "--", *arguments]
+    assert stops(place) == []
+    assert "it ran\n" in output
     assert TOKEN not in output
 
 
+@pytest.mark.parametrize(("state", "status"), [("SUCCEEDED", 0), ("FAILED", 2), ("STOPPED", 143)])
+def test_only_a_job_that_succeeded_gives_0(place: Place, state: str, status: int) -> None:
+    assert ending(submit(place, "--config", "x", job=[["", "closed"], state]))[0] == [status]
+    assert stops(place) == []
+
+
+@pytest.mark.parametrize("how", ["breaks", "closed"])
+def test_a_log_that_breaks_off_goes_on_where_it_was_and_the_job_with_it(place: Place, how: str) -> None:
+    story = [["step 1\n", how], "RUNNING", ["step 1\nstep 2\n", how], "RUNNING", ["step 1\nstep 2\nend\n", how]]
+    statuses, output = ending(submit(place, "--config", "x", job=[*story, "SUCCEEDED"]))
+    assert statuses == [0], output
+    assert output == "step 1\nstep 2\nend\n"
+    assert stops(place) == []
+
+
+def test_a_job_of_which_nothing_is_heard_any_more_is_left_alone(place: Place) -> None:
+    fake_job_client(place)
+    command = [sys.executable, LAUNCH / "nodes.py", "follow-job", "http://head:8265", "job-1", "--deadline", "0"]
+    statuses, output = ending(place.start(*command, JOB=json.dumps([["", "breaks"], "silence"])))
+    assert statuses == [1]
+    assert "It may still run: ray job status --address http://head:8265 job-1" in output
+
+
+def test_an_id_that_another_job_has_is_refused_and_that_job_goes_on(place: Place) -> None:
+    statuses, output = ending(submit(place, "--config", "x", JOB_IS_REFUSED="1"))
+    assert statuses == [1]
+    assert "already exists" in output
+    assert "Ray did not take job job-1" in output
+    assert stops(place) == []
+
+
 def test_interrupting_the_log_stops_the_job(place: Place) -> None:
-    job = submit(place, "--config", "x", JOB_SLEEPS="1000")
-    place.wait_for("entrypoint")
+    job = submit(place, "--config", "x", job=[["", "hangs"]])
+    place.wait_for("log")
     job.terminate()
     statuses, _ = ending(job)
     assert statuses == [143]
-    assert place.recorded("ray")[-1].endswith("job stop --address http://127.0.0.1:8265 job-1")
+    assert stops(place) == ["job stop --address http://127.0.0.1:8265 job-1"]
+
+
+@pytest.mark.parametrize(("refused", "stopped"), [("", 1), ("1", 0)], ids=["taken", "refused"])
+def test_interrupting_the_submission_stops_the_job_only_if_ray_took_it(
+    place: Place, refused: str, stopped: int
+) -> None:
+    job = submit(place, "--config", "x", SUBMISSION_SLEEPS="1", JOB_IS_REFUSED=refused)
+    place.wait_for("ray")
+    job.terminate()
+    statuses, _ = ending(job)
+    assert statuses == [143]
+    assert len(stops(place)) == stopped
+
+
+def test_a_job_that_is_not_waited_for_shows_its_id(place: Place) -> None:
+    statuses, output = ending(submit(place, "--no-wait", "--config", "x"))
+    assert (statuses, output) == ([0], "job-1\n")
+    assert stops(place) == []
 
 
 def test_without_a_token_the_submission_says_where_to_get_it(place: Place) -> None:
