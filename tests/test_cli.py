@@ -11,6 +11,7 @@ import pytest
 
 from rlhf.cli import RUN_ERROR, USER_ERROR, parse, run_program
 from rlhf.config.describe import describe_keys
+from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.config.run import GRPOConfig
 
@@ -102,14 +103,25 @@ def test_the_last_of_two_overrides_of_a_key_wins() -> None:
     assert parsed("--config", MATH, "run.steps=3", "run.steps=4").run.steps == 4
 
 
-@pytest.mark.parametrize("base", ["math.yaml", "tulu3_8b_math.yaml"])
+def configs_of_policies() -> list[tuple[str, ...]]:
+    """Every config of rlhf.grpo and rlhf.ppo in this repository, an overlay after the one that it stands on."""
+    names = {path.name for path in (ROOT / "configs").glob("*.yaml")} - {"cpu.yaml", "reward_model_quickstart.yaml"}
+    below = {"cispo.yaml": "dapo.yaml", "reinforce_pp.yaml": "dr_grpo.yaml"}
+    return [(below[name], name) if name in below else (name,) for name in sorted(names)]
+
+
+@pytest.mark.parametrize("base", configs_of_policies(), ids="+".join)
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_cpu_overlay_goes_on_top_of_every_config(base: str, count: int) -> None:
-    config = parsed(
-        "--config", str(ROOT / "configs" / base), "--config", CPU,
-        "model.path=DIR/model", "data.train=../x/train.jsonl", "data.eval=../x/test.jsonl", "run.steps=3",
-        "run.dir=runs/x", f"cluster.learners={count}", f"cluster.engines={count}",
-    )  # fmt: skip
+def test_the_cpu_overlay_goes_on_top_of_every_config(base: tuple[str, ...], count: int) -> None:
+    files = [argument for name in base for argument in ("--config", str(ROOT / "configs" / name))]
+    overrides = ["model.path=DIR/model", "data.train=../x/train.jsonl", "data.eval=../x/test.jsonl", "run.dir=runs/x"]
+    overrides += ["run.steps=3", f"cluster.learners={count}", f"cluster.engines={count}"]
+    config: GRPOConfig
+    if base[0].startswith("ppo_"):
+        overrides += ["critic.warmup_steps=0", "critic.schedule.warmup_steps=0"]
+        config = parse("rlhf.ppo", "", PPOConfig, [*files, "--config", CPU, *overrides])[0]
+    else:
+        config = parsed(*files, "--config", CPU, *overrides)
     cluster = config.cluster
     assert cluster.device == "cpu"
     assert config.max_sequence_tokens <= 2048  # the context of the quickstart's model
