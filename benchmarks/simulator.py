@@ -124,14 +124,15 @@ class Simulation:
             touched.add(index)
         for index in touched:
             self._fill(index)
-        self._take()
+        self._take(self._ready)
 
-    def _take(self) -> None:
-        fresh = [g for g in self._ready if self._staleness.admits(self._version_of[g], step=self._step)]
-        dropped = len(self._ready) - len(fresh)
-        self._ready, self.stale = fresh, self.stale + dropped
-        if dropped:
-            self._dispatched -= dropped
+    def _take(self, unchecked: Sequence[int]) -> None:
+        """Drop what is stale among groups that came, or all when the step has changed; train when there are enough."""
+        stale = {g for g in unchecked if not self._staleness.admits(self._version_of[g], step=self._step)}
+        if stale:
+            self._ready = [g for g in self._ready if g not in stale]
+            self.stale += len(stale)
+            self._dispatched -= len(stale)
             self._dispatch()
             return
         if not self._learner_busy and len(self._ready) >= self.system.groups_per_step:
@@ -180,7 +181,7 @@ class Simulation:
             self._ready.append(group)
         self._fill(index)
         if self._open[group] == 0:
-            self._take()
+            self._take([group])
 
     def _transfer(self) -> None:
         """New weights: every engine stands for the transfer and for the prefill of what it has under way."""
