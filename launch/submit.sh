@@ -49,7 +49,7 @@ fail() {
 python=${PYTHON:-$root/.venv/bin/python}
 ray=${RAY:-$(dirname "$python")/ray}
 command -v "$ray" >/dev/null || ray=ray
-command -v "$ray" >/dev/null || fail "no ray command beside $python or on PATH: activate the environment, or set PYTHON."
+command -v "$ray" >/dev/null || fail "no ray command beside $python or on PATH: activate the environment or set PYTHON."
 command -v "$python" >/dev/null || python=$(dirname "$(command -v "$ray")")/python
 if [ -z "${RAY_AUTH_TOKEN:-}" ] && [ ! -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ]; then
   fail "no Ray token: set RAY_AUTH_TOKEN to that of the cluster, or copy the head's ~/.ray/auth_token here."
@@ -95,7 +95,8 @@ trap 'interrupted=1; exit 130' INT
 trap 'interrupted=1; exit 143' TERM
 trap 'interrupted=1; exit 129' HUP
 
-submit=(--submission-id "$id" --working-dir "$root" --runtime-env-json '{"excludes": [".git", "/runs", "/tests"]}' --no-wait)
+submit=(--submission-id "$id" --no-wait --working-dir "$root")
+submit+=(--runtime-env-json '{"excludes": [".git", "/runs", "/tests"]}')
 entry=("${JOB_PYTHON:-python}" launch/nodes.py run --nodes "$nodes" ${flags[@]+"${flags[@]}"} -- "$@")
 # Not with the signals of a terminal, which go to all that it started: a submission that is cut short may have arrived.
 (

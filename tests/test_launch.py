@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from ray_cluster import ray_folder
 
 from rlhf.node_report import differences
 
@@ -567,7 +567,7 @@ def test_a_job_gets_the_arguments_and_its_exit_status_comes_back(place: Place) -
     assert statuses == [2], output
     (mode, token, called) = place.recorded("ray")[0].split("|")
     assert (mode, token) == ("token", TOKEN)
-    assert f"--submission-id job-1 --working-dir {ROOT}" in called
+    assert f"--submission-id job-1 --no-wait --working-dir {ROOT}" in called
     entry = (place.folder / "record/entrypoint").read_text().split("\0")[:-1]
     assert entry == ["python", "launch/nodes.py", "run", "--nodes", "2", "--", *arguments]
     assert stops(place) == []
@@ -758,13 +758,11 @@ def test_two_real_ray_nodes_run_a_program_and_end(place: Place) -> None:
         "ray.shutdown()\n"
         "sys.exit(6)\n"
     )
-    del place.environment["RAY"], place.environment["RAY_TMPDIR"]
+    del place.environment["RAY"]
     port = free_port()
-    nodes = [place.node(rank, 2, port, "--ray-args", "--num-cpus=1", DEADLINE="300") for rank in (0, 1)]
-    outputs = [process.communicate(timeout=500)[0] for process in nodes]
+    with ray_folder() as folder:  # logs of a failed run stay; this one fails on purpose
+        ray = {"RAY_TMPDIR": folder, "DEADLINE": "300"}
+        nodes = [place.node(rank, 2, port, "--ray-args", "--num-cpus=1", **ray) for rank in (0, 1)]
+        outputs = [process.communicate(timeout=500)[0] for process in nodes]
     assert [process.returncode for process in nodes] == [6, 6], outputs
     assert "alive 2" in outputs[0]
-    for output in outputs:  # logs of a failed run stay; this one failed on purpose
-        for line in output.splitlines():
-            if "Ray's logs: " in line:
-                subprocess.run(["rm", "-r", *shlex.split(line.partition("logs: ")[2])], check=True)
