@@ -6,13 +6,27 @@ standard input (and says `killed`), and ends the cluster when its input ends.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 
-from ray.cluster_utils import Cluster
+
+@contextlib.contextmanager
+def ray_folder() -> Iterator[str]:
+    """A RAY_TMPDIR that is gone afterwards. Its path is short: that of a socket below it has at most 107 characters."""
+    folder = tempfile.mkdtemp(prefix="r-", dir="/tmp")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
+    from ray.cluster_utils import Cluster
+
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(int(sys.argv[1]))]
