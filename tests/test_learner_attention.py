@@ -29,7 +29,7 @@ from transformers import (
 
 from rlhf.algo.packing import pack
 from rlhf.learner.attention import PACKED, segments_of
-from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
+from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.value_model import ValueModel
 from rlhf.types import Rollout
 
@@ -170,9 +170,15 @@ UNPACKABLE = {
         lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
         "a sequence sees what stands before it in the row",
     ),
-    "capped scores": (lambda: Gemma2Config(**SMALL, head_dim=12), "it caps its attention scores"),
+    "capped scores": (lambda: Gemma2Config(**SMALL, head_dim=12, final_logit_softcapping=None), "it caps its attention scores"),
     "sinks": (lambda: GptOssConfig(**SMALL, head_dim=12, num_local_experts=2), "its attention has sinks"),
 }
+
+
+def load_and_check(path: str, dtype: str) -> None:
+    policy = load_policy(path, dtype=dtype, temperature=1.0, gradient_checkpointing=True, trust_remote_code=False)
+    cpu = torch.device("cpu")
+    check_packed(lambda tokens: policy(tokens).logprobs, cpu, dtype=dtype, key="model.path", path=path)
 
 
 @pytest.mark.parametrize("name", UNPACKABLE)
@@ -180,10 +186,7 @@ def test_a_model_whose_sequences_would_see_each_other_in_a_row_is_refused(name: 
     config, reason = UNPACKABLE[name]
     AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=rf"model\.path=.*model: .* since {reason}\. Use "):
-        load_policy(
-            str(tmp_path / "model"), dtype="float32", temperature=1.0, gradient_checkpointing=False,
-            trust_remote_code=False,
-        )  # fmt: skip
+        load_and_check(str(tmp_path / "model"), "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -193,10 +196,7 @@ def test_models_with_learned_positions_and_with_experts_are_packed(dtype: str, t
         Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     ):
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
-        load_policy(
-            str(tmp_path / config.model_type), dtype=dtype, temperature=1.0, gradient_checkpointing=True,
-            trust_remote_code=False,
-        )  # fmt: skip
+        load_and_check(str(tmp_path / config.model_type), dtype)
 
 
 @pytest.mark.parametrize("key", ["final_logit_softcapping", "logit_scale", "logits_scaling"])

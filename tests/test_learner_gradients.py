@@ -59,6 +59,8 @@ def collect_gradients(place: Place, model: Path, budgets: tuple[int, ...], stage
         for budget in budgets:
             config = config_for(model, learners=place.world_size, budget=budget, stage=stage, dtype=dtype)
             learner = Probe(config, place)
+            loaded = learner._load_model(trains=False)  # at stage 3 a share of each parameter, from the first byte on
+            assert all((p.numel() == 0) == (stage == 3) for p in loaded.parameters())
             learner.update(work_of_rank(config, groups, place.rank, old, ref)[:1])
             found[stage, budget] = {name: grad.numpy() for name, grad in learner.seen.items()}
     return found

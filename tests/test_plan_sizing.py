@@ -13,6 +13,7 @@ import pytest
 from test_plan import cpu_seconds
 
 from rlhf.config.load import load_config
+from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.plan.hours import expected
 from rlhf.plan.layout import place
@@ -113,6 +114,25 @@ def test_a_plan_of_128_gpus_takes_less_than_a_second(make: Any, tmp_path: Path, 
     assert cpu_seconds(command) < 1.0
 
 
+def test_a_critic_and_a_reward_model_that_do_not_fit_are_named(make: Any, tmp_path: Path) -> None:
+    make(LLAMA_8B)
+    fits, large = tmp_path / "model", tmp_path / "large"
+    large.mkdir()
+    (large / "config.json").write_text(json.dumps(LLAMA_70B))
+    overrides = ["cluster.learners=16", f"reward_model.path={large}", f"critic.path={fits}"]
+    text = " ".join(plan_text(load_config(PPOConfig, [str(tmp_path / "run.yaml")], overrides)).split())
+    assert "a reward model needs about" in text
+    assert "a critic needs about" not in text
+    # weights and moments of both, 12 bytes a parameter; a critic has one number a token in the place of the head
+    assert (
+        f"{12 * (P8 + P8 - 128_256 * 4_096 + 4_096) / GIB:.1f} GiB (float32 weights and moments, the critic's" in text
+    )
+    overrides = ["cluster.learners=16", "algo.ref_update=average", f"critic.path={large}"]
+    text = " ".join(plan_text(load_config(PPOConfig, [str(tmp_path / "run.yaml")], overrides)).split())
+    assert "a critic needs about" in text
+    assert "a reference that moves" in text
+
+
 # --- hours ---
 
 SPEEDS = ["plan.engine_tokens_per_second=2500", "plan.learner_tokens_per_second=4000", "plan.prompt_tokens=200"]
@@ -135,6 +155,16 @@ def test_with_a_lag_sampling_and_training_run_side_by_side(make: Any) -> None:
     found = expected(make(LLAMA_8B, *SPEEDS, *SIZES, "rollout.max_policy_lag=1"))
     assert found is not None
     assert found.step_s == pytest.approx(64 + 128 / 3)  # longer than the 81.92 s of sampling
+
+
+def test_the_time_of_ppo_is_the_critics_where_it_takes_more_passes(make: Any, tmp_path: Path) -> None:
+    make(LLAMA_8B)
+    times = ["learner.minibatches_per_epoch=1", "algo.kl_coef=0", "critic.epochs_per_step=3"]
+    found = expected(load_config(PPOConfig, [str(tmp_path / "run.yaml")], [*SPEEDS, *SIZES[:3], *times]))
+    assert found is not None
+    assert (found.passes, found.epochs) == (1, 3)  # the values of the critic, and its passes
+    assert found.update_s == 3 * 64.0
+    assert found.logprobs_s == pytest.approx(64 / 3)
 
 
 def test_without_both_speeds_there_are_no_hours(make: Any) -> None:

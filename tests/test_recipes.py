@@ -86,7 +86,7 @@ RECIPES: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
             "learner.optimizer.betas": (0.9, 0.95), "critic.optimizer.betas": (0.9, 0.95),
             "learner.optimizer.weight_decay": 0.0, "learner.schedule.warmup_steps": 50,
             "critic.schedule.warmup_steps": 50, "learner.schedule.name": "constant", "algo.whiten_advantages": True,
-            "rollout.temperature": 1.0,
+            "rollout.temperature": 1.0, "critic.minibatches_per_epoch": 12,
         },
     ),
     ("ppo_rlhf.yaml",): (
@@ -102,7 +102,7 @@ RECIPES: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
             "algo.whiten_advantages": True, "rollout.prompts_per_step": 512, "rollout.samples_per_prompt": 1,
             "learner.epochs_per_step": 4, "learner.minibatches_per_epoch": 1, "rollout.temperature": 0.7,
             "data.max_prompt_tokens": 64, "rollout.max_response_tokens": 24, "rollout.non_stop_reward": -1.0,
-            "run.steps": 1_000_000 // 512,
+            "rollout.truncate_token": ".", "rollout.truncate_after": 16, "run.steps": 1_000_000 // 512,
         },
     ),
 }  # fmt: skip

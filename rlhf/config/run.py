@@ -72,6 +72,11 @@ class GRPOConfig(Section):
         }
 
     @property
+    def reference_moves(self) -> bool:
+        """Whether the reference policy is state of the run: replaced now and then, or an average."""
+        return self.needs_reference and self.algo.ref_update != "fixed"
+
+    @property
     def trained_worlds(self) -> int:
         """DeepSpeed worlds of cluster.learners ranks each."""
         return 1

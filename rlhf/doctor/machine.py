@@ -16,7 +16,7 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.doctor.examination import Finding, Patient, in_thread
 from rlhf.model_files import check_context, check_models, load_tokenizer, local_model_config
-from rlhf.plan.memory import BYTES, GIB
+from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model import model_shape
 
 if TYPE_CHECKING:
@@ -95,12 +95,15 @@ def needed_gib(config: GRPOConfig) -> float | None:
     if model is None:
         return None
     try:
-        parameters = model_shape(model).parameters
+        shape = model_shape(model)
+        its = local_model_config(config.critic_path) if isinstance(config, PPOConfig) else None
+        one = checkpoint_bytes(config, shape, model_shape(its) if its else None)
     except ValueError:
         return None
-    trained = 2 if isinstance(config, PPOConfig) else 1
+    if one is None:
+        return None
     checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every is not None else 0
-    written = checkpoints * trained * 12 * parameters + config.run.export * BYTES[config.model.dtype] * parameters
+    written = checkpoints * one + config.run.export * BYTES[config.model.dtype] * shape.parameters
     return written / GIB + ROLLOUTS_GIB
 
 

@@ -27,6 +27,13 @@ SIMILAR_LENGTH = 0.75  # segments of one block are at least this share of its lo
 class UnpackableError(Exception):
     """A model whose sequences cannot share a row; the message is a clause that says why."""
 
+    def of(self, key: str, path: str) -> str:
+        """The whole message for a user."""
+        return (
+            f"{key}={path}: sequences cannot be packed into one row for this model, since {self}. Use a model such as "
+            "Qwen2, Qwen3, Llama or Mistral."
+        )
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -136,8 +143,7 @@ def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, sc
 def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """`auto_class.from_pretrained` with packed attention; -> the model and transformers' account of the loading.
 
-    Two sequences in one row must not see each other, and some models mix tokens where no attention function has a say
-    (convolutions, state spaces, attention of their own). Such a model would train on wrong log-probabilities.
+    What can be known before a forward; `model.check_packed` looks at one.
 
     Args:
         key: of the config, for messages.
@@ -154,31 +160,11 @@ def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tupl
             if error.args != (PACKED,):
                 raise
             raise UnpackableError("its attention takes no function from outside") from None
-        _check_packed(transformer)
+        if not transformer._supports_attention_backend:
+            raise UnpackableError("its attention takes no function from outside")
     except UnpackableError as error:
-        raise ValueError(
-            f"{key}={path}: sequences cannot be packed into one row for this model, since {error}. Use a model such as "
-            "Qwen2, Qwen3, Llama or Mistral."
-        ) from None
+        raise ValueError(error.of(key, path)) from None
     return transformer, info
-
-
-def _check_packed(transformer: PreTrainedModel) -> None:
-    """Change the first sequence of a row; the second must not notice."""
-    if not transformer._supports_attention_backend:
-        raise UnpackableError("its attention takes no function from outside")
-    rows = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [3, 2, 0, 1, 0, 1, 2, 3]])
-    segments = segments_of(np.array([0, 4, 8], np.int32), torch.device("cpu"))
-    positions = torch.arange(4).repeat(2).unsqueeze(0)
-    with torch.no_grad():
-        first, second = (
-            transformer.base_model(
-                input_ids=row.unsqueeze(0), position_ids=positions, use_cache=False, segments=segments
-            ).last_hidden_state[0, 4:].float()
-            for row in rows
-        )  # fmt: skip
-    if (first - second).norm() > 16 * torch.finfo(transformer.dtype).eps * first.norm():
-        raise UnpackableError("a sequence sees what stands before it in the row")
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

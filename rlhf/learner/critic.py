@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rlhf.algo import losses
 from rlhf.config.ppo import PPOConfig
 from rlhf.learner.messages import Place, ValueMinibatch
-from rlhf.learner.model import DeviceTokens
+from rlhf.learner.model import DeviceTokens, check_packed
 from rlhf.learner.rank import TrainedRank, Training
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.update import masked_mean
@@ -32,18 +32,22 @@ class Critic(TrainedRank):
         )
         super().__init__(training, place)
         self.clip = config.critic.value_clip
-        transformer = load_scalar_transformer(
-            config.critic_path,
-            key="critic.path" if config.critic.path else "model.path",
-            dtype=config.model.dtype,
-            head_std=0.0,  # every value is 0 before the first update, as in the original RLHF code
-            gradient_checkpointing=config.model.gradient_checkpointing,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        key = "critic.path" if config.critic.path else "model.path"
+        with self.loading():
+            transformer = load_scalar_transformer(
+                config.critic_path,
+                key=key,
+                dtype=config.model.dtype,
+                head_std=0.0,  # every value is 0 before the first update, as in the original RLHF code
+                gradient_checkpointing=config.model.gradient_checkpointing,
+                trust_remote_code=config.model.trust_remote_code,
+            )
         _, std = recorded_normalization(config.critic_path)
-        with torch.no_grad():
-            transformer.get_parameter(HEAD).div_(std)  # rewards are normalized scores, and so are their values
+        head = transformer.get_parameter(HEAD)
+        with torch.no_grad(), self.whole(head, modify=True):
+            head.div_(std)  # rewards are normalized scores, and so are their values
         self.wrap(ValueModel(transformer).train())
+        check_packed(self.engine, self.device, dtype=config.model.dtype, key=key, path=config.critic_path)
 
     @torch.no_grad()
     def values(self, minibatches: list[tuple[PackedTokens, ...]]) -> list[list[np.ndarray]]:

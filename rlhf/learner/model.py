@@ -6,6 +6,7 @@ silently wrong gradients under ZeRO-1/2 and a weight of size 0 under ZeRO-3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
-from rlhf.learner.attention import Segments, load_packed, segments_of
+from rlhf.learner.attention import Segments, UnpackableError, load_packed, segments_of
 from rlhf.types import PackedTokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -97,6 +98,43 @@ def load_policy(
     if gradient_checkpointing:
         transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return PolicyModel(transformer, temperature=temperature)
+
+
+@torch.no_grad()
+def check_packed(
+    forward: Callable[[DeviceTokens], Tensor], device: torch.device, *, dtype: str, key: str, path: str
+) -> None:
+    """Change the first of two sequences in a row; what is computed for the second must stay.
+
+    Some models mix tokens where no attention function has a say: convolutions, state spaces. Such a model would train
+    on log-probabilities that the engine never sampled from.
+
+    Args:
+        forward: a row's tokens -> one number a token, [T], or a sequence, [S]. Every rank calls it at ZeRO-3.
+        dtype: of the model: a mixture of experts multiplies other tokens together, and rounds otherwise.
+        key: of the config, for messages.
+
+    Raises:
+        ValueError: the second sequence notices, or the model refuses the row.
+    """
+    second = [0, 1, 2, 3]
+    found = []
+    try:
+        for first in ([0, 1, 2, 3], [3, 2, 0, 1]):
+            row = PackedTokens(
+                token_ids=np.array(first + second, np.int32),
+                position_ids=np.array([0, 1, 2, 3] * 2, np.int32),
+                response_mask=np.array([False, True, True, True] * 2),
+                rollout_logprobs=np.zeros(8, np.float32),
+                cu_seqlens=np.array([0, 4, 8], np.int32),
+                rows=np.array([0, 1], np.int32),
+            )
+            numbers = forward(DeviceTokens.of(row, device))
+            found.append(numbers[len(numbers) // 2 :].float())
+        if (found[0] - found[1]).norm() > 16 * torch.finfo(DTYPES[dtype]).eps * found[0].norm():
+            raise UnpackableError("a sequence sees what stands before it in the row")
+    except UnpackableError as error:
+        raise ValueError(error.of(key, path)) from None
 
 
 def disable_dropout(model: nn.Module) -> None:

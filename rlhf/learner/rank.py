@@ -72,6 +72,25 @@ class TrainedRank:
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=settings)
         self.names = {name.removeprefix("transformer."): param for name, param in module.named_parameters()}
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around the loading of a model: at ZeRO-3 each rank keeps its share of a parameter as soon as it is read.
+
+        Whole, a model of 70 B would have to fit on one GPU first.
+        """
+        if self.training.section.zero_stage < 3:
+            yield
+            return
+        from transformers.integrations import HfDeepSpeedConfig
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        sharding = HfDeepSpeedConfig(_training_config(self.training, self.place))  # from_pretrained asks for it
+        try:
+            yield
+        finally:
+            unset_hf_deepspeed_config()
+            del sharding
+
     def device_name(self) -> str:
         """As the driver of the device calls it, such as `NVIDIA H100 80GB HBM3`."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"

@@ -12,7 +12,7 @@ import torch
 
 from rlhf.algo.packing import pack_microbatches
 from rlhf.config.reward_model import RewardModelConfig
-from rlhf.learner.model import DeviceTokens
+from rlhf.learner.model import DeviceTokens, check_packed
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
 from rlhf.types import PackedTokens
 
@@ -37,6 +37,7 @@ class RewardScorer:
         self.longest = min(config.max_tokens_per_batch, int(transformer.config.max_position_embeddings))
         self.max_tokens = config.max_tokens_per_batch
         self.model = RewardModel(transformer).eval().requires_grad_(False).to(self.device)
+        check_packed(self.model, self.device, dtype=config.dtype, key="reward_model.path", path=config.path)
         recorded = recorded_normalization(config.path)
         self.mean = recorded[0] if config.mean is None else config.mean
         self.std = recorded[1] if config.std is None else config.std

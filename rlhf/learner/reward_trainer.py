@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf.algo.packing import draw_minibatches, pack_microbatches
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.learner.messages import Place
-from rlhf.learner.model import DeviceTokens
+from rlhf.learner.model import DeviceTokens, check_packed
 from rlhf.learner.rank import TrainedRank, Training
 from rlhf.learner.reward_scorer import NORMALIZATION_FILE, pack_sequences
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
@@ -64,15 +64,17 @@ class RewardTrainer(TrainedRank):
         self.pairs = pairs
         hidden = _hidden_size(config.model.path, config.model.trust_remote_code)
         torch.manual_seed(config.run.seed)  # the head is drawn alike on every rank
-        transformer = load_scalar_transformer(
-            config.model.path,
-            key="model.path",
-            dtype=config.model.dtype,
-            head_std=1 / math.sqrt(hidden + 1),  # as in the original RLHF code
-            gradient_checkpointing=config.model.gradient_checkpointing,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        with self.loading():
+            transformer = load_scalar_transformer(
+                config.model.path,
+                key="model.path",
+                dtype=config.model.dtype,
+                head_std=1 / math.sqrt(hidden + 1),  # as in the original RLHF code
+                gradient_checkpointing=config.model.gradient_checkpointing,
+                trust_remote_code=config.model.trust_remote_code,
+            )
         self.wrap(RewardModel(transformer).train())
+        check_packed(self.engine, self.device, dtype=config.model.dtype, key="model.path", path=config.model.path)
 
     def train(self) -> Iterator[StepMetrics]:
         """Every update of the run; yields its metrics over all ranks."""

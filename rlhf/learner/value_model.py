@@ -97,7 +97,10 @@ def load_scalar_transformer(
                 f"{key}={path}: it has no head {HEAD}, so it is not a reward model. Train one with "
                 "`python -m rlhf.reward_model`, or name another."
             )
-        nn.init.normal_(head.weight, std=head_std) if head_std else nn.init.zeros_(head.weight)
+        from deepspeed import zero  # the head is a share of itself where it was loaded for ZeRO-3
+
+        with zero.GatheredParameters([head.weight], modifier_rank=0, enabled=hasattr(head.weight, "ds_id")):
+            nn.init.normal_(head.weight, std=head_std) if head_std else nn.init.zeros_(head.weight)
     disable_dropout(transformer)
     if gradient_checkpointing:
         transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import LearnerMinibatch, LogprobPass, Place
-from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
+from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.rank import TrainedRank, Training
 from rlhf.learner.reference import Reference
 from rlhf.learner.update import PolicyObjective, policy_microbatch
@@ -45,19 +45,24 @@ class Learner(TrainedRank):
         self._sender: WeightSender | None = None
         self._saved: list[Tensor] = []
         self.wrap(self._load_model(trains=True))
+        check_packed(
+            lambda tokens: self.engine(tokens).logprobs, self.device,
+            dtype=config.model.dtype, key="model.path", path=config.model.path,
+        )  # fmt: skip
         self.reference: Reference | None = None
         if config.needs_reference:
             self.reference = Reference(self._load_model(trains=False), self)
 
     def _load_model(self, *, trains: bool) -> PolicyModel:
         config = self.config
-        model = load_policy(
-            config.model.path,
-            dtype=config.model.dtype,
-            temperature=config.rollout.temperature,
-            gradient_checkpointing=trains and config.model.gradient_checkpointing,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        with self.loading():
+            model = load_policy(
+                config.model.path,
+                dtype=config.model.dtype,
+                temperature=config.rollout.temperature,
+                gradient_checkpointing=trains and config.model.gradient_checkpointing,
+                trust_remote_code=config.model.trust_remote_code,
+            )
         return model.train() if trains else model.eval().requires_grad_(False)
 
     # --- passes ---
@@ -162,12 +167,12 @@ class Learner(TrainedRank):
 
     def save(self, folder: str) -> None:
         super().save(folder)
-        if self.reference is not None and self.config.algo.ref_update != "fixed":
+        if self.reference is not None and self.config.reference_moves:
             self.reference.save(self, folder)
 
     def load(self, folder: str, updates_done: int) -> None:
         super().load(folder, updates_done)
-        if self.reference is not None and self.config.algo.ref_update != "fixed":
+        if self.reference is not None and self.config.reference_moves:
             self.reference.load(self, folder)
 
     def close(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
-from rlhf.plan.memory import GIB, EngineMemory, Part, learner_state, total
+from rlhf.plan.memory import GIB, Beside, EngineMemory, Part, learner_state, total
 from rlhf.plan.model import ModelShape
 from rlhf.plan.text import counted
 
@@ -22,6 +23,14 @@ def arithmetic_warnings(config: GRPOConfig) -> list[str]:
             f"rollout.samples_per_prompt / learner.minibatches_per_epoch), so {cluster.learners - smallest} learners "
             "are idle. Use fewer learners or minibatches, or more rollouts."
         )
+    if isinstance(config, PPOConfig):
+        smallest = config.rollouts_per_step // config.critic_minibatches_per_epoch
+        if config.critic.minibatches_per_epoch and smallest < cluster.learners:
+            found.append(
+                f"critic.minibatches_per_epoch={config.critic.minibatches_per_epoch}: a minibatch has {smallest} "
+                f"rollouts, so {cluster.learners - smallest} of {cluster.learners} critics are idle. Use fewer "
+                "minibatches, or more rollouts."
+            )
     if rollout.prompts_per_step < cluster.engines:
         found.append(
             f"cluster.engines={cluster.engines}: a step has rollout.prompts_per_step={rollout.prompts_per_step} "
@@ -56,12 +65,18 @@ def model_warnings(config: GRPOConfig, model: Mapping[str, Any]) -> list[str]:
 
 
 def memory_warnings(
-    config: GRPOConfig, shape: ModelShape, learner: tuple[Part, ...], engine: EngineMemory, host_gib: float | None
+    config: GRPOConfig,
+    shape: ModelShape,
+    learner: tuple[Part, ...],
+    engine: EngineMemory,
+    host_gib: float | None,
+    more: Sequence[Beside] = (),
 ) -> list[str]:
     """From the estimate: what does not fit, and a KV cache that would preempt.
 
     Args:
         host_gib: memory of this machine, for runs on CPU; None where it is not known.
+        more: critic and reward model.
     """
     cluster, rollout, found = config.cluster, config.rollout, []
     group = rollout.samples_per_prompt * config.max_sequence_tokens
@@ -81,10 +96,12 @@ def memory_warnings(
             f"sequences will be preempted and computed again. Raise {knob}, or shorten sequences."
         )
     if cluster.device == "cpu":
-        need = (cluster.learners * total(learner) + cluster.engines * total(engine.parts)) / GIB
+        need = cluster.learners * total(learner) + cluster.engines * total(engine.parts)
+        need = (need + sum(model.copies * total(model.parts) for model in more)) / GIB
+        who = [counted(cluster.learners, "learner"), *(counted(model.copies, model.name) for model in more)]
         if host_gib is not None and need > host_gib:
             found.append(
-                f"memory: {counted(cluster.learners, 'learner')} and {counted(cluster.engines, 'engine')} need about "
+                f"memory: {', '.join(who)} and {counted(cluster.engines, 'engine')} need about "
                 f"{need:.1f} GiB, this machine has {host_gib:.1f}. Use a smaller model, "
                 "learner.max_tokens_per_microbatch or rollout.kv_cache_gib."
             )
@@ -96,6 +113,13 @@ def memory_warnings(
             f"memory: a learner needs about {need:.1f} GiB, a GPU has cluster.gpu_memory_gib={have:g}. "
             f"{_relief(config)}"
         )
+    for model in more:
+        if total(model.parts) / GIB > have:
+            section = model.name.replace(" ", "_")
+            found.append(
+                f"memory: a {model.name} needs about {total(model.parts) / GIB:.1f} GiB, a GPU has "
+                f"cluster.gpu_memory_gib={have:g}. Take a smaller {section}.path, or fewer tokens at once."
+            )
     state = total(learner_state(shape, config)) / GIB
     awake = state + rollout.gpu_memory_utilization * have
     if cluster.placement == "colocated" and awake > have:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 
 FORWARD_SHARE = 1 / 3  # of forward and backward together: the backward pass is two products for each of the forward's
+VALUE_PASSES = 1
 
 
 @dataclass(frozen=True)
@@ -15,12 +17,14 @@ class Expected:
 
     Attributes:
         tokens: prompts and responses. sampled: responses alone.
-        passes: log-prob passes before the update, each FORWARD_SHARE of one epoch.
+        passes: before the update, each FORWARD_SHARE of one epoch: log-probs, or values where these are more.
+        epochs: passes of the update, of policy or critic, whichever takes more.
     """
 
     tokens: int
     sampled: int
     passes: int
+    epochs: int
     sampling_s: float
     logprobs_s: float
     update_s: float
@@ -30,19 +34,21 @@ class Expected:
 
 
 def expected(config: GRPOConfig) -> Expected | None:
-    """None unless both throughputs are given."""
+    """None unless both throughputs are given. A critic computes beside the policy, on GPUs of its own, as fast."""
     plan, cluster = config.plan, config.cluster
     if plan.engine_tokens_per_second is None or plan.learner_tokens_per_second is None:
         return None
     prompt = plan.prompt_tokens or config.data.max_prompt_tokens
     response = plan.response_tokens or config.rollout.max_response_tokens
     tokens, sampled = config.rollouts_per_step * (prompt + response), config.rollouts_per_step * response
-    passes = config.needs_old_logprobs_pass + config.needs_reference
+    passes, epochs = config.needs_old_logprobs_pass + config.needs_reference, config.learner.epochs_per_step
+    if isinstance(config, PPOConfig):
+        passes, epochs = max(passes, VALUE_PASSES), max(epochs, config.critic_epochs_per_step)
     learned = cluster.learners * plan.learner_tokens_per_second
     sampling = sampled / (cluster.engines * plan.engine_tokens_per_second)
-    logprobs, update = passes * FORWARD_SHARE * tokens / learned, config.learner.epochs_per_step * tokens / learned
+    logprobs, update = passes * FORWARD_SHARE * tokens / learned, epochs * tokens / learned
     step = max(sampling, logprobs + update) if config.rollout.max_policy_lag else sampling + logprobs + update
     hours = config.run.steps * step / 3600
     gpus = cluster.learners + config.critics + config.reward_model_copies
     gpus += cluster.engines * cluster.tensor_parallel if cluster.placement == "separate" else 0
-    return Expected(tokens, sampled, passes, sampling, logprobs, update, step, hours, gpus * hours)
+    return Expected(tokens, sampled, passes, epochs, sampling, logprobs, update, step, hours, gpus * hours)

@@ -55,6 +55,28 @@ class EngineMemory:
     kv_tokens: int
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A model beside the policy, a GPU each: what one copy holds; no parts where nothing is known of the model."""
+
+    name: str
+    copies: int
+    parts: tuple[Part, ...]
+
+
+def checkpoint_bytes(config: GRPOConfig, shape: ModelShape, critic: ModelShape | None) -> int | None:
+    """One checkpoint: float32 weights and moments of what is trained, float32 weights of a reference that moves.
+
+    Args:
+        critic: None without a critic, or where nothing is known of it; then the answer of a PPO run is None.
+    """
+    trained = MASTER_BYTES + MOMENTS_BYTES
+    size = trained * shape.parameters + MASTER_BYTES * shape.parameters * config.reference_moves
+    if isinstance(config, PPOConfig):
+        return None if critic is None else size + trained * scalar_parameters(critic)
+    return size
+
+
 def total(parts: tuple[Part, ...]) -> float:
     return sum(part.size for part in parts)
 

@@ -17,8 +17,10 @@ from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
 from rlhf.plan.layout import draw, place
 from rlhf.plan.memory import (
     GIB,
+    Beside,
     EngineMemory,
     Part,
+    checkpoint_bytes,
     critic_memory,
     engine_memory,
     learner_memory,
@@ -64,7 +66,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
         else:
             learner, engine = learner_memory(shape, config), engine_memory(shape, config)
             sections.append(("Memory, estimated", _memory(config, shape, learner, engine)))
-            warnings += memory_warnings(config, shape, learner, engine, _host_gib())
+            warnings += memory_warnings(config, shape, learner, engine, _host_gib(), _more_models(config, shape))
     if warnings:
         sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
     return "\n\n".join(f"{title}\n" + "\n".join(lines) for title, lines in sections) + "\n"
@@ -160,7 +162,7 @@ def _placement(config: GRPOConfig) -> list[str]:
 
 
 def _hours(config: GRPOConfig, hours: Expected) -> list[str]:
-    cluster, plan, epochs = config.cluster, config.plan, config.learner.epochs_per_step
+    cluster, plan = config.cluster, config.plan
     learned = f"({counted(cluster.learners, 'learner')} x {plan.learner_tokens_per_second:,g})"
     how = "sampling and the rest side by side" if config.rollout.max_policy_lag else "one after the other"
     forward = f"{counted(hours.passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
@@ -169,7 +171,7 @@ def _hours(config: GRPOConfig, hours: Expected) -> list[str]:
         ("sampling", f"{hours.sampled:,} / ({counted(cluster.engines, 'engine')} x "
          f"{plan.engine_tokens_per_second:,g}) = {hours.sampling_s:,.1f} s"),
         ("log-probs", f"{forward} = {hours.logprobs_s:,.1f} s" if hours.passes else "none"),
-        ("update", f"{hours.tokens:,} x {counted(epochs, 'epoch')} / {learned} = {hours.update_s:,.1f} s"),
+        ("update", f"{hours.tokens:,} x {counted(hours.epochs, 'epoch')} / {learned} = {hours.update_s:,.1f} s"),
         ("a step", f"{hours.step_s:,.1f} s, {how}; transfer, evaluation, checkpoints not counted"),
         ("the run", f"{counted(config.run.steps, 'step')} = {hours.hours:,.1f} hours, "
          f"{config.run.steps * hours.tokens:,} tokens, {hours.gpu_hours:,.0f} GPU-hours"),
@@ -184,10 +186,14 @@ def _memory(config: GRPOConfig, shape: ModelShape, learner: tuple[Part, ...], en
     return [
         *rows(
             ("model", f"{shape.model_type}, {shape.parameters:,} parameters"),
-            ("checkpoint on disk", f"{12 * shape.parameters / GIB:.1f} GiB (float32 weights and moments)"),
+            ("checkpoint on disk", _checkpoint(config, shape)),
         ),
         *_parts(f"a learner, {own}", learner),
-        *_more_models(config, shape, own),
+        *[
+            line
+            for model in _more_models(config, shape)
+            for line in (_parts(f"a {model.name}, {own}", model.parts) if model.parts else _unknown(f"a {model.name}"))
+        ],
         *_parts(f"an engine, {own}", engine.parts),
         *rows(
             ("the KV cache holds", f"{engine.kv_tokens:,} tokens of {engine.kv_bytes_per_token / 1024:,.1f} KiB = "
@@ -196,20 +202,31 @@ def _memory(config: GRPOConfig, shape: ModelShape, learner: tuple[Part, ...], en
     ]  # fmt: skip
 
 
-def _more_models(config: GRPOConfig, shape: ModelShape, own: str) -> list[str]:
+def _checkpoint(config: GRPOConfig, shape: ModelShape) -> str:
+    critic = _critic_shape(config, shape) if isinstance(config, PPOConfig) else None
+    size = checkpoint_bytes(config, shape, critic)
+    if size is None:
+        return "no estimate"
+    more = ", the critic's too" if critic else ""
+    more += ", a reference that moves" if config.reference_moves else ""
+    return f"{size / GIB:.1f} GiB (float32 weights and moments{more})"
+
+
+def _critic_shape(config: PPOConfig, shape: ModelShape) -> ModelShape | None:
+    return shape if config.critic.path is None else _shape_at(config.critic.path)
+
+
+def _more_models(config: GRPOConfig, shape: ModelShape) -> list[Beside]:
     """Critic and reward model, from their own config.json where they start from another model."""
-    lines = []
+    found = []
     if isinstance(config, PPOConfig):
-        found = shape if config.critic.path is None else _shape_at(config.critic.path)
-        lines += _parts(f"a critic, {own}", critic_memory(found, config)) if found else _unknown("a critic")
+        its = _critic_shape(config, shape)
+        found.append(Beside("critic", config.critics, critic_memory(its, config) if its else ()))
     if config.reward_model_copies and config.reward_model is not None:
-        found = _shape_at(config.reward_model.path or "")
-        lines += (
-            _parts(f"a reward model, {own}", reward_model_memory(found, config))
-            if found
-            else _unknown("a reward model")
-        )
-    return lines
+        its = _shape_at(config.reward_model.path or "")
+        parts = reward_model_memory(its, config) if its else ()
+        found.append(Beside("reward model", config.reward_model_copies, parts))
+    return found
 
 
 def _shape_at(path: str) -> ModelShape | None:
