@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from worlds import make_config, make_ppo_config
 
+from rlhf import evaluate
 from rlhf.plan import check_resources, local_resources
 from rlhf.run import TrainingRun
 from rlhf.run_folder import RunFolder
@@ -149,3 +150,12 @@ def test_the_program_prints_one_message_and_exits_with_2(model: Path, tmp_path: 
         assert "Traceback" not in done.stderr
         assert len(done.stderr.splitlines()) == 1
     assert not (model.parent / "run").exists()  # nothing was written
+
+
+def test_an_evaluation_reads_the_config_of_a_ppo_run() -> None:
+    config = Path(__file__).parent.parent / "configs" / "ppo_quickstart.yaml"
+    flags = ["--config", str(config), "data.eval=[]"]
+    with pytest.raises(ValueError, match=r"^data\.eval is empty"):
+        evaluate.main(["--program", "ppo", *flags])
+    with pytest.raises(ValueError, match=r"^(algo\.gamma|critic)"):
+        evaluate.main(flags)
