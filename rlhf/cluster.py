@@ -8,13 +8,8 @@ engine sleeps while the learners work, and wakes for the new weights.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import os
-import shutil
-import signal
-import tempfile
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +26,13 @@ from rlhf.actors import (
     HostedAsyncActor,
     Location,
     RemoteCall,
-    check_address,
     wait_for,
 )
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import Place
 from rlhf.plan import GPU, check_resources
+from rlhf.ray_session import RaySession
 from rlhf.rollout.sampling import EngineSettings, SamplingSettings
 from rlhf.types import Prompt, Rollout
 
@@ -69,26 +64,26 @@ class Cluster:
         self._placed: list[PlacementGroup] = []
         self._bundles: list[int] = []  # of the learners' placement group, by rank
         self._has_critics = trains and isinstance(config, PPOConfig)
-        self._temp: str | None = None
+        self._session = RaySession()
         self._asleep = False
 
     async def __aenter__(self) -> Cluster:
         try:
             await self._start()
         except BaseException as error:
-            self._keep_logs(error)
+            self._session.keep_logs(error, Path(self.config.run.dir))
             await self._stop()
             raise
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        self._keep_logs(error)
+        self._session.keep_logs(error, Path(self.config.run.dir))
         await self._stop()
 
     # --- start ---
 
     async def _start(self) -> None:
-        self._init_ray()
+        self._session.start(self.config.cluster.ray_address)
         check_resources(self.config, ray.cluster_resources(), trains=self.trains)
         starts = []
         locations: list[Location] = []
@@ -114,26 +109,6 @@ class Cluster:
             await asyncio.gather(*starts, self._build_engines(locations))
         if self.trains:
             await self._connect(locations[0])
-
-    def _init_ray(self) -> None:
-        address = self.config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # workers run at nice 15 otherwise, starved by any neighbour
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
-        try:
-            with _keep_sigterm_handler():
-                if address:
-                    check_address(address)
-                    ray.init(address=address, **common)
-                else:
-                    self._temp = tempfile.mkdtemp(prefix="rlhf-ray-")
-                    local: dict[str, Any] = {"include_dashboard": False, "num_cpus": os.cpu_count()}
-                    ray.init(address="local", _temp_dir=self._temp, **local, **common)
-        except ConnectionError as error:
-            raise ValueError(
-                f"cluster.ray_address={address}: no Ray cluster answers there ({error}). Start one with `ray start "
-                "--head`, correct the address, or leave it out to run on this machine alone."
-            ) from error
 
     async def _create_ranks(self, name: str, kind: str) -> ActorGroup:
         """The actors of one DeepSpeed world."""
@@ -281,8 +256,8 @@ class Cluster:
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "CUDA_VISIBLE_DEVICES": "",
             }
-        if self._temp:
-            environment["VLLM_RPC_BASE_PATH"] = self._temp  # its sockets go away with this folder
+        if self._session.temp:
+            environment["VLLM_RPC_BASE_PATH"] = self._session.temp  # its sockets go away with this folder
         if self.transfer_backend == "ipc":
             # Handles of GPU memory reach vLLM's processes pickled, which it does not take otherwise.
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -393,19 +368,6 @@ class Cluster:
 
     # --- end ---
 
-    def _keep_logs(self, error: BaseException | None) -> None:
-        """After a failure: save what the actors printed from Ray's temporary folder, and say where it is."""
-        run = Path(self.config.run.dir)
-        if not (isinstance(error, ClusterError) and self._temp and run.is_dir()):
-            return
-        kept = run / "logs"
-        for log in Path(self._temp).glob("session_latest/logs/worker-*"):
-            if log.stat().st_size:
-                kept.mkdir(exist_ok=True)
-                shutil.copy(log, kept)
-        if kept.is_dir():
-            error.add_note(f"What the actors printed is in {kept}.")
-
     async def _stop(self) -> None:
         if ray.is_initialized():
             ends = {"engines": "shutdown", "learners": "close", "critics": "close"}
@@ -413,21 +375,7 @@ class Cluster:
             await asyncio.gather(*(group.end(ends[name]) for name, group in groups.items()))
             for placed in self._placed:
                 remove_placement_group(placed)
-            ray.shutdown()
-        if self._temp:
-            shutil.rmtree(self._temp, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _keep_sigterm_handler() -> Iterator[None]:
-    """Around ray.init, which sets handlers that end the program before anything is cleaned up: in Python and in C++."""
-    set_handler, ours = ray._private.utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
-    ray._private.utils.set_sigterm_handler = lambda _: None
-    try:
-        yield
-    finally:
-        ray._private.utils.set_sigterm_handler = set_handler
-        signal.signal(signal.SIGTERM, ours)
+        self._session.stop()
 
 
 def _remote(cls: type, placed: PlacementGroup, bundle: int, *, cpus: float, gpus: float, kind: str) -> Any:

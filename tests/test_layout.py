@@ -20,6 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ON_THE_STACK = {
     "actors.py": "ray",
     "cluster.py": "ray",
+    "ray_session.py": "ray",
     "learner/rank.py": "deepspeed",
     "rollout/engine.py": "vllm",
     "rollout/receiver.py": "vllm",

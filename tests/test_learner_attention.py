@@ -170,7 +170,10 @@ UNPACKABLE = {
         lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
         "a sequence sees what stands before it in the row",
     ),
-    "capped scores": (lambda: Gemma2Config(**SMALL, head_dim=12, final_logit_softcapping=None), "it caps its attention scores"),
+    "capped scores": (
+        lambda: Gemma2Config(**SMALL, head_dim=12, final_logit_softcapping=None),
+        "it caps its attention scores",
+    ),
     "sinks": (lambda: GptOssConfig(**SMALL, head_dim=12, num_local_experts=2), "its attention has sinks"),
 }
 
