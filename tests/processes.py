@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,32 @@ def all_processes() -> dict[Process, Seen]:
     return found
 
 
+def below(roots: set[int], *, spare: Collection[Process] = (), now: dict[Process, Seen] | None = None) -> set[Process]:
+    """Descendants of the roots, by their ids, without `spare` and what is below those."""
+    now = all_processes() if now is None else now
+    found: set[Process] = set()
+    parents = roots
+    while parents:
+        children = {p for p, seen in now.items() if seen.parent in parents and p not in spare and p not in found}
+        found |= children
+        parents = {p.pid for p in children}
+    return found
+
+
+def running(processes: Collection[Process], now: dict[Process, Seen] | None = None) -> dict[Process, str]:
+    """Those of the processes that still run, with their commands."""
+    now = all_processes() if now is None else now
+    return {process: now[process].command for process in now.keys() & processes if now[process].state != "Z"}
+
+
+def outliving(processes: Collection[Process], *, grace_s: float = GRACE_S) -> list[str]:
+    """Wait for processes to end, and no longer than the grace; the commands of those that have not."""
+    deadline = time.monotonic() + grace_s
+    while (left := running(processes)) and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY_S)
+    return sorted(left.values())
+
+
 class Watch:
     """Notes every process that appears below this one, from `start` on."""
 
@@ -59,7 +86,7 @@ class Watch:
 
     def start(self) -> None:
         """What is below this process already belongs to someone else, and so does what that starts."""
-        self._before = self._below(all_processes(), {os.getpid()}, set())
+        self._before = below({os.getpid()})
         self._thread.start()
 
     def stop(self) -> None:
@@ -69,12 +96,12 @@ class Watch:
     def alive(self) -> dict[Process, str]:
         """The noted processes that still run, with their commands."""
         now = all_processes()
-        self.noted |= self._below(now, {os.getpid(), *(p.pid for p in self.noted & now.keys())}, self._before)
+        roots = {os.getpid(), *(p.pid for p in self.noted & now.keys())}
+        self.noted |= below(roots, spare=self._before, now=now)
         return {
-            process: now[process].command
-            for process in self.noted & now.keys()
-            if now[process].state != "Z"
-            and not any(name in now[process].command for name in LIVES_AS_LONG_AS_THIS_PROCESS)
+            process: command
+            for process, command in running(self.noted, now).items()
+            if not any(name in command for name in LIVES_AS_LONG_AS_THIS_PROCESS)
         }
 
     def end_what_is_left(self, *, grace_s: float = GRACE_S) -> list[str]:
@@ -91,14 +118,3 @@ class Watch:
     def _look_on(self) -> None:
         while not self._stop.wait(LOOK_EVERY_S):
             self.alive()
-
-    @staticmethod
-    def _below(now: dict[Process, Seen], roots: set[int], spare: set[Process]) -> set[Process]:
-        """Descendants of `roots`, without `spare` and what is below it."""
-        found: set[Process] = set()
-        parents = roots
-        while parents:
-            children = {p for p, seen in now.items() if seen.parent in parents and p not in spare and p not in found}
-            found |= children
-            parents = {p.pid for p in children}
-        return found

@@ -14,13 +14,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ray_cluster import ray_folder
 from test_launch import free_port
 from test_stack_grpo import read_steps, wait_for_step, write_config
 
@@ -85,6 +85,15 @@ def end(*processes: subprocess.Popen[str]) -> tuple[list[int], list[str]]:
     return [process.returncode for process in processes], outputs
 
 
+@pytest.fixture
+def own_ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What Ray writes below /tmp otherwise, sockets and logs, goes when the test has ended."""
+    with ray_folder() as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield
+
+
+@pytest.mark.usefixtures("own_ray_folder")
 def test_two_hosts_train_together_and_end_with_the_programs_status(
     two_hosts: tuple[Host, Host], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -106,7 +115,7 @@ def test_two_hosts_train_together_and_end_with_the_programs_status(
 
 
 @pytest.fixture
-def token(monkeypatch: pytest.MonkeyPatch) -> str:
+def token(monkeypatch: pytest.MonkeyPatch, own_ray_folder: None) -> str:
     made = secrets.token_hex(16)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", made)
@@ -155,9 +164,8 @@ def cluster_with_dashboard(token: str) -> Iterator[str]:
     """Two nodes by `ray start`, the first with the dashboard; its URL."""
     ray = str(Path(sys.executable).parent / "ray")
     port, dashboard = free_port(), free_port()
-    temp = tempfile.mkdtemp(prefix="rlhf-ray-", dir="/tmp")
     common = ["--block", "--num-cpus=1", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
-    head = [f"--port={port}", "--head", f"--dashboard-port={dashboard}", f"--temp-dir={temp}"]
+    head = [f"--port={port}", "--head", f"--dashboard-port={dashboard}"]
     processes = []
     try:
         for flags in (head, [f"--address=127.0.0.1:{port}"]):
@@ -184,19 +192,23 @@ def cluster_with_dashboard(token: str) -> Iterator[str]:
         for process in reversed(processes):
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
-        shutil.rmtree(temp, ignore_errors=True)
+
+
+def submission(url: str) -> tuple[list[str], dict[str, str]]:
+    command = [str(LAUNCH / "submit.sh"), "--address", url, "--nodes", "2"]
+    return command, os.environ | {"PYTHON": sys.executable, "JOB_PYTHON": sys.executable}
 
 
 def test_a_job_finds_both_nodes_and_its_log_and_status_come_back(
     cluster_with_dashboard: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    config = write_config(tmp_path, tiny_model_dir)
-    submit = [LAUNCH / "submit.sh", "--address", cluster_with_dashboard, "--nodes", "2", "--config", config]
+    config = str(write_config(tmp_path, tiny_model_dir))
+    submit, environment = submission(cluster_with_dashboard)
 
     def job(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*submit, *arguments], capture_output=True, text=True, timeout=WAIT_S, check=False,
-            env=os.environ | {"PYTHON": sys.executable, "JOB_PYTHON": sys.executable},
+            [*submit, "--config", config, *arguments],
+            env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False,
         )  # fmt: skip
 
     done = job("--plan", "run.steps=7")
@@ -206,3 +218,27 @@ def test_a_job_finds_both_nodes_and_its_log_and_status_come_back(
     refused = job("run.stepz=7")
     assert refused.returncode == 2
     assert "run.stepz" in refused.stdout + refused.stderr
+
+
+def test_an_id_that_is_taken_leaves_its_job_alone_and_a_job_that_is_stopped_is_no_success(
+    cluster_with_dashboard: str,
+) -> None:
+    submit, environment = submission(cluster_with_dashboard)
+    # Not a program that needs its folder: nodes of one machine share it, and the second one unpacks it anew.
+    command = [*submit, "--id", "busy", "--module", "timeit", "--", "-n", "1", "import time; time.sleep(1000)"]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert first.stdout is not None
+    output = ""
+    while "node(s), all with rlhf" not in output:  # then it runs
+        line = first.stdout.readline()
+        assert line, output
+        output += line
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert second.returncode == 1
+    assert "already exists" in second.stdout + second.stderr
+    assert first.poll() is None
+    ray = Path(sys.executable).parent / "ray"
+    subprocess.run([ray, "job", "stop", "--address", cluster_with_dashboard, "busy"], check=True, capture_output=True)
+    output += first.stdout.read()
+    assert first.wait(timeout=60) == 143, output
+    assert "job busy was stopped" in output

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from processes import Process, below, outliving, running
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800)]
 
@@ -193,26 +194,6 @@ def wait_for_step(run: Path, step: int, program: subprocess.Popen[str], deadline
     raise AssertionError(f"step {step} was not reached in {deadline_s} s")
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """Command lines of all processes below a process."""
-    parents, commands = {}, {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-            commands[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        parents[int(entry.name)] = int(stat.rsplit(")", 1)[1].split()[1])
-    found: dict[int, str] = {}
-    frontier = {pid}
-    while frontier:
-        frontier = {child for child, parent in parents.items() if parent in frontier}
-        found |= {child: commands[child] for child in frontier}
-    return found
-
-
 def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_nothing(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -222,18 +203,16 @@ def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_not
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for_step(tmp_path / "run", 1, program)
-    below = descendants(program.pid)
-    (worker,) = [pid for pid, command in below.items() if "VLLM::Worker" in command]
-    os.kill(worker, signal.SIGKILL)
+    started = running(below({program.pid}))
+    (worker,) = [process for process, command in started.items() if "VLLM::Worker" in command]
+    os.kill(worker.pid, signal.SIGKILL)
     _, stderr = program.communicate(timeout=120)
     assert program.returncode == 1, stderr[-3000:]
     assert "engine" in stderr.splitlines()[-1]
     assert f"What the actors printed is in {tmp_path / 'run' / 'logs'}." in stderr.splitlines()[-1]
     assert any("EngineCore" in log.read_text() for log in (tmp_path / "run" / "logs").iterdir())
     assert "Traceback" not in stderr
-    time.sleep(2)
-    left = [command for pid, command in below.items() if Path(f"/proc/{pid}").exists()]
-    assert not left
+    assert outliving(started) == []
 
 
 def test_sigterm_ends_the_run_and_every_process(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -243,13 +222,12 @@ def test_sigterm_ends_the_run_and_every_process(tiny_model_dir: Path, tmp_path: 
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for_step(tmp_path / "run", 3, program)  # checkpoints are of every second step: that of step 2 is complete
-    below = descendants(program.pid)
+    started = below({program.pid})
     program.terminate()
     _, stderr = program.communicate(timeout=120)
     assert program.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in stderr
-    time.sleep(2)
-    assert not [command for pid, command in below.items() if Path(f"/proc/{pid}").exists()]
+    assert outliving(started) == []
     assert [path.suffix for path in (tmp_path / "run" / "checkpoints").iterdir()].count("") >= 1
 
 
@@ -260,9 +238,9 @@ def test_sigterm_while_the_engine_starts_ends_every_process(tiny_model_dir: Path
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 200
-    below: dict[int, str] = {}
-    while not any("EngineCore" in command for command in below.values()):
-        below = descendants(program.pid)
+    started: dict[Process, str] = {}
+    while not any("EngineCore" in command for command in started.values()):
+        started = running(below({program.pid}))
         assert program.poll() is None, program.communicate()[1][-3000:]
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -271,5 +249,4 @@ def test_sigterm_while_the_engine_starts_ends_every_process(tiny_model_dir: Path
     assert program.returncode == 128 + signal.SIGTERM
     assert stderr.splitlines()[-1] == "terminated"
     assert "Traceback" not in stderr
-    time.sleep(2)
-    assert not [command for pid, command in below.items() if Path(f"/proc/{pid}").exists()]
+    assert outliving(started) == []

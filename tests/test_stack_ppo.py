@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_stack_grpo import CANARY_BOUND, check_account, descendants, read_steps
+from processes import below, outliving, running
+from test_stack_grpo import CANARY_BOUND, check_account, read_steps
 
 from rlhf.quickstart import BOX_TOKEN
 from rlhf.run_folder import RunFolder
@@ -69,13 +70,12 @@ def test_sigterm_ends_the_training_of_a_reward_model_and_its_ranks(tiny_model_di
     while not metrics.exists() or not metrics.read_text():
         assert program.poll() is None, program.communicate()[1][-3000:]
         time.sleep(0.2)
-    below = descendants(program.pid)
-    assert any("spawn_main" in command for command in below.values())
+    started = running(below({program.pid}))
+    assert any("spawn_main" in command for command in started.values())
     program.terminate()
     _, stderr = program.communicate(timeout=60)
     assert program.returncode == 128 + signal.SIGTERM, stderr[-3000:]
-    time.sleep(2)
-    assert not [command for pid, command in below.items() if Path(f"/proc/{pid}").exists()]
+    assert outliving(started) == []
 
 
 def ppo_config(run: Path, data: Path, reward_model: Path) -> dict[str, Any]:
