@@ -192,7 +192,7 @@ def main() -> int:
     if options.device == "cuda" and models.gpus() < 2:
         why = f"needs 2 GPUs, one for the engine and one for the learner; here are {models.gpus()}"
         return harness.not_measured("asynchronous", "asynchronous against synchronous training", why, options)
-    steps, first, prompts, flat = (3, 1, 4, 6.0) if options.quick else (16, 4, 16, 40.0)
+    steps, first, prompts, flat = (3, 1, 4, 6.0) if options.quick else (16, 4, 16, 60.0)
     base = {"function": "measure", "device": options.device, "steps": steps, "first": first, "prompts": prompts}
     asynchronous = harness.fresh("benchmarks.asynchronous", {**base, "lag": 2, "flat_out_s": flat})
     synchronous = harness.fresh("benchmarks.asynchronous", {**base, "lag": 0, "flat_out_s": 0.0})

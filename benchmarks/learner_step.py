@@ -153,7 +153,7 @@ def main() -> int:
     if cuda:  # the size of Qwen2.5-0.5B
         size = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
         size |= {"num_attention_heads": 14, "num_key_value_heads": 2}
-    count, longest = (64, 4096) if cuda else (8, 64) if options.quick else (24, 512)
+    count, longest = (64, 4096) if cuda else (8, 64) if options.quick else (12, 512)
     rounds = 1 if options.quick else 3 if cuda else 2
     with tempfile.TemporaryDirectory() as folder:
         cases = []
