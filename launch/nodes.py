@@ -619,6 +619,7 @@ def cluster_reports(nodes: int, deadline_s: float) -> list[dict[str, str]]:
 
 def run(options: argparse.Namespace) -> int:
     """Check the nodes, then become the program."""
+    here = Path.cwd()
     try:
         reports = cluster_reports(options.nodes, options.deadline)
         driver, *rest = reports
@@ -626,6 +627,9 @@ def run(options: argparse.Namespace) -> int:
     except LaunchError as failure:
         say(str(failure))
         return failure.status
+    # Each node unpacks the working directory of a job, and where several share a machine each removes it first: what
+    # stands at this path now is another folder than the one that this process began in.
+    os.chdir(here)
     os.execv(sys.executable, [sys.executable, "-m", options.module, *options.program])
 
 

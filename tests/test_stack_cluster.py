@@ -199,22 +199,24 @@ def submission(url: str) -> tuple[list[str], dict[str, str]]:
     return command, os.environ | {"PYTHON": sys.executable, "JOB_PYTHON": sys.executable}
 
 
-def test_a_job_finds_both_nodes_and_its_log_and_status_come_back(
+def test_a_job_trains_across_both_nodes_and_its_log_and_status_come_back(
     cluster_with_dashboard: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    config = str(write_config(tmp_path, tiny_model_dir))
+    """The config lies in the working directory, which both nodes unpack at the same place, one after the other."""
+    made = write_config(tmp_path, tiny_model_dir, run={"steps": 2}, logging={"wandb": {"mode": "disabled"}})
     submit, environment = submission(cluster_with_dashboard)
 
     def job(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*submit, "--config", config, *arguments],
+            [*submit, "--config", "configs/quickstart.yaml", "--config", str(made), *arguments],
             env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False,
         )  # fmt: skip
 
-    done = job("--plan", "run.steps=7")
+    done = job(*APART[1:])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "3 node(s), all with rlhf" in done.stdout + done.stderr  # the driver's and the two of the cluster
-    assert "7 steps x 32 = 224" in done.stdout
+    assert "step 2/2" in done.stdout
+    assert [row["step"] for row in read_steps(tmp_path / "run")] == [1, 2]
     refused = job("run.stepz=7")
     assert refused.returncode == 2
     assert "run.stepz" in refused.stdout + refused.stderr
@@ -224,7 +226,6 @@ def test_an_id_that_is_taken_leaves_its_job_alone_and_a_job_that_is_stopped_is_n
     cluster_with_dashboard: str,
 ) -> None:
     submit, environment = submission(cluster_with_dashboard)
-    # Not a program that needs its folder: nodes of one machine share it, and the second one unpacks it anew.
     command = [*submit, "--id", "busy", "--module", "timeit", "--", "-n", "1", "import time; time.sleep(1000)"]
     first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert first.stdout is not None
