@@ -21,6 +21,8 @@ from ray_cluster import ray_folder
 
 from rlhf.node_report import differences
 
+pytestmark = pytest.mark.scripts
+
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"])

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.scripts
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "launch"))
 import resume  # noqa: E402
