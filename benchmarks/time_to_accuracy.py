@@ -102,7 +102,7 @@ def main() -> int:
     harness.run_if_case(options, {"measure": measure})
     title = f"time to {TARGET} sampled accuracy, quickstart"
     if options.device == "cuda":
-        why = "CPU only: the quickstart's model of 1 M parameters would leave a GPU idle"
+        why = "CPU only: the quickstart's model of 0.7 M parameters would leave a GPU idle"
         return harness.not_measured("time_to_accuracy", title, why, options)
     data = options.data or options.output / "quickstart-data"
     if not data.exists():

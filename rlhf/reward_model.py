@@ -29,7 +29,7 @@ from rlhf.config.data import SourceConfig
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.data.read import read_rows
 from rlhf.learner.messages import Place
-from rlhf.plan import GPU, local_resources
+from rlhf.plan import visible_gpus
 
 if TYPE_CHECKING:
     from rlhf.learner.reward_trainer import Pair
@@ -106,14 +106,6 @@ def train_rank(place: Place, config: RewardTrainingConfig, train: list[Pair], he
         sink.close()
         print(f"model: {folder / 'model'}, scores of mean {mean:.3f} and std {std:.3f}")
     trainer.close()
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA names them."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [name for name in chosen.split(",") if name]
-    return [str(index) for index in range(int(local_resources()[GPU]))]
 
 
 def _rank(failures: Any, place: Place, config: RewardTrainingConfig, *pairs: list[Pair]) -> None:

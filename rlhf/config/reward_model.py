@@ -39,9 +39,10 @@ class RewardModelConfig(Section):
 
 class PairsConfig(Section):
     train: str = Field(
-        description="pairs, a file or a hub name; columns chosen, rejected: messages, or texts with a prompt"
+        min_length=1,
+        description="pairs, a file or a hub name; columns chosen, rejected: messages, or texts with a prompt",
     )
-    eval: str | None = Field(None, description="held-out pairs of the same form; null: none")
+    eval: str | None = Field(None, min_length=1, description="held-out pairs of the same form; null: none")
     max_tokens: PositiveInt = Field(
         2048, description="longest conversation, tokens; longer pairs are left out, counted"
     )

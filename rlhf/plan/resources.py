@@ -57,13 +57,19 @@ def joins_a_cluster(config: GRPOConfig) -> bool:
 
 def local_resources() -> dict[str, float]:
     """What this machine has, without Ray and without torch."""
-    return {"CPU": float(os.cpu_count() or 1), GPU: float(_count_gpus())}
+    return {"CPU": float(os.cpu_count() or 1), GPU: float(len(visible_gpus()))}
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip()]
+    return [str(index) for index in range(_count_gpus())]
 
 
 def _count_gpus() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([x for x in visible.split(",") if x.strip()])
+    """All GPUs of this machine."""
     proc = Path("/proc/driver/nvidia/gpus")
     if proc.is_dir():
         return len(list(proc.iterdir()))

@@ -10,8 +10,7 @@ The keeper forks a worker in milliseconds, so the replacement of a killed one ha
 too. It dies with the driver, even by SIGKILL, and takes everything along.
 
 Messages are JSON, both ways: a hijacked worker cannot make the driver run anything, as pickle would let it.
-The deadline is in CPU seconds of the worker, so that a reward does not depend on what else the machine is doing; the
-wall-clock backstop, for a worker that sleeps, does not count time spent waiting for a core.
+Deadlines are in CPU seconds of the worker, with a backstop by the clock (`stopwatch.py`).
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.rewards.grade import Grade
+from rlhf.rewards.stopwatch import Stopwatch
 from rlhf.rewards.wire import QUICK_REWARDS, Channel
 
 POLL_S = 0.02  # how often deadlines are looked at while jobs run
 MAX_JOBS_PER_MESSAGE = 32  # amortizes the system calls of cheap jobs
 MAX_FAILED_STARTS = 5  # in a row; more means that every further one would die too
 CLOSE_S = 5.0  # the keeper gets so long to bury everybody before it is killed itself
-CPUCLOCK_SCHED = 2  # linux: clock id of a process's CPU time is (~pid << 3) | 2
 
 
 @dataclass
@@ -59,9 +58,7 @@ class _Worker:
     doomed: str = ""  # why it is being killed
     jobs: deque[_Job] = field(default_factory=deque)  # jobs[0] is running
     asked: tuple[str, ...] = ()  # the comparison that the running job pays for
-    started: float = 0.0
-    cpu_before: float = 0.0
-    waited_before: float = 0.0
+    watch: Stopwatch = field(default_factory=Stopwatch)  # of its start, then of the running job
 
 
 class Pool:
@@ -206,7 +203,7 @@ class Pool:
     def _start_worker(self) -> None:
         self._numbers += 1
         ours, theirs = socket.socketpair()
-        worker = _Worker(self._numbers, Channel(ours), started=time.monotonic())
+        worker = _Worker(self._numbers, Channel(ours))
         self._workers[worker.number] = worker
         self._selector.register(ours, selectors.EVENT_READ, worker)
         with contextlib.suppress(OSError):  # a dead keeper is noticed by its own event
@@ -249,7 +246,7 @@ class Pool:
         if worker.doomed:
             return
         if "ready" in message:
-            worker.ready, worker.cpu_before = True, message["cpu"]
+            worker.ready, worker.watch.cpu = True, message["cpu"]
             if not self._started.done() and len(self.worker_pids()) >= self.size:
                 self._started.set_result(None)
         elif "broken" in message:
@@ -270,7 +267,8 @@ class Pool:
     def _finish(self, worker: _Worker, grade: Grade, *, cpu: float) -> None:
         self._remember(worker, grade)
         job = worker.jobs.popleft()
-        self._start_clock(worker, cpu)
+        worker.watch.cpu = cpu
+        worker.watch.start()
         job.future.set_result(grade)
 
     def _remember(self, worker: _Worker, grade: Grade) -> None:
@@ -279,10 +277,6 @@ class Pool:
             if len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
         worker.asked = ()
-
-    def _start_clock(self, worker: _Worker, cpu: float) -> None:
-        worker.started, worker.cpu_before = time.monotonic(), cpu
-        worker.waited_before = -1.0
 
     def _tell(self, worker: _Worker, message: Any) -> None:
         try:
@@ -307,21 +301,17 @@ class Pool:
                     requests.append(job.request)
             if not requests:
                 return
-            self._start_clock(worker, worker.cpu_before)
+            worker.watch.start()
             self._tell(worker, {"jobs": requests})
 
     def _enforce_deadlines(self) -> None:
-        now = time.monotonic()
         for worker in list(self._workers.values()):
-            if not worker.ready and not worker.doomed and now - worker.started > self._start_seconds:
+            elapsed = worker.watch.elapsed()
+            if not worker.ready and not worker.doomed and elapsed > self._start_seconds:
                 self._kill(worker, "died")
-            if not worker.jobs or worker.doomed or now - worker.started < min(POLL_S, self._wall_seconds):
+            if not worker.jobs or worker.doomed or elapsed < min(POLL_S, self._wall_seconds):
                 continue
-            cpu, waited = _cpu_seconds(worker.pid), _seconds_waiting_for_a_core(worker.pid)
-            if worker.waited_before < 0:
-                worker.waited_before = waited
-            over_cpu = cpu - worker.cpu_before > self._cpu_seconds
-            if over_cpu or now - worker.started - (waited - worker.waited_before) > self._wall_seconds:
+            if worker.watch.over(worker.pid, cpu_seconds=self._cpu_seconds, wall_seconds=self._wall_seconds):
                 self._kill(worker, "timeout")
 
     def _kill(self, worker: _Worker, why: str) -> None:
@@ -400,22 +390,6 @@ class Pool:
 def _is_one_of_several(worker: _Worker) -> bool:
     """Whether it is open which of its jobs ran: quick ones are answered together, unless they ask before they pay."""
     return len(worker.jobs) > 1 and not worker.asked and worker.jobs[0].request["name"] in QUICK_REWARDS
-
-
-def _cpu_seconds(pid: int) -> float:
-    """CPU seconds of all threads of a process so far; 0 if it is gone."""
-    try:
-        return time.clock_gettime((~pid << 3) | CPUCLOCK_SCHED)
-    except OSError:
-        return 0.0
-
-
-def _seconds_waiting_for_a_core(pid: int) -> float:
-    try:
-        with open(f"/proc/{pid}/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 def default_workers() -> int:

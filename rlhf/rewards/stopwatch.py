@@ -1,0 +1,54 @@
+"""How much of its limits a job has used: CPU seconds of the process that runs it, and a backstop by the clock.
+
+A reward must not depend on what else the machine is doing, so the limit is in CPU seconds; the backstop, for a process
+that sleeps, does not count time spent waiting for a core.
+"""
+
+from __future__ import annotations
+
+import time
+
+CPUCLOCK_SCHED = 2  # linux: clock id of a process's CPU time is (~pid << 3) | 2
+
+
+class Stopwatch:
+    """Of one process, started anew for each of its jobs.
+
+    Attributes:
+        cpu: CPU seconds that the process had taken when the job began, as it said itself.
+    """
+
+    def __init__(self) -> None:
+        self.cpu = 0.0
+        self._started = time.monotonic()
+        self._waited: float | None = None  # for a core, when the job was first looked at
+
+    def start(self) -> None:
+        self._started, self._waited = time.monotonic(), None
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    def over(self, pid: int, *, cpu_seconds: float, wall_seconds: float) -> bool:
+        """Whether the job has used up either limit."""
+        waited = seconds_waiting_for_a_core(pid)
+        if self._waited is None:
+            self._waited = waited
+        over_cpu = cpu_seconds_of(pid) - self.cpu > cpu_seconds
+        return over_cpu or self.elapsed() - (waited - self._waited) > wall_seconds
+
+
+def cpu_seconds_of(pid: int) -> float:
+    """CPU seconds of all threads of a process so far; 0 if it is gone."""
+    try:
+        return time.clock_gettime((~pid << 3) | CPUCLOCK_SCHED)
+    except OSError:
+        return 0.0
+
+
+def seconds_waiting_for_a_core(pid: int) -> float:
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
