@@ -2,7 +2,8 @@
 
     python -m benchmarks.learner_step [--device cuda] [--quick]
 
-The same rollouts, weights and loss (clipped surrogate, token mean), vocabulary 151,936, bf16. Peers, both on padded
+The same rollouts, weights and loss (clipped surrogate, token mean), vocabulary 151,936, bf16. Four samples share a
+prompt of 128 tokens, as long as a question of GSM8K with its template; ours computes it once. Peers, both on padded
 microbatches of 8, padded to the longest response of the step as TRL pads: TRL's loss as it is today (its chunked head
 inside `add_fused_lm_head`), and the one of full bf16 logits with `selective_log_softmax`. Without an optimizer:
 forward, loss, backward. `gradient` is the relative difference of all gradients of the transformer's layers from ours.
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 
     from rlhf.types import Rollout
 
-VOCABULARY, PROMPT, PADDED_MICROBATCH = 151_936, 32, 8
+VOCABULARY, PROMPT, SAMPLES, PADDED_MICROBATCH = 151_936, 128, 4, 8
 OURS, TRL, SELECTIVE = "rlhf, packed and fused", "TRL, padded, chunked head", "padded, selective_log_softmax"
 CLIP = 0.2
 STEPS_ON_GPU = 3
 
 
 def rollouts_of(count: int, longest: int) -> list[Rollout]:
-    """Log-normal responses with a median of 1/8 of the longest; at least one is the longest."""
+    """Samples of as many prompts as it takes; log-normal responses with a median of 1/8 of the longest, one has it."""
     from rlhf.types import Rollout
 
     rng = np.random.default_rng(0)
@@ -43,9 +44,12 @@ def rollouts_of(count: int, longest: int) -> list[Rollout]:
     lengths[0] = longest
     found = []
     for i, response in enumerate(lengths.tolist()):
-        ids = rng.integers(0, VOCABULARY, PROMPT + response).astype(np.int32)
+        if i % SAMPLES == 0:
+            prompt = rng.integers(0, VOCABULARY, PROMPT)
+        ids = np.concatenate([prompt, rng.integers(0, VOCABULARY, response)]).astype(np.int32)
         mask = np.arange(len(ids)) >= PROMPT
-        found.append(Rollout(f"p/{i}", 0, 0, ids, mask, np.zeros(len(ids), np.float32), (), "stop"))
+        name, zeros = f"p/{i // SAMPLES}", np.zeros(len(ids), np.float32)
+        found.append(Rollout(name, 0, i % SAMPLES, ids, mask, zeros, (), "stop"))
     return found
 
 
@@ -62,24 +66,22 @@ def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
     import torch
 
     from benchmarks.models import run_config
-    from rlhf.algo.packing import pack, pack_microbatches, scatter
+    from rlhf import batching
     from rlhf.learner.attention import PACKED
     from rlhf.learner.model import DeviceTokens, PolicyModel
     from rlhf.learner.update import PolicyObjective, policy_microbatch
-    from rlhf.types import Denominators, PolicyTargets
+    from rlhf.types import ScoredRollout
 
     model.set_attn_implementation(PACKED)
     policy = PolicyModel(model, temperature=1.0)
-    objective = PolicyObjective.of(run_config("nowhere", learner={"max_tokens_per_microbatch": case["budget"]}))
-    lengths = np.array([len(r.token_ids) for r in rollouts])
-    denominators = Denominators(sum(r.response_length for r in rollouts), len(rollouts))
-    (plan,) = pack_microbatches(lengths, max_tokens=case["budget"], ranks=1)
-    for members in plan:
-        packed = pack(rollouts, members)
-        zeros = np.zeros(len(packed.token_ids), np.float32)
-        targets = PolicyTargets(scatter(advantages.tolist(), packed), zeros, zeros)
+    config = run_config("nowhere", learner={"max_tokens_per_microbatch": case["budget"]})
+    objective = PolicyObjective.of(config)
+    samples = [ScoredRollout(rollout, "", "", 0.0, {}, "ok") for rollout in rollouts]
+    (minibatches,) = batching.plan_epochs(samples, np.ones(len(samples), bool), config, step=0)
+    ((minibatch,),) = batching.learner_minibatches(minibatches, advantages, {}, {})
+    for packed, targets in zip(minibatch.microbatches, minibatch.targets, strict=True):
         tokens = DeviceTokens.of(packed, torch.device(case["device"]))
-        policy_microbatch(policy, tokens, targets, denominators, objective)[0].backward()
+        policy_microbatch(policy, tokens, targets, minibatch.denominators, objective)[0].backward()
 
 
 def padded_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, case: Case) -> None:

@@ -13,7 +13,15 @@ import torch
 
 from rlhf.algo import advantages as adv
 from rlhf.algo.kl import kl_per_token
-from rlhf.algo.packing import draw_minibatches, gather, pack, pack_microbatches, scatter
+from rlhf.algo.packing import (
+    bundle_samples,
+    bundle_sizes,
+    draw_minibatches,
+    gather,
+    pack,
+    pack_microbatches,
+    scatter,
+)
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import LearnerMinibatch, LogprobPass
 from rlhf.types import (
@@ -22,6 +30,7 @@ from rlhf.types import (
     Minibatch,
     PackedTokens,
     PolicyTargets,
+    Rollout,
     RolloutGroup,
     ScoredRollout,
     StepMetrics,
@@ -92,19 +101,35 @@ def _minibatch(
     samples: Sequence[ScoredRollout], counted: np.ndarray, packed: np.ndarray, config: GRPOConfig
 ) -> Minibatch:
     rollouts = [sample.rollout for sample in samples]
-    lengths = np.array([len(rollouts[row].token_ids) for row in packed], np.int64)
-    plan = pack_microbatches(
-        lengths, max_tokens=config.learner.max_tokens_per_microbatch, ranks=config.cluster.learners
-    )
     return Minibatch(
         microbatches=tuple(
-            tuple(pack(rollouts, [int(packed[i]) for i in members]) for members in rank) for rank in plan
+            tuple(pack(rollouts, members) for members in rank) for rank in _microbatches(rollouts, packed, config)
         ),
         denominators=Denominators(
             tokens=sum(rollouts[row].response_length for row in counted),
             sequences=sum(rollouts[row].response_length > 0 for row in counted),
         ),
     )
+
+
+def _microbatches(rollouts: Sequence[Rollout], rows: np.ndarray, config: GRPOConfig) -> list[list[list[int]]]:
+    """[rank][microbatch] -> rows, ordered by their tokens: what sequences begin with alike is then computed once."""
+    chosen = [rollouts[row] for row in rows]
+    lengths = np.array([len(rollout.token_ids) for rollout in chosen], np.int64)
+    prompt_lengths = np.array([min(r.prompt_length, len(r.token_ids) - 1) for r in chosen], np.int64)
+    budget, ranks = config.learner.max_tokens_per_microbatch, config.cluster.learners
+    prompts = [(rollout.prompt_id, rollout.epoch) for rollout in chosen]
+    keys = {int(row): rollouts[row].token_ids.tobytes() for row in rows}
+    bundles = bundle_samples(lengths, prompts, prompt_lengths, max_tokens=budget, ranks=ranks)
+    sizes, costs = bundle_sizes(bundles, lengths, prompt_lengths)
+    plan = pack_microbatches(sizes, max_tokens=budget, ranks=ranks, costs=costs)
+    return [
+        [
+            sorted((int(rows[i]) for bundle in members for i in bundles[bundle]), key=lambda row: keys[row])
+            for members in rank
+        ]
+        for rank in plan
+    ]
 
 
 def rows_of(minibatches: Sequence[Minibatch], by_rank: Sequence[Sequence[Sequence[LogprobPass]]], which: str) -> Rows:
@@ -183,12 +208,6 @@ def merge_ranks(by_rank: Sequence[Sequence[StepMetrics]]) -> list[StepMetrics]:
 def mean_over_updates(metrics: StepMetrics) -> StepMetrics:
     """A sum over the ranks of one update (the loss) becomes a mean over the updates of the step."""
     return {name: Mean(m.value(), 1.0) if isinstance(m, Sum) else m for name, m in metrics.items()}
-
-
-def packing_efficiency(epochs: Sequence[Sequence[Minibatch]], max_tokens: int) -> float:
-    """Tokens over the budget of the microbatches that hold them; fillers count as empty."""
-    rows = [packed for epoch in epochs for m in epoch for rank in m.microbatches for packed in rank]
-    return sum(len(packed.token_ids) for packed in rows if packed.rows[0] >= 0) / (max_tokens * len(rows))
 
 
 def penalize_non_stop(sample: ScoredRollout, reward: float | None, penalty: float = 0.0) -> ScoredRollout:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from rlhf import batching
-from rlhf.algo.packing import FILLER_ROW
+from rlhf.algo.packing import FILLER_ROW, shared_beginnings
 from rlhf.config.run import GRPOConfig
 from rlhf.model_files import local_model_config
 from rlhf.plan.model import SUPPORTED, ModelShape, model_shape
@@ -109,8 +109,9 @@ class LearnerSpeed:
     def of_step(self, epochs: Sequence[Sequence[Minibatch]], update_s: float) -> dict[str, float]:
         """Metrics of one step's updates; none where the policy took none, as while a critic warms up.
 
-        learner/mfu, the share of the learners' peak that forward and backward of the real tokens take, is left out
+        learner/mfu, the share of the learners' peak that forward and backward of the computed tokens take, is left out
         where the peak or the model's shape is not known; a critic beside the policy is not counted.
+        learner/shared_fraction is the share of the tokens that were computed as the beginning of another sequence.
         learner/padding_fraction is the share of computed positions that belong to no rollout: a packed row has none,
         fillers are nothing else.
         """
@@ -119,15 +120,20 @@ class LearnerSpeed:
             return {}
         real = [row for row in packed if row.rows[0] != FILLER_ROW]
         tokens = sum(len(row.token_ids) for row in real)
+        shared = [int(count) for row in real for count in shared_beginnings(row)]
+        computed = tokens - sum(shared)
+        fillers = sum(len(row.token_ids) for row in packed) - tokens
         update_s = max(update_s, 1e-9)
         found = {
             "learner/tokens_per_second": tokens / update_s,
-            "learner/packing_efficiency": batching.packing_efficiency(epochs, self._budget),
-            "learner/padding_fraction": 1 - tokens / sum(len(row.token_ids) for row in packed),
+            "learner/packing_efficiency": computed / (self._budget * len(packed)),
+            "learner/padding_fraction": fillers / (computed + fillers),
+            "learner/shared_fraction": 1 - computed / max(tokens, 1),
         }
         if self._shape is not None and self._peak_tflops is not None:
             lengths = [int(length) for row in real for length in np.diff(row.cu_seqlens)]
-            flops = self._shape.training_flops(lengths, sum(int(row.response_mask.sum()) for row in real))
+            responses = sum(int(row.response_mask.sum()) for row in real)
+            flops = self._shape.training_flops(lengths, responses, shared)
             found["learner/mfu"] = flops / (update_s * self._peak_tflops * 1e12 * self._learners)
         return found
 

@@ -62,6 +62,11 @@ class Rollout:
         return int(self.response_mask.sum())
 
     @property
+    def prompt_length(self) -> int:
+        """Tokens before the first sampled one; all of them where none was sampled."""
+        return int(np.argmax(self.response_mask)) if self.response_mask.any() else len(self.token_ids)
+
+    @property
     def oldest_version(self) -> int:
         return min(span.version for span in self.version_spans)
 

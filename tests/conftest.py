@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Read when the libraries are imported, so set before any test module is; inherited by every process of the stack.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -54,3 +55,18 @@ def nothing_left_behind_at_the_end(request: pytest.FixtureRequest) -> Iterator[N
     yield
     left = watch.end_what_is_left()
     assert not left, "left behind by the tests, and killed:\n" + "\n".join(left)
+
+
+@pytest.fixture
+def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers computes its norms in float32, also in a float64 model: a sum of gradients is rounded otherwise."""
+    import torch
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    for norm in (Qwen2RMSNorm, LlamaRMSNorm, MistralRMSNorm):
+        monkeypatch.setattr(norm, "forward", forward)

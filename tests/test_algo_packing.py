@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.algo.packing import draw_minibatches, gather, pack, pack_microbatches, scatter, sequence_cost
-from rlhf.types import Rollout, VersionSpan
+from rlhf.algo.packing import (
+    bundle_samples,
+    bundle_sizes,
+    draw_minibatches,
+    gather,
+    pack,
+    pack_microbatches,
+    scatter,
+    sequence_cost,
+    shared_beginnings,
+)
+from rlhf.types import PackedTokens, Rollout, VersionSpan
 
 
 def rollout(length: int, response: list[int], seed: int = 0) -> Rollout:
@@ -117,6 +127,55 @@ def test_packing_two_thousand_sequences_takes_milliseconds():
         pack_microbatches(lengths, max_tokens=16384, ranks=8)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.05
+
+
+# --- samples of one prompt ---
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 60)), max_size=40),
+    max_tokens=st.integers(100, 400),
+    ranks=st.integers(1, 4),
+)
+def test_bundles_hold_samples_of_one_prompt_and_leave_every_budget_whole(samples, max_tokens, ranks):
+    prompts = [prompt for prompt, _ in samples]
+    prompt_lengths = np.array([10 * prompt for prompt in prompts], np.int64)
+    lengths = prompt_lengths + np.array([response for _, response in samples], np.int64)
+    bundles = bundle_samples(lengths, prompts, prompt_lengths, max_tokens=max_tokens, ranks=ranks)
+    assert sorted(index for members in bundles for index in members) == list(range(len(samples)))
+    sizes, costs = bundle_sizes(bundles, lengths, prompt_lengths)
+    for members, size, cost in zip(bundles, sizes.tolist(), costs.tolist(), strict=True):
+        assert len({prompts[index] for index in members}) == 1
+        assert size == prompt_lengths[members[0]] + (lengths - prompt_lengths)[members].sum()
+        assert len(members) == 1 or size <= max_tokens / 8
+        assert cost == pytest.approx(size + (lengths[members] ** 2).sum() / 8192)
+    plan = pack_microbatches(sizes, max_tokens=max_tokens, ranks=ranks, costs=costs)
+    assert all(sizes[members].sum() <= max_tokens for rank in plan for members in rank)
+
+
+def test_bundles_are_small_enough_for_every_rank_to_get_its_share():
+    lengths, prompts = np.full(64, 100), [0] * 64
+    bundles = bundle_samples(lengths, prompts, np.full(64, 20), max_tokens=100_000, ranks=4)
+    sizes, costs = bundle_sizes(bundles, lengths, np.full(64, 20))
+    plan = pack_microbatches(sizes, max_tokens=100_000, ranks=4, costs=costs)
+    loads = [sum(int(sizes[i]) for microbatch in rank for i in microbatch) for rank in plan]
+    assert max(loads) / min(loads) < 1.1
+
+
+def row_of(*sequences: str) -> PackedTokens:
+    rollouts = [
+        Rollout(
+            "p", 0, 0, np.array([ord(c) for c in s], np.int32), np.zeros(len(s), bool), np.zeros(len(s)), (), "stop"
+        )
+        for s in sequences
+    ]
+    return pack(rollouts, range(len(rollouts)))
+
+
+def test_a_shared_beginning_is_what_a_sequence_and_the_one_before_it_have_in_common():
+    assert shared_beginnings(row_of("abcd", "abxy", "abx", "bab", "babab")).tolist() == [0, 2, 2, 0, 3]
+    assert shared_beginnings(row_of("abc", "abc", "ab")).tolist() == [0, 2, 1]  # each keeps a token of its own
+    assert shared_beginnings(pack([], [])).tolist() == [0]
 
 
 # --- packed rows ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from worlds import make_config, make_groups
 
 from rlhf import batching
+from rlhf.algo.packing import shared_beginnings
 from rlhf.types import RolloutGroup, ScoredRollout
 
 NOWHERE = Path("nowhere/model")
@@ -130,3 +132,26 @@ def test_targets_lie_where_the_tokens_of_their_rollout_lie() -> None:
             mask = samples[row].rollout.response_mask
             assert (targets.old_logprobs[span] == np.where(mask, old[int(row)], 0)).all()
             assert (targets.advantages[span] == np.where(mask, float(row), 0)).all()
+
+
+@pytest.mark.parametrize(("learners", "budget"), [(1, 10_000), (1, 150), (3, 200)])
+def test_samples_of_a_prompt_are_computed_beside_each_other_and_no_budget_is_exceeded(
+    learners: int, budget: int
+) -> None:
+    config = make_config(
+        NOWHERE, learner={"max_tokens_per_microbatch": budget}, cluster={"device": "cpu", "learners": learners}
+    )
+    samples = batching.flatten(GROUPS)
+    prompts = [tuple(s.rollout.token_ids[: s.rollout.prompt_length].tolist()) for s in samples]
+    ((minibatch,),) = batching.plan_epochs(samples, np.ones(len(samples), bool), config, step=0)
+    rows = [packed for rank in minibatch.microbatches for packed in rank if packed.rows[0] >= 0]
+    assert sorted(row for packed in rows for row in packed.rows.tolist()) == list(range(24))
+    for packed in rows:
+        computed = len(packed.token_ids) - int(shared_beginnings(packed).sum())
+        assert computed <= budget
+        in_order = [prompts[row] for row in packed.rows]
+        changes = sum(a != b for a, b in itertools.pairwise(in_order))
+        assert changes == len(set(in_order)) - 1
+        assert computed <= len(packed.token_ids) - sum(
+            (in_order.count(prompt) - 1) * (len(prompt) - 1) for prompt in set(in_order)
+        )

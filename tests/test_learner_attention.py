@@ -27,8 +27,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rlhf.algo.packing import pack
-from rlhf.learner.attention import PACKED, segments_of
+from rlhf.algo.packing import pack, shared_beginnings
+from rlhf.learner.attention import PACKED, segments_of, take_rows
 from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.value_model import ValueModel
 from rlhf.types import Rollout
@@ -58,23 +58,78 @@ def make_rollouts(seed: int = 0) -> list[Rollout]:
     return rollouts
 
 
-def test_every_token_is_laid_out_once_and_found_again() -> None:
-    cu_seqlens = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int32)
-    segments = segments_of(cu_seqlens, torch.device("cpu"))
+def make_siblings(seed: int = 0) -> list[Rollout]:
+    """Samples of three prompts of 12, 1 and 30 tokens, all behind the same 4; in each, responses that begin alike."""
+    rng = np.random.default_rng(seed)
+    system = rng.integers(0, 97, 4)
+    rollouts = []
+    for prompt, length in enumerate((12, 1, 30)):
+        question = rng.integers(0, 97, length)
+        first = rng.integers(0, 97, 9)
+        for sample, (same, more) in enumerate(((9, 0), (5, 20), (0, 3), (5, 1), (9, 0), (2, 33))):
+            response = np.concatenate([first[:same], rng.integers(0, 97, more)])
+            ids = np.concatenate([system, question, response]).astype(np.int32)
+            mask = np.arange(len(ids)) >= 4 + length
+            rollouts.append(Rollout(f"p/{prompt}", 0, sample, ids, mask, np.zeros(len(ids), np.float32), (), "stop"))
+    return rollouts
+
+
+def in_order(rollouts: list[Rollout]) -> list[int]:
+    return sorted(range(len(rollouts)), key=lambda i: rollouts[i].token_ids.tobytes())
+
+
+BATCHES = {
+    "strangers": (make_rollouts(), [3, 0, 7, 9, 1, 8, 2, 4, 6, 5]),
+    "siblings": (make_siblings(), in_order(make_siblings())),
+    "siblings in disorder": (make_siblings(), [7, 3, 0, 1, 17, 12, 4, 2, 9, 8, 5, 6, 16, 10, 11, 13, 14, 15]),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_computed_token_is_laid_out_and_found_again(name: str) -> None:
+    packed = pack(*BATCHES[name])
+    lengths, shared = np.diff(packed.cu_seqlens), shared_beginnings(packed)
+    segments = segments_of(packed.cu_seqlens, shared, torch.device("cpu"))
     assert sum(n * longest for n, longest in segments.blocks) == len(segments.gather)
-    assert torch.equal(segments.gather[segments.restore], torch.arange(sum(LENGTHS)))
-    assert len(segments.gather) <= sum(LENGTHS) / 0.75
+    assert torch.equal(segments.gather[segments.restore], torch.arange(lengths.sum() - shared.sum()))
+    assert len(segments.gather) <= lengths.sum() / 0.75
+    assert segments.cu_computed.diff().tolist() == (lengths - shared).tolist()
+    assert (segments.expand is None) == (not shared.any())
+    if segments.expand is not None:
+        ids = packed.token_ids[segments.computed]
+        assert (ids[segments.expand] == packed.token_ids).all()
 
 
+def test_in_the_order_of_their_tokens_no_beginning_is_computed_twice() -> None:
+    rollouts, order = BATCHES["siblings"]
+    packed = pack(rollouts, order)
+    beginnings = {r.token_ids[: n + 1].tobytes() for r in rollouts for n in range(len(r.token_ids))}
+    computed = len(packed.token_ids) - int(shared_beginnings(packed).sum())
+    twins = len(rollouts) - len({r.token_ids.tobytes() for r in rollouts})  # the last token of each is its own
+    assert twins > 0
+    assert computed == len(beginnings) + twins < 0.6 * len(packed.token_ids)
+
+
+def test_the_gradient_of_a_beginning_that_hundreds_share_is_added_up_in_float32() -> None:
+    x = torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.zeros(1000, dtype=torch.int64)
+    index[-1] = 1
+    take_rows(x, index).backward(torch.full((1000, 3), 0.01, dtype=torch.bfloat16))
+    assert x.grad is not None
+    expected = torch.tensor([999, 1.0])[:, None] * torch.tensor(0.01).bfloat16().float()
+    torch.testing.assert_close(x.grad.float(), expected.expand(2, 3), rtol=2**-8, atol=0)
+
+
+@pytest.mark.usefixtures("norms_in_float64")
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_logprobs_and_gradients_are_those_of_each_sequence_alone(name: str) -> None:
+def test_packed_logprobs_and_gradients_are_those_of_each_sequence_alone(name: str, batch: str) -> None:
     torch.manual_seed(0)
     plain = MODELS[name]().double()
     packed_model = MODELS[name]().double()
     packed_model.load_state_dict(plain.state_dict())
     packed_model.set_attn_implementation(PACKED)
-    rollouts = make_rollouts()
-    order = [3, 0, 7, 9, 1, 8, 2, 4, 6, 5]
+    rollouts, order = BATCHES[batch]
     packed = pack(rollouts, order)
     tokens = DeviceTokens.of(packed, torch.device("cpu"))
     found = PolicyModel(packed_model, temperature=0.7)(tokens).logprobs
@@ -106,21 +161,23 @@ CRITICS = {
 }
 
 
+@pytest.mark.usefixtures("norms_in_float64")
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", CRITICS)
-def test_packed_values_and_gradients_of_a_critic_are_those_of_each_sequence_alone(name: str) -> None:
+def test_packed_values_and_gradients_of_a_critic_are_those_of_each_sequence_alone(name: str, batch: str) -> None:
     torch.manual_seed(0)
     plain = CRITICS[name]().double()
     packed_model = CRITICS[name]().double()
     packed_model.load_state_dict(plain.state_dict())
     packed_model.set_attn_implementation(PACKED)
-    rollouts = make_rollouts()
-    packed = pack(rollouts, range(10))
+    rollouts, order = BATCHES[batch]
+    packed = pack(rollouts, order)
     found = ValueModel(packed_model)(DeviceTokens.of(packed, torch.device("cpu")))
     weights = torch.linspace(0.5, 1.5, len(found), dtype=found.dtype)
     (found * weights).sum().backward()
 
     expected = torch.zeros_like(found)
-    for start, rollout in zip(packed.cu_seqlens.tolist(), rollouts, strict=False):
+    for start, rollout in zip(packed.cu_seqlens.tolist(), [rollouts[row] for row in order], strict=False):
         ids = torch.from_numpy(rollout.token_ids).long()
         values = plain.score(plain.model(input_ids=ids[None]).last_hidden_state[0, :-1]).squeeze(-1)
         values = torch.where(torch.from_numpy(rollout.response_mask)[1:], values, 0.0)

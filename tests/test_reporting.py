@@ -27,7 +27,9 @@ SHAPE = {
 def test_training_flops_by_hand() -> None:
     # a layer: 2 H n d + 2 H k d = 128 + 64, 3 H I = 288; 6 FLOPs a parameter and token, 6 n d L^2 a layer of attention
     expected = 6 * 2 * (192 + 288) * (3 + 5) + 6 * 80 * 4 + 2 * 6 * 8 * (9 + 25)
-    assert model_shape(SHAPE).training_flops([3, 5], 4) == expected
+    assert model_shape(SHAPE).training_flops([3, 5], 4, [0, 0]) == expected
+    # two tokens of the second were computed with the first: 2 (192 + 288) parameters and 2^2 scores less
+    assert model_shape(SHAPE).training_flops([3, 5], 4, [0, 2]) == expected - 6 * 2 * 480 * 2 - 2 * 6 * 8 * 4
 
 
 def test_of_experts_only_the_active_ones_are_counted() -> None:
@@ -50,10 +52,11 @@ def speed_of(model: Path, device_name: str, **cluster: Any) -> dict[str, float]:
     epochs = batching.plan_epochs(samples, np.ones(2, bool), config, step=0)
     values = LearnerSpeed(config, device_name).of_step(epochs, 0.5)
     lengths = [len(s.rollout.token_ids) for s in samples]
+    assert values["learner/shared_fraction"] == 0  # each of the two has a microbatch of its own
     assert values["learner/tokens_per_second"] == sum(lengths) / 0.5
     assert values["learner/packing_efficiency"] == sum(lengths) / (3 * 128)
     assert values["learner/padding_fraction"] == pytest.approx(2 / (sum(lengths) + 2))  # two rows and a filler of two
-    flops = model_shape(SHAPE).training_flops(lengths, sum(s.rollout.response_length for s in samples))
+    flops = model_shape(SHAPE).training_flops(lengths, sum(s.rollout.response_length for s in samples), [])
     return values | {"flops": flops}
 
 

@@ -92,6 +92,7 @@ def gradients(model: PolicyModel, groups: list[RolloutGroup], config: Any, *, sk
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.usefixtures("norms_in_float64")
 @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo"])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf.algo.numerics import full_precision
+from rlhf.algo.numerics import add_rows, full_precision
 
 
 class TokenLogprobs(NamedTuple):
@@ -34,6 +34,7 @@ def token_logprobs(
     response_mask: Tensor,
     cu_seqlens: Tensor,
     *,
+    expand: Tensor | None = None,
     head_bias: Tensor | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
@@ -47,16 +48,19 @@ def token_logprobs(
     without gradients nothing is kept. The same inputs give the same bits, with and without gradients.
 
     Args:
-        hidden: [T, H] of the packed row, as the transformer's last norm leaves them.
+        hidden: [T, H] of the packed row, as the transformer's last norm leaves them; [U, H] with `expand`.
         head_weight: [V, H], the embedding itself where the two are tied; it must be the parameter, not a copy of it.
         token_ids: [T] int.
         response_mask: [T] bool. Elsewhere the results are 0, and neither states nor tokens matter.
         cu_seqlens: [S+1].
+        expand: [T] int64, which of U states is that of each token, where sequences share their beginnings.
         head_bias: [V].
         temperature: the one that the tokens were sampled with.
         token_tile, vocab_tile: sizes of a tile; memory and speed depend on them, results only by rounding.
     """
     positions, states = response_states(response_mask, cu_seqlens)
+    if expand is not None:
+        states = expand[states]
     tiles = _default_tiles(head_weight, token_tile, vocab_tile)
     logprobs, entropy = _FusedHead.apply(
         hidden, head_weight, head_bias, states, token_ids[positions].long(), temperature, with_entropy, tiles
@@ -261,5 +265,5 @@ class _FusedHead(torch.autograd.Function):
         )
         grad_hidden = None
         if grad_states is not None:
-            grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows[kept], grad_states.to(hidden.dtype))
+            grad_hidden = add_rows(grad_states, rows[kept], len(hidden)).to(hidden.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None

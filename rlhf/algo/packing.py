@@ -7,7 +7,8 @@ where and when a sequence is computed, never which optimizer step it belongs to.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -30,7 +31,52 @@ def draw_minibatches(count: int, *, minibatches: int, seed: int, step: int, epoc
     return np.array_split(order, minibatches)
 
 
-def pack_microbatches(lengths: np.ndarray, *, max_tokens: int, ranks: int) -> list[list[list[int]]]:
+def bundle_samples(
+    lengths: np.ndarray, prompts: Sequence[Hashable], prompt_lengths: np.ndarray, *, max_tokens: int, ranks: int
+) -> list[list[int]]:
+    """Put samples of one prompt together, so that a microbatch computes their prompt once.
+
+    A bundle is a unit of `pack_microbatches`. It takes at most an eighth of a microbatch, or of a rank's share where
+    that is less, so that bundles fill budgets and ranks nearly as well as single samples would.
+
+    Args:
+        lengths: [B] int, tokens of each sequence, prompt and response.
+        prompts: [B], equal for samples of one prompt. prompt_lengths: [B] int.
+
+    Returns:
+        Indices into `lengths`, ascending in each bundle.
+    """
+    by_prompt: dict[Hashable, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        by_prompt[prompt].append(index)
+    responses = lengths - prompt_lengths
+    computed = int(responses.sum()) + sum(int(prompt_lengths[members[0]]) for members in by_prompt.values())
+    limit = min(max_tokens, -(-computed // ranks)) // 8
+    bundles: list[list[int]] = []
+    for members in by_prompt.values():
+        size = limit + 1
+        for index in members:
+            size += int(responses[index])
+            if size > limit:
+                bundles.append([])
+                size = int(lengths[index])
+            bundles[-1].append(index)
+    return bundles
+
+
+def bundle_sizes(
+    bundles: Sequence[Sequence[int]], lengths: np.ndarray, prompt_lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Computed tokens of each bundle, and its cost: what `pack_microbatches` takes, both [bundles]."""
+    saved = np.array([(len(members) - 1) * int(prompt_lengths[members[0]]) for members in bundles], np.int64)
+    whole = np.array([int(lengths[members].sum()) for members in bundles], np.int64)
+    costs = np.array([sequence_cost(lengths[members]).sum() for members in bundles], np.float64)
+    return whole - saved, costs - saved
+
+
+def pack_microbatches(
+    lengths: np.ndarray, *, max_tokens: int, ranks: int, costs: np.ndarray | None = None
+) -> list[list[list[int]]]:
     """Distribute the sequences of one minibatch over microbatches of at most `max_tokens` and over ranks.
 
     Best-fit decreasing finds how many microbatches are needed, rounded up to a multiple of `ranks`. Where there is
@@ -39,9 +85,10 @@ def pack_microbatches(lengths: np.ndarray, *, max_tokens: int, ranks: int) -> li
     of similar cost run at the same time on all ranks, since a reduction follows each of them.
 
     Args:
-        lengths: [B] int, tokens of each sequence, prompt and response.
+        lengths: [B] int, tokens of each sequence, prompt and response; or of each bundle of them.
         max_tokens: hard budget of one microbatch.
         ranks: learners.
+        costs: [B] float, null is that of one sequence each.
 
     Returns:
         [rank][microbatch] -> indices into `lengths`, ascending. Equally many microbatches for every rank, at least
@@ -57,12 +104,13 @@ def pack_microbatches(lengths: np.ndarray, *, max_tokens: int, ranks: int) -> li
         )
     order = np.argsort(-lengths, kind="stable")
     sizes = lengths[order].tolist()
+    costs = sequence_cost(lengths.astype(np.float64)) if costs is None else costs
     packed = _best_fit(sizes, max_tokens)
     microbatches = max(1, -(-len(packed) // ranks))
-    spread = _spread(sizes, max_tokens, ranks * microbatches)
+    spread = _spread(sizes, costs[order].tolist(), max_tokens, ranks * microbatches)
     bins = packed if spread is None else spread
     bins += [[] for _ in range(ranks * microbatches - len(bins))]
-    return _assign_ranks([sorted(order[members].tolist()) if members else [] for members in bins], lengths, ranks)
+    return _assign_ranks([sorted(order[members].tolist()) if members else [] for members in bins], costs, ranks)
 
 
 def sequence_cost(lengths: np.ndarray) -> np.ndarray:
@@ -100,9 +148,8 @@ def _best_fit(sizes: list[int], max_tokens: int) -> list[list[int]]:
     return bins
 
 
-def _spread(sizes: list[int], max_tokens: int, count: int) -> list[list[int]] | None:
+def _spread(sizes: list[int], costs: list[float], max_tokens: int, count: int) -> list[list[int]] | None:
     """Give each size, largest first, to the cheapest of `count` bins; None as soon as that bin lacks the room."""
-    costs = sequence_cost(np.asarray(sizes, dtype=np.float64)).tolist()
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [max_tokens] * count
     heap = [(0.0, target) for target in range(count)]
@@ -116,17 +163,17 @@ def _spread(sizes: list[int], max_tokens: int, count: int) -> list[list[int]] | 
     return bins
 
 
-def _assign_ranks(bins: list[list[int]], lengths: np.ndarray, ranks: int) -> list[list[list[int]]]:
+def _assign_ranks(bins: list[list[int]], costs: np.ndarray, ranks: int) -> list[list[list[int]]]:
     """Deal bins, costliest first, in rounds of one a rank; within a round the costliest goes to the least loaded."""
-    costs = [float(sequence_cost(lengths[members]).sum()) if members else 0.0 for members in bins]
-    dealt = sorted(range(len(bins)), key=lambda index: (-costs[index], index))
+    loads_of = [float(costs[members].sum()) if members else 0.0 for members in bins]
+    dealt = sorted(range(len(bins)), key=lambda index: (-loads_of[index], index))
     loads = [0.0] * ranks
     result: list[list[list[int]]] = [[] for _ in range(ranks)]
     for start in range(0, len(dealt), ranks):
         by_load = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
         for rank, index in zip(by_load, dealt[start : start + ranks], strict=True):
             result[rank].append(bins[index])
-            loads[rank] += costs[index]
+            loads[rank] += loads_of[index]
     return result
 
 
@@ -157,6 +204,22 @@ def pack(rollouts: Sequence[Rollout], rows: Sequence[int]) -> PackedTokens:
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         rows=np.asarray(rows, np.int32),
     )
+
+
+def shared_beginnings(packed: PackedTokens) -> np.ndarray:
+    """[S] int64, how many first tokens of each sequence are those of the sequence before it in the row.
+
+    States there are the same and need computing once: of the prompt that samples share, of what a chosen and a rejected
+    answer have in common. At least one token of each sequence is its own.
+    """
+    shared = np.zeros(len(packed.rows), np.int64)
+    bounds = packed.cu_seqlens.tolist()
+    for i in range(1, len(shared)):
+        before, start, end = bounds[i - 1 : i + 2]
+        longest = min(start - before, end - start - 1)
+        differs = packed.token_ids[before : before + longest] != packed.token_ids[start : start + longest]
+        shared[i] = int(np.argmax(differs)) if differs.any() else longest
+    return shared
 
 
 def scatter(

@@ -6,6 +6,10 @@ ids; here each token attends to the earlier tokens of its own segment and nothin
     CPU   segments of similar length are gathered into [n, longest] blocks and go through one causal sdpa a block.
           The padding stands to the right, where no earlier token can see it, and its outputs are dropped.
     CUDA  torch's variable-length flash attention takes the row as it is.
+
+A prompt that samples share goes through the transformer once. Of the row's T tokens U are computed, everything but the
+beginning that a sequence has in common with the one before it; the transformer sees those U alone. Here, and nowhere
+else inside it, keys and values are repeated for each sequence that begins with them.
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+
+from rlhf.algo.numerics import add_rows, full_precision
 
 PACKED = "packed"
 SIMILAR_LENGTH = 0.75  # segments of one block are at least this share of its longest: at most 1/3 padding
@@ -40,48 +47,112 @@ class Segments:
     """Where the sequences of a packed row lie, in the form that the device's attention takes.
 
     Attributes:
-        cu_seqlens: [S+1] int32. longest: tokens of the longest segment.
-        gather: [P] int64, the row's tokens laid out block after block, the padding repeating a segment's last token.
+        cu_seqlens: [S+1] int32 of the whole row. longest: tokens of the longest segment.
+        cu_computed: [S+1] int32 of the computed tokens alone; they are the last of each segment.
+        computed: [U] int64, the row's tokens that are computed.
+        expand: [T] int64, which of the U each token of the row is; None where all are computed.
+        gather: [P] int64, computed tokens laid out block after block, the padding repeating a segment's last token.
         blocks: (segments, longest) of each block; their products add up to P.
-        restore: [T] int64, where in that layout each token of the row stands.
+        restore: [U] int64, where in that layout each computed token stands.
     """
 
     cu_seqlens: Tensor
     longest: int
+    cu_computed: Tensor
+    computed: Tensor
+    expand: Tensor | None
     gather: Tensor
     blocks: tuple[tuple[int, int], ...]
     restore: Tensor
 
+    def state_of(self, tokens: Tensor) -> Tensor:
+        """Which of the U computed states is that of each of these tokens of the row; int64, any shape."""
+        return tokens if self.expand is None else self.expand[tokens]
 
-def segments_of(cu_seqlens: np.ndarray, device: torch.device) -> Segments:
-    """Prepare a row's segments once, for all layers. `cu_seqlens` [S+1] int32. Blocks are laid out for CPU alone."""
+
+def segments_of(cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device) -> Segments:
+    """Prepare a row's segments once, for all layers.
+
+    Args:
+        cu_seqlens: [S+1] int32.
+        shared: [S] int, the first tokens of each sequence that are those of the sequence before it.
+    """
     lengths = np.diff(cu_seqlens)
+    computed, expand = _computed_once(cu_seqlens, shared)
+    laid_out, blocks, restore = _blocks(cu_seqlens, lengths) if device.type == "cpu" else (expand[:0], [], expand[:0])
+
+    def put(array: np.ndarray, dtype: type = np.int64) -> Tensor:
+        return torch.from_numpy(array.astype(dtype)).to(device)
+
+    return Segments(
+        cu_seqlens=put(cu_seqlens, np.int32),
+        longest=int(lengths.max()),
+        cu_computed=put(np.concatenate([[0], np.cumsum(lengths - shared)]), np.int32),
+        computed=put(computed),
+        expand=put(expand) if shared.any() else None,
+        gather=put(expand[laid_out]),
+        blocks=tuple(blocks),
+        restore=put(restore[computed] if len(restore) else restore),
+    )
+
+
+def _computed_once(cu_seqlens: np.ndarray, shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """-> computed [U], which tokens of the row are computed, and expand [T], which of those U each token is."""
+    expand = np.zeros(int(cu_seqlens[-1]), np.int64)
+    own = np.ones(len(expand), bool)
+    for start, count in zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True):
+        own[start : start + count] = False
+    expand[own] = np.arange(own.sum())
+    before = 0
+    for start, count in zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True):
+        expand[start : start + count] = expand[before : before + count]
+        before = start
+    return np.flatnonzero(own), expand
+
+
+def _blocks(cu_seqlens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]], np.ndarray]:
+    """-> the row's tokens block after block [P], (segments, longest) of each block, where each token stands [T]."""
+    order = np.argsort(-lengths, kind="stable")
     rows: list[np.ndarray] = []
     blocks: list[tuple[int, int]] = []
     restore = np.zeros(int(cu_seqlens[-1]), np.int64)
-    if device.type == "cpu":
-        order = np.argsort(-lengths, kind="stable")
-        start = filled = 0
-        while start < len(order):
-            longest = int(lengths[order[start]])
-            fits = lengths[order[start:]] >= SIMILAR_LENGTH * longest
-            stop = start + (len(fits) if fits.all() else int(np.argmin(fits)))
-            starts, sizes = cu_seqlens[order[start:stop], None], lengths[order[start:stop], None]
-            columns = np.arange(longest)
-            laid_out = starts + np.minimum(columns, sizes - 1)
-            real = columns < sizes
-            restore[laid_out[real]] = filled + np.flatnonzero(real)
-            rows.append(laid_out.ravel())
-            blocks.append((stop - start, longest))
-            start, filled = stop, filled + real.size
-    gather = np.concatenate(rows).astype(np.int64) if rows else np.zeros(0, np.int64)
-    return Segments(
-        torch.from_numpy(cu_seqlens.astype(np.int32)).to(device),
-        int(lengths.max()),
-        torch.from_numpy(gather),
-        tuple(blocks),
-        torch.from_numpy(restore),
-    )
+    start = filled = 0
+    while start < len(order):
+        longest = int(lengths[order[start]])
+        fits = lengths[order[start:]] >= SIMILAR_LENGTH * longest
+        stop = start + (len(fits) if fits.all() else int(np.argmin(fits)))
+        starts, sizes = cu_seqlens[order[start:stop], None], lengths[order[start:stop], None]
+        columns = np.arange(longest)
+        laid_out = starts + np.minimum(columns, sizes - 1)
+        real = columns < sizes
+        restore[laid_out[real]] = filled + np.flatnonzero(real)
+        rows.append(laid_out.ravel())
+        blocks.append((stop - start, longest))
+        start, filled = stop, filled + real.size
+    return np.concatenate(rows), blocks, restore
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return add_rows(full_precision(grad), index, ctx.rows).to(grad.dtype), None
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] along the first dimension. The gradients of a row that was taken often are added up in float32.
+
+    In bfloat16 a sum of hundreds, as of a beginning that all sequences share, would stand still.
+    """
+    taken: Tensor = _TakeRows.apply(x, index)
+    return taken
 
 
 def packed_attention(
@@ -99,7 +170,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one packed row; query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d].
+    """Attention of one packed row; query [1, heads, U, d], key and value [1, kv_heads, U, d] -> [1, U, heads, d].
 
     Raises:
         UnpackableError: the model caps its attention scores or adds sinks to them, which is not computed here.
@@ -113,12 +184,15 @@ def packed_attention(
     assert sliding_window is None or segments.longest <= sliding_window, (
         f"a sequence of {segments.longest} tokens exceeds the model's attention window of {sliding_window}"
     )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, d]
     if query.device.type == "cuda":
         from torch.nn.attention.varlen import varlen_attn
 
+        if segments.expand is not None:
+            k, v = take_rows(k, segments.expand), take_rows(v, segments.expand)
+        # Fewer queries than keys: the window's end is aligned to the last of both, as the computed tokens are.
         out = varlen_attn(
-            q, k, v, segments.cu_seqlens, segments.cu_seqlens, segments.longest, segments.longest,
+            q, k, v, segments.cu_computed, segments.cu_seqlens, segments.longest, segments.longest,
             scale=scaling, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         assert isinstance(out, Tensor)
@@ -127,9 +201,9 @@ def packed_attention(
 
 
 def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
-    """[T, heads, d] each -> [T, heads, d]; a block of n segments is one batch of n."""
+    """[U, heads, d] each -> [U, heads, d]; a block of n segments is one batch of n, shared beginnings and all."""
     sizes = [n * longest for n, longest in segments.blocks]
-    parts = [x.index_select(0, segments.gather).split(sizes) for x in (q, k, v)]
+    parts = [take_rows(x, segments.gather).split(sizes) for x in (q, k, v)]
     outputs = []
     for (n, longest), *block in zip(segments.blocks, *parts, strict=True):
         query, key, value = (x.view(n, longest, *x.shape[1:]).transpose(1, 2) for x in block)

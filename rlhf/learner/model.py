@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
+from rlhf.algo.packing import shared_beginnings
 from rlhf.learner.attention import Segments, UnpackableError, load_packed, segments_of
 from rlhf.types import PackedTokens
 
@@ -38,7 +39,7 @@ class DeviceTokens:
         def put(array: np.ndarray, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(array).to(device=device, dtype=dtype)
 
-        segments = segments_of(tokens.cu_seqlens, device)
+        segments = segments_of(tokens.cu_seqlens, shared_beginnings(tokens), device)
         return cls(
             token_ids=put(tokens.token_ids, torch.int64),
             position_ids=put(tokens.position_ids, torch.int64),
@@ -47,6 +48,18 @@ class DeviceTokens:
             cu_seqlens=segments.cu_seqlens,
             segments=segments,
         )
+
+
+def hidden_states(transformer: PreTrainedModel, tokens: DeviceTokens) -> Tensor:
+    """[U, H] of the row's computed tokens, as the last norm leaves them."""
+    computed = tokens.segments.computed
+    states: Tensor = transformer.base_model(
+        input_ids=tokens.token_ids[computed].unsqueeze(0),
+        position_ids=tokens.position_ids[computed].unsqueeze(0),
+        use_cache=False,
+        segments=tokens.segments,
+    ).last_hidden_state[0]
+    return states
 
 
 class PolicyModel(nn.Module):
@@ -64,19 +77,14 @@ class PolicyModel(nn.Module):
     def forward(
         self, tokens: DeviceTokens, *, with_entropy: bool = False, temperature: float | None = None
     ) -> TokenLogprobs:
-        hidden = self.transformer.base_model(
-            input_ids=tokens.token_ids.unsqueeze(0),
-            position_ids=tokens.position_ids.unsqueeze(0),
-            use_cache=False,
-            segments=tokens.segments,
-        ).last_hidden_state[0]
         head = self.transformer.get_output_embeddings()
         return token_logprobs(
-            hidden,
+            hidden_states(self.transformer, tokens),
             head.weight,
             tokens.token_ids,
             tokens.response_mask,
             tokens.cu_seqlens,
+            expand=tokens.segments.expand,
             head_bias=head.bias,
             temperature=self.temperature if temperature is None else temperature,
             with_entropy=with_entropy,
@@ -106,8 +114,8 @@ def check_packed(
 ) -> None:
     """Change the first of two sequences in a row; what is computed for the second must stay.
 
-    Some models mix tokens where no attention function has a say: convolutions, state spaces. Such a model would train
-    on log-probabilities that the engine never sampled from.
+    Once the two begin alike, and once they do not. Some models mix tokens where no attention function has a say:
+    convolutions, state spaces. Such a model would train on log-probabilities that the engine never sampled from.
 
     Args:
         forward: a row's tokens -> one number a token, [T], or a sequence, [S]. Every rank calls it at ZeRO-3.
@@ -120,7 +128,7 @@ def check_packed(
     second = [0, 1, 2, 3]
     found = []
     try:
-        for first in ([0, 1, 2, 3], [3, 2, 0, 1]):
+        for first in ([0, 1, 3, 2], [3, 2, 0, 1]):
             row = PackedTokens(
                 token_ids=np.array(first + second, np.int32),
                 position_ids=np.array([0, 1, 2, 3] * 2, np.int32),

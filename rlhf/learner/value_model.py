@@ -12,8 +12,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf.algo.logprobs import response_states
 from rlhf.algo.numerics import full_precision
-from rlhf.learner.attention import load_packed
-from rlhf.learner.model import DTYPES, DeviceTokens, disable_dropout
+from rlhf.learner.attention import load_packed, take_rows
+from rlhf.learner.model import DTYPES, DeviceTokens, disable_dropout, hidden_states
 
 HEAD = "score.weight"
 
@@ -31,7 +31,7 @@ class ValueModel(nn.Module):
     def forward(self, tokens: DeviceTokens) -> Tensor:
         """-> [T] float32, 0 outside of the response mask."""
         positions, states = response_states(tokens.response_mask, tokens.cu_seqlens)
-        scalars = _head(self.transformer, _states(self.transformer, tokens)[states])
+        scalars = _scalars(self.transformer, tokens, states)
         return scalars.new_zeros(len(tokens.token_ids)).index_copy(0, positions, scalars)
 
 
@@ -44,20 +44,12 @@ class RewardModel(nn.Module):
 
     def forward(self, tokens: DeviceTokens) -> Tensor:
         """-> [S] float32, not normalized."""
-        return _head(self.transformer, _states(self.transformer, tokens)[tokens.cu_seqlens[1:].long() - 1])
+        return _scalars(self.transformer, tokens, tokens.cu_seqlens[1:].long() - 1)
 
 
-def _states(transformer: PreTrainedModel, tokens: DeviceTokens) -> Tensor:
-    states: Tensor = transformer.base_model(
-        input_ids=tokens.token_ids.unsqueeze(0),
-        position_ids=tokens.position_ids.unsqueeze(0),
-        use_cache=False,
-        segments=tokens.segments,
-    ).last_hidden_state[0]
-    return states
-
-
-def _head(transformer: PreTrainedModel, states: Tensor) -> Tensor:
+def _scalars(transformer: PreTrainedModel, tokens: DeviceTokens, positions: Tensor) -> Tensor:
+    """What the head makes of the states at these positions of the row [n] -> [n] float32."""
+    states = take_rows(hidden_states(transformer, tokens), tokens.segments.state_of(positions))
     weight = transformer.get_parameter(HEAD)
     return F.linear(full_precision(states), full_precision(weight)).squeeze(-1)
 

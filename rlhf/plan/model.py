@@ -74,15 +74,19 @@ class ModelShape:
         mlps = self.sparse_layers * sparse + (self.layers - self.sparse_layers) * self.dense_mlp_parameters
         return self.layers * self.attention_parameters + mlps
 
-    def training_flops(self, lengths: Sequence[int], response_tokens: int) -> float:
+    def training_flops(self, lengths: Sequence[int], response_tokens: int, shared: Sequence[int]) -> float:
         """Floating-point operations of forward and backward, as model FLOPs are counted: nothing computed again.
 
-        6 a token and parameter (2 forward, 4 backward), the head at the response tokens alone, and causal attention:
-        half of 12 L^2 n d a sequence of L tokens and layer.
+        6 a computed token and parameter (2 forward, 4 backward), the head at the response tokens alone, and causal
+        attention: half of 12 L^2 n d a sequence of L tokens and layer.
+
+        Args:
+            shared: first tokens of each of `lengths` that were computed with another sequence.
         """
-        attention = 6 * self.layers * self.heads * self.head_dim * sum(length**2 for length in lengths)
+        squares = sum(length**2 for length in lengths) - sum(count**2 for count in shared)
+        attention = 6 * self.layers * self.heads * self.head_dim * squares
         head = 6 * self.embedding_parameters * response_tokens
-        return float(6 * self.active_parameters * sum(lengths) + head + attention)
+        return float(6 * self.active_parameters * (sum(lengths) - sum(shared)) + head + attention)
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
