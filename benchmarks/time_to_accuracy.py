@@ -5,10 +5,11 @@
 configs/quickstart.yaml for both: model, data, hyper-parameters, grader. The accuracy is that of one sampled response to
 each of the 512 test problems, measured every 5 training steps with the clock stopped; the time is that of the training
 steps before the first measurement of at least 0.8, where training stops. Both follow the schedule of the whole run.
-Seed after seed, ours and then TRL. Needs `make setup-bench`. The quickstart's data are made first. CPU only.
+Ours twice: as the quickstart is, synchronous, and with `rollout.max_policy_lag=1`, where sampling and training overlap.
+Seed after seed, ours, ours at lag 1, TRL. Needs `make setup-bench`. The quickstart's data are made first. CPU only.
 
-Our engine samples for the next step while an evaluation runs and the clock stands: such a step counts as much as the
-median of the others. TRL samples within its steps.
+Our engine samples for the next steps, lag and one more, while an evaluation runs and the clock stands: such a step
+counts as much as the median of the others. TRL samples within its steps.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from benchmarks.harness import Case, Row
 from rlhf.config.run import GRPOConfig
 
 TARGET, EVERY = 0.8, 5
-OURS, TRL = "rlhf", "TRL GRPOTrainer"
+TRL = "TRL GRPOTrainer"
+OURS = {"rlhf": 0, "rlhf, lag 1": 1}
 
 
-def overrides(data: str, seed: int, folder: str, steps: int | None) -> list[str]:
+def overrides(data: str, seed: int, lag: int, folder: str, steps: int | None) -> list[str]:
     found = [
         f"model.path={data}/model", f"data.train={data}/train.jsonl", f"data.eval={data}/test.jsonl",
         f"run.seed={seed}", f"run.dir={folder}/run", f"evaluation.every={EVERY}", "checkpoint.every=null",
+        f"rollout.max_policy_lag={lag}",
         "logging.wandb.mode=disabled", "run.export=false",
     ]  # fmt: skip
     return found + ([f"run.steps={steps}"] if steps else [])
@@ -43,7 +46,8 @@ def measure(case: Case) -> Row:
     from rlhf.config.load import load_config
 
     with tempfile.TemporaryDirectory() as folder:
-        keys = overrides(case["data"], case["seed"], folder, case["steps"])
+        lag = OURS.get(case["variant"], 0)
+        keys = overrides(case["data"], case["seed"], lag, folder, case["steps"])
         config = load_config(GRPOConfig, ["configs/quickstart.yaml"], keys)
         if case["variant"] == TRL:
             from benchmarks.trl_peer import train_with_trl
@@ -54,7 +58,7 @@ def measure(case: Case) -> Row:
             return found | {"target_s": time_to_target(found["evaluations"])}
         asyncio.run(train_until_target(config))
         lines = [json.loads(x) for x in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    return found_in(lines)
+    return found_in(lines, lag)
 
 
 async def train_until_target(config: GRPOConfig) -> None:
@@ -74,11 +78,11 @@ def accuracy_in(values: dict[str, Any]) -> float | None:
     return next((value for key, value in values.items() if key.startswith("eval/") and key.endswith("avg@1")), None)
 
 
-def found_in(lines: list[dict[str, Any]]) -> Row:
-    """Step times and evaluations of a metrics.jsonl."""
+def found_in(lines: list[dict[str, Any]], lag: int) -> Row:
+    """Step times and evaluations of the metrics.jsonl of a run at this lag."""
     times: dict[int, float] = {line["step"]: line["time/step"] for line in lines if "time/step" in line}
     accuracies = {line["step"]: found for line in lines if line["step"] and (found := accuracy_in(line)) is not None}
-    ahead = {step + 1 for step in accuracies}  # sampled during the evaluation before them
+    ahead = {step + later for step in accuracies for later in range(1, lag + 2)}  # sampled during that evaluation
     usual = statistics.median(seconds for step, seconds in times.items() if step not in ahead)
     times |= {step: usual for step in times.keys() & ahead}
     evaluations = [
@@ -109,7 +113,7 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", "rlhf.quickstart", "--output", str(data)], check=True)
     rows: list[Row] = []
     for seed in range(1 if options.quick else options.seeds):
-        for variant in (OURS, TRL):
+        for variant in (*OURS, TRL):
             case = {"function": "measure", "variant": variant, "seed": seed, "data": str(data.resolve()),
                     "steps": 12 if options.quick else None}  # fmt: skip
             found = harness.fresh("benchmarks.time_to_accuracy", case, timeout_s=3600)

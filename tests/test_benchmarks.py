@@ -150,7 +150,7 @@ def test_time_to_a_target_counts_training_steps_and_not_evaluations() -> None:
         lines.append({"step": step, "time/step": 2.0})
         if step % 3 == 0:
             lines.append({"step": step, "eval/test/avg@1": 0.15 * step})
-    found = time_to_accuracy.found_in(lines)
+    found = time_to_accuracy.found_in(lines, 0)
     assert found["evaluations"] == [[6.0, pytest.approx(0.45)], [12.0, pytest.approx(0.9)]]
     assert found["target_s"] == 12.0
     assert time_to_accuracy.time_to_target([[1.0, 0.5]]) is None
@@ -162,9 +162,11 @@ def test_a_step_whose_rollouts_were_sampled_during_an_evaluation_counts_as_the_m
         lines.append({"step": step, "time/step": seconds})
         if step in (2, 4):
             lines.append({"step": step, "eval/test/avg@1": 0.1 * step})
-    found = time_to_accuracy.found_in(lines)
+    found = time_to_accuracy.found_in(lines, 0)
     assert found["step_seconds"] == [5.0, 2.0, 3.0, 3.0, 3.0]  # the first one waits for its own
     assert found["evaluations"] == [[7.0, pytest.approx(0.2)], [13.0, pytest.approx(0.4)]]
+    later = time_to_accuracy.found_in(lines[:6], 1)  # a lag of 1: the evaluation after step 2 samples for 3 and 4
+    assert later["step_seconds"] == [5.0, 2.0, 3.5, 3.5]
 
 
 def test_the_peak_is_that_of_the_context_alone() -> None:

@@ -215,6 +215,14 @@ def _activations(shape: ModelShape, config: GRPOConfig) -> Part:
         kept = b * shape.hidden * shape.layers
         how = f"{tokens:,} tokens x ({_kib(kept)} + {_kib(layer)})"
         return Part("activations, checkpointed", float(tokens * (kept + layer)), how)
+    # Attention keeps keys and values once more for each sample that begins with the same prompt.
+    prompt, response, samples = (
+        config.data.max_prompt_tokens,
+        config.rollout.max_response_tokens,
+        config.rollout.samples_per_prompt,
+    )
+    repeated = (samples - 1) * prompt / (prompt + samples * response)
+    layer += round(2 * b * shape.kv_heads * shape.head_dim * repeated)
     how = f"{tokens:,} tokens x {shape.layers} layers x {_kib(layer)}"
     return Part("activations", float(tokens * shape.layers * layer), how)
 
