@@ -7,6 +7,7 @@ weights, and the true ones are sent back. After that the canary runs after every
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -69,7 +70,8 @@ class Canary:
                     f"tolerance of {self.tolerance}. The model's head may be constant; its weights cannot be verified."
                 )
             await cluster.send_weights(version)
-            await self._compare(cluster, perturbed, "perturbed weights at start-up")
+            seen = await cluster.engines.call("canary", self.sequences)
+            self._compare(perturbed, seen, "perturbed weights at start-up")
         finally:
             await cluster.learners.call("restore_weights")
         await cluster.send_weights(version)
@@ -81,12 +83,14 @@ class Canary:
         Raises:
             ClusterError: naming the worst token and both values.
         """
-        expected = (await cluster.learners.call("canary", self.sequences))[0]
-        return {"sync/canary_difference": await self._compare(cluster, expected, f"weights of version {version}")}
+        (expected, *_), seen = await asyncio.gather(
+            cluster.learners.call("canary", self.sequences), cluster.engines.call("canary", self.sequences)
+        )
+        return {"sync/canary_difference": self._compare(expected, seen, f"weights of version {version}")}
 
-    async def _compare(self, cluster: Cluster, expected: list[np.ndarray], what: str) -> float:
+    def _compare(self, expected: list[np.ndarray], by_engine: list[list[np.ndarray]], what: str) -> float:
         largest = 0.0
-        for engine, seen in enumerate(await cluster.engines.call("canary", self.sequences)):
+        for engine, seen in enumerate(by_engine):
             mean, worst = _difference(expected, seen)
             if not mean <= self.tolerance:
                 raise ClusterError(

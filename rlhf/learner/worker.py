@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf.algo.packing import gather, pack
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import LearnerMinibatch, LogprobPass, Place
 from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
@@ -18,7 +19,7 @@ from rlhf.learner.rank import TrainedRank, Training
 from rlhf.learner.reference import Reference
 from rlhf.learner.update import PolicyObjective, policy_microbatch
 from rlhf.transfer import EngineClient, ParameterMeta, Rendezvous, WeightSender, make_sender
-from rlhf.types import PackedTokens, StepMetrics
+from rlhf.types import PackedTokens, Rollout, StepMetrics
 
 PERTURBATION = 0.05  # of each tensor's standard deviation (of 1 where that is 0): moves log-probs far beyond bf16 noise
 
@@ -82,22 +83,17 @@ class Learner(TrainedRank):
 
     @torch.no_grad()
     def canary(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs at temperature 1 of given sequences under the current weights: [L] each, entry 0 is 0."""
-        found = []
-        for sequence in sequences:
-            mask = np.ones(len(sequence), bool)
-            mask[0] = False
-            packed = PackedTokens(
-                token_ids=sequence.astype(np.int32),
-                position_ids=np.arange(len(sequence), dtype=np.int32),
-                response_mask=mask,
-                rollout_logprobs=np.zeros(len(sequence), np.float32),
-                cu_seqlens=np.array([0, len(sequence)], np.int32),
-                rows=np.array([0], np.int32),
-            )
-            tokens = DeviceTokens.of(packed, self.device)
-            found.append(self.engine(tokens, temperature=1.0).logprobs.float().cpu().numpy())
-        return found
+        """Log-probs at temperature 1 of given sequences under the current weights: [L] each, entry 0 is 0.
+
+        In one row, as in training: what packing would spoil shows against the engine too.
+        """
+        rollouts = [
+            Rollout("canary", 0, i, ids, np.arange(len(ids)) > 0, np.zeros(len(ids), np.float32), (), "stop")
+            for i, ids in enumerate(sequences)
+        ]
+        packed = pack(rollouts, range(len(rollouts)))
+        logprobs = self.engine(DeviceTokens.of(packed, self.device), temperature=1.0).logprobs
+        return list(gather(logprobs.float().cpu().numpy(), packed).values())
 
     # --- update ---
 
