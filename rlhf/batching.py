@@ -118,7 +118,7 @@ def _microbatches(rollouts: Sequence[Rollout], rows: np.ndarray, config: GRPOCon
     lengths = np.array([len(rollout.token_ids) for rollout in chosen], np.int64)
     prompt_lengths = np.array([min(r.prompt_length, len(r.token_ids) - 1) for r in chosen], np.int64)
     budget, ranks = config.learner.max_tokens_per_microbatch, config.cluster.learners
-    prompts = [(rollout.prompt_id, rollout.epoch) for rollout in chosen]
+    prompts = [r.token_ids[:length].tobytes() for r, length in zip(chosen, prompt_lengths, strict=True)]
     keys = {int(row): rollouts[row].token_ids.tobytes() for row in rows}
     bundles = bundle_samples(lengths, prompts, prompt_lengths, max_tokens=budget, ranks=ranks)
     sizes, costs = bundle_sizes(bundles, lengths, prompt_lengths)

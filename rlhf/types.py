@@ -105,6 +105,8 @@ class RolloutGroup:
 class PackedTokens:
     """Several sequences in one row without padding: one microbatch of one learner.
 
+    A sequence that begins like the one before it is computed from where they differ, so their order matters for speed.
+
     Attributes:
         token_ids, position_ids: [T] int32; positions restart at every sequence.
         response_mask: [T] bool, True at the tokens that are trained.

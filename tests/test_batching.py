@@ -12,7 +12,7 @@ from worlds import make_config, make_groups
 
 from rlhf import batching
 from rlhf.algo.packing import shared_beginnings
-from rlhf.types import RolloutGroup, ScoredRollout
+from rlhf.types import Rollout, RolloutGroup, ScoredRollout
 
 NOWHERE = Path("nowhere/model")
 GROUPS = make_groups(groups=6, samples=4, vocabulary=99, longest=40, seed=1)
@@ -134,24 +134,31 @@ def test_targets_lie_where_the_tokens_of_their_rollout_lie() -> None:
             assert (targets.advantages[span] == np.where(mask, float(row), 0)).all()
 
 
-@pytest.mark.parametrize(("learners", "budget"), [(1, 10_000), (1, 150), (3, 200)])
+@pytest.mark.parametrize(("learners", "budget"), [(1, 10_000), (1, 700), (3, 300)])
 def test_samples_of_a_prompt_are_computed_beside_each_other_and_no_budget_is_exceeded(
     learners: int, budget: int
 ) -> None:
+    """16 samples of each of 6 prompts of 40 tokens, with 0 to 6 tokens of response."""
     config = make_config(
         NOWHERE, learner={"max_tokens_per_microbatch": budget}, cluster={"device": "cpu", "learners": learners}
     )
-    samples = batching.flatten(GROUPS)
-    prompts = [tuple(s.rollout.token_ids[: s.rollout.prompt_length].tolist()) for s in samples]
+    rng = np.random.default_rng(0)
+    samples = []
+    for prompt in range(6):
+        start = rng.integers(0, 99, 40)
+        for sample in range(16):
+            ids = np.concatenate([start, rng.integers(0, 99, rng.integers(0, 7))]).astype(np.int32)
+            rollout = Rollout(
+                f"p/{prompt}", 0, sample, ids, np.arange(len(ids)) >= 40, np.zeros(len(ids), np.float32), (), "stop"
+            )
+            samples.append(ScoredRollout(rollout, "", "", 1.0, {}, "ok"))
     ((minibatch,),) = batching.plan_epochs(samples, np.ones(len(samples), bool), config, step=0)
     rows = [packed for rank in minibatch.microbatches for packed in rank if packed.rows[0] >= 0]
-    assert sorted(row for packed in rows for row in packed.rows.tolist()) == list(range(24))
+    assert sorted(row for packed in rows for row in packed.rows.tolist()) == list(range(96))
+    computed = [len(packed.token_ids) - int(shared_beginnings(packed).sum()) for packed in rows]
+    assert max(computed) <= budget
     for packed in rows:
-        computed = len(packed.token_ids) - int(shared_beginnings(packed).sum())
-        assert computed <= budget
-        in_order = [prompts[row] for row in packed.rows]
-        changes = sum(a != b for a, b in itertools.pairwise(in_order))
-        assert changes == len(set(in_order)) - 1
-        assert computed <= len(packed.token_ids) - sum(
-            (in_order.count(prompt) - 1) * (len(prompt) - 1) for prompt in set(in_order)
-        )
+        prompts = [row // 16 for row in packed.rows.tolist()]
+        assert sum(a != b for a, b in itertools.pairwise(prompts)) == len(set(prompts)) - 1
+    alone = sum(len(s.rollout.token_ids) for s in samples)
+    assert sum(computed) < alone / {10_000: 7, 700: 4, 300: 3}[budget]

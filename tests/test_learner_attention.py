@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from rlhf.algo.packing import pack, shared_beginnings
-from rlhf.learner.attention import PACKED, segments_of, take_rows
+from rlhf.learner.attention import PACKED, packed_attention, segments_of, take_rows
 from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.value_model import ValueModel
 from rlhf.types import Rollout
@@ -108,6 +108,28 @@ def test_in_the_order_of_their_tokens_no_beginning_is_computed_twice() -> None:
     twins = len(rollouts) - len({r.token_ids.tobytes() for r in rollouts})  # the last token of each is its own
     assert twins > 0
     assert computed == len(beginnings) + twins < 0.6 * len(packed.token_ids)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
+@pytest.mark.parametrize("batch", BATCHES)
+def test_on_a_gpu_attention_and_its_gradients_are_those_of_the_cpu(batch: str) -> None:
+    packed = pack(*BATCHES[batch])
+    shared = shared_beginnings(packed)
+    computed = len(packed.token_ids) - int(shared.sum())
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, heads, computed, 64, generator=generator) for heads in (4, 2, 2)]
+    pull = torch.randn(1, computed, 4, 64, generator=generator)
+    found = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        segments = segments_of(packed.cu_seqlens, shared, torch.device(device))
+        q, k, v = (x.to(device, dtype).requires_grad_() for x in states)
+        out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, segments=segments)
+        out.backward(pull.to(device, dtype))
+        found.append([out, *(x.grad for x in (q, k, v))])
+    for exact, half in zip(*found, strict=True):
+        assert exact is not None
+        assert half is not None
+        assert (half.double().cpu() - exact).norm() < 0.02 * exact.norm()
 
 
 def test_the_gradient_of_a_beginning_that_hundreds_share_is_added_up_in_float32() -> None:

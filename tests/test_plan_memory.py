@@ -14,6 +14,7 @@ from rlhf.config.run import GRPOConfig
 from rlhf.plan.memory import (
     GIB,
     HEAD_TILE,
+    WHOLE_TOKENS,
     Part,
     critic_memory,
     engine_memory,
@@ -179,7 +180,8 @@ def test_70b_on_64_learners_at_zero_3_divides_everything(make: Any) -> None:
     # 8,192 tokens x (80 inputs of 2 x 8,192 bytes + one layer: 2 x 6 x 8,192 + 2 x 2 x 8,192
     # + 2 (2 x 8,192 + 2 x 1,024) + 8 x 28,672)
     assert layer_activation_bytes(shape, b=2) == 98_304 + 32_768 + 36_864 + 229_376
-    assert work["activations, checkpointed"] == 8192 * (80 * 16_384 + 397_312)
+    # and keys and values, 2 x 2 x 1,024 bytes, three times more
+    assert work["activations, checkpointed"] == 8192 * (80 * 16_384 + 397_312 + 3 * 4096)
     engine = engine_memory(shape, config)
     assert sizes(engine.parts)["weights, bfloat16"] == 2 * P70 / 8  # 17.6 GB
     assert engine.kv_bytes_per_token == 2 * 80 * 1 * 128 * 2  # keys and values, one of the 8 heads on each GPU
@@ -243,9 +245,8 @@ def test_without_checkpointing_every_layer_keeps_its_activations(make: Any) -> N
     assert layer_activation_bytes(shape, b=2) == 200_704
     checkpointed = sizes(learner_work(shape, make()))["activations, checkpointed"]
     plain = sizes(learner_work(shape, make("model.gradient_checkpointing=false")))["activations"]
-    assert checkpointed == 8192 * (32 * 2 * 4096 + 200_704)
-    # keys and values, 2 x 2 x 8 x 128 bytes, once more for 15 of 16 prompts of 2,048 in 2,048 + 16 x 2,048 tokens
-    assert plain == 8192 * 32 * (200_704 + round(4096 * 15 / 17))
+    assert checkpointed == 8192 * (32 * 2 * 4096 + 200_704 + 3 * 4096)
+    assert plain == 8192 * 32 * (200_704 + 3 * 4096)  # keys and values, 2 x 2 x 8 x 128 bytes, three times more
 
 
 def test_the_kv_cache_of_8b_at_tensor_parallel_2_by_hand(make: Any) -> None:
@@ -269,11 +270,13 @@ def test_on_cpu_the_kv_cache_is_what_the_config_says(make: Any) -> None:
     assert engine.kv_tokens == 2 * GIB // (2 * 28 * 2 * 128 * 4)
 
 
-def test_tiles_of_logits_are_those_of_the_log_prob_kernel() -> None:
+def test_tiles_of_logits_and_shares_of_beginnings_are_those_that_are_computed() -> None:
     from types import SimpleNamespace
 
     from rlhf.algo.logprobs import _default_tiles
+    from rlhf.algo.packing import WHOLE_TOKENS as PACKED_WHOLE_TOKENS
 
+    assert WHOLE_TOKENS == PACKED_WHOLE_TOKENS
     for device, tile in HEAD_TILE.items():
         weight: Any = SimpleNamespace(is_cuda=device == "cuda")
         assert tuple(_default_tiles(weight, None, None)) == tile

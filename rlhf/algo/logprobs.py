@@ -63,8 +63,9 @@ def token_logprobs(
         states = expand[states]
     tiles = _default_tiles(head_weight, token_tile, vocab_tile)
     logprobs, entropy = _FusedHead.apply(
-        hidden, head_weight, head_bias, states, token_ids[positions].long(), temperature, with_entropy, tiles
-    )
+        hidden, head_weight, head_bias, states, token_ids[positions].long(), temperature, with_entropy, tiles,
+        expand is not None,
+    )  # fmt: skip
     empty = logprobs.new_zeros(len(token_ids))
     return TokenLogprobs(
         empty.index_copy(0, positions, logprobs), empty.index_copy(0, positions, entropy) if with_entropy else None
@@ -222,7 +223,7 @@ def _backward_tiles(
 
 
 class _FusedHead(torch.autograd.Function):
-    """(hidden [T,H], weight [V,H], bias [V]) -> logprobs [N], entropy [N] of N chosen rows and targets."""
+    """(hidden [U,H], weight [V,H], bias [V]) -> logprobs [N], entropy [N] of N chosen rows, `repeated` or not."""
 
     @staticmethod
     def forward(
@@ -235,11 +236,12 @@ class _FusedHead(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         tiles: _Tiles,
+        repeated: bool,
     ) -> tuple[Tensor, Tensor]:
         head = _Head(hidden[rows].to(weight.dtype), weight, bias, temperature, tiles)
         lse, chosen, entropy = _forward_tiles(head, targets, with_entropy)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, lse, entropy)
-        ctx.temperature, ctx.tiles = temperature, tiles
+        ctx.temperature, ctx.tiles, ctx.repeated = temperature, tiles, repeated
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -265,5 +267,8 @@ class _FusedHead(torch.autograd.Function):
         )
         grad_hidden = None
         if grad_states is not None:
-            grad_hidden = add_rows(grad_states, rows[kept], len(hidden)).to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+            if ctx.repeated:
+                grad_hidden = add_rows(grad_states, rows[kept], len(hidden)).to(hidden.dtype)
+            else:
+                grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows[kept], grad_states.to(hidden.dtype))
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None

@@ -18,6 +18,10 @@ from rlhf.types import PackedTokens, Rollout
 # (12 H^2 multiply-adds a token and layer against 2 L H): 8,192 stands for hidden sizes of 1,000 to 2,000.
 QUADRATIC_LENGTH = 8192.0
 
+# The budget counts computed tokens. With shared beginnings counted in each sequence, a microbatch holds at most this
+# many times the budget: attention needs keys and values for all of them.
+WHOLE_TOKENS = 4
+
 FILLER_ROW = -1
 
 
@@ -36,12 +40,12 @@ def bundle_samples(
 ) -> list[list[int]]:
     """Put samples of one prompt together, so that a microbatch computes their prompt once.
 
-    A bundle is a unit of `pack_microbatches`. It takes at most an eighth of a microbatch, or of a rank's share where
-    that is less, so that bundles fill budgets and ranks nearly as well as single samples would.
+    A bundle is a unit of `pack_microbatches`. Its responses take at most an eighth of a microbatch, or of a rank's
+    share where that is less, so that bundles fill budgets and ranks nearly as well as single samples would.
 
     Args:
         lengths: [B] int, tokens of each sequence, prompt and response.
-        prompts: [B], equal for samples of one prompt. prompt_lengths: [B] int.
+        prompts: [B], equal where the first `prompt_lengths` [B] tokens are.
 
     Returns:
         Indices into `lengths`, ascending in each bundle.
@@ -54,24 +58,29 @@ def bundle_samples(
     limit = min(max_tokens, -(-computed // ranks)) // 8
     bundles: list[list[int]] = []
     for members in by_prompt.values():
-        size = limit + 1
-        for index in members:
-            size += int(responses[index])
-            if size > limit:
+        prompt, taken = int(prompt_lengths[members[0]]), 0
+        for place, index in enumerate(members):
+            response = int(responses[index])
+            if place == 0 or taken + response > min(limit, max_tokens - prompt):
                 bundles.append([])
-                size = int(lengths[index])
+                taken = 0
             bundles[-1].append(index)
+            taken += response
     return bundles
 
 
 def bundle_sizes(
     bundles: Sequence[Sequence[int]], lengths: np.ndarray, prompt_lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Computed tokens of each bundle, and its cost: what `pack_microbatches` takes, both [bundles]."""
+    """What each bundle takes of a budget, and its cost: the arguments of `pack_microbatches`, both [bundles].
+
+    A bundle takes its computed tokens, or its whole sequences over WHOLE_TOKENS where those are more: keys and values
+    are held for all of them. The cost of attention is that of whole sequences, as CPU computes it.
+    """
     saved = np.array([(len(members) - 1) * int(prompt_lengths[members[0]]) for members in bundles], np.int64)
     whole = np.array([int(lengths[members].sum()) for members in bundles], np.int64)
     costs = np.array([sequence_cost(lengths[members]).sum() for members in bundles], np.float64)
-    return whole - saved, costs - saved
+    return np.maximum(whole - saved, -(-whole // WHOLE_TOKENS)), costs - saved
 
 
 def pack_microbatches(
@@ -80,15 +89,15 @@ def pack_microbatches(
     """Distribute the sequences of one minibatch over microbatches of at most `max_tokens` and over ranks.
 
     Best-fit decreasing finds how many microbatches are needed, rounded up to a multiple of `ranks`. Where there is
-    slack, sequences are spread anew, each in decreasing order to the microbatch with the least cost (length plus
-    length^2 / QUADRATIC_LENGTH); where the budget is too tight for that, the best-fit microbatches stand. Microbatches
-    of similar cost run at the same time on all ranks, since a reduction follows each of them.
+    slack, sequences are spread anew, each in decreasing order to the microbatch with the least cost; where the budget
+    is too tight for that, the best-fit microbatches stand. Microbatches of similar cost run at the same time on all
+    ranks, since a reduction follows each of them.
 
     Args:
         lengths: [B] int, tokens of each sequence, prompt and response; or of each bundle of them.
         max_tokens: hard budget of one microbatch.
         ranks: learners.
-        costs: [B] float, null is that of one sequence each.
+        costs: [B] float; null is `sequence_cost`, for single sequences.
 
     Returns:
         [rank][microbatch] -> indices into `lengths`, ascending. Equally many microbatches for every rank, at least

@@ -143,7 +143,8 @@ class LearnerConfig(TrainedConfig):
     epochs_per_step: PositiveInt = Field(1, description="passes over the rollouts of a step (GRPO's mu)")
     minibatches_per_epoch: PositiveInt = Field(1, description="optimizer steps in a pass")
     max_tokens_per_microbatch: PositiveInt = Field(
-        16384, description="tokens in one forward and backward of one learner; memory and speed, never the result"
+        16384,
+        description="tokens computed in one forward and backward of one learner; memory and speed, never the result",
     )
 
 

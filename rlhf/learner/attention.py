@@ -5,11 +5,11 @@ ids; here each token attends to the earlier tokens of its own segment and nothin
 
     CPU   segments of similar length are gathered into [n, longest] blocks and go through one causal sdpa a block.
           The padding stands to the right, where no earlier token can see it, and its outputs are dropped.
-    CUDA  torch's variable-length flash attention takes the row as it is.
+    CUDA  torch's variable-length flash attention takes the row, with fewer queries than keys where they are shared.
 
 A prompt that samples share goes through the transformer once. Of the row's T tokens U are computed, everything but the
 beginning that a sequence has in common with the one before it; the transformer sees those U alone. Here, and nowhere
-else inside it, keys and values are repeated for each sequence that begins with them.
+else inside it, keys and values (on CPU queries too) are repeated for each sequence that begins with them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Segments:
         cu_computed: [S+1] int32 of the computed tokens alone; they are the last of each segment.
         computed: [U] int64, the row's tokens that are computed.
         expand: [T] int64, which of the U each token of the row is; None where all are computed.
-        gather: [P] int64, computed tokens laid out block after block, the padding repeating a segment's last token.
+        gather: [P] int64, which of the U stands where, block after block, the padding repeating a segment's last token.
         blocks: (segments, longest) of each block; their products add up to P.
         restore: [U] int64, where in that layout each computed token stands.
     """

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
-from rlhf.algo.packing import shared_beginnings
+from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.learner.attention import Segments, UnpackableError, load_packed, segments_of
-from rlhf.types import PackedTokens
+from rlhf.types import PackedTokens, Rollout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -119,7 +119,7 @@ def check_packed(
 
     Args:
         forward: a row's tokens -> one number a token, [T], or a sequence, [S]. Every rank calls it at ZeRO-3.
-        dtype: of the model: a mixture of experts multiplies other tokens together, and rounds otherwise.
+        dtype: of the model, whose rounding is allowed for: experts and attention multiply other tokens together.
         key: of the config, for messages.
 
     Raises:
@@ -128,17 +128,13 @@ def check_packed(
     second = [0, 1, 2, 3]
     found = []
     try:
-        for first in ([0, 1, 3, 2], [3, 2, 0, 1]):
-            row = PackedTokens(
-                token_ids=np.array(first + second, np.int32),
-                position_ids=np.array([0, 1, 2, 3] * 2, np.int32),
-                response_mask=np.array([False, True, True, True] * 2),
-                rollout_logprobs=np.zeros(8, np.float32),
-                cu_seqlens=np.array([0, 4, 8], np.int32),
-                rows=np.array([0, 1], np.int32),
-            )
-            numbers = forward(DeviceTokens.of(row, device))
-            found.append(numbers[len(numbers) // 2 :].float())
+        for first in ([0, 3, 1, 2], [3, 2, 1]):  # seven tokens to compute, both times: the same roundings
+            rollouts = [
+                Rollout("", 0, 0, np.array(ids, np.int32), np.arange(len(ids)) > 0, np.zeros(len(ids)), (), "stop")
+                for ids in (first, second)
+            ]
+            numbers = forward(DeviceTokens.of(pack(rollouts, [0, 1]), device)).float()
+            found.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
         if (found[0] - found[1]).norm() > 16 * torch.finfo(DTYPES[dtype]).eps * found[0].norm():
             raise UnpackableError("a sequence sees what stands before it in the row")
     except UnpackableError as error:

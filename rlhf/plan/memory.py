@@ -30,6 +30,7 @@ ZERO3_MAX_LIVE_PARAMETERS = 1_000_000_000
 
 # tiles of logits in rlhf/algo/logprobs.py, tokens x vocabulary; a test holds the two together
 HEAD_TILE = {"cuda": (2048, 16384), "cpu": (1024, 2048)}
+WHOLE_TOKENS = 4  # of rlhf/algo/packing.py, likewise
 
 # Assumed, on GPU: CUDA context, NCCL and fragmentation of a learner; profile run, CUDA graphs and sampler of an engine.
 GPU_OVERHEAD = {"learner": 2 * GIB, "engine": 3 * GIB}
@@ -210,19 +211,13 @@ def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
 
 def _activations(shape: ModelShape, config: GRPOConfig) -> Part:
     tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
-    layer = layer_activation_bytes(shape, b=b)
+    # Attention keeps keys and values once more for each sequence that begins with them.
+    repeated = (WHOLE_TOKENS - 1) * 2 * b * shape.kv_heads * shape.head_dim
+    layer = layer_activation_bytes(shape, b=b) + repeated
     if config.model.gradient_checkpointing:
         kept = b * shape.hidden * shape.layers
         how = f"{tokens:,} tokens x ({_kib(kept)} + {_kib(layer)})"
         return Part("activations, checkpointed", float(tokens * (kept + layer)), how)
-    # Attention keeps keys and values once more for each sample that begins with the same prompt.
-    prompt, response, samples = (
-        config.data.max_prompt_tokens,
-        config.rollout.max_response_tokens,
-        config.rollout.samples_per_prompt,
-    )
-    repeated = (samples - 1) * prompt / (prompt + samples * response)
-    layer += round(2 * b * shape.kv_heads * shape.head_dim * repeated)
     how = f"{tokens:,} tokens x {shape.layers} layers x {_kib(layer)}"
     return Part("activations", float(tokens * shape.layers * layer), how)
 
@@ -233,7 +228,7 @@ def _head(shape: ModelShape, config: GRPOConfig) -> Part:
     tile_tokens, tile_vocabulary = HEAD_TILE[config.cluster.device]
     rows, columns = min(tile_tokens, tokens), min(tile_vocabulary, shape.vocabulary)
     buffers = b + 3 * 4  # the product, and float32 logits, scratch and gradient
-    states = tokens * shape.hidden * (2 * b + 4)  # chosen states, the norm's output, float32 gradient
+    states = tokens * shape.hidden * (2 * b + 8)  # chosen states, the norm's output, float32 gradients, added up
     weight = shape.embedding_parameters * b + columns * shape.hidden * 4
     return Part(
         "head: tiles of logits, gradients",
