@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import asynchronous, harness, learner_step, logprobs, models, packer, time_to_accuracy, transfer
+from benchmarks import (
+    asynchronous,
+    harness,
+    learner_step,
+    logprobs,
+    models,
+    packer,
+    rollout,
+    time_to_accuracy,
+    transfer,
+)
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **HEADS}
@@ -249,3 +259,10 @@ def test_the_processes_below_one_are_found_with_their_command_lines() -> None:
         assert harness.cpu_seconds([*found, 2**22 + 1]) > 0  # one that is gone counts nothing
         assert child.stdin is not None
         child.stdin.close()
+
+
+def test_rounds_of_sampling_are_compared_by_the_token() -> None:
+    assert rollout.in_full([(1.0, 2.0, 100), (2.0, 3.0, 100), (9.0, 9.0, 100)], 100) == (2.0, 3.0)
+    assert rollout.in_full([(0.98, 1.96, 98)], 100) == (pytest.approx(1.0), pytest.approx(2.0))
+    with pytest.raises(AssertionError):
+        rollout.in_full([(1.0, 1.0, 90)], 100)
