@@ -202,6 +202,7 @@ class Inbox:
     def __init__(self, info: Mapping[str, Any], *, worker: int) -> None:
         self._memory: SharedMemory | None = None
         self._group: dist.ProcessGroup | None = None
+        self._kept: dict[int, Tensor] = {}  # buckets by their start: new memory costs four times the sending
         if info["memory"]:
             self._memory = SharedMemory.open(info["memory"])
         else:
@@ -209,13 +210,15 @@ class Inbox:
             self._group = gloo_group(rendezvous, info["rank_offset"] + worker)
 
     def receive(self, bucket: Sequence[ParameterMeta], start: int) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a bucket; those in shared memory stay as they are until the next weights are sent."""
+        """The tensors of a bucket; they stay as they are until the next weights are sent."""
         dtype, numel = getattr(torch, bucket[0].dtype), sum(m.numel for m in bucket)
         if self._memory is not None:
             flat = self._memory.view(start, numel, dtype)
         else:
             assert self._group is not None
-            flat = torch.empty(numel, dtype=dtype)
+            if start not in self._kept:
+                self._kept[start] = torch.empty(numel, dtype=dtype)
+            flat = self._kept[start]
             _broadcast(self._group, flat)
         pieces = flat.split([m.numel for m in bucket])
         yield from ((m.name, piece.view(m.shape)) for m, piece in zip(bucket, pieces, strict=True))
@@ -230,6 +233,7 @@ class CPUSender:
         self._is_sender = rank == 0
         self._memory: SharedMemory | None = None
         self._group: dist.ProcessGroup | None = None
+        self._staging = torch.empty(0, dtype=torch.uint8)  # of the largest bucket, where there is no shared memory
         if not self._is_sender:
             return
         info = {
@@ -282,7 +286,7 @@ class CPUSender:
         """Fill a bucket and send it; what is returned ends when the engines have loaded it."""
         dtype, numel = getattr(torch, bucket[0].dtype), sum(m.numel for m in bucket)
         memory = self._memory
-        flat = torch.empty(numel, dtype=dtype) if memory is None else memory.view(start, numel, dtype)
+        flat = self._staged(numel, dtype) if memory is None else memory.view(start, numel, dtype)
         with _one_thread():
             for meta, piece in zip(bucket, flat.split([m.numel for m in bucket]), strict=True):
                 name, tensor = next(stream)
@@ -298,6 +302,13 @@ class CPUSender:
         if self._group is not None:
             _broadcast(self._group, flat)
         return loading
+
+    def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a bucket, which the one before it has left: a broadcast has ended when the next is filled."""
+        size = numel * dtype.itemsize
+        if len(self._staging) < size:
+            self._staging = torch.empty(size, dtype=torch.uint8)
+        return self._staging[:size].view(dtype)
 
     def close(self) -> None:
         self._group = self._memory = None
