@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def random_model(size: str, *, dtype: str = "bfloat16", mean_length: float | Non
 
     Args:
         mean_length: tokens; the model ends a response with probability 1 / mean_length at every token, so that lengths
-            are geometric: a mean of 80 has 1% of its responses above 368 tokens.
+            are geometric: a mean of 80 has 1% of its responses above 368 tokens. Infinity: no response ends by itself.
     """
     folder = FOLDER / f"{size}-{dtype}{f'-length{mean_length:.0f}' if mean_length else ''}"
     if (folder / "config.json").is_file():
@@ -45,13 +46,28 @@ def random_model(size: str, *, dtype: str = "bfloat16", mean_length: float | Non
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype=dtype,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
-    if mean_length is not None:
+    if mean_length == math.inf:
+        _never_end(model, tokenizer.eos_token_id)
+    elif mean_length is not None:
         _end_with_probability(model, 1 / mean_length, tokenizer.eos_token_id)
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )
     save_model(model, tokenizer, folder)
     return folder.resolve()
+
+
+def _never_end(model: Any, eos_id: int) -> None:
+    """One coordinate is 1 in every embedding and no layer writes to it: the end token's row of the head reads it."""
+    import torch
+
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
+        head = model.lm_head.weight
+        head[:, 0] = head[eos_id] = 0.0
+        head[eos_id, 0] = -1000.0
 
 
 def _end_with_probability(model: Any, probability: float, eos_id: int) -> None:

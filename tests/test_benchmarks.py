@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -12,17 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import (
-    asynchronous,
-    harness,
-    learner_step,
-    logprobs,
-    models,
-    packer,
-    rollout,
-    time_to_accuracy,
-    transfer,
-)
+from benchmarks import asynchronous, harness, learner_step, logprobs, models, packer, time_to_accuracy, transfer
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **HEADS}
@@ -261,8 +252,12 @@ def test_the_processes_below_one_are_found_with_their_command_lines() -> None:
         child.stdin.close()
 
 
-def test_rounds_of_sampling_are_compared_by_the_token() -> None:
-    assert rollout.in_full([(1.0, 2.0, 100), (2.0, 3.0, 100), (9.0, 9.0, 100)], 100) == (2.0, 3.0)
-    assert rollout.in_full([(0.98, 1.96, 98)], 100) == (pytest.approx(1.0), pytest.approx(2.0))
-    with pytest.raises(AssertionError):
-        rollout.in_full([(1.0, 1.0, 90)], 100)
+def test_a_model_of_infinite_responses_never_ends_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(models, "FOLDER", tmp_path)
+    monkeypatch.setitem(models.SIZES, "small", SMALL)
+    model = AutoModelForCausalLM.from_pretrained(models.random_model("small", dtype="float32", mean_length=math.inf))
+    ids = torch.randint(0, model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
+    assert model(input_ids=ids).logits.softmax(-1)[..., model.config.eos_token_id].max() == 0
