@@ -68,7 +68,7 @@ def pin_processes() -> None:
 
 async def flat_out(run: Any, seconds: float) -> dict[str, float]:
     """Engine and learner at once, neither waiting: seconds of a step's sampling and of its training and transfer."""
-    from rlhf import batching
+    from rlhf.step import batching
 
     config, groups_per_step = run.config, run.config.rollout.prompts_per_step
     prompts = [run.stream.take(1)[0] for _ in range(64)]
@@ -149,7 +149,7 @@ async def prefill_token_seconds(run: Any) -> float:
 def measure(case: Case) -> Row:
     """One run: its flat-out phase if asked for, then steps."""
     from rlhf import grpo
-    from rlhf.run import TrainingRun
+    from rlhf.run.training_run import TrainingRun
 
     if case["device"] == "cpu":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0"

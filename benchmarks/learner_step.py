@@ -66,7 +66,7 @@ def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
     import torch
 
     from benchmarks.models import run_config
-    from rlhf import batching
+    from rlhf.step import batching
     from rlhf.learner.attention import PACKED
     from rlhf.learner.model import DeviceTokens, PolicyModel
     from rlhf.learner.update import PolicyObjective, policy_microbatch

@@ -133,7 +133,7 @@ def bare_engine(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
     Both are those of the run's own engine, without what serves a trainer only: weight transfer, request priorities.
     """
-    from rlhf.cluster import Cluster
+    from rlhf.cluster.cluster import Cluster
 
     cluster = Cluster(config, trains=False)
     settings = cluster._engine_settings(0)

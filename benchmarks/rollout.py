@@ -130,10 +130,10 @@ class Trainer:
     def __init__(self, case: Case) -> None:
         import numpy as np
 
-        from rlhf.cluster import Cluster
-        from rlhf.model_files import load_tokenizer
+        from rlhf.cluster.cluster import Cluster
+        from rlhf.data.model_files import load_tokenizer
         from rlhf.rewards.scorer import Scorer
-        from rlhf.sampler import Sampler
+        from rlhf.run.sampler import Sampler
         from rlhf.types import Prompt
 
         config = run_config(case)

@@ -42,7 +42,7 @@ def run_config(case: Case) -> GRPOConfig:
 
 
 def first_rollouts(case: Case) -> Row:
-    from rlhf.run import TrainingRun
+    from rlhf.run.training_run import TrainingRun
 
     async def run() -> float:
         async with TrainingRun(run_config(case), resume=False) as training:

@@ -64,7 +64,7 @@ def measure(case: Case) -> Row:
 async def train_until_target(config: GRPOConfig) -> None:
     """rlhf.grpo's loop, left at the target."""
     from rlhf import grpo
-    from rlhf.run import TrainingRun
+    from rlhf.run.training_run import TrainingRun
 
     async with TrainingRun(config, resume=False) as run:
         for done in range(1, config.run.steps + 1):

@@ -27,7 +27,7 @@ from benchmarks.harness import Case, Row
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf.transfer import ParameterMeta
+    from rlhf.weights.transfer import ParameterMeta
 
 COPY, MEMORY, GLOO, RAY = "copy in one process", "shared memory", "gloo", "Ray, a call a tensor, pipelined"
 
@@ -49,7 +49,7 @@ class Weights:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def metadata(self) -> list[ParameterMeta]:
-        from rlhf.transfer import ParameterMeta
+        from rlhf.weights.transfer import ParameterMeta
 
         return [ParameterMeta(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.tensors.items()]
 
@@ -64,7 +64,7 @@ def receive(connection: Any, size: str) -> None:
     """The receiving process: does what an engine is asked to, with a plain copy in the place of vLLM's reload."""
     import torch
 
-    from rlhf.transfer import Inbox, ParameterMeta
+    from rlhf.weights.transfer import Inbox, ParameterMeta
 
     torch.set_num_threads(1)  # the sender fills the next bucket meanwhile
     own = Weights(size).tensors
@@ -84,7 +84,7 @@ def receive(connection: Any, size: str) -> None:
 
 
 class Receiver:
-    """The client of such a process, in the place of rlhf.transfer.EngineClient."""
+    """The client of such a process, in the place of rlhf.weights.transfer.EngineClient."""
 
     def __init__(self, size: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -144,8 +144,8 @@ def transports(case: Case) -> Row:
 
 
 def _sender(source: Weights, receiver: Receiver, one_node: bool) -> Callable[[], None]:
-    from rlhf.actors import free_port
-    from rlhf.transfer import CPUSender, Rendezvous
+    from rlhf.cluster.actors import free_port
+    from rlhf.weights.transfer import CPUSender, Rendezvous
 
     rendezvous = Rendezvous("127.0.0.1", free_port(), "weights", 2, 60.0, one_node=one_node)
     sender = CPUSender(source, receiver, rendezvous, rank=0)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def _ray_sender(source: Weights, size: str) -> Callable[[], None]:
 
 def whole(case: Case) -> Row:
     """Fastest of several Cluster.send_weights, from pause to resume."""
-    from rlhf.cluster import Cluster
+    from rlhf.cluster.cluster import Cluster
 
     model = models.random_model(case["size"])
     device = case["device"]

@@ -90,7 +90,7 @@ def _rows(sources: Any) -> list[dict[str, Any]]:
 
 
 def sampled_accuracy(model: Any, tokenizer: Any, rows: list[dict[str, Any]], scorer: Any, config: Any) -> float:
-    """Share of right answers, one sample a row, as rlhf.evaluation samples them."""
+    """Share of right answers, one sample a row, as rlhf.run.evaluation samples them."""
     import torch
 
     texts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf import cli
+from rlhf.config import cli
 from rlhf.config.run import GRPOConfig
 from rlhf.plan import check_resources, joins_a_cluster, local_resources
 
@@ -24,12 +24,12 @@ DESCRIPTION = "Sample, grade and average: avg@k, pass@k and maj@k of a model on 
 
 async def measure(config: GRPOConfig) -> dict[str, float]:
     """Start engines alone, sample every prompt of every data set, and stop them."""
-    from rlhf.cluster import Cluster
+    from rlhf.cluster.cluster import Cluster
     from rlhf.data.load import load_prompts
-    from rlhf.evaluation import evaluate
-    from rlhf.model_files import check_context, load_tokenizer
+    from rlhf.run.evaluation import evaluate
+    from rlhf.data.model_files import check_context, load_tokenizer
     from rlhf.rewards.scorer import Scorer
-    from rlhf.sampler import Sampler
+    from rlhf.run.sampler import Sampler
 
     check_context(config)
     tokenizer = load_tokenizer(config.model)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.reward.leaves_something_ungraded:
         raise ValueError("reward=[]: evaluation grades by verifiers alone. Name one, such as reward=[{name: math}].")
     from rlhf.data.read import check_sources
-    from rlhf.model_files import check_model
+    from rlhf.data.model_files import check_model
 
     check_sources(config.data)
     check_model(config.model.path)

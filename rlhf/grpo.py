@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf import cli
+from rlhf.config import cli
 from rlhf.config.run import GRPOConfig
 from rlhf.plan import check_resources, joins_a_cluster, local_resources, print_plan
 
 if TYPE_CHECKING:
-    from rlhf.run import TrainingRun
+    from rlhf.run.training_run import TrainingRun
     from rlhf.types import StepMetrics
 
 DESCRIPTION = "Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300) with verifiable rewards."
@@ -43,8 +43,8 @@ async def train_step(run: TrainingRun, step: int) -> None:
     """One training step: consumes prompts_per_step x samples_per_prompt rollouts, takes updates_per_step updates."""
     import numpy as np
 
-    from rlhf import batching
-    from rlhf.run import logprob_passes
+    from rlhf.step import batching
+    from rlhf.run.training_run import logprob_passes
 
     config, clock, learners = run.config, run.clock, run.cluster.learners
     clock.start_step()
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if not joins_a_cluster(config):
         check_resources(config, local_resources())
-    from rlhf.run import TrainingRun
+    from rlhf.run.training_run import TrainingRun
 
     cli.run_async(train(TrainingRun(config, resume=arguments.resume)))
 

@@ -14,16 +14,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf import cli
+from rlhf.config import cli
 from rlhf.config.ppo import PPOConfig
 from rlhf.plan import check_resources, joins_a_cluster, local_resources, print_plan
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from rlhf.batching import Rows
-    from rlhf.credit import KLController
-    from rlhf.run import TrainingRun
+    from rlhf.step.batching import Rows
+    from rlhf.step.credit import KLController
+    from rlhf.run.training_run import TrainingRun
     from rlhf.types import Minibatch, StepMetrics
 
 DESCRIPTION = "Proximal policy optimization (arXiv:1707.06347) with a critic, as in RLHF (arXiv:1909.08593)."
@@ -31,7 +31,7 @@ DESCRIPTION = "Proximal policy optimization (arXiv:1707.06347) with a critic, as
 
 async def train(run: TrainingRun[PPOConfig]) -> None:
     """The run: evaluate, take the steps, evaluate, export."""
-    from rlhf.credit import make_controller
+    from rlhf.step.credit import make_controller
 
     config = run.config
     controller = make_controller(config.algo)
@@ -51,8 +51,8 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
 
 async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLController) -> None:
     """One training step: consumes prompts_per_step x samples_per_prompt rollouts, takes updates_per_step updates."""
-    from rlhf import batching, credit
-    from rlhf.run import logprob_passes
+    from rlhf.step import batching, credit
+    from rlhf.run.training_run import logprob_passes
 
     config, clock, algo = run.config, run.clock, run.config.algo
     clock.start_step()
@@ -99,7 +99,7 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
 
 async def value_passes(run: TrainingRun[PPOConfig], minibatches: Sequence[Minibatch]) -> dict[int, np.ndarray]:
     """The critic's values of every rollout, from the very microbatches of its first epoch."""
-    from rlhf import credit
+    from rlhf.step import credit
 
     ranks = range(run.config.cluster.learners)
     work = [([m.microbatches[rank] for m in minibatches],) for rank in ranks]
@@ -110,7 +110,7 @@ async def update_critic(
     run: TrainingRun[PPOConfig], epochs: Sequence[Sequence[Minibatch]], values: Rows, returns: Rows
 ) -> list[StepMetrics]:
     """Every optimizer step of the critic; the bound of its values is around those before the first."""
-    from rlhf import batching, credit
+    from rlhf.step import batching, credit
 
     updates: list[StepMetrics] = []
     for minibatches in epochs:
@@ -124,7 +124,7 @@ async def update_policy(
     run: TrainingRun[PPOConfig], epochs: Sequence[Sequence[Minibatch]], advantages: Rows, old: Rows, ref: Rows
 ) -> list[StepMetrics]:
     """Every optimizer step of the policy."""
-    from rlhf import batching
+    from rlhf.step import batching
 
     updates: list[StepMetrics] = []
     for minibatches in epochs:
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if not joins_a_cluster(config):
         check_resources(config, local_resources())
-    from rlhf.run import TrainingRun
+    from rlhf.run.training_run import TrainingRun
 
     cli.run_async(train(TrainingRun(config, resume=arguments.resume)))
 

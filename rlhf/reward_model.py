@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf import cli
+from rlhf.config import cli
 from rlhf.config.contradictions import STEPS_OF_PAIRS, training_problems
 from rlhf.config.data import SourceConfig
 from rlhf.config.reward_model import RewardTrainingConfig
@@ -81,7 +81,7 @@ def read_pairs(path: str, tokenizer: Any, which: str, *, max_tokens: int) -> tup
 def train_rank(place: Place, config: RewardTrainingConfig, train: list[Pair], held_out: list[Pair]) -> None:
     """The whole training on one rank; rank 0 logs and writes."""
     from rlhf.learner.reward_trainer import RewardTrainer, count_updates
-    from rlhf.metrics import JsonlSink, to_values
+    from rlhf.log.sinks import JsonlSink, to_values
 
     trainer = RewardTrainer(config, place, train)
     total = count_updates(config, len(train))
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError(f"run.dir={folder}: already holds files. Name another folder, or remove it (rm -r {folder}).")
     from rlhf.config.load import resolved_yaml
     from rlhf.learner.reward_trainer import count_updates
-    from rlhf.model_files import check_model, load_tokenizer
+    from rlhf.data.model_files import check_model, load_tokenizer
 
     check_model(config.model.path)
     tokenizer = load_tokenizer(config.model)

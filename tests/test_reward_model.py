@@ -18,7 +18,7 @@ import torch
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.reward_trainer import pair_loss, pair_metrics
-from rlhf.reward_client import PART, RewardModelClient, endpoint_scorer
+from rlhf.rewards.model_client import PART, RewardModelClient, endpoint_scorer
 from rlhf.reward_model import conversation, read_pairs
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
 
@@ -196,7 +196,7 @@ class Endpoint(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr("rlhf.reward_client.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("rlhf.rewards.model_client.FIRST_WAIT_S", 0.01)
     server = HTTPServer(("127.0.0.1", 0), Endpoint)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/score"

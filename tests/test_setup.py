@@ -40,7 +40,7 @@ def interpreter(tmp_path: Path, answer: str) -> str:
 
 def test_vllm_finds_the_plugin() -> None:
     (found,) = {point.value for point in entry_points(group="vllm.general_plugins") if point.name == "rlhf"}
-    assert found == "rlhf.transfer:register_with_vllm"
+    assert found == "rlhf.weights.transfer:register_with_vllm"
 
 
 def test_the_first_line_says_that_python_is_not_there(tmp_path: Path) -> None:

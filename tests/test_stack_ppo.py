@@ -16,7 +16,7 @@ from processes import below, outliving, running
 from test_stack_grpo import CANARY_BOUND, check_account, read_steps
 
 from rlhf.quickstart import BOX_TOKEN
-from rlhf.run_folder import RunFolder
+from rlhf.run.folder import RunFolder
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf import batching
+from rlhf.step import batching
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import LearnerMinibatch, Place

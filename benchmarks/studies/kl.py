@@ -28,20 +28,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.studies import report
-from rlhf import batching
+from rlhf.step import batching
 from rlhf.algo.kl import KL_ESTIMATORS, kl_per_token
-from rlhf.canary import Canary
-from rlhf.cluster import Cluster
+from rlhf.weights.canary import Canary
+from rlhf.cluster.cluster import Cluster
 from rlhf.config.load import load_config
 from rlhf.config.run import GRPOConfig
 from rlhf.data.load import LoadedPrompts, load_prompts
 from rlhf.data.order import PromptStream
 from rlhf.learner.checkpoint import MOMENTS
 from rlhf.learner.update import PolicyObjective
-from rlhf.model_files import load_tokenizer
+from rlhf.data.model_files import load_tokenizer
 from rlhf.rewards.scorer import Scorer
-from rlhf.run import logprob_passes
-from rlhf.sampler import Sampler
+from rlhf.run.training_run import logprob_passes
+from rlhf.run.sampler import Sampler
 from rlhf.types import RolloutGroup, merge_metrics
 
 BETAS = (0.01, 0.1, 1.0)

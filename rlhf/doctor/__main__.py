@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from rlhf import cli
+from rlhf.config import cli
 from rlhf.config.run import GRPOConfig
 from rlhf.doctor import grading, machine, nodes, stack
 from rlhf.doctor.examination import Check, Patient, Result, examine_all, lines

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from rlhf.config.run import GRPOConfig
 
 if TYPE_CHECKING:
-    from rlhf.cluster import Cluster
+    from rlhf.cluster.cluster import Cluster
     from rlhf.types import Prompt
 
 T = TypeVar("T")

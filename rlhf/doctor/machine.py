@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.doctor.examination import Finding, Patient, in_thread
-from rlhf.model_files import check_context, check_models, load_tokenizer, local_model_config
+from rlhf.data.model_files import check_context, check_models, load_tokenizer, local_model_config
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model import model_shape
 
@@ -145,7 +145,7 @@ _OTHER_DIR = "make room, name another run.dir, lower checkpoint.keep or raise ch
 
 async def check_wandb(patient: Patient) -> Finding:
     """Whether metrics would reach wandb, as the config wants it."""
-    from rlhf.metrics import has_wandb_key
+    from rlhf.log.sinks import has_wandb_key
 
     mode = patient.config.logging.wandb.mode
     if mode == "disabled":

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf import node_report
+from rlhf.cluster import node_report
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient, in_thread
 from rlhf.plan import joins_a_cluster
 
@@ -120,7 +120,7 @@ def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:
     """By name: `describe` of the node; or `silent`, `dead` or `replaced` with the reason."""
     import ray
 
-    from rlhf.actors import check_address
+    from rlhf.cluster.actors import check_address
 
     check_address(address)
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)

@@ -9,7 +9,7 @@ from rlhf.doctor.examination import Finding, NotCheckedError, Patient
 from rlhf.plan.memory import BYTES
 
 if TYPE_CHECKING:
-    from rlhf.cluster import Cluster
+    from rlhf.cluster.cluster import Cluster
 
 REDUCED_ELEMENTS = 16 * 2**20  # float32: 64 MiB, what bandwidth and not latency decides
 SLOW_GB_A_SECOND = 5.0  # between GPUs; NVLink and InfiniBand carry many times that, TCP over a wrong interface less
@@ -18,7 +18,7 @@ SLOW_TRANSFER_S = 30.0
 
 async def check_start(patient: Patient) -> Finding:
     """Ray, engines and learners of the config start; later checks use them."""
-    from rlhf.cluster import Cluster
+    from rlhf.cluster.cluster import Cluster
 
     if patient.prompts is None:
         raise NotCheckedError("model or data could not be loaded")
@@ -68,7 +68,7 @@ async def check_transfer(patient: Patient) -> Finding:
 
 async def check_agreement(patient: Patient) -> Finding:
     """The canary of a run: log-probs of engines and learners on the model, and after weights that all moved."""
-    from rlhf.canary import Canary
+    from rlhf.weights.canary import Canary
 
     cluster, config = _started(patient), patient.config
     assert patient.prompts is not None

@@ -18,7 +18,7 @@ from rlhf.types import Denominators, PackedTokens, StepMetrics, Sum, ValueTarget
 
 
 class Critic(TrainedRank):
-    """One rank of the critic; a plain class, `rlhf.cluster` makes a Ray actor of it."""
+    """One rank of the critic; a plain class, `rlhf.cluster.cluster` makes a Ray actor of it."""
 
     def __init__(self, config: PPOConfig, place: Place) -> None:
         training = Training(

@@ -20,7 +20,7 @@ NORMALIZATION_FILE = "reward_normalization.json"  # {"mean": ..., "std": ...} of
 
 
 class RewardScorer:
-    """One copy of a reward model with its own tokenizer and chat template; `rlhf.cluster` makes a Ray actor of it."""
+    """One copy of a reward model with its own tokenizer and chat template; `rlhf.cluster.cluster` makes a Ray actor of it."""
 
     def __init__(self, config: RewardModelConfig, device: str, threads: int) -> None:
         from transformers import AutoTokenizer

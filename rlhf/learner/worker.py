@@ -1,6 +1,6 @@
 """The policy's rank: log-prob passes, updates, its frozen reference, and the exchange of weights with the engines.
 
-A plain class; `rlhf.cluster` makes a Ray actor of it.
+A plain class; `rlhf.cluster.cluster` makes a Ray actor of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_pol
 from rlhf.learner.rank import TrainedRank, Training
 from rlhf.learner.reference import Reference
 from rlhf.learner.update import PolicyObjective, policy_microbatch
-from rlhf.transfer import EngineClient, ParameterMeta, Rendezvous, WeightSender, make_sender
+from rlhf.weights.transfer import EngineClient, ParameterMeta, Rendezvous, WeightSender, make_sender
 from rlhf.types import PackedTokens, Rollout, StepMetrics
 
 PERTURBATION = 0.05  # of each tensor's standard deviation (of 1 where that is 0): moves log-probs far beyond bf16 noise

@@ -11,7 +11,7 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.load import resolved_yaml
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
-from rlhf.model_files import local_model_config, looks_local
+from rlhf.data.model_files import local_model_config, looks_local
 from rlhf.plan.checks import arithmetic_warnings, memory_warnings, model_warnings
 from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
 from rlhf.plan.layout import draw, place

@@ -1,0 +1,82 @@
+"""The driver's connection to Ray: a cluster of its own on this machine, or one that runs; its folder and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rlhf.cluster.actors import ClusterError, check_address
+
+
+class RaySession:
+    """From `ray.init` to the last process and file gone.
+
+    Attributes:
+        temp: Ray's folder, where the session is of this machine alone; None on a cluster that runs.
+    """
+
+    def __init__(self) -> None:
+        self.temp: str | None = None
+
+    def start(self, address: str | None) -> None:
+        """Join the cluster at `address`, or RAY_ADDRESS; without either, start one on this machine.
+
+        Raises:
+            ValueError: no cluster answers there.
+        """
+        address = address or os.environ.get("RAY_ADDRESS")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # workers run at nice 15 otherwise, starved by any neighbour
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+        try:
+            with _keep_sigterm_handler():
+                if address:
+                    check_address(address)
+                    ray.init(address=address, **common)
+                else:
+                    self.temp = tempfile.mkdtemp(prefix="rlhf-ray-")
+                    local: dict[str, Any] = {"include_dashboard": False, "num_cpus": os.cpu_count()}
+                    ray.init(address="local", _temp_dir=self.temp, **local, **common)
+        except ConnectionError as error:
+            raise ValueError(
+                f"cluster.ray_address={address}: no Ray cluster answers there ({error}). Start one with `ray start "
+                "--head`, correct the address, or leave it out to run on this machine alone."
+            ) from error
+
+    def keep_logs(self, error: BaseException | None, run: Path) -> None:
+        """After a failure: save what the actors printed from the temporary folder, and say where it is."""
+        if not (isinstance(error, ClusterError) and self.temp and run.is_dir()):
+            return
+        kept = run / "logs"
+        for log in Path(self.temp).glob("session_latest/logs/worker-*"):
+            if log.stat().st_size:
+                kept.mkdir(exist_ok=True)
+                shutil.copy(log, kept)
+        if kept.is_dir():
+            error.add_note(f"What the actors printed is in {kept}.")
+
+    def stop(self) -> None:
+        ray.shutdown()
+        if self.temp:
+            shutil.rmtree(self.temp, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Around ray.init, which sets handlers that end the program before anything is cleaned up: in Python and in C++."""
+    set_handler, ours = ray._private.utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    ray._private.utils.set_sigterm_handler = lambda _: None
+    try:
+        yield
+    finally:
+        ray._private.utils.set_sigterm_handler = set_handler
+        signal.signal(signal.SIGTERM, ours)

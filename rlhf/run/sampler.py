@@ -1,0 +1,121 @@
+"""Prompts -> graded groups: the engine with the least to do samples, the scorer grades as responses arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlhf.step import batching
+from rlhf.cluster.cluster import Cluster
+from rlhf.config.run import GRPOConfig
+from rlhf.data.model_files import truncate_token_id
+from rlhf.rewards.model_client import RewardModelClient, endpoint_scorer
+from rlhf.rewards.scorer import Scorer
+from rlhf.rollout.sampling import SamplingSettings
+from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
+
+
+class BusyMeter:
+    """Sampled tokens over the seconds in which any request was with an engine: waiting for work is not slowness."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._running = 0
+        self._since = 0.0
+        self._busy_s = 0.0
+
+    def begin(self) -> None:
+        if self._running == 0:
+            self._since = time.monotonic()
+        self._running += 1
+
+    def end(self) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self._busy_s += time.monotonic() - self._since
+
+    def take(self) -> tuple[float, float]:
+        """Tokens a busy second, and busy seconds, since the last call; evaluations count like training."""
+        now = time.monotonic()
+        if self._running:
+            self._busy_s += now - self._since
+            self._since = now
+        rate, busy_s = self.tokens / self._busy_s if self._busy_s else 0.0, self._busy_s
+        self.tokens, self._busy_s = 0, 0.0
+        return rate, busy_s
+
+
+class Sampler:
+    """Samples and grades groups on all engines of a cluster."""
+
+    def __init__(self, config: GRPOConfig, cluster: Cluster, scorer: Scorer, tokenizer: Any) -> None:
+        self.meter = BusyMeter()
+        self._config = config
+        self._cluster = cluster
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._truncate_token = truncate_token_id(config.rollout, tokenizer)
+        self._reward_model = _reward_model_client(config, cluster) if cluster.trains else None
+        self._in_flight = [0] * len(cluster.engines.actors)
+
+    async def for_training(self, prompt: Prompt) -> RolloutGroup:
+        """A group as `rollout` describes it, with the whole reward: verifiers, reward model, penalties."""
+        rollout = self._config.rollout
+        settings = self._settings(rollout.temperature, rollout.max_response_tokens)
+        group = await self.sample(prompt, rollout.samples_per_prompt, settings)
+        if self._reward_model is not None:
+            group = await self._reward_model.add_to(group)
+        samples = tuple(
+            batching.penalize_non_stop(sample, rollout.non_stop_reward, rollout.missing_eos_penalty)
+            for sample in group.samples
+        )
+        return RolloutGroup(group.prompt, samples)
+
+    async def for_evaluation(self, prompt: Prompt) -> RolloutGroup:
+        """A group as `evaluation` describes it, graded by the verifiers alone; by the reward model without any."""
+        evaluation, rollout = self._config.evaluation, self._config.rollout
+        longest = evaluation.max_response_tokens or rollout.max_response_tokens
+        settings = self._settings(evaluation.temperature, longest)
+        group = await self.sample(prompt, evaluation.samples_per_prompt, settings)
+        if self._reward_model is not None and not self._config.reward.parts_of(prompt.source):
+            group = await self._reward_model.add_to(group)
+        return group
+
+    def _settings(self, temperature: float, max_tokens: int) -> SamplingSettings:
+        rollout = self._config.rollout
+        return SamplingSettings(temperature, max_tokens, rollout.stop, self._truncate_token, rollout.truncate_after)
+
+    async def sample(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> RolloutGroup:
+        """Sample a group on the engine with the least to do, and grade each response as soon as it is here."""
+        engine = int(np.argmin(self._in_flight))
+        self._in_flight[engine] += 1
+        self.meter.begin()
+        try:
+            rollouts = await self._cluster.sample_group(engine, prompt, samples, settings)
+        finally:
+            self._in_flight[engine] -= 1
+            self.meter.end()
+        self.meter.tokens += sum(rollout.response_length for rollout in rollouts)
+        scored = await asyncio.gather(*(self._score(prompt, rollout) for rollout in rollouts))
+        return RolloutGroup(prompt, tuple(scored))
+
+    async def _score(self, prompt: Prompt, rollout: Rollout) -> ScoredRollout:
+        text = self._tokenizer.decode(rollout.token_ids[rollout.response_mask].tolist(), skip_special_tokens=True)
+        score = await self._scorer.score(
+            prompt, text, finish_reason=rollout.finish_reason, response_length=rollout.response_length
+        )
+        return ScoredRollout(rollout, text, score.extracted, score.reward, score.parts, score.status)
+
+
+def _reward_model_client(config: GRPOConfig, cluster: Cluster) -> RewardModelClient | None:
+    model = config.reward_model
+    if model is None:
+        return None
+    if model.path is None:
+        return RewardModelClient([endpoint_scorer(model)] * model.replicas, weight=model.weight)
+    scorers = [partial(cluster.score_conversations, copy) for copy in range(model.replicas)]
+    return RewardModelClient(scorers, weight=model.weight)

@@ -1,0 +1,77 @@
+"""The engine's end of the weight transfer on CPU, loaded by vLLM inside each of its workers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rlhf.weights.transfer import Inbox, ParameterMeta
+
+
+@dataclass
+class CPUInitInfo(WeightTransferInitInfo):
+    host: str
+    port: int
+    tag: str
+    world_size: int
+    timeout_s: float
+    rank_offset: int
+    memory: str
+
+
+@dataclass
+class CPUUpdateInfo(WeightTransferUpdateInfo):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    start: int
+
+
+class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
+    """Receives buckets from learner rank 0 and loads them through vLLM's layerwise reload.
+
+    A layer is loaded when the last of its tensors is there, so those of a bucket may be read until the update ends.
+    """
+
+    init_info_cls = CPUInitInfo
+    update_info_cls = CPUUpdateInfo
+    inbox: Inbox | None = None
+
+    def init_transfer_engine(self, init_info: CPUInitInfo) -> None:
+        self.inbox = Inbox(asdict(init_info), worker=self.parallel_config.rank)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: CPUUpdateInfo) -> None:
+        assert self.inbox is not None, "init_weight_transfer_engine comes first"
+        bucket = [
+            ParameterMeta(name, dtype, tuple(shape))
+            for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
+        ]
+        model: Any = self.model
+        model.load_weights(self.inbox.receive(bucket, update_info.start))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            self._repack_tied_heads()
+
+    def _repack_tied_heads(self) -> None:
+        """Rebuild the packed head of tied embeddings, which a reload leaves at its old values on CPU."""
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        for module in self.model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+    def shutdown(self) -> None:
+        self.inbox = None

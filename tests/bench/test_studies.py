@@ -1,0 +1,196 @@
+"""The studies of benchmarks/studies compute what their tables say, on cases small enough to do by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from worlds import make_groups
+
+from benchmarks.studies import adam, algorithms, kl, report, schedule
+from rlhf.step import batching
+from rlhf.algo.schedules import learning_rate
+from rlhf.config.load import load_config
+from rlhf.config.run import GRPOConfig
+from rlhf.learner.checkpoint import MOMENTS
+
+ROOT = Path(__file__).parent.parent
+TINY = {
+    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+# --- tables ---
+
+
+def test_a_table_is_written_rounded_for_people_and_whole_for_programs(tmp_path: Path) -> None:
+    report.write_table(tmp_path / "table", [{"name": "a", "x": 1 / 3}, {"name": "b", "x": 1e-7}])
+    assert (tmp_path / "table.md").read_text() == "| name | x |\n| --- | --- |\n| a | 0.333 |\n| b | 1.00e-07 |\n"
+    assert (tmp_path / "table.csv").read_text().splitlines()[1] == f"a,{1 / 3!r}"
+
+
+def test_every_study_draws_its_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="comes with the extra bench")
+    step = {"kl": 0.1, "reward": 0.5, "length": 9.0, "entropy": 1.0, "skipped": 0, "beta": 1.0}
+    rows = [{**step, "estimator": name, "step": s} for name in ("k1", "none") for s in (1, 2)]
+    kl.draw(rows, tmp_path / "kl.png")
+    runs = [schedule.Run(name, e, e, 3) for name in schedule.SCHEDULES for e in (1, 4)]
+    curves = {(run, p): [1e-5] * run.updates for run in runs for p in (1, 2)}
+    schedule.draw(curves, curves, tmp_path / "schedule.png")
+    logged = {"step": 1, "reward/mean": 0.5, "policy/kl_k3": 0.0}
+    algorithms.draw({"grpo": [logged], "dapo": [logged]}, tmp_path / "algorithms.png")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("kl", "schedule", "algorithms"))
+
+
+# --- Adam ---
+
+
+@pytest.fixture(scope="module")
+def tiny_case() -> adam.Case:
+    return adam.large_case(Path("nowhere"), rollouts=8, seed=0, lr=1e-3, shape=TINY)
+
+
+def last_kl(case: adam.Case, variant: str, *, eps: float) -> float:
+    start = adam.snapshot(case)
+    (row,) = adam.updates(case, variant, eps=eps, count=1)
+    adam.put_back(case, start)
+    return float(row["approximate KL"])
+
+
+def test_gradients_that_are_large_against_epsilon_move_both_variants_alike(tiny_case: adam.Case) -> None:
+    ours = last_kl(tiny_case, "torch", eps=1e-14)
+    assert ours > 1e-6
+    assert last_kl(tiny_case, "tensorflow", eps=1e-14) == pytest.approx(ours, rel=1e-3)
+
+
+def test_gradients_that_are_small_against_epsilon_move_tensorflows_a_thousand_times_less_in_kl() -> None:
+    """The first step is 1 / sqrt(1 - beta2) = 31.6 times shorter, and the KL goes with its square."""
+    case = adam.large_case(Path("nowhere"), rollouts=8, seed=0, lr=0.1, shape=TINY)
+    ratio = last_kl(case, "torch", eps=1.0) / last_kl(case, "tensorflow", eps=1.0)
+    assert ratio == pytest.approx(1 / (1 - adam.BETAS[1]), rel=0.1)  # the square is the leading order
+
+
+def test_the_old_policy_is_put_back_whole_and_the_kinds_of_layers_are_all_of_it(tiny_case: adam.Case) -> None:
+    assert {adam.kind_of(name) for name, _ in tiny_case.parameters} == set(adam.KINDS)
+    start = adam.snapshot(tiny_case)
+    steps, kinds = adam.compare(tiny_case)
+    assert all(torch.equal(start[name], parameter) for name, parameter in tiny_case.parameters)
+    assert [(s["variant"], s["update"]) for s in steps] == [(v, u) for v in adam.ADAM_VARIANTS for u in (1, 2, 3, 4)]
+    assert sum(k["elements"] for k in kinds) == 2 * sum(p.numel() for _, p in tiny_case.parameters)
+
+
+def test_the_distance_is_half_the_squared_log_ratio_the_clipped_share_and_the_ratios_variance() -> None:
+    old = torch.zeros(3, dtype=torch.float64)
+    found = adam.distance(torch.log(torch.tensor([1.0, 1.1, 1.3], dtype=torch.float64)), old)
+    assert found["approximate KL"] == pytest.approx((math.log(1.1) ** 2 + math.log(1.3) ** 2) / 6)
+    assert found["clip fraction"] == pytest.approx(1 / 3)
+    assert found["ratio variance"] == pytest.approx(np.var([1.0, 1.1, 1.3]))
+
+
+def test_the_comparison_with_the_published_means_counts_the_first_epoch_which_finds_the_old_policy() -> None:
+    steps = [
+        {"policy": "warm", "variant": variant, **dict.fromkeys(adam.PUBLISHED["torch"], value)}
+        for variant, values in (("torch", (1.0, 2.0, 3.0, 99.0)), ("tensorflow", (0.5, 1.0, 1.5, 99.0)))
+        for value in values
+    ]
+    first = adam.beside_published(steps)[0]
+    assert (first["warm: torch"], first["warm: tensorflow"], first["warm: ratio"]) == (6 / 4, 3 / 4, 2.0)
+    assert first["GPT-2, published: ratio"] == pytest.approx(0.002367 / 0.000375)
+
+
+# --- KL ---
+
+
+def test_the_enumerated_gradients_are_those_that_the_estimators_are_known_by() -> None:
+    rows = {row["estimator"]: row for row in kl.enumerated_gradients()}
+    reverse, forward = "distance to that of KL(pi, ref)", "distance to that of KL(ref, pi)"
+    assert rows["k1"]["length of the expected gradient"] < 1e-12 < 0.1 < rows["k1"]["noise"]
+    assert all(rows[name][reverse] < 1e-12 for name in ("k2", "k4", "k3 weighted"))
+    assert rows["k3"][forward] < 1e-12 < 0.1 < rows["k3"][reverse]
+    assert all(rows[name][f"{reverse}, off-policy"] < 1e-12 for name in ("k4", "k3 weighted"))
+    assert all(rows[name][f"{reverse}, off-policy"] > 0.1 for name in ("k1", "k2", "k3"))
+
+
+def test_a_checkpoint_from_before_the_first_update_gets_moments_of_zero(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.ones(2, 2)}, tmp_path / "weights-00000.safetensors")
+    index = {"adam_steps": 0, "files": {"weights": ["weights-00000.safetensors"]}}
+    (tmp_path / "learner.json").write_text(json.dumps(index))
+    kl.add_empty_moments(tmp_path)
+    files = json.loads((tmp_path / "learner.json").read_text())["files"]
+    for kind in MOMENTS:
+        (file,) = files[kind]
+        found = load_file(tmp_path / file)
+        assert {name: (t.shape, float(t.abs().sum())) for name, t in found.items()} == {
+            "a": ((3,), 0),
+            "b": ((2, 2), 0),
+        }
+
+
+def test_the_reported_kl_is_k3_over_response_tokens() -> None:
+    samples = batching.flatten(make_groups(groups=1, samples=2, vocabulary=9, longest=5, seed=0))
+    d = 0.3
+    old = {row: np.where(s.rollout.response_mask, -1.0, np.nan) for row, s in enumerate(samples)}
+    ref = {row: values - d for row, values in old.items()}
+    assert kl.measured_kl(samples, old, ref) == pytest.approx(math.exp(-d) - 1 + d)
+
+
+def test_the_scan_is_every_estimator_with_every_coefficient_and_once_none() -> None:
+    base = kl.study_config(Path("data"), steps=40, prompts=32, seed=0)
+    found = [settings.config(base) for settings in kl.all_settings(kl.BETAS)]
+    assert [c.algo.kl_coef for c in found] == [0.0, *kl.BETAS * 4]
+    assert [c.algo.kl_estimator for c in found[1:]] == [name for name in ("k1", "k2", "k3", "k4") for _ in kl.BETAS]
+    assert {(c.algo.kl_place, c.needs_reference, c.learner.minibatches_per_epoch) for c in found} == {("loss", True, 2)}
+
+
+# --- schedules ---
+
+
+@pytest.mark.parametrize("name", schedule.SCHEDULES)
+def test_the_intended_curve_by_hand_is_the_schedule(name: str) -> None:
+    run = schedule.Run(name, epochs=2, minibatches=3, steps=7)
+    for update in range(1, run.updates + 1):
+        ours = learning_rate(update, total_updates=run.updates, lr=schedule.PEAK, name=name, warmup_steps=run.warmup)
+        assert run.intended(update) == pytest.approx(ours, rel=1e-12, abs=1e-20)
+
+
+@pytest.mark.stack
+def test_two_processes_leave_our_rate_as_intended_and_take_accelerates_through_its_schedule_twice_as_fast() -> None:
+    run = schedule.Run("linear", epochs=2, minibatches=2, steps=5)
+    (ours,) = schedule.run_world(schedule.our_rank, 2, [run])
+    assert ours == [pytest.approx(run.intended(update)) for update in range(1, run.updates + 1)]
+    (theirs,) = schedule.run_world(schedule.accelerate_rank, 2, [run])
+    assert theirs[len(theirs) // 2 + 1 :] == [0.0] * (len(theirs) // 2 - 1)
+    assert max(theirs) == pytest.approx(schedule.PEAK)
+
+
+# --- algorithms ---
+
+
+@pytest.mark.parametrize("name", algorithms.ALGORITHMS)
+def test_the_command_of_an_algorithm_is_a_run_of_the_quickstart_with_its_choices(name: str) -> None:
+    line = algorithms.command(name, data=Path("data"), folder=Path("out"), steps=30, seed=3)
+    overrides = line[line.index(algorithms.CONFIG) + 1 :]
+    config = load_config(GRPOConfig, [ROOT / algorithms.CONFIG], overrides)  # type: ignore[list-item]
+    assert (config.run.steps, config.run.seed, config.algo.log_kl, config.model.path) == (30, 3, True, "data/model")
+    kind = {"dapo": "grpo", "gspo": "grpo", "cispo": "grpo"}.get(name, name)
+    assert config.algo.advantage == kind
+    assert config.algo.policy_loss == (name if name in ("gspo", "cispo") else "ppo")
+
+
+def test_what_did_not_reach_the_log_counts_as_not_finite() -> None:
+    row: dict[str, Any] = {
+        "step": 1, "reward/mean": 0.5, "policy/loss": 0.0, "policy/kl_k3": 0.1, "policy/entropy": 1.0,
+        "policy/clip_fraction": 0.0, "learner/grad_norm": 1.0, "learner/updates_skipped": 0,
+    }  # fmt: skip
+    lost = {name: value for name, value in row.items() if name != "learner/grad_norm"}
+    assert algorithms.summarize("A", [row] * 10)["not finite"] == 0
+    found = algorithms.summarize("A", [row] * 8 + [lost, {**row, "learner/updates_skipped": 1}])
+    assert found["not finite"] == 2
+    assert found["largest KL (k3, nats a token)"] == 0.1

@@ -1,0 +1,161 @@
+"""Bad input: one message that names key or row, value, reason and remedy, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import make_config, make_ppo_config
+
+from rlhf import evaluate
+from rlhf.plan import check_resources, local_resources
+from rlhf.run.training_run import TrainingRun
+from rlhf.run.folder import RunFolder
+
+
+def start(folder: Path, /, **sections: dict[str, Any]) -> TrainingRun:
+    return TrainingRun(make_config(folder, **sections), resume=False)
+
+
+@pytest.fixture
+def model(tiny_model_dir: Path) -> Path:
+    return tiny_model_dir / "model"
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts"),
+    [
+        ({"model": {"path": "/nowhere/model"}}, ("model.path=/nowhere/model", "no such folder", "hub name")),
+        ({"data": {"train": "/nowhere/train.jsonl"}}, ("data.train", "/nowhere/train.jsonl")),
+        ({"data": {"eval": "/nowhere/test.parquet"}}, ("data.eval", "/nowhere/test.parquet")),
+        ({"data": {"answer_column": "solution"}}, ("answer_column", "solution", "question")),
+        (
+            {"rollout": {"max_response_tokens": 2000}, "learner": {"max_tokens_per_microbatch": 4096}},
+            ("data.max_prompt_tokens=64", "rollout.max_response_tokens=2000", "2064 tokens", "2048"),
+        ),
+        ({"data": {"max_prompt_tokens": 3}}, ("max_prompt_tokens", "3")),
+    ],
+    ids=["model", "train file", "eval file", "column", "context", "every prompt too long"],
+)
+def test_what_is_missing_or_too_long_is_named_with_its_key(
+    model: Path, sections: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the parts are the match
+        start(model, **sections)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_a_folder_without_a_model_is_not_taken_for_one(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        start(model, model={"path": str(tmp_path)})
+
+
+def test_a_row_without_an_answer_is_named(model: Path, tmp_path: Path) -> None:
+    rows = [{"question": "1 + 1", "answer": "2"}, {"question": "1 + 2", "answer": ""}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"row 2 of .*rows\.jsonl has no usable answer"):
+        start(model, data={"train": str(file)})
+
+
+def test_a_run_folder_that_holds_a_run_names_three_remedies(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="already holds a run") as caught:
+        start(model, run={"dir": str(tmp_path)})
+    assert all(remedy in str(caught.value) for remedy in ("--resume", "run.dir=", "rm -r"))
+
+
+def test_resuming_without_a_checkpoint_says_what_would_have_written_one(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint\.every"):
+        TrainingRun(make_config(model, run={"dir": str(tmp_path)}), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"learner": {"epochs_per_step": 3}}, r"learner\.epochs_per_step=3: the run began with 1.*Resume with learner"),
+        ({"critic": {"minibatches_per_epoch": 4}}, r"critic\.minibatches_per_epoch=4: the run began with 1"),
+        ({"critic": {"warmup_steps": 2}}, r"critic\.warmup_steps=2: the run began with 0"),
+    ],
+)
+def test_a_resumed_run_keeps_what_its_schedules_count(
+    model: Path, tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
+    run = {"run": {"dir": str(tmp_path), "steps": 10}}
+    folder = RunFolder(tmp_path, resume=False)
+    state = {"step": 2, "updates": make_ppo_config(model, **run).update_plan}
+    folder.finish_checkpoint(folder.begin_checkpoint(2), state, keep=1)
+    TrainingRun(make_ppo_config(model, **run), resume=True)
+    with pytest.raises(ValueError, match=message):
+        TrainingRun(make_ppo_config(model, **run, **sections), resume=True)
+
+
+def test_a_run_is_resumed_by_the_program_that_began_it(model: Path, tmp_path: Path) -> None:
+    run = {"run": {"dir": str(tmp_path), "steps": 10}}
+    grpo, ppo = make_config(model, **run), make_ppo_config(model, **run)
+    folder = RunFolder(tmp_path, resume=False)
+    for began, goes_on, names in ((grpo, ppo, ("rlhf.grpo", "rlhf.ppo")), (ppo, grpo, ("rlhf.ppo", "rlhf.grpo"))):
+        folder.finish_checkpoint(folder.begin_checkpoint(2), {"step": 2, "updates": began.update_plan}, keep=1)
+        with pytest.raises(ValueError, match=rf"are of {names[0]}, this is {names[1]}. Resume with .* {names[0]}"):
+            TrainingRun(goes_on, resume=True)
+
+
+@pytest.mark.parametrize("key", ["critic.path", "reward_model.path"])
+def test_every_model_of_a_run_is_looked_for_before_anything_starts(model: Path, key: str) -> None:
+    section = key.split(".")[0]
+    with pytest.raises(ValueError, match=rf"^{key}=/nowhere/judge: there is no such folder"):
+        TrainingRun(make_ppo_config(model, **{section: {"path": "/nowhere/judge"}}), resume=False)
+
+
+def test_a_critic_with_a_smaller_vocabulary_than_the_policys_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 3}))
+    with pytest.raises(ValueError, match=r"critic\.path=.*vocabulary of 3 tokens is smaller"):
+        TrainingRun(make_ppo_config(model, critic={"path": str(tmp_path)}), resume=False)
+
+
+def test_fewer_cpus_or_gpus_than_asked_for_names_both_numbers(model: Path) -> None:
+    many = make_config(model, cluster={"device": "cpu", "learners": 64, "engines": 2})
+    with pytest.raises(ValueError, match=r"reserve 33 CPUs.*there are 2\."):
+        check_resources(many, {"CPU": 2.0, "GPU": 0.0})
+    bf16 = {"dtype": "bfloat16"}
+    gpus = make_config(model, model=bf16, cluster={"device": "cuda", "learners": 6, "engines": 1, "tensor_parallel": 2})
+    with pytest.raises(ValueError, match=r"1 engines x 2 and 6 learners ask for 8 GPUs, but there are 4"):
+        check_resources(gpus, {"CPU": 64.0, "GPU": 4.0})
+    shared = make_config(
+        model,
+        model=bf16,
+        cluster={"device": "cuda", "learners": 4, "engines": 2, "tensor_parallel": 2, "placement": "colocated"},
+    )
+    check_resources(shared, {"CPU": 64.0, "GPU": 4.0})
+    assert local_resources()["CPU"] >= 1
+
+
+def test_the_program_prints_one_message_and_exits_with_2(model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(make_config(model).model_dump(mode="json")))
+    for override, part in (
+        ("model.path=/nowhere", "model.path=/nowhere"),
+        ("learner.optimiser.lr=1", "Did you mean learner.optimizer"),
+        ("cluster.learners=999", "reserve 500 CPUs"),
+    ):
+        command = [sys.executable, "-m", "rlhf.grpo", "--config", str(config), override]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2
+        assert part in done.stderr
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert not (model.parent / "run").exists()  # nothing was written
+
+
+def test_an_evaluation_reads_the_config_of_a_ppo_run() -> None:
+    config = Path(__file__).parent.parent / "configs" / "ppo_quickstart.yaml"
+    flags = ["--config", str(config), "data.eval=[]"]
+    with pytest.raises(ValueError, match=r"^data\.eval is empty"):
+        evaluate.main(["--program", "ppo", *flags])
+    with pytest.raises(ValueError, match=r"^(algo\.gamma|critic)"):
+        evaluate.main(flags)

@@ -1,0 +1,177 @@
+"""The command line of the training programs: --help, flags and overrides in any order, messages, exit status."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.cli import RUN_ERROR, USER_ERROR, parse, run_program
+from rlhf.config.describe import describe_keys
+from rlhf.config.ppo import PPOConfig
+from rlhf.config.reward import OPTIONS_OF_REWARD
+from rlhf.config.run import GRPOConfig
+
+ROOT = Path(__file__).parent.parent
+MATH, CPU = str(ROOT / "configs/math.yaml"), str(ROOT / "configs/cpu.yaml")
+
+
+def parsed(*argv: str) -> GRPOConfig:
+    return parse("rlhf.grpo", "", GRPOConfig, argv)[0]
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "rlhf.grpo", *argv], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def help_text() -> str:
+    found = run("--help")
+    assert found.returncode == 0
+    return found.stdout
+
+
+# --- --help ---
+
+
+def test_help_lists_every_key_with_its_default_type_and_meaning(help_text: str) -> None:
+    for key in describe_keys(GRPOConfig):
+        shown = f"  {key.name} (required)" if key.default is None else f"  {key.name} = {key.default}"
+        assert shown in help_text
+        assert key.description, key.name
+    for line in ("learner.optimizer.lr = 1e-06", "data.train[].weight = null", "reward.parts[].name (required)"):
+        assert f"  {line}" in help_text
+    assert "[integer > 0 | null]" in help_text
+    assert "[k1 | k2 | k3 | k4]" in help_text
+
+
+def test_help_lists_the_options_of_every_reward(help_text: str) -> None:
+    for reward, options in OPTIONS_OF_REWARD.items():
+        for name in options.model_fields:
+            assert f"  {reward}: {name} = " in help_text
+
+
+def test_help_fits_in_100_columns(help_text: str) -> None:
+    assert max(map(len, help_text.splitlines())) <= 100
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom rlhf.grpo import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'ray', 'vllm', 'transformers', 'deepspeed') if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "[]"
+
+
+def test_help_takes_less_than_a_second() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # CPU seconds of a process that waits for nothing; by the clock it is more on a machine that is busy
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+# --- flags and overrides ---
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--config", MATH, "--config", CPU, "run.steps=3", "rollout.max_response_tokens=64"),
+        ("run.steps=3", "--config", MATH, "rollout.max_response_tokens=64", "--config", CPU),
+        ("--config", MATH, "run.steps=3", "--config", CPU, "--plan", "rollout.max_response_tokens=64"),
+        (f"--config={MATH}", "run.steps=3", "rollout.max_response_tokens=64", f"--config={CPU}"),
+    ],
+)
+def test_overrides_win_over_all_files_wherever_they_stand(argv: tuple[str, ...]) -> None:
+    config = parsed(*argv)
+    assert (config.run.steps, config.rollout.max_response_tokens) == (3, 64)
+    assert config.cluster.device == "cpu"
+    assert config.model.dtype == "float32"
+
+
+def test_the_order_of_files_matters() -> None:
+    assert parsed("--config", CPU, "--config", MATH).cluster.engines == 4
+    assert parsed("--config", MATH, "--config", CPU).cluster.engines == 1
+
+
+def test_the_last_of_two_overrides_of_a_key_wins() -> None:
+    assert parsed("--config", MATH, "run.steps=3", "run.steps=4").run.steps == 4
+
+
+def configs_of_policies() -> list[tuple[str, ...]]:
+    """Every config of rlhf.grpo and rlhf.ppo in this repository, an overlay after the one that it stands on."""
+    names = {path.name for path in (ROOT / "configs").glob("*.yaml")} - {"cpu.yaml", "reward_model_quickstart.yaml"}
+    below = {"cispo.yaml": "dapo.yaml", "reinforce_pp.yaml": "dr_grpo.yaml"}
+    return [(below[name], name) if name in below else (name,) for name in sorted(names)]
+
+
+@pytest.mark.parametrize("base", configs_of_policies(), ids="+".join)
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_cpu_overlay_goes_on_top_of_every_config(base: tuple[str, ...], count: int) -> None:
+    files = [argument for name in base for argument in ("--config", str(ROOT / "configs" / name))]
+    overrides = ["model.path=DIR/model", "data.train=../x/train.jsonl", "data.eval=../x/test.jsonl", "run.dir=runs/x"]
+    overrides += ["run.steps=3", f"cluster.learners={count}", f"cluster.engines={count}"]
+    config: GRPOConfig
+    if base[0].startswith("ppo_"):
+        overrides += ["critic.warmup_steps=0", "critic.schedule.warmup_steps=0"]
+        config = parse("rlhf.ppo", "", PPOConfig, [*files, "--config", CPU, *overrides])[0]
+    else:
+        config = parsed(*files, "--config", CPU, *overrides)
+    cluster = config.cluster
+    assert cluster.device == "cpu"
+    assert config.max_sequence_tokens <= 2048  # the context of the quickstart's model
+    assert cluster.engines * cluster.cpus_per_engine + cluster.learners * cluster.cpus_per_learner <= 2
+    assert config.data.eval_rows is not None
+    assert config.data.eval_rows <= 64
+    assert config.data.train[0].name is None
+
+
+# --- messages and exit status ---
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "error: --config: no file given. Name a YAML file: python -m rlhf.grpo --config configs/math.yaml"),
+        (("run.steps=3",), "error: --config: no file given."),
+        (
+            ("--config", MATH, "steps"),
+            "error: 'steps': not an override. Write section.key=value, such as run.steps=10.",
+        ),
+        (
+            ("--config", MATH, "--run.steps=3"),
+            "error: --run.steps=3: there is no such flag. Write overrides without dashes",
+        ),
+        (("--config", MATH, "--paln"), "error: --paln: there is no such flag."),
+        (("--config", MATH, "run.step=3"), "error: run.step=3: there is no such key. Did you mean run.steps?"),
+        (("--config", "nowhere.yaml"), "error: --config nowhere.yaml: there is no such file."),
+        (("--config", MATH, "rollout.top_p=0.5", "--plan"), "error: rollout.top_p=0.5: "),
+    ],
+)
+def test_a_user_error_is_one_message_and_exit_status_2(argv: tuple[str, ...], message: str) -> None:
+    found = run(*argv)
+    assert found.returncode == USER_ERROR
+    assert found.stderr.startswith(message)
+    assert len(found.stderr.splitlines()) == 1
+    assert found.stdout == ""
+
+
+def test_what_goes_wrong_at_run_time_has_another_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise RuntimeError("engine 0 died")
+
+    assert run_program(fail) == RUN_ERROR
+    assert capsys.readouterr().err == "error: engine 0 died\n"
+
+
+def test_an_interrupted_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    assert run_program(interrupt) == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -1,0 +1,365 @@
+"""The doctor: each broken part is named and fails the whole, none hides another, and a healthy machine passes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
+
+from rlhf.config.load import load_config
+from rlhf.config.run import GRPOConfig
+from rlhf.doctor import grading, machine, nodes, stack
+from rlhf.doctor.__main__ import checks
+from rlhf.doctor.examination import Check, Finding, Patient, examine_all, in_thread, lines
+from rlhf.plan.memory import GIB
+
+PLUGIN = "[vllm.general_plugins]\n{}\n"
+
+
+@pytest.fixture
+def make(tiny_model_dir: Path, tmp_path: Path) -> Any:
+    base = {
+        "run": {"dir": str(tmp_path / "run"), "steps": 1},
+        "model": {"path": str(tiny_model_dir / "model"), "dtype": "float32"},
+        "data": {"train": str(tiny_model_dir / "train.jsonl"), "max_prompt_tokens": 64},
+        "reward": ["math"],
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_response_tokens": 64},
+        "learner": {"max_tokens_per_microbatch": 1024},
+        "cluster": {"device": "cpu"},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps(base))
+
+    def build(*overrides: str) -> Patient:
+        return Patient(load_config(GRPOConfig, [str(file)], overrides))
+
+    return build
+
+
+def finding(check: Any, patient: Patient) -> Finding:
+    found: Finding = asyncio.run(check(patient))
+    return found
+
+
+def seems_installed(folder: Path, name: str, version: str, *, more: str = "", plugin: str = "") -> None:
+    """A distribution of this name, for a folder on the path of Python."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}")
+    if plugin:
+        (info / "entry_points.txt").write_text(PLUGIN.format(plugin))
+
+
+# --- the list of checks ---
+
+
+def test_one_broken_check_or_one_that_hangs_does_not_hide_the_others(make: Any) -> None:
+    async def breaks(_: Patient) -> Finding:
+        raise KeyError("part")
+
+    async def hangs(_: Patient) -> Finding:
+        await in_thread(time.sleep, 3)
+        return Finding("ok", "late")
+
+    async def works(_: Patient) -> Finding:
+        return Finding("ok", "fine")
+
+    told: list[str] = []
+    some = [Check(check.__name__, check, 0.2, "do this") for check in (breaks, hangs, works)]
+    results = asyncio.run(examine_all(some, make(), lambda result: told.append(result.name)))
+    assert [(r.status, r.text, r.remedy) for r in results] == [
+        ("fail", "KeyError: 'part'", "do this"),
+        ("fail", "no answer within 0 s", "do this"),
+        ("ok", "fine", ""),
+    ]
+    assert told == ["breaks", "hangs", "works"]
+    assert "\n".join(lines(results[0])).startswith("FAIL  breaks")
+
+
+def test_what_needs_a_broken_part_says_so_and_is_not_run(make: Any) -> None:
+    patient = make("model.path=/nowhere")
+    later = [check for check in checks(patient.config) if check.name in ("data", "rewards", "start-up", "transfer")]
+    results = asyncio.run(examine_all(later, patient, lambda _: None))
+    assert [result.status for result in results] == ["fail", "warn", "warn", "warn"]
+    assert "model.path=/nowhere: there is no such folder" in results[0].text
+    assert "not checked: model or data could not be loaded" in results[1].text
+
+
+# --- this machine ---
+
+
+def test_versions_that_fit_pass(make: Any) -> None:
+    found = finding(machine.check_versions, make())
+    assert found.status == "ok", found.text
+
+
+def test_a_package_out_of_its_range_is_named_with_the_range(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seems_installed(tmp_path / "site", "datasets", "0.1")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    found = finding(machine.check_versions, make())
+    assert found.status == "fail"
+    assert found.text == "datasets 0.1 is not in <6,>=5.2"
+    assert "make setup" in found.remedy
+
+
+def test_a_copied_package_without_plug_in_and_engine_is_named(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = "Requires-Python: >=3.99\nRequires-Dist: rich>=14\nRequires-Dist: not-there>=1\n"
+    needs += 'Requires-Dist: no-such-vllm>=1; extra == "cpu"\nProvides-Extra: cpu\n'
+    seems_installed(tmp_path / "site", "rlhf", "0.0.1", more=needs)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    text = finding(machine.check_versions, make()).text
+    assert "is not in >=3.99" in text
+    assert "not-there is not installed (>=1)" in text
+    assert "neither no-such-vllm is installed" in text
+    assert "plug-in of the package for vLLM is not installed" in text
+    assert "rich" not in text
+
+
+def test_a_run_that_writes_more_than_there_is_room_for_fails_with_both_numbers(make: Any) -> None:
+    patient = make("checkpoint.every=1", "checkpoint.keep=1000000000")
+    found = finding(machine.check_disk, patient)
+    assert found.status == "fail"
+    need = machine.needed_gib(patient.config)
+    assert need is not None
+    assert f"the run writes up to {need:.1f}" in found.text
+    assert f"run.dir={patient.config.run.dir}" in found.text
+
+
+def test_what_a_run_writes_by_hand(make: Any) -> None:
+    # 3 checkpoints (2 kept and the one being written) of 12 bytes a parameter, an export of 4, and a GiB of rollouts
+    from transformers import AutoModelForCausalLM
+
+    patient = make("checkpoint.every=5", "checkpoint.keep=2")
+    parameters = AutoModelForCausalLM.from_pretrained(patient.config.model.path).num_parameters()
+    assert machine.needed_gib(patient.config) == pytest.approx((3 * 12 + 4) * parameters / GIB + 1)
+    assert machine.needed_gib(make("run.export=false").config) == 1
+
+
+def test_a_full_disk_fails_and_little_shared_memory_warns(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    free = {"run": 0.0, "/dev/shm": 50.0}
+
+    def disk_usage(path: Any) -> Any:
+        left = free["/dev/shm" if str(path) == "/dev/shm" else "run"] * GIB
+        return usage(100 * GIB, 100 * GIB - left, left)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    assert finding(machine.check_disk, make()).status == "fail"
+    free.update({"run": 50.0, "/dev/shm": 0.06})
+    found = finding(machine.check_disk, make())
+    assert found.status == "warn"
+    assert "/dev/shm has 0.06 GiB free" in found.text
+    assert "--shm-size" in found.remedy
+
+
+def test_a_folder_that_cannot_be_written_is_named(make: Any) -> None:
+    found = finding(machine.check_disk, make("run.dir=/proc/run"))
+    assert found.status == "fail"
+    assert "/proc cannot be written" in found.text
+
+
+def test_wandb_online_needs_a_key_and_a_host_that_answers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/nowhere")
+    assert finding(machine.check_wandb, make("logging.wandb.mode=auto")).status == "ok"
+    found = finding(machine.check_wandb, make("logging.wandb.mode=online"))
+    assert (found.status, found.remedy.split(",")[0]) == ("fail", "`wandb login`")
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert "is not reached" in finding(machine.check_wandb, make("logging.wandb.mode=online")).text
+        server.listen()
+        assert finding(machine.check_wandb, make("logging.wandb.mode=online")).status == "ok"
+
+
+# --- rewards ---
+
+
+def test_a_reward_that_hangs_is_killed_and_named_and_the_others_are_still_tried(make: Any) -> None:
+    bounds = ["reward.wall_seconds=0.5", "reward.cpu_seconds=0.5", "reward.workers=2"]
+    patient = make(f'reward.parts=["math", "{grading.HANGING}"]', *bounds)
+    patient.prompts = [PROMPTS[0].__class__("p/0", 0, PROMPTS[0].token_ids, (), "12", "p")]
+    found = finding(grading.check_rewards, patient)
+    assert found.status == "fail"
+    assert found.text == f"reward {grading.HANGING}: 1 of 1 calls ended with timeout"
+
+
+# --- nodes and GPUs ---
+
+
+def test_gpus_that_are_missing_are_counted_and_drivers_that_differ_named(make: Any) -> None:
+    patient = make("cluster.device=cuda", "model.dtype=bfloat16", "cluster.learners=2")
+    card, older = "NVIDIA H100, 580.1, 81559 MiB", "NVIDIA H100, 550.2, 81559 MiB"
+    patient.nodes = {"a": {"gpus": [card] * 2}, "b": {"gpus": []}}
+    found = finding(nodes.check_gpus, patient)
+    assert found.status == "fail"
+    assert f"asks for 3 GPUs, there are 2 (a: 2 x {card}; b: none)" in found.text
+    patient.nodes["b"]["gpus"] = [older]
+    assert finding(nodes.check_gpus, patient).status == "warn"
+    patient.nodes["b"]["gpus"] = [card]
+    assert finding(nodes.check_gpus, patient).status == "ok"
+
+
+def test_gpus_are_what_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf.cluster.node_report import gpus
+
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100, 580.1, 81559 MiB'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpus() == ["NVIDIA H100, 580.1, 81559 MiB"]
+
+
+def node(key: str, address: str, *, alive: bool = True, reason: int = 2) -> dict[str, Any]:
+    """A row of `ray.nodes()`; the reason is Ray's NodeDeathInfo, 2 an unexpected end."""
+    row = {"NodeID": key * 8, "NodeManagerHostname": "vm", "NodeManagerAddress": address, "Alive": alive}
+    return row | {"DeathReason": 0 if alive else reason, "DeathReasonMessage": "" if alive else "gone"}
+
+
+def test_nodes_that_died_are_told_from_those_that_left_and_those_that_came_back() -> None:
+    from rlhf.cluster.node_report import node_names
+
+    lost, left, idle = (node(k, f"10.0.0.{k}", alive=False, reason=r) for k, r in (("2", 2), ("3", 1), ("4", 4)))
+    nodes_there = [node("1", "10.0.0.1"), lost, left, idle, node("5", "10.0.0.5", alive=False), node("6", "10.0.0.5")]
+    assert nodes.died(nodes_there) == {"2" * 8: {"dead": "gone"}, "5" * 8: {"replaced": "gone"}}
+    names = node_names(nodes_there)
+    assert names["2" * 8] == "vm (10.0.0.2)"
+    assert names["5" * 8] == "vm (10.0.0.5, 55555555)"
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "says"),
+    [
+        ({"dead": "lost its power"}, "fail", "node b is dead: lost its power"),
+        ({"silent": "no answer"}, "fail", "node b does not answer: no answer"),
+        ({"replaced": "restarted"}, "warn", "node b died: restarted"),
+    ],
+)
+def test_a_node_that_died_or_keeps_silent_is_named(
+    make: Any, monkeypatch: pytest.MonkeyPatch, answer: dict[str, str], status: str, says: str
+) -> None:
+    async def ask(_: str) -> dict[str, dict[str, Any]]:
+        return {"a": nodes.describe(), "b": answer}
+
+    monkeypatch.setattr(nodes, "_ask", ask)
+    patient = make("cluster.ray_address=10.0.0.1:6379")
+    found = finding(nodes.check_nodes, patient)
+    assert found.status == status
+    assert says in found.text
+    assert patient.nodes is not None
+    assert list(patient.nodes) == ["a"]
+
+
+def test_a_node_with_another_version_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(_: str) -> dict[str, dict[str, Any]]:
+        there = nodes.describe()
+        return {"b (10.0.0.2)": {**there, "installed": {**there["installed"], "ray": "2.59.0"}}}
+
+    monkeypatch.setattr(nodes, "_ask", ask)
+    found = finding(nodes.check_nodes, make("cluster.ray_address=10.0.0.1:6379"))
+    assert found.status == "fail"
+    assert "node b (10.0.0.2): ray is 2.59.0, but 2.60.0 on " in found.text
+
+
+def test_a_cluster_that_does_not_answer_is_named(make: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"Ray at 127\.0\.0\.1:1 is not reached: .*Connection refused"):
+        finding(nodes.check_nodes, make("cluster.ray_address=127.0.0.1:1"))
+
+
+# --- engines and learners ---
+
+
+def examined(patient: Patient, transfer: Any) -> Patient:
+    """With engines and learners that hold two numbers; `transfer` says what a transfer carries over."""
+    cluster: Any = FakeCluster(transfer)
+    cluster.learners, cluster.engines = Side(cluster, cluster.trained), Side(cluster, cluster.served)
+    patient.cluster, patient.prompts, patient.vocabulary = cluster, PROMPTS, 50
+    return patient
+
+
+def test_an_engine_that_keeps_old_weights_is_named(make: Any) -> None:
+    check = next(check for check in checks(make().config) if check.name == "agreement")
+    (result,) = asyncio.run(examine_all([check], examined(make(), all_but_the_head), lambda _: None))
+    assert result.status == "fail"
+    assert "engine 0 does not hold the perturbed weights" in result.text
+    assert "do not train on this" in result.remedy
+    assert finding(stack.check_agreement, examined(make(), everything)).status == "ok"
+
+
+# --- the program ---
+
+
+def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rlhf.doctor", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env=os.environ | environment, check=False
+    )
+
+
+def test_a_config_that_is_not_valid_is_the_users_error() -> None:
+    found = doctor("--config", str(Path(__file__).parent.parent / "configs/quickstart.yaml"), "run.stepz=3")
+    assert found.returncode == 2
+    assert "run.stepz" in found.stderr
+
+
+NAMES = ["versions", "disk", "wandb", "data", "scorer", "rewards", "nodes", "gpu", "start-up", "collective", "transfer"]
+NAMES += ["agreement"]
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(900)
+def test_a_healthy_machine_passes_with_two_learners_and_an_engine() -> None:
+    found = doctor("--json")
+    assert found.returncode == 0, found.stdout + found.stderr[-3000:]
+    results = {result["name"]: result for result in json.loads(found.stdout)}
+    assert list(results) == NAMES
+    assert {result["status"] for result in results.values()} <= {"ok", "warn"}
+    assert "1 engine(s), 2 learner(s) on cpu" in results["start-up"]["text"]
+    assert "GB/s" in results["collective"]["text"]
+    assert "GB/s" in results["transfer"]["text"]
+    assert "engines followed weights that were all perturbed" in results["agreement"]["text"]
+
+
+# vLLM loads it in each of its processes: weights arrive, and the packed head of tied embeddings stays as it was.
+STALE = """\
+def install():
+    from rlhf.weights.receiver import CPUReceiver
+    CPUReceiver._repack_tied_heads = lambda self: None
+"""
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(900)
+def test_everything_that_is_broken_at_once_is_named_and_the_rest_is_fine(tmp_path: Path) -> None:
+    seems_installed(tmp_path, "stale", "1", plugin="stale = stale_receiver:install")
+    seems_installed(tmp_path, "datasets", "0.1")
+    (tmp_path / "stale_receiver.py").write_text(STALE)
+    full = ["checkpoint.every=1", "checkpoint.keep=1000000000"]
+    hangs = [f'reward.parts=["math", "{grading.HANGING}"]', "reward.wall_seconds=1", "reward.cpu_seconds=1"]
+    found = doctor("cluster.learners=1", *full, *hangs, PYTHONPATH=str(tmp_path))
+    assert found.returncode == 1, found.stdout + found.stderr[-3000:]
+    failed = [line.split()[1] for line in found.stdout.splitlines() if line.startswith("FAIL")]
+    assert failed == ["versions", "disk", "rewards", "agreement"], found.stdout
+    assert "datasets 0.1 is not in" in found.stdout
+    assert f"reward {grading.HANGING}: 8 of 8 calls ended with timeout" in found.stdout
+    assert "engine 0 does not hold the perturbed weights" in found.stdout
+    assert [line.split()[1] for line in found.stdout.splitlines() if line.startswith("ok")] == [
+        name for name in NAMES if name not in failed
+    ]
+    assert found.stderr.splitlines()[-1] == "error: 4 of 12 checks failed: versions, disk, rewards, agreement"

@@ -1,0 +1,770 @@
+"""Launch scripts with stand-ins for ray, srun, scontrol and ssh: who ends when, with which status, and what is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from ray_cluster import ray_folder
+
+from rlhf.cluster.node_report import differences
+
+pytestmark = pytest.mark.scripts
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = ROOT / "launch"
+SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"])
+TOKEN = "5ecret" * 8
+AWKWARD = ["run.dir=my runs/a b", 'model.path=it\'s "quoted" $HOME `x` \\', "reward=[{name: math}]", ""]
+
+# `ray start --block` stays until it is ended; RAY_ENDS_AFTER makes it die. `ray job submit` takes a job or refuses it.
+RAY = """\
+#!/usr/bin/env bash
+printf '%s|%s|%s\\n' "$RAY_AUTH_MODE" "$RAY_AUTH_TOKEN" "$*" >>"$RECORD/ray"
+case "$1 $2" in
+  "job submit")
+    while [ "$1" != -- ]; do shift; done
+    printf '%s\\0' "${@:2}" >"$RECORD/entrypoint"
+    sleep "${SUBMISSION_SLEEPS:-0}"
+    [ -n "${JOB_IS_REFUSED:-}" ] || exit 0
+    echo "RuntimeError: Request failed with status code 400: Job with submission_id job-1 already exists."
+    exit 1 ;;
+  "job stop") exit 0 ;;
+esac
+echo "Ray runtime started."
+sleep "${RAY_ENDS_AFTER:-1000}" &
+trap 'kill $!' EXIT
+wait $!
+exit 1
+"""
+PROGRAM = """\
+import json, os, sys, time
+with open(os.environ["RECORD"] + "/program", "a") as file:
+    file.write(json.dumps({"arguments": sys.argv[1:], "address": os.environ["RAY_ADDRESS"],
+                           "token": os.environ["RAY_AUTH_TOKEN"], "pid": os.getpid()}) + "\\n")
+print("the program speaks", flush=True)
+time.sleep(float(os.environ.get("PROGRAM_SLEEPS", "0")))
+sys.exit(int(os.environ.get("PROGRAM_STATUS", "0")))
+"""
+
+
+def free_port() -> int:
+    """A port that is free together with the next one; below those that the system gives to clients."""
+    while True:
+        port = random.randrange(20000, 29998, 2)
+        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("", port))
+            second.bind(("", port + 1))
+            return port
+
+
+@dataclass
+class Place:
+    """A folder of stand-ins, what they recorded, and the processes that were started."""
+
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def add(self, name: str, text: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            env=self.environment | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+        )
+        self.started.append(process)
+        return process
+
+    def node(self, rank: int, nodes: int, port: int, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        flags = ["--rank", str(rank), "--nodes", str(nodes), "--head", "127.0.0.1", "--port", str(port)]
+        more = ["--deadline", environment.pop("DEADLINE", "60"), "--module", "stand_in_program"]
+        return self.start(LAUNCH / "ray_node_setup.sh", *flags, *more, *arguments, **environment)
+
+    def other_version(self, name: str = "rlhf", version: str = "9.9.9") -> str:
+        """A PYTHONPATH on which a package seems to be installed in another version."""
+        folder = self.folder / f"{name}-{version}"
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nrlhf = rlhf.weights.transfer:register_with_vllm\n")
+        return f"{folder}:{self.environment['PYTHONPATH']}"
+
+    def recorded(self, name: str) -> list[str]:
+        path = self.folder / "record" / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def programs(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.recorded("program")]
+
+    def wait_for(self, name: str, lines: int = 1) -> None:
+        end = time.monotonic() + 60
+        while len(self.recorded(name)) < lines:
+            assert time.monotonic() < end, f"{name} was not called"
+            time.sleep(0.05)
+
+
+def ending(*processes: subprocess.Popen[str]) -> tuple[list[int], str]:
+    """Exit statuses, and all that was printed."""
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    return [process.returncode for process in processes], "".join(outputs)
+
+
+def is_alive(pid: object) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    for name in ("bin", "record", "python", "home"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "python/stand_in_program.py").write_text(PROGRAM)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
+    environment = {
+        **kept,
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "RECORD": str(tmp_path / "record"),
+        "PYTHONPATH": str(tmp_path / "python"),
+        "PYTHON": sys.executable,
+        "RAY": str(tmp_path / "bin/ray"),
+        "RAY_AUTH_TOKEN": TOKEN,
+        "RAY_TMPDIR": str(tmp_path / "home"),
+        "HOME": str(tmp_path / "home"),
+    }
+    made = Place(tmp_path, environment)
+    made.add("ray", RAY)
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+# --- ray_node_setup.sh ---
+
+
+def test_every_node_ends_with_the_programs_status_and_the_program_gets_its_arguments_unharmed(place: Place) -> None:
+    port = free_port()
+    arguments = ["--", "--config", "a b.yaml", *AWKWARD]
+    nodes = [place.node(rank, 3, port, *arguments, PROGRAM_STATUS="5") for rank in (2, 0, 1)]
+    statuses, output = ending(*nodes)
+    assert statuses == [5, 5, 5], output
+    (program,) = place.programs()
+    assert program["arguments"] == arguments[1:]
+    assert program["address"] == f"127.0.0.1:{port}"
+    assert output.count("the program speaks") == 1
+
+
+def test_all_nodes_have_one_token_and_nothing_prints_it(place: Place) -> None:
+    port = free_port()
+    _, output = ending(*(place.node(rank, 3, port) for rank in range(3)))
+    starts = [line.split("|") for line in place.recorded("ray")]
+    assert [(mode, token) for mode, token, _ in starts] == [("token", TOKEN)] * 3
+    assert [program["token"] for program in place.programs()] == [TOKEN]
+    assert TOKEN not in output
+    assert not any(TOKEN in arguments for _, _, arguments in starts)
+
+
+def test_the_head_makes_a_token_that_only_its_user_reads_and_the_others_take_it(place: Place) -> None:
+    del place.environment["RAY_AUTH_TOKEN"]
+    port = free_port()
+    worker = place.node(1, 2, port)
+    statuses, output = ending(place.node(0, 2, port), worker)
+    path = place.folder / "home/.ray/auth_token"
+    assert statuses == [0, 0], output
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert {line.split("|")[1] for line in place.recorded("ray")} == {path.read_text()}
+    assert path.read_text() not in output
+
+
+def test_a_node_with_another_version_is_named_before_anything_starts(place: Place) -> None:
+    port = free_port()
+    nodes = [place.node(0, 3, port), place.node(1, 3, port), place.node(2, 3, port, PYTHONPATH=place.other_version())]
+    statuses, output = ending(*nodes)
+    assert statuses == [2, 2, 2]
+    host = socket.gethostname()
+    assert f"node {host} (rank 2): rlhf is 9.9.9, but 0.1.0 on {host}." in output
+    assert "rank 1" not in output
+    assert place.recorded("ray") == place.recorded("program") == []
+
+
+def test_a_worker_whose_ray_dies_ends_the_run_and_is_named(place: Place) -> None:
+    port = free_port()
+    head = place.node(0, 2, port, PROGRAM_SLEEPS="1000")
+    worker = place.node(1, 2, port, RAY_ENDS_AFTER="1")
+    statuses, output = ending(head, worker)
+    assert statuses == [1, 1]
+    assert f"node {socket.gethostname()} (rank 1): Ray ended on this node" in output
+    assert not any(is_alive(program["pid"]) for program in place.programs())
+
+
+def test_a_worker_that_is_killed_ends_the_run_and_is_named(place: Place) -> None:
+    port = free_port()
+    head, worker = place.node(0, 2, port, PROGRAM_SLEEPS="1000"), place.node(1, 2, port)
+    place.wait_for("program")
+    worker.kill()
+    statuses, output = ending(head)
+    assert statuses == [1]
+    assert "(rank 1) is gone: its connection ended." in output
+    assert not is_alive(place.programs()[0]["pid"])
+
+
+def test_workers_end_when_the_head_is_killed_and_so_does_the_program(place: Place) -> None:
+    port = free_port()
+    head, worker = place.node(0, 2, port, PROGRAM_SLEEPS="1000"), place.node(1, 2, port)
+    place.wait_for("program")
+    head.kill()
+    head.communicate()
+    statuses, output = ending(worker)
+    assert statuses == [1]
+    assert "the head 127.0.0.1 is gone without a word" in output
+    end = time.monotonic() + 10
+    while is_alive(place.programs()[0]["pid"]):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("how", "status"), [("TERM", 143), ("INT", 130), ("stdin", 129)])
+def test_a_signal_or_the_end_of_stdin_ends_everything(place: Place, how: str, status: int) -> None:
+    port = free_port()
+    flags = ["--end-with-stdin"] if how == "stdin" else []
+    head = place.node(0, 2, port, *flags, PROGRAM_SLEEPS="1000")
+    worker = place.node(1, 2, port)
+    place.wait_for("program")
+    if how == "stdin":
+        assert head.stdin is not None
+        head.stdin.close()
+        head.stdin = None
+    else:
+        head.send_signal(getattr(signal, f"SIG{how}"))
+    statuses, output = ending(head, worker)
+    assert statuses == [status, status], output
+    assert not is_alive(place.programs()[0]["pid"])
+
+
+def test_a_node_with_another_token_is_refused_and_told_why(place: Place) -> None:
+    port = free_port()
+    head = place.node(0, 2, port)
+    statuses, output = ending(place.node(1, 2, port, RAY_AUTH_TOKEN="another"))
+    assert statuses == [2]
+    assert "refused this node: the head has another Ray token" in output
+    head.terminate()
+    statuses, output = ending(head)
+    assert statuses == [143]
+    assert "refused 127.0.0.1: it has another Ray token" in output
+
+
+def test_a_head_names_who_did_not_come_in_time(place: Place) -> None:
+    statuses, output = ending(place.node(0, 3, free_port(), DEADLINE="1"))
+    assert statuses == [1]
+    assert "1 of 3 nodes came to the head within 1 s; missing: rank 1, 2." in output
+
+
+def test_two_nodes_of_one_rank_are_told_apart(place: Place) -> None:
+    port = free_port()
+    head, *twins = place.node(0, 3, port), place.node(1, 3, port), place.node(1, 3, port)
+    end = time.monotonic() + 60
+    while all(twin.poll() is None for twin in twins):
+        assert time.monotonic() < end, "nobody was refused"
+        time.sleep(0.05)
+    head.terminate()
+    statuses, output = ending(head, *twins)
+    assert "rank 1 is taken by" in output
+    assert sorted(statuses) == [2, 143, 143]
+
+
+def test_one_node_needs_no_flags(place: Place) -> None:
+    head = place.start(
+        LAUNCH / "ray_node_setup.sh", "--port", str(free_port()), "--module", "stand_in_program", "--config", "x"
+    )
+    statuses, output = ending(head)
+    assert statuses == [0], output
+    assert place.programs()[0]["arguments"] == ["--config", "x"]
+
+
+def test_what_a_node_lacks_or_has_otherwise_is_one_line_each() -> None:
+    whole = {"node": "a", "rlhf": "1", "ray": "2.60.0", "vLLM plug-in": "installed", "source of rlhf": "12"}
+    copied = whole | {"node": "b", "rlhf": "missing", "vLLM plug-in": "missing"}
+    edited = whole | {"node": "c", "source of rlhf": "34"}
+    assert differences([whole, dict(whole)]) == []
+    assert differences([whole, copied, edited]) == [
+        "node b: rlhf is not installed. Set it up there: make setup-gpu.",
+        "node b: vLLM plug-in is not installed. Set it up there: make setup-gpu.",
+        "node c: source of rlhf is 34, but 12 on a.",
+    ]
+
+
+# --- Slurm ---
+
+SRUN = """\
+#!/usr/bin/env bash
+printf '%s\\n' "$*" >>"$RECORD/srun"
+trap 'kill -TERM $(jobs -p) 2>/dev/null; wait' TERM
+while [[ $1 == --* ]]; do
+  [[ $1 != --ntasks=* ]] || tasks=${1#*=}
+  [[ $1 != --container-image=* ]] || PATH=${1#*=}:$PATH
+  shift
+done
+for ((i = 0; i < tasks; i++)); do SLURM_PROCID=$i "$@" & done
+status=0
+for pid in $(jobs -p); do wait "$pid" || { s=$?; [ $s -le $status ] || status=$s; }; done
+exit ${SRUN_STATUS:-$status}
+"""
+SCONTROL = """\
+#!/usr/bin/env bash
+printf '%s\\n' "$*" >>"$RECORD/scontrol"
+[ "$1" != show ] || printf '127.0.0.1\\nlocalhost\\n'
+"""
+
+
+def slurm(
+    place: Place, *arguments: str, module: str = "stand_in_program", srun: str = SRUN, **environment: str
+) -> subprocess.Popen[str]:
+    place.add("srun", srun)
+    place.add("scontrol", SCONTROL)
+    place.environment.pop("RAY_AUTH_TOKEN", None)
+    job = {"SLURM_JOB_ID": str((free_port() - 20000) // 2), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
+    program = ["--module", module, "--deadline", "60", "--config", str(place.folder / "run.yaml")]
+    (place.folder / "run.yaml").write_text(f"run: {{dir: '{place.folder}/the run'}}\n")
+    job["SLURM_SUBMIT_DIR"] = str(ROOT)
+    return place.start("bash", LAUNCH / "slurm.sbatch", *program, *arguments, **job, **environment)
+
+
+def test_a_slurm_job_has_the_programs_status_even_where_srun_has_another(place: Place) -> None:
+    statuses, output = ending(slurm(place, *AWKWARD, PROGRAM_STATUS="3", SRUN_STATUS="137"))
+    assert statuses == [3], output
+    (program,) = place.programs()
+    assert program["arguments"] == ["--config", f"{place.folder}/run.yaml", *AWKWARD]
+    (called,) = place.recorded("srun")
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1" in called
+    tokens = {line.split("|")[1] for line in place.recorded("ray")} | {program["token"]}
+    (token,) = tokens
+    assert len(str(token)) == 64
+    assert str(token) not in output + called
+
+
+def test_a_requeued_job_resumes_where_there_is_a_whole_checkpoint(place: Place) -> None:
+    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    (place.folder / "the run/checkpoints/step-000006.partial").mkdir()
+    statuses, _ = ending(slurm(place, SLURM_RESTART_COUNT="1"))
+    assert statuses == [0]
+    assert "--resume" in place.programs()[0]["arguments"]  # type: ignore[operator]
+
+
+def test_a_requeued_job_without_a_checkpoint_begins_anew_and_keeps_what_was_there(place: Place) -> None:
+    (place.folder / "the run/checkpoints/step-000002.partial").mkdir(parents=True)
+    statuses, output = ending(slurm(place, SLURM_RESTART_COUNT="1"))
+    assert statuses == [0]
+    assert "--resume" not in place.programs()[0]["arguments"]  # type: ignore[operator]
+    assert (place.folder / "the run.interrupted-1/checkpoints/step-000002.partial").exists()
+    assert "beginning anew" in output
+
+
+def in_a_container(place: Place) -> dict[str, str]:
+    """An interpreter that is found inside of the container alone."""
+    image = place.folder / "image"
+    image.mkdir()
+    (image / "python-inside").write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+    (image / "python-inside").chmod(0o755)
+    return {"PYTHON": "python-inside", "SRUN_ARGS": f"--container-image={image}"}
+
+
+def test_a_requeued_job_in_a_container_resumes_and_its_status_comes_out(place: Place) -> None:
+    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    job = slurm(place, SLURM_RESTART_COUNT="1", PROGRAM_STATUS="3", **in_a_container(place))
+    statuses, output = ending(job)
+    assert statuses == [3], output
+    assert "--resume" in place.programs()[0]["arguments"]  # type: ignore[operator]
+    status_file = Path(place.recorded("srun")[-1].partition("--status-file ")[2].split()[0])
+    assert status_file.is_relative_to(ROOT / "runs")  # with the checkout, it is there inside and outside
+    assert not status_file.parent.exists()
+
+
+def test_near_the_time_limit_a_job_in_a_container_requeues_itself_too(place: Place) -> None:
+    job = slurm(place, PROGRAM_SLEEPS="1000", **in_a_container(place))
+    place.wait_for("program")
+    time.sleep(1.1)
+    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    job.send_signal(signal.SIGUSR1)
+    assert ending(job)[0] == [143]
+    assert place.recorded("scontrol")[-1].startswith("requeue ")
+
+
+def test_a_requeued_job_that_does_not_train_leaves_the_run_folder_alone(place: Place) -> None:
+    (place.folder / "the run/checkpoints/step-000002.partial").mkdir(parents=True)
+    only_noted = '#!/usr/bin/env bash\nprintf "%s\\n" "$*" >>"$RECORD/srun"\n'
+    statuses, output = ending(slurm(place, module="rlhf.doctor", srun=only_noted, SLURM_RESTART_COUNT="1"))
+    assert statuses == [0], output
+    (called,) = place.recorded("srun")
+    assert "--module rlhf.doctor" in called
+    assert "--resume" not in called
+    assert (place.folder / "the run/checkpoints/step-000002.partial").exists()
+
+
+def test_the_first_start_of_a_job_does_not_resume(place: Place) -> None:
+    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    ending(slurm(place))
+    assert "--resume" not in place.programs()[0]["arguments"]  # type: ignore[operator]
+
+
+def test_near_the_time_limit_the_job_requeues_itself_if_it_can_go_on(place: Place) -> None:
+    job = slurm(place, PROGRAM_SLEEPS="1000")
+    place.wait_for("program")
+    time.sleep(1.1)
+    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    job.send_signal(signal.SIGUSR1)
+    statuses, _ = ending(job)
+    assert statuses == [143]
+    assert place.recorded("scontrol")[-1].startswith("requeue ")
+    assert not is_alive(place.programs()[0]["pid"])
+
+
+def test_near_the_time_limit_a_job_without_a_new_checkpoint_goes_on(place: Place) -> None:
+    job = slurm(place, PROGRAM_SLEEPS="3", PROGRAM_STATUS="4")
+    place.wait_for("program")
+    job.send_signal(signal.SIGUSR1)
+    statuses, output = ending(job)
+    assert statuses == [4]
+    assert "not requeueing" in output
+    assert not any(line.startswith("requeue") for line in place.recorded("scontrol"))
+
+
+def test_near_the_time_limit_a_job_that_cannot_look_for_checkpoints_says_so(place: Place) -> None:
+    job = slurm(place, PROGRAM_SLEEPS="3", PROGRAM_STATUS="4")
+    place.wait_for("program")
+    (place.folder / "run.yaml").unlink()
+    job.send_signal(signal.SIGUSR1)
+    statuses, output = ending(job)
+    assert statuses == [4]
+    assert "no answer to whether there is a checkpoint" in output
+    assert "No such file" in output
+
+
+def test_a_cancelled_slurm_job_leaves_no_program(place: Place) -> None:
+    job = slurm(place, PROGRAM_SLEEPS="1000")
+    place.wait_for("program")
+    job.terminate()
+    assert ending(job)[0] == [143]
+    assert not is_alive(place.programs()[0]["pid"])
+
+
+# --- ssh ---
+
+SSH = """\
+#!/usr/bin/env bash
+while [ "$1" = -o ]; do shift 2; done
+printf '%s|%s\\n' "$1" "$2" >>"$RECORD/ssh"
+[ "$1" != unreachable ] || { sleep 0.3; echo "ssh: connect to host $1: refused" >&2; exit 255; }
+exec sh -c "$2"
+"""
+
+
+def over_ssh(place: Place, hosts: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    place.add("ssh", SSH)
+    place.environment.pop("RAY_AUTH_TOKEN", None)
+    (place.folder / "hosts").write_text(hosts)
+    flags = ["--hosts", str(place.folder / "hosts"), "--port", str(free_port()), "--module", "stand_in_program"]
+    return place.start(LAUNCH / "ssh_cluster.sh", *flags, *arguments, **environment)
+
+
+def test_ssh_takes_arguments_and_a_token_to_every_machine_and_brings_the_status_back(place: Place) -> None:
+    hosts = "# the head first\nme@127.0.0.1   # here\n\nlocalhost\n"
+    statuses, output = ending(over_ssh(place, hosts, *AWKWARD, PROGRAM_STATUS="7"))
+    assert statuses == [7], output
+    (program,) = place.programs()
+    assert program["arguments"] == AWKWARD
+    assert [line.split("|")[0] for line in place.recorded("ssh")] in (
+        ["me@127.0.0.1", "localhost"],
+        ["localhost", "me@127.0.0.1"],
+    )
+    (token,) = {line.split("|")[1] for line in place.recorded("ray")}
+    assert len(token) == 64
+    assert token not in output + "".join(place.recorded("ssh"))
+
+
+def test_a_machine_that_ssh_does_not_reach_ends_the_run(place: Place) -> None:
+    statuses, output = ending(over_ssh(place, "127.0.0.1\nunreachable\n", HEAD_NOTICES_S="1"))
+    assert statuses == [255]
+    assert "connect to host unreachable: refused" in output
+    assert "a machine ended with status 255 while the head went on" in output
+    assert place.programs() == []
+
+
+@pytest.mark.parametrize("how", ["TERM", "KILL"])
+def test_when_the_ssh_script_ends_so_does_everything_on_the_machines(place: Place, how: str) -> None:
+    script = over_ssh(place, "127.0.0.1\nlocalhost\n", PROGRAM_SLEEPS="1000")
+    place.wait_for("program")
+    script.send_signal(getattr(signal, f"SIG{how}"))
+    statuses, _ = ending(script)
+    assert statuses == [143 if how == "TERM" else -9]
+    assert not is_alive(place.programs()[0]["pid"])
+
+
+# --- submit ---
+
+# JOB is a list of what happens one after another: a status, or [what the log shows so far, how the stream ends].
+FAKE_JOB_CLIENT = """\
+import asyncio, json, os
+STORY = json.loads(os.environ["JOB"])
+class JobSubmissionClient:
+    def __init__(self, address): pass
+    async def tail_job_logs(self, id):
+        text, ending = STORY.pop(0)
+        yield text[:5]
+        if text[5:]: yield text[5:]
+        open(os.environ["RECORD"] + "/log", "a").write("read\\n")
+        if ending == "breaks": raise RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+        if ending == "hangs": await asyncio.sleep(1000)
+    def get_job_info(self, id):
+        class Status(str):
+            def is_terminal(self): return self in ("FAILED", "STOPPED", "SUCCEEDED")
+        if STORY[0] == "silence": raise ConnectionError("nobody there")
+        class Info: status, message = Status(STORY.pop(0)), "why"
+        Info.driver_exit_code = {"SUCCEEDED": 0, "FAILED": 2}.get(Info.status)
+        return Info
+"""
+
+
+def submit(place: Place, *arguments: str, job: object = (), **environment: str) -> subprocess.Popen[str]:
+    fake_job_client(place)
+    flags = ["--id", "job-1", "--nodes", "2"]
+    return place.start(LAUNCH / "submit.sh", *flags, *arguments, JOB=json.dumps(job), **environment)
+
+
+def fake_job_client(place: Place) -> None:
+    (place.folder / "python/ray").mkdir()
+    (place.folder / "python/ray/__init__.py").write_text("")
+    (place.folder / "python/ray/job_submission.py").write_text(FAKE_JOB_CLIENT)
+
+
+def stops(place: Place) -> list[str]:
+    return [line.split("|")[2] for line in place.recorded("ray") if "job stop" in line]
+
+
+def test_a_job_gets_the_arguments_and_its_exit_status_comes_back(place: Place) -> None:
+    arguments = ["--config", "configs/math.yaml", *AWKWARD]
+    statuses, output = ending(submit(place, *arguments, job=[["it ran\n", "closed"], "FAILED"]))
+    assert statuses == [2], output
+    (mode, token, called) = place.recorded("ray")[0].split("|")
+    assert (mode, token) == ("token", TOKEN)
+    assert f"--submission-id job-1 --no-wait --working-dir {ROOT}" in called
+    entry = (place.folder / "record/entrypoint").read_text().split("\0")[:-1]
+    assert entry == ["python", "launch/nodes.py", "run", "--nodes", "2", "--", *arguments]
+    assert stops(place) == []
+    assert "it ran\n" in output
+    assert TOKEN not in output
+
+
+@pytest.mark.parametrize(("state", "status"), [("SUCCEEDED", 0), ("FAILED", 2), ("STOPPED", 143)])
+def test_only_a_job_that_succeeded_gives_0(place: Place, state: str, status: int) -> None:
+    assert ending(submit(place, "--config", "x", job=[["", "closed"], state]))[0] == [status]
+    assert stops(place) == []
+
+
+@pytest.mark.parametrize("how", ["breaks", "closed"])
+def test_a_log_that_breaks_off_goes_on_where_it_was_and_the_job_with_it(place: Place, how: str) -> None:
+    story = [["step 1\n", how], "RUNNING", ["step 1\nstep 2\n", how], "RUNNING", ["step 1\nstep 2\nend\n", how]]
+    statuses, output = ending(submit(place, "--config", "x", job=[*story, "SUCCEEDED"]))
+    assert statuses == [0], output
+    assert output == "step 1\nstep 2\nend\n"
+    assert stops(place) == []
+
+
+def test_a_job_of_which_nothing_is_heard_any_more_is_left_alone(place: Place) -> None:
+    fake_job_client(place)
+    command = [sys.executable, LAUNCH / "nodes.py", "follow-job", "http://head:8265", "job-1", "--deadline", "0"]
+    statuses, output = ending(place.start(*command, JOB=json.dumps([["", "breaks"], "silence"])))
+    assert statuses == [1]
+    assert "It may still run: ray job status --address http://head:8265 job-1" in output
+
+
+def test_an_id_that_another_job_has_is_refused_and_that_job_goes_on(place: Place) -> None:
+    statuses, output = ending(submit(place, "--config", "x", JOB_IS_REFUSED="1"))
+    assert statuses == [1]
+    assert "already exists" in output
+    assert "Ray did not take job job-1" in output
+    assert stops(place) == []
+
+
+def test_interrupting_the_log_stops_the_job(place: Place) -> None:
+    job = submit(place, "--config", "x", job=[["", "hangs"]])
+    place.wait_for("log")
+    job.terminate()
+    statuses, _ = ending(job)
+    assert statuses == [143]
+    assert stops(place) == ["job stop --address http://127.0.0.1:8265 job-1"]
+
+
+@pytest.mark.parametrize(("refused", "stopped"), [("", 1), ("1", 0)], ids=["taken", "refused"])
+def test_interrupting_the_submission_stops_the_job_only_if_ray_took_it(
+    place: Place, refused: str, stopped: int
+) -> None:
+    job = submit(place, "--config", "x", SUBMISSION_SLEEPS="1", JOB_IS_REFUSED=refused)
+    place.wait_for("ray")
+    job.terminate()
+    statuses, _ = ending(job)
+    assert statuses == [143]
+    assert len(stops(place)) == stopped
+
+
+def test_a_job_that_is_not_waited_for_shows_its_id(place: Place) -> None:
+    statuses, output = ending(submit(place, "--no-wait", "--config", "x"))
+    assert (statuses, output) == ([0], "job-1\n")
+    assert stops(place) == []
+
+
+def test_without_a_token_the_submission_says_where_to_get_it(place: Place) -> None:
+    del place.environment["RAY_AUTH_TOKEN"]
+    statuses, output = ending(submit(place, "--config", "x"))
+    assert statuses == [2]
+    assert "copy the head's ~/.ray/auth_token here" in output
+
+
+# --- a program on a cluster that is up ---
+
+FAKE_RAY = """\
+import json, os
+NODES = json.loads(os.environ["NODES"])  # name -> what differs there
+class exceptions: RayError = OSError
+def init(**options): assert options["address"] == "auto"
+def shutdown(): pass
+def nodes():
+    return [{"Alive": True, "NodeID": n, "NodeManagerHostname": n, "NodeManagerAddress": "10.0.0.1"} for n in NODES]
+def get(reference, timeout): return reference
+class remote:
+    def __init__(self, function): self.function = function
+    def options(self, *, num_cpus, scheduling_strategy):
+        self.node = scheduling_strategy
+        return self
+    def remote(self): return self.function() | NODES[self.node]
+"""
+FAKE_STRATEGIES = """\
+def NodeAffinitySchedulingStrategy(node_id, soft): return node_id
+"""
+
+
+def on_cluster(place: Place, nodes: dict[str, dict[str, str]], count: int) -> tuple[list[int], str]:
+    package = place.folder / "python/ray"
+    (package / "util").mkdir(parents=True)
+    (package / "__init__.py").write_text(FAKE_RAY)
+    (package / "util/__init__.py").write_text("")
+    (package / "util/scheduling_strategies.py").write_text(FAKE_STRATEGIES)
+    command = [sys.executable, LAUNCH / "nodes.py", "run", "--nodes", str(count), "--deadline", "1"]
+    command += ["--module", "stand_in_program", "--", *AWKWARD]
+    there = {"NODES": json.dumps(nodes), "RAY_ADDRESS": "10.0.0.1:6379", "PROGRAM_STATUS": "9"}
+    return ending(place.start(*command, **there))
+
+
+def test_on_a_running_cluster_the_program_starts_when_all_nodes_are_there_and_the_same(place: Place) -> None:
+    statuses, output = on_cluster(place, {"a": {}, "b": {}}, 2)
+    assert statuses == [9], output
+    assert place.programs()[0]["arguments"] == AWKWARD
+
+
+@pytest.mark.parametrize(
+    ("nodes", "count", "message", "status"),
+    [
+        ({"a": {}, "b": {"rlhf": "0.0.1"}}, 2, "node b (10.0.0.1): rlhf is 0.0.1, but 0.1.0 on", 2),
+        ({"a": {}, "b": {"vLLM plug-in": "missing"}}, 2, "node b (10.0.0.1): vLLM plug-in is not installed.", 2),
+        ({"a": {}}, 2, "1 of 2 nodes are in the Ray cluster after 1 s.", 1),
+    ],
+    ids=["version", "plug-in", "absent"],
+)
+def test_on_a_running_cluster_a_node_that_is_absent_or_differs_is_named(
+    place: Place, nodes: dict[str, dict[str, str]], count: int, message: str, status: int
+) -> None:
+    statuses, output = on_cluster(place, nodes, count)
+    assert statuses == [status]
+    assert message in output
+    assert place.programs() == []
+
+
+# --- all of them ---
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_explains_itself(script: Path) -> None:
+    shown = subprocess.run(["bash", script, "--help"], capture_output=True, text=True, check=True).stdout
+    assert "--config FILE ... [section.key=value ...]" in shown
+    assert "oken" in shown
+
+
+def test_the_page_on_clusters_names_scripts_and_flags_that_exist() -> None:
+    page = (ROOT / "docs/clusters.md").read_text()
+    named = set(re.findall(r"\blaunch/[\w.]+", page))
+    assert named == {f"launch/{path.name}" for path in [*SCRIPTS, LAUNCH / "sweep.py", LAUNCH / "kuberay.yaml"]}
+    programs = {path: ["bash", path, "--help"] for path in SCRIPTS}
+    programs[LAUNCH / "sweep.py"] = [sys.executable, LAUNCH / "sweep.py", "--help"]
+    commands = re.sub(r"\\\n\s*", "", page).splitlines()
+    for path, command in programs.items():
+        known = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for line in (line for line in commands if line.startswith("    ") and path.name in line):
+            flags = set(re.findall(r"(?<= )--[a-z][\w-]*", line.partition(path.name)[2]))
+            assert flags - {"--resume", "--num-cpus"} <= set(re.findall(r"--[a-z][\w-]*", known)), line
+
+
+def test_shellcheck_finds_nothing() -> None:
+    checker = Path(sys.executable).parent / "shellcheck"
+    found = subprocess.run([checker, *SCRIPTS], capture_output=True, text=True, check=False)
+    assert found.stdout == ""
+
+
+def test_commands_of_ray_are_called_with_flags_that_it_has() -> None:
+    from click import Command
+    from ray.dashboard.modules.job.cli import stop, submit
+    from ray.scripts.scripts import start
+
+    known = {
+        command: {option for parameter in command.params for option in parameter.opts}
+        for command in (start, submit, stop)
+    }
+    assert all(isinstance(command, Command) for command in known)
+    source = (LAUNCH / "nodes.py").read_text()
+    used = {"--head", "--node-ip-address", "--port", "--address", "--include-dashboard"}
+    used |= {"--block", "--disable-usage-stats", "--log-color", "--temp-dir"}
+    assert all(flag in source for flag in used)
+    assert used <= known[start]
+    assert {"--address", "--submission-id", "--working-dir", "--runtime-env-json", "--no-wait"} <= known[submit]
+    assert "--address" in known[stop]
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(600)
+def test_two_real_ray_nodes_run_a_program_and_end(place: Place) -> None:
+    (place.folder / "python/stand_in_program.py").write_text(
+        "import logging, os, ray, sys\n"
+        "ray.init(address='auto', log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)\n"
+        "print('alive', sum(node['Alive'] for node in ray.nodes()), flush=True)\n"
+        "ray.shutdown()\n"
+        "sys.exit(6)\n"
+    )
+    del place.environment["RAY"]
+    port = free_port()
+    with ray_folder() as folder:  # logs of a failed run stay; this one fails on purpose
+        ray = {"RAY_TMPDIR": folder, "DEADLINE": "300"}
+        nodes = [place.node(rank, 2, port, "--ray-args", "--num-cpus=1", **ray) for rank in (0, 1)]
+        outputs = [process.communicate(timeout=500)[0] for process in nodes]
+    assert [process.returncode for process in nodes] == [6, 6], outputs
+    assert "alive 2" in outputs[0]

@@ -1,0 +1,200 @@
+"""The sweep: which runs it starts, what it does with finished, interrupted and failed ones, and its table."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.scripts
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "launch"))
+import resume  # noqa: E402
+import sweep  # noqa: E402
+
+sys.path.remove(str(ROOT / "launch"))
+
+# Writes what the real program does: an accuracy that grows with k, and a checkpoint before it fails or is ended.
+PROGRAM = """\
+import json, os, pathlib, sys, time
+values = dict(a.split("=", 1) for a in sys.argv[1:] if "=" in a and not a.startswith("-"))
+folder = pathlib.Path(values["run.dir"])
+with open(os.environ["RECORD"], "a") as file:
+    file.write(json.dumps([sys.argv[1:], os.environ["RAY_AUTH_TOKEN"]]) + "\\n")
+(folder / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
+print("working on", folder.name, flush=True)
+time.sleep(float(os.environ.get("PROGRAM_SLEEPS", "0")))
+if values["algo.kl_estimator"] == os.environ.get("FAILS"):
+    sys.exit("error: the learner fell over")
+k = int(values["algo.kl_estimator"][1])
+summary = {"evaluation_before": {"eval/test/avg@1": 0.3}, "evaluation_after": {"eval/test/avg@1": 0.3 + k / 10},
+           "updates_taken": 4, "updates_skipped": 0, "seconds": {"update": 1.5}}
+(folder / "summary.json").write_text(json.dumps(summary))
+steps = [{"step": 1, "time/step": 2.0, "policy/kl_k3": 0.5}, {"step": 2, "time/step": 2.0, "policy/kl_k3": k / 4}]
+lines = [json.dumps(row) for row in [*steps, {"step": 2, "eval/test/avg@1": 0.4}]]
+(folder / "metrics.jsonl").write_text("\\n".join(lines))
+"""
+
+
+class Sweep:
+    def __init__(self, folder: Path) -> None:
+        self.output, self.record = folder / "scan", folder / "record"
+        (folder / "stand_in_program.py").write_text(PROGRAM)
+        self.environment = {**os.environ, "PYTHONPATH": str(folder), "RECORD": str(self.record)}
+        self.environment.pop("RAY_AUTH_TOKEN", None)
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        axes = ["--grid", "algo.kl_estimator=k1,k2", "--grid", "algo.kl_coef=0.01,0.1"]
+        command = [sys.executable, str(ROOT / "launch/sweep.py"), "--output", str(self.output), *axes]
+        command += ["--module", "stand_in_program", "--config", "a b.yaml", *arguments]
+        return subprocess.Popen(
+            command, env=self.environment | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
+        process = self.start(*arguments, **environment)
+        output, errors = process.communicate(timeout=60)
+        return process.returncode, output, errors
+
+    def calls(self) -> list[list[str]]:
+        return [json.loads(line)[0] for line in self.record.read_text().splitlines()] if self.record.exists() else []
+
+    def tokens(self) -> set[str]:
+        return {json.loads(line)[1] for line in self.record.read_text().splitlines()}
+
+
+@pytest.fixture
+def scan(tmp_path: Path) -> Sweep:
+    return Sweep(tmp_path)
+
+
+def test_every_cell_is_a_line_and_a_row_of_the_table(scan: Sweep) -> None:
+    status, output, errors = scan.run("run.seed=3", "reward=[{name: math}]")
+    assert status == 0, errors
+    lines = output.splitlines()
+    assert [line.rpartition(",")[0] for line in lines[:4]] == [
+        "[1/4] kl_estimator=k1,kl_coef=0.01: done",
+        "[2/4] kl_estimator=k1,kl_coef=0.1: done",
+        "[3/4] kl_estimator=k2,kl_coef=0.01: done",
+        "[4/4] kl_estimator=k2,kl_coef=0.1: done",
+    ]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:]]
+    assert table[0][:4] == [
+        "algo.kl_estimator",
+        "algo.kl_coef",
+        "evaluation_before.eval/test/avg@1",
+        "evaluation_after.eval/test/avg@1",
+    ]
+    assert table[2] == ["k1", "0.01", "0.3", "0.4", "4", "0"]
+    assert table[5] == ["k2", "0.1", "0.3", "0.5", "4", "0"]
+    assert (scan.output / "table.md").read_text() == "\n".join(lines[4:]) + "\n"
+    first = scan.output / "kl_estimator=k1,kl_coef=0.01"
+    assert scan.calls()[0] == [
+        "--config",
+        "a b.yaml",
+        "run.seed=3",
+        "reward=[{name: math}]",
+        "algo.kl_estimator=k1",
+        "algo.kl_coef=0.01",
+        f"run.dir={first}",
+    ]
+    (token,) = scan.tokens()
+    assert len(token) == 64
+    assert token not in output + errors
+
+
+def test_the_same_command_runs_only_what_is_missing_and_resumes_what_has_a_checkpoint(scan: Sweep) -> None:
+    status, output, errors = scan.run(FAILS="k2")
+    assert status == 1
+    assert "kl_estimator=k2,kl_coef=0.1: failed with status 1" in output
+    assert "the learner fell over" in errors
+    assert "2 of 4 runs failed" in errors
+    scan.record.unlink()
+    status, output, _ = scan.run()
+    assert status == 0
+    assert output.count("has its result") == 2
+    assert [("algo.kl_estimator=k2" in call, "--resume" in call) for call in scan.calls()] == [(True, True)] * 2
+
+
+def test_a_dry_run_prints_commands_that_a_shell_reads_back_and_makes_nothing(scan: Sweep) -> None:
+    status, output, _ = scan.run("--dry-run")
+    assert status == 0
+    commands = [shlex.split(line) for line in output.splitlines()]
+    assert len(commands) == 4
+    assert all(command[1:5] == ["-m", "stand_in_program", "--config", "a b.yaml"] for command in commands)
+    assert not scan.output.exists()
+
+
+def test_a_signal_ends_the_run_that_is_under_way(scan: Sweep) -> None:
+    process = scan.start(PROGRAM_SLEEPS="1000")
+    end = time.monotonic() + 30
+    while not scan.calls():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert len(scan.calls()) == 1
+    mark = str(scan.output).encode()
+    commands = [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(mark in path.read_bytes() for path in commands if path.exists())
+
+
+def test_the_table_of_an_unfinished_scan_says_what_is_not_there(scan: Sweep) -> None:
+    assert scan.run("--table")[1].count("| - ") == 8  # two columns of four runs
+    scan.run(FAILS="k2")
+    table = scan.run("--table", "--column", "policy/kl_k3")[1]
+    assert [line.split("|")[3].strip() for line in table.splitlines()[2:]] == ["0.25", "0.25", "-", "-"]
+    table = scan.run("--table", "--column", "seconds.*")[1]
+    assert "seconds.update" in table
+    assert table.count("1.5") == 2
+    assert scan.run("--table")[0] == 0
+
+
+def test_values_may_hold_commas_in_brackets_and_quotes() -> None:
+    axis = sweep.parse_axis("learner.optimizer.betas=[0.9, 0.95],[0.9, 0.999]")
+    assert axis == ("learner.optimizer.betas", ["[0.9, 0.95]", "[0.9, 0.999]"])
+    assert sweep.parse_axis("a.b='x,y',z") == ("a.b", ["'x,y'", "z"])
+
+
+@pytest.mark.parametrize("text", ["algo.kl_coef", "=1,2", "a.b=", "a.b=1,,2", "a.b=1,1"])
+def test_an_axis_that_is_none_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="--grid"):
+        sweep.parse_axis(text)
+
+
+def test_keys_with_the_same_last_part_are_named_in_full(tmp_path: Path) -> None:
+    axes = [("rollout.temperature", ["1"]), ("evaluation.temperature", ["0"])]
+    (cell,) = sweep.cells(axes, tmp_path)
+    assert cell.folder.name == "rollout.temperature=1,evaluation.temperature=0"
+    with pytest.raises(ValueError, match="stands twice"):
+        sweep.cells([("a.b", ["1"]), ("a.b", ["2"])], tmp_path)
+
+
+def test_run_dir_is_found_as_the_program_finds_it(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("run: {dir: first}\n")
+    (tmp_path / "b.yaml").write_text("run: {dir: second}\n")
+    files = ["--config", str(tmp_path / "a.yaml"), f"--config={tmp_path}/b.yaml"]
+    assert resume.run_dir(files) == Path("second")
+    assert resume.run_dir(["run.dir=a b", *files, "--resume"]) == Path("a b")
+    with pytest.raises(ValueError, match=r"Set run\.dir=FOLDER"):
+        resume.run_dir(["run.steps=1"])
+
+
+def test_a_checkpoint_is_whole_where_the_program_says_so(tmp_path: Path) -> None:
+    from rlhf.run.folder import RunFolder
+
+    folder = RunFolder(tmp_path / "run", resume=False)
+    partial = folder.begin_checkpoint(2)
+    assert resume.newest_checkpoint(folder.path) is None
+    folder.finish_checkpoint(partial, {"step": 2}, keep=1)
+    assert resume.newest_checkpoint(folder.path) == folder.latest_checkpoint()
+    assert resume.prepare(folder.path) == ["--resume"]

@@ -1,0 +1,174 @@
+"""The critic's gradient, like the policy's, does not depend on learners, budgets, packing or the ZeRO stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from worlds import make_groups, make_ppo_config, run_world
+
+from rlhf.step import batching, credit
+from rlhf.config.ppo import PPOConfig
+from rlhf.learner.messages import Place, ValueMinibatch
+from rlhf.types import RolloutGroup
+
+pytestmark = pytest.mark.stack
+
+GROUPS = {"groups": 4, "samples": 4, "vocabulary": 250, "longest": 60, "seed": 3}
+BUDGETS = (128, 4096)
+STAGES = (0, 1, 2, 3)
+
+
+def random_rows(groups: list[RolloutGroup], seed: int) -> dict[int, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    rollouts = [sample.rollout for group in groups for sample in group.samples]
+    return {i: rng.normal(size=len(r.token_ids)).astype(np.float32) for i, r in enumerate(rollouts)}
+
+
+def config_for(model: Path, *, learners: int, budget: int, stage: int) -> PPOConfig:
+    return make_ppo_config(
+        model,
+        learner={"max_tokens_per_microbatch": budget, "minibatches_per_epoch": 2},
+        critic={"zero_stage": stage, "value_clip": 0.5, "optimizer": {"lr": 1e-3}},
+        cluster={"device": "cpu", "learners": learners},
+    )
+
+
+def work_of(config: PPOConfig, groups: list[RolloutGroup], rank: int) -> list[ValueMinibatch]:
+    samples = batching.flatten(groups)
+    minibatches = batching.plan_epochs(samples, np.ones(len(samples), bool), config, step=0)[0]
+    return credit.value_minibatches(minibatches, random_rows(groups, 1), random_rows(groups, 2))[rank]
+
+
+def collect_gradients(place: Place, model: Path) -> Any:
+    """(stage, budget) -> gradients of the second minibatch: after the first update no weight of the head is 0."""
+    from rlhf.learner.checkpoint import OptimizerView
+    from rlhf.learner.critic import Critic
+
+    class Probe(Critic):
+        def _apply(self) -> tuple[float, bool]:
+            view = OptimizerView(self.engine)
+            self.seen = {name: view.gradient(param).float().clone() for name, param in self.names.items()}
+            return super()._apply()
+
+    found = {}
+    groups = make_groups(**GROUPS)
+    for stage in STAGES:
+        for budget in BUDGETS:
+            config = config_for(model, learners=place.world_size, budget=budget, stage=stage)
+            critic = Probe(config, place)
+            critic.update(work_of(config, groups, place.rank)[:1])
+            found[stage, budget] = {name: grad.numpy() for name, grad in critic.seen.items()}
+    return found
+
+
+def save_critic(model: Path, folder: Path) -> Path:
+    """The policy's transformer with a head that is not zero, so that every gradient is there at once."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(1)
+    net = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    net.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
+def plain_gradients(model: Path) -> dict[str, np.ndarray]:
+    """The first minibatch by the formula, a sequence at a time: V of the state before each response token."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = config_for(model, learners=1, budget=4096, stage=0)
+    groups = make_groups(**GROUPS)
+    rollouts = [sample.rollout for group in groups for sample in group.samples]
+    old, returns = random_rows(groups, 1), random_rows(groups, 2)
+    rows = [int(row) for packed in work_of(config, groups, 0)[0].microbatches for row in packed.rows]
+    net = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    total, tokens = torch.zeros(()), 0
+    for row in rows:
+        rollout = rollouts[row]
+        states = net.base_model(input_ids=torch.from_numpy(rollout.token_ids).long()[None]).last_hidden_state[0]
+        mask = torch.from_numpy(rollout.response_mask)[1:]
+        values = (states[:-1] @ net.score.weight[0])[mask]
+        old_row, goal = (torch.from_numpy(x[row])[1:][mask] for x in (old, returns))
+        clipped = old_row + (values - old_row).clamp(-0.5, 0.5)
+        total = total + 0.5 * torch.maximum((values - goal) ** 2, (clipped - goal) ** 2).sum()
+        tokens += int(mask.sum())
+    (total / tokens).backward()
+    return {name: p.grad.numpy() for name, p in net.named_parameters()}
+
+
+def relative_error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    assert found.keys() == expected.keys()
+    error = sum(float(((found[n] - expected[n]) ** 2).sum()) for n in expected) ** 0.5
+    return error / sum(float((g**2).sum()) for g in expected.values()) ** 0.5
+
+
+def test_the_critics_gradient_is_the_plain_one_for_1_and_2_learners_2_budgets_and_every_zero_stage(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = save_critic(tiny_model_dir / "model", tmp_path / "critic")
+    expected = plain_gradients(model)
+    assert all(np.abs(g).max() > 0 for g in expected.values())
+    for learners in (1, 2):
+        for rank, found in enumerate(run_world(collect_gradients, learners, model)):
+            assert len(found) == len(BUDGETS) * len(STAGES)
+            for case, gradients in found.items():
+                assert relative_error(gradients, expected) < 2e-5, (learners, rank, case)
+
+
+def first_values(place: Place, model: Path) -> np.ndarray:
+    from rlhf.learner.critic import Critic
+
+    config = config_for(model, learners=1, budget=4096, stage=2)
+    packed = [m.microbatches for m in work_of(config, make_groups(**GROUPS), place.rank)]
+    return np.concatenate([v for m in Critic(config, place).values(packed) for v in m])
+
+
+def test_a_critic_from_a_reward_model_starts_with_its_head_over_the_recorded_std(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = save_critic(tiny_model_dir / "model", tmp_path / "reward")
+    (raw,) = run_world(first_values, 1, model)
+    (model / "reward_normalization.json").write_text('{"mean": 3.0, "std": 4.0}')
+    (scaled,) = run_world(first_values, 1, model)
+    assert np.abs(raw).max() > 0.1
+    np.testing.assert_allclose(scaled, raw / 4.0, rtol=1e-5, atol=1e-7)
+
+
+def train_save_resume(place: Place, model: Path, folder: Path) -> dict[str, Any]:
+    from rlhf.learner.critic import Critic
+
+    config = config_for(model, learners=1, budget=4096, stage=2)
+    groups = make_groups(**GROUPS)
+    critic = Critic(config, place)
+    work = work_of(config, groups, place.rank)
+    packed = [minibatch.microbatches for minibatch in work]
+    before = critic.values(packed)
+    critic.update(work)
+    folder.mkdir()
+    critic.save(str(folder))
+    critic.update(work)
+    resumed = Critic(config, place)
+    resumed.load(str(folder), 2)
+    (metrics, _) = resumed.update(work)
+    return {
+        "before": np.concatenate([v for m in before for v in m]),
+        "whole": np.concatenate([v for m in critic.values(packed) for v in m]),
+        "resumed": np.concatenate([v for m in resumed.values(packed) for v in m]),
+        "steps": resumed.adam_steps,
+        "metrics": list(metrics),
+    }
+
+
+def test_a_critic_from_a_language_model_starts_at_value_0_and_resumes_where_its_checkpoint_stood(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    (found,) = run_world(train_save_resume, 1, tiny_model_dir / "model", tmp_path / "checkpoint")
+    assert np.all(found["before"] == 0.0)
+    assert np.abs(found["whole"]).max() > 0
+    np.testing.assert_allclose(found["resumed"], found["whole"], rtol=0, atol=1e-5)
+    assert found["steps"] == 4
+    assert {"critic/lr", "critic/grad_norm", "critic/loss", "critic/updates_taken"} <= set(found["metrics"])

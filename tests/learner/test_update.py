@@ -1,0 +1,329 @@
+"""The learner through the real DeepSpeed engine: first step, Adam variants, schedule, skipped updates, checkpoints."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from worlds import make_config, make_groups, plan_first_epoch, run_world, work_of_rank
+
+from rlhf.step import batching
+from rlhf.learner.messages import Place
+from rlhf.types import PolicyTargets, StepMetrics
+
+pytestmark = pytest.mark.stack
+
+GROUPS: dict[str, Any] = {"groups": 4, "samples": 4, "vocabulary": 250, "longest": 60, "seed": 5}
+
+
+def step(learner: Any, config: Any, groups: Any, place: Place) -> list[StepMetrics]:
+    """Log-prob passes and updates of one training step, as the loop makes them, on one rank."""
+    minibatches, _ = plan_first_epoch(config, groups)
+    passes = learner.logprobs([m.microbatches[place.rank] for m in minibatches], True)
+    old = {}
+    ref = {}
+    for minibatch, found in zip(minibatches, passes, strict=True):
+        for packed, one in zip(minibatch.microbatches[place.rank], found, strict=True):
+            old |= batching.gather(one.old, packed)
+            ref |= batching.gather(one.ref, packed)
+    everything = {row: np.zeros(len(s.rollout.token_ids), np.float32) for row, s in enumerate(batching.flatten(groups))}
+    return learner.update(work_of_rank(config, groups, place.rank, everything | old, everything | ref))
+
+
+# --- the first step ---
+
+
+def save_wide_model(folder: Path) -> Path:
+    """Hidden size 896, as of a 0.5B model, where the same rows in another microbatch differ in bf16."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=896, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    model.save_pretrained(folder)
+    return folder
+
+
+def first_step_metrics(place: Place, model: Path, checkpointing: bool) -> list[dict[str, float]]:
+    from rlhf.learner.worker import Learner
+
+    config = make_config(
+        model,
+        model={"dtype": "bfloat16", "gradient_checkpointing": checkpointing},
+        algo={"kl_coef": 0.1},
+        learner={
+            "max_tokens_per_microbatch": 200,
+            "minibatches_per_epoch": 2,
+            "optimizer": {"lr": 1e-3},
+        },
+        cluster={"device": "cpu", "learners": place.world_size},
+    )
+    learner = Learner(config, place)
+    metrics = step(learner, config, make_groups(**GROUPS), place)
+    return [{name: metric.value() for name, metric in update.items()} for update in metrics]
+
+
+@pytest.mark.parametrize(("learners", "checkpointing"), [(1, True), (2, False)])
+def test_on_the_first_update_every_ratio_is_1_and_every_kl_0_exactly_at_hidden_size_896_in_bf16(
+    tmp_path: Path, learners: int, checkpointing: bool
+) -> None:
+    model = save_wide_model(tmp_path / "wide")
+    for first, second in run_world(first_step_metrics, learners, model, checkpointing):
+        assert first["policy/ratio"] == 1.0
+        assert first["policy/ratio_max"] == 1.0
+        for name in ("policy/kl_k1", "policy/kl_k2", "policy/kl_k3", "policy/kl_k4", "policy/kl_old"):
+            assert first[name] == 0.0, name
+        assert first["policy/clip_fraction"] == 0.0
+        assert second["policy/ratio_max"] != 1.0  # the first update moved the policy
+        assert second["policy/kl_k3"] > 0.0
+
+
+# --- Adam ---
+
+
+def adam_epsilon_hat(weights: torch.Tensor, grads: list[torch.Tensor], *, lr: float, eps: float) -> torch.Tensor:
+    """Kingma & Ba, the order of computation given before their section 2.1, in float64."""
+    beta1, beta2 = 0.9, 0.95
+    theta, m, v = weights.double().clone(), torch.zeros_like(weights).double(), torch.zeros_like(weights).double()
+    for t, grad in enumerate(grads, start=1):
+        m = beta1 * m + (1 - beta1) * grad.double()
+        v = beta2 * v + (1 - beta2) * grad.double() ** 2
+        theta -= lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * m / (v.sqrt() + eps)
+    return theta
+
+
+def adam_torch(weights: torch.Tensor, grads: list[torch.Tensor], *, lr: float, eps: float) -> torch.Tensor:
+    parameter = torch.nn.Parameter(weights.double().clone())
+    optimizer = torch.optim.AdamW([parameter], lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.0)
+    for grad in grads:
+        parameter.grad = grad.double()
+        optimizer.step()
+    return parameter.detach()
+
+
+def run_adam(place: Place, model: Path, variant: str, updates: int) -> dict[str, Any]:
+    """Start and end weights and the gradients between, through ZeRO-2."""
+    from rlhf.learner.checkpoint import OptimizerView
+    from rlhf.learner.worker import Learner
+
+    class Probe(Learner):
+        grads: list[dict[str, torch.Tensor]] = []  # noqa: RUF012
+
+        def _apply(self) -> tuple[float, bool]:
+            view = OptimizerView(self.engine)
+            self.grads.append({name: view.gradient(p).clone() for name, p in self.names.items()})
+            return super()._apply()
+
+    config = make_config(
+        model,
+        run={"steps": updates},
+        learner={
+            "max_tokens_per_microbatch": 4096,
+            "max_grad_norm": None,
+            "optimizer": {"variant": variant, "lr": 1e-4, "eps": 1e-5, "betas": [0.9, 0.95]},
+        },
+        cluster={"device": "cpu", "learners": place.world_size},
+    )
+    learner = Probe(config, place)
+    names = ("model.norm.weight", "model.layers.0.self_attn.q_proj.bias", "model.layers.1.mlp.up_proj.weight")
+    start = {name: learner.names[name].detach().numpy().copy() for name in names}
+    groups = make_groups(**GROUPS)
+    work = work_of_rank(config, groups, place.rank, {}, {})
+    for _ in range(updates):
+        learner.update(work)
+    group = learner.engine.optimizer.param_groups[0]
+    return {
+        "start": start,
+        "end": {name: learner.names[name].detach().numpy().copy() for name in names},
+        "grads": {name: np.stack([g[name].numpy() for g in learner.grads]) for name in names},
+        "held": {key: group[key] for key in ("betas", "eps", "weight_decay", "lr")},
+    }
+
+
+@pytest.mark.parametrize("variant", ["tensorflow", "torch"])
+def test_adam_through_zero_2_agrees_with_an_independent_implementation_over_100_steps(
+    tiny_model_dir: Path, variant: str
+) -> None:
+    reference, other = (adam_epsilon_hat, adam_torch) if variant == "tensorflow" else (adam_torch, adam_epsilon_hat)
+    (found,) = run_world(run_adam, 1, tiny_model_dir / "model", variant, 100)
+    held = found["held"]
+    assert held["betas"] == (0.9, 0.95)
+    assert held["weight_decay"] == 0.0
+    assert held["lr"] == 1e-4
+    assert held["eps"] == pytest.approx(1e-5 if variant == "torch" else 1e-5 / math.sqrt(1 - 0.95**100))
+    differs = 0.0
+    for name, weights in found["start"].items():
+        start, grads = torch.from_numpy(weights), list(torch.from_numpy(found["grads"][name]))
+        expected = reference(start, grads, lr=1e-4, eps=1e-5)
+        moved = (expected - start).abs().max().item()
+        assert moved > 1e-3
+        torch.testing.assert_close(torch.from_numpy(found["end"][name]).double(), expected, rtol=0, atol=1e-3 * moved)
+        differs = max(differs, (other(start, grads, lr=1e-4, eps=1e-5) - expected).abs().max().item())
+    assert differs > 1e-5  # the two variants are not the same thing here
+
+
+# --- schedule and skipped updates ---
+
+
+def whole_weights(learner: Any) -> dict[str, np.ndarray]:
+    """Every parameter, gathered at ZeRO-3; iterating a learner yields what it would send to the engines."""
+    return {name: tensor.float().numpy().copy() for name, tensor in learner}
+
+
+def poison(targets: PolicyTargets) -> PolicyTargets:
+    return PolicyTargets(targets.advantages * np.float32("nan"), targets.old_logprobs, targets.ref_logprobs)
+
+
+def run_with_a_poisoned_update(place: Place, model: Path, stage: int) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from rlhf.learner.worker import Learner
+
+    config = make_config(
+        model,
+        run={"steps": 4},
+        learner={
+            "zero_stage": stage,
+            "optimizer": {"variant": "tensorflow", "lr": 1e-3},
+            "schedule": {"name": "cosine", "warmup_steps": 1},
+            "max_tokens_per_microbatch": 300,
+        },
+        cluster={"device": "cpu", "learners": place.world_size},
+    )
+    learner = Learner(config, place)
+    (work,) = work_of_rank(config, make_groups(**GROUPS), place.rank, {}, {})
+    bad = replace(work, targets=tuple(poison(t) for t in work.targets))
+    rates, norms = [], []
+    before_bad: dict[str, np.ndarray] = {}
+    after_bad: dict[str, np.ndarray] = {}
+    for update in range(4):
+        if update == 1:
+            before_bad = whole_weights(learner)
+        (metrics,) = learner.update([bad if update == 1 else work])
+        if update == 1:
+            after_bad = whole_weights(learner)
+        rates.append(metrics["learner/lr"].value())
+        norms.append(metrics["learner/grad_norm"].value())
+    return {
+        "rates": rates,
+        "norms": norms,
+        "unmoved": all(np.array_equal(before_bad[name], after_bad[name]) for name in learner.names),
+        "adam_steps": learner.adam_steps,
+        "updates": learner.updates_done,
+        "finite": all(np.isfinite(w).all() for w in whole_weights(learner).values()),
+        "eps": learner.engine.optimizer.param_groups[0]["eps"],
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_non_finite_gradient_is_skipped_consumes_the_schedule_but_not_adams_step(
+    tiny_model_dir: Path, stage: int
+) -> None:
+    for found in run_world(run_with_a_poisoned_update, 2, tiny_model_dir / "model", stage):
+        assert found["unmoved"]
+        assert found["finite"]
+        assert (found["updates"], found["adam_steps"]) == (4, 3)
+        assert not math.isfinite(found["norms"][1])
+        # u = 1..4, w = 1: warm-up to the peak, then (1 + cos(pi p)) / 2 at p = 1/3, 2/3, 1
+        assert found["rates"] == pytest.approx([1e-3, 0.75e-3, 0.25e-3, 0.0], abs=1e-12)
+        assert found["eps"] == pytest.approx(1e-8 / math.sqrt(1 - 0.95**3))
+
+
+def weights_after_a_step_at_lr_0(place: Place, model: Path) -> bool:
+    from rlhf.learner.worker import Learner
+
+    config = make_config(model, learner={"optimizer": {"lr": 0.0, "weight_decay": 0.1}})
+    learner = Learner(config, place)
+    before = {name: p.detach().clone() for name, p in learner.names.items()}
+    learner.update(work_of_rank(config, make_groups(**GROUPS), place.rank, {}, {}))
+    return all(torch.equal(before[name], p) for name, p in learner.names.items())
+
+
+def test_with_lr_0_nothing_moves(tiny_model_dir: Path) -> None:
+    assert run_world(weights_after_a_step_at_lr_0, 1, tiny_model_dir / "model") == [True]
+
+
+# --- checkpoints and export ---
+
+
+def checkpoint_config(model: Path, learners: int, stage: int) -> Any:
+    return make_config(
+        model,
+        learner={
+            "zero_stage": stage,
+            "optimizer": {"variant": "tensorflow", "lr": 1e-3},
+            "max_tokens_per_microbatch": 300,
+        },
+        cluster={"device": "cpu", "learners": learners},
+    )
+
+
+def train_and_save(place: Place, model: Path, folder: Path) -> dict[str, np.ndarray]:
+    """Two updates, a checkpoint, an export, two more updates: the weights at the end."""
+    from rlhf.learner.worker import Learner
+
+    config = checkpoint_config(model, place.world_size, 2)
+    learner = Learner(config, place)
+    work = work_of_rank(config, make_groups(**GROUPS), place.rank, {}, {})
+    for _ in range(2):
+        learner.update(work)
+    if place.rank == 0:
+        (folder / "checkpoint").mkdir(parents=True)
+    torch.distributed.barrier()
+    learner.save(str(folder / "checkpoint"))
+    learner.export(str(folder / "export"), str(model))
+    sequence = np.arange(5, 60, dtype=np.int32)
+    canary = learner.canary([sequence])[0]
+    for _ in range(2):
+        learner.update(work)
+    return {"canary": canary} | whole_weights(learner)
+
+
+def resume_and_train(place: Place, model: Path, folder: Path, stage: int) -> dict[str, np.ndarray]:
+    from rlhf.learner.worker import Learner
+
+    config = checkpoint_config(model, place.world_size, stage)
+    learner = Learner(config, place)
+    learner.load(str(folder / "checkpoint"), 2)
+    work = work_of_rank(config, make_groups(**GROUPS), place.rank, {}, {})
+    for _ in range(2):
+        learner.update(work)
+    return whole_weights(learner)
+
+
+def test_a_checkpoint_continues_the_same_run_with_another_number_of_learners_and_another_zero_stage(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = tiny_model_dir / "model"
+    whole = run_world(train_and_save, 2, model, tmp_path)[0]
+    canary = whole.pop("canary")
+    for learners, stage in ((1, 2), (2, 3), (1, 0)):
+        resumed = run_world(resume_and_train, learners, model, tmp_path, stage)[0]
+        for name, expected in whole.items():
+            np.testing.assert_allclose(resumed[name], expected, rtol=0, atol=2e-6, err_msg=f"{name} {learners} {stage}")
+    assert {f.suffix for f in (tmp_path / "checkpoint").iterdir()} == {".safetensors", ".json"}
+    exported_logprobs_agree(tmp_path / "export", canary)
+
+
+def exported_logprobs_agree(folder: Path, canary: np.ndarray) -> None:
+    """The exported model gives in transformers the log-probs that the learner gave."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.arange(5, 60)
+    with torch.no_grad():
+        log_softmax = torch.log_softmax(net(input_ids=ids[None]).logits[0, :-1], -1)
+    logprobs = log_softmax.gather(-1, ids[1:, None])[:, 0].numpy()
+    np.testing.assert_allclose(canary[1:], logprobs, rtol=0, atol=1e-5)
+    assert canary[0] == 0.0
+    assert AutoTokenizer.from_pretrained(folder).decode([40]) != ""

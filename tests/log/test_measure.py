@@ -1,0 +1,148 @@
+"""The numbers of the log about speed and waiting, against arithmetic by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds import make_config, make_groups
+
+from rlhf.step import batching
+from rlhf.plan.model import model_shape
+from rlhf.log.measure import Clock, LearnerSpeed, peak_tflops, rollout_metrics, waiting_seconds
+from rlhf.run.sampler import BusyMeter
+from rlhf.types import RolloutGroup, VersionSpan
+
+SHAPE = {
+    "model_type": "llama", "vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 12,
+}  # fmt: skip
+
+
+def test_training_flops_by_hand() -> None:
+    # a layer: 2 H n d + 2 H k d = 128 + 64, 3 H I = 288; 6 FLOPs a parameter and token, 6 n d L^2 a layer of attention
+    expected = 6 * 2 * (192 + 288) * (3 + 5) + 6 * 80 * 4 + 2 * 6 * 8 * (9 + 25)
+    assert model_shape(SHAPE).training_flops([3, 5], 4, [0, 0]) == expected
+    # two tokens of the second were computed with the first: 2 (192 + 288) parameters and 2^2 scores less
+    assert model_shape(SHAPE).training_flops([3, 5], 4, [0, 2]) == expected - 6 * 2 * 480 * 2 - 2 * 6 * 8 * 4
+
+
+def test_of_experts_only_the_active_ones_are_counted() -> None:
+    sparse = {**SHAPE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert model_shape(sparse).active_parameters == 2 * (192 + 2 * 288 + 8 * 8)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
+    return tmp_path / "model"
+
+
+def speed_of(model: Path, device_name: str, **cluster: Any) -> dict[str, float]:
+    config = make_config(
+        model, learner={"max_tokens_per_microbatch": 128}, cluster={"device": "cpu", "learners": 3, **cluster}
+    )
+    samples = batching.flatten(make_groups(groups=1, samples=2, vocabulary=9, longest=20, seed=0))
+    epochs = batching.plan_epochs(samples, np.ones(2, bool), config, step=0)
+    values = LearnerSpeed(config, device_name).of_step(epochs, 0.5)
+    lengths = [len(s.rollout.token_ids) for s in samples]
+    assert values["learner/shared_fraction"] == 0  # each of the two has a microbatch of its own
+    assert values["learner/tokens_per_second"] == sum(lengths) / 0.5
+    assert values["learner/packing_efficiency"] == sum(lengths) / (3 * 128)
+    assert values["learner/padding_fraction"] == pytest.approx(2 / (sum(lengths) + 2))  # two rows and a filler of two
+    flops = model_shape(SHAPE).training_flops(lengths, sum(s.rollout.response_length for s in samples), [])
+    return values | {"flops": flops}
+
+
+def test_mfu_is_the_share_of_the_peak_of_the_named_device(model: Path) -> None:
+    values = speed_of(model, "NVIDIA H100 80GB HBM3")
+    assert values["learner/mfu"] == pytest.approx(values["flops"] / (0.5 * 989e12 * 3))
+    assert speed_of(model, "NVIDIA H100 PCIe")["learner/mfu"] == pytest.approx(values["learner/mfu"] * 989 / 756)
+
+
+def test_a_device_is_known_by_whole_words_of_its_name() -> None:
+    assert peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
+    assert peak_tflops("NVIDIA H100 NVL") == 835.0
+    assert peak_tflops("NVIDIA L40") == 181.0
+    assert peak_tflops("NVIDIA A10G") == 70.0
+    assert peak_tflops("NVIDIA RTX A1000") is peak_tflops("NVIDIA RTX A4000") is None
+
+
+def test_a_step_in_which_only_the_critic_learns_says_nothing_of_the_policys_speed(model: Path) -> None:
+    config = make_config(model, cluster={"device": "cpu"})
+    assert LearnerSpeed(config, "NVIDIA H100 80GB HBM3").of_step([], 0.5) == {}
+
+
+def test_mfu_takes_the_peak_of_the_config_and_is_left_out_without_one(model: Path) -> None:
+    values = speed_of(model, "cpu", peak_tflops=0.5)
+    assert values["learner/mfu"] == pytest.approx(values["flops"] / (0.5 * 0.5e12 * 3))
+    assert "learner/mfu" not in speed_of(model, "cpu")
+
+
+def test_who_waited_for_whom() -> None:
+    phases = {"sampling": 3.0, "logprobs": 1.0, "update": 4.0, "transfer": 0.5, "evaluation": 1.0}
+    found = waiting_seconds(phases, 10.0, 6.5)
+    assert found == {"time/engine_idle": 3.5, "time/learner_idle": 4.5}
+
+
+def test_phases_between_two_logs_belong_to_the_later_step() -> None:
+    clock = Clock({"update": 10.0})
+    with clock.phase("update"):
+        time.sleep(0.01)
+    first, window_s = clock.take()
+    assert 0.01 <= first["update"] <= window_s
+    with clock.phase("checkpoint"):
+        pass
+    second, _ = clock.take()
+    assert list(second) == ["checkpoint"]
+    assert clock.total["update"] == 10.0 + first["update"]
+
+
+def test_the_start_is_no_waiting_and_every_part_of_the_reward_is_logged_whoever_has_it() -> None:
+    clock = Clock({})
+    with clock.phase("start-up"):
+        time.sleep(0.02)
+    clock.start_window()
+    phases, window_s = clock.take()
+    assert phases["start-up"] >= 0.02 > window_s
+
+    one, other = make_groups(groups=2, samples=2, vocabulary=9, longest=20, seed=0)
+
+    def graded(group: RolloutGroup, parts: dict[str, float]) -> RolloutGroup:
+        return RolloutGroup(group.prompt, tuple(dataclasses.replace(s, reward_parts=parts) for s in group.samples))
+
+    metrics = rollout_metrics([graded(one, {"math": 1.0}), graded(other, {"f1": 0.5})], np.zeros(4), step=1)
+    assert metrics["reward/part/math"].value() == 1.0
+    assert metrics["reward/part/f1"].value() == 0.5
+
+
+def test_tokens_that_arrive_during_an_evaluation_are_in_the_rate_of_the_next_step() -> None:
+    meter = BusyMeter()
+    meter.begin()
+    time.sleep(0.01)
+    meter.end()
+    meter.tokens += 30
+    rate, busy_s = meter.take()
+    assert busy_s >= 0.01
+    assert rate == pytest.approx(30 / busy_s)
+    assert meter.take() == (0.0, 0.0)
+
+
+def test_lag_is_counted_by_token() -> None:
+    (group,) = make_groups(groups=1, samples=2, vocabulary=9, longest=20, seed=0)
+    samples = []
+    for sample in group.samples:
+        end, start = len(sample.rollout.token_ids), len(group.prompt.token_ids)
+        spans = (VersionSpan(start, end - 1, 4), VersionSpan(end - 1, end, 5))
+        samples.append(dataclasses.replace(sample, rollout=dataclasses.replace(sample.rollout, version_spans=spans)))
+    metrics = rollout_metrics([RolloutGroup(group.prompt, tuple(samples))], np.zeros(2), step=6)
+    tokens = sum(sample.rollout.response_length for sample in samples)
+    assert metrics["rollout/tokens_at_lag/1"].value() == 2 / tokens
+    assert metrics["rollout/tokens_at_lag/2"].value() == (tokens - 2) / tokens
+    assert metrics["rollout/lag_max"].value() == 2

@@ -1,0 +1,75 @@
+"""Weights that change while responses are under way: which version each token is of, and what it was sampled from."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds import make_config
+
+from rlhf.rollout.sampling import SamplingSettings
+from rlhf.types import Prompt, Rollout
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
+
+# An untrained model ends a response with a probability of 1/262 at every token: when a later request of 32 tokens has
+# been answered, one in eight of the others has ended, and never all of them.
+LONGEST = 1500  # tokens
+SAMPLES = 16
+LATER = SamplingSettings(temperature=1.0, max_tokens=32)
+
+
+async def sample_across_an_update(config: Any) -> tuple[list[Rollout], list[np.ndarray], list[np.ndarray]]:
+    """Responses of which some began before new weights came and ended after; log-probs under old and new weights."""
+    from rlhf.cluster.cluster import Cluster
+
+    prompt = Prompt("p/0", 0, np.arange(60, 80, dtype=np.int32), (), "0", "p")
+    async with Cluster(config) as cluster:
+        await cluster.send_weights(0)
+        await cluster.learners.call("perturb_weights")  # of the learner's; the engine samples with the old ones
+        sampling = asyncio.ensure_future(cluster.sample_group(0, prompt, SAMPLES, SamplingSettings(1.0, LONGEST)))
+        await asyncio.sleep(0)  # until it is sent
+        await cluster.sample_group(0, prompt, 1, LATER)  # requests are worked on together: the others are under way
+        await cluster.send_weights(1)
+        rollouts = await sampling
+        sequences = [rollout.token_ids for rollout in rollouts]
+        (new,) = await cluster.learners.call("canary", sequences)
+        await cluster.learners.call("restore_weights")
+        (old,) = await cluster.learners.call("canary", sequences)
+    return rollouts, old, new
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep_kv"])
+def test_a_response_goes_on_under_new_weights_and_knows_which_token_is_of_which(
+    tiny_model_dir: Path, mode: str
+) -> None:
+    config = make_config(
+        tiny_model_dir / "model",
+        rollout={"max_response_tokens": LONGEST, "max_policy_lag": 1, "on_weight_update": mode},
+        learner={"max_tokens_per_microbatch": 2048},
+    )
+    rollouts, old, new = asyncio.run(sample_across_an_update(config))
+    partial = [i for i, rollout in enumerate(rollouts) if len(rollout.version_spans) == 2]
+    assert partial, "no response was under way when the weights changed"
+    before, after, foreign = [], [], []
+    for i in partial:
+        rollout = rollouts[i]
+        first, second = rollout.version_spans
+        assert (first.version, second.version) == (0, 1)
+        assert rollout.oldest_version == 0
+        assert (first.start, first.end, second.end) == (20, second.start, len(rollout.token_ids))
+        sampled = rollout.rollout_logprobs
+        before.append(np.abs(sampled - old[i])[first.start : first.end])
+        after.append(np.abs(sampled - new[i])[second.start : second.end])
+        foreign.append(np.abs(sampled - old[i])[second.start : second.end])
+    # What is sampled is what is trained: the engine's log-probs are those of the weights that the span names.
+    assert np.concatenate(before).max() < 1e-3
+    difference = np.concatenate(after).mean()
+    assert np.concatenate(foreign).mean() > 0.02  # the perturbation can be seen
+    if mode == "recompute":  # the whole prefix went through the new weights
+        assert np.concatenate(after).max() < 1e-3
+    else:  # new weights over the old ones' keys and values: close to neither, and why a correction is on
+        assert difference > 1e-3

@@ -1,0 +1,59 @@
+"""A response ends at its truncate token: what stands behind it is gone, and it counts as stopped by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf import quickstart
+from rlhf.config.sections import RolloutConfig
+from rlhf.data.model_files import truncate_token_id
+from rlhf.rollout.sampling import Completion, truncate
+from rlhf.types import VersionSpan
+
+SAMPLED = Completion(
+    token_ids=np.array([5, 9, 5, 9, 7], np.int32),
+    logprobs=np.array([-0.1, -0.2, -0.3, -0.4, -0.5], np.float32),
+    finish_reason="length",
+    version_spans=(VersionSpan(0, 3, 7), VersionSpan(3, 5, 8)),
+)
+
+
+@pytest.mark.parametrize(
+    ("after", "ids", "spans"),
+    [
+        (0, [5, 9], (VersionSpan(0, 2, 7),)),
+        (1, [5, 9], (VersionSpan(0, 2, 7),)),
+        (2, [5, 9, 5, 9], (VersionSpan(0, 3, 7), VersionSpan(3, 4, 8))),
+    ],
+)
+def test_a_response_is_cut_behind_its_first_such_token_from_that_position_on(
+    after: int, ids: list[int], spans: tuple[VersionSpan, ...]
+) -> None:
+    cut = truncate(SAMPLED, token=9, after=after)
+    assert cut.token_ids.tolist() == ids
+    np.testing.assert_array_equal(cut.logprobs, SAMPLED.logprobs[: len(ids)])
+    assert cut.version_spans == spans
+    assert cut.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(("token", "after"), [(4, 0), (9, 4)])
+def test_a_response_without_it_stays_whole_and_does_not_count_as_stopped(token: int, after: int) -> None:
+    assert truncate(SAMPLED, token=token, after=after) is SAMPLED
+
+
+def rollout(token: str | None) -> RolloutConfig:
+    sizes: Any = {"prompts_per_step": 1, "samples_per_prompt": 1, "max_response_tokens": 8}
+    return RolloutConfig(**sizes, truncate_token=token)
+
+
+def test_the_truncate_token_is_one_token_of_the_model() -> None:
+    tokenizer = quickstart.make_tokenizer()
+    found = truncate_token_id(rollout("."), tokenizer)
+    assert found is not None
+    assert tokenizer.decode([found]) == "."
+    assert truncate_token_id(rollout(None), tokenizer) is None
+    with pytest.raises(ValueError, match=r"rollout.truncate_token='ab'.*2 tokens"):
+        truncate_token_id(rollout("ab"), tokenizer)
