@@ -66,10 +66,10 @@ def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
     import torch
 
     from benchmarks.models import run_config
-    from rlhf.step import batching
     from rlhf.learner.attention import PACKED
     from rlhf.learner.model import DeviceTokens, PolicyModel
     from rlhf.learner.update import PolicyObjective, policy_microbatch
+    from rlhf.step import batching
     from rlhf.types import ScoredRollout
 
     model.set_attn_implementation(PACKED)

@@ -26,9 +26,9 @@ async def measure(config: GRPOConfig) -> dict[str, float]:
     """Start engines alone, sample every prompt of every data set, and stop them."""
     from rlhf.cluster.cluster import Cluster
     from rlhf.data.load import load_prompts
-    from rlhf.run.evaluation import evaluate
     from rlhf.data.model_files import check_context, load_tokenizer
     from rlhf.rewards.scorer import Scorer
+    from rlhf.run.evaluation import evaluate
     from rlhf.run.sampler import Sampler
 
     check_context(config)
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError("data.eval is empty: there is nothing to evaluate on. Name a file or a hub data set.")
     if config.reward.leaves_something_ungraded:
         raise ValueError("reward=[]: evaluation grades by verifiers alone. Name one, such as reward=[{name: math}].")
-    from rlhf.data.read import check_sources
     from rlhf.data.model_files import check_model
+    from rlhf.data.read import check_sources
 
     check_sources(config.data)
     check_model(config.model.path)

@@ -19,7 +19,6 @@ from rlhf.plan import check_resources, joins_a_cluster, local_resources, print_p
 
 if TYPE_CHECKING:
     from rlhf.run.training_run import TrainingRun
-    from rlhf.types import StepMetrics
 
 DESCRIPTION = "Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300) with verifiable rewards."
 
@@ -41,51 +40,48 @@ async def train(run: TrainingRun) -> None:
 
 async def train_step(run: TrainingRun, step: int) -> None:
     """One training step: consumes prompts_per_step x samples_per_prompt rollouts, takes updates_per_step updates."""
-    import numpy as np
+    from rlhf.step.batch import at_every_token, make_batch
+    from rlhf.step.minibatches import plan_epochs, rows_with_gradient
+    from rlhf.step.rewards import penalize_kl, step_advantages
+    from rlhf.types import PolicyTargets
 
-    from rlhf.step import batching
-    from rlhf.run.training_run import logprob_passes
-
-    config, clock, learners = run.config, run.clock, run.cluster.learners
+    config, algo, clock, learners = run.config, run.config.algo, run.clock, run.cluster.learners
     clock.start_step()
 
     with clock.phase("sampling"):
         groups = await run.buffer.take()
     await run.cluster.yield_gpus()
-    samples = batching.flatten(groups)
-    trains = batching.trained_rows(samples, mask_truncated=config.algo.mask_truncated)
+    batch = make_batch(groups, mask_truncated=algo.mask_truncated)
 
-    kl_in_reward = config.algo.kl_place == "reward" and config.algo.kl_coef > 0
-    works, advantages = trains, np.zeros(len(samples))
-    if not kl_in_reward:
-        rewards = batching.penalized_rewards(samples, None, 0.0)
-        advantages = batching.step_advantages(rewards, groups, config.algo.advantage)
-        works = batching.work_rows(trains, advantages, config)
-    epochs = batching.plan_epochs(samples, trains, config, step=step, works=works)
+    computed = batch.trained
+    if not config.kl_in_reward:
+        advantages = step_advantages(batch, batch.rewards, algo.advantage)
+        computed = rows_with_gradient(batch, advantages, config)
+    epochs = plan_epochs(batch, config, step=step, computed=computed)
 
     with clock.phase("logprobs"):
-        old, ref = await logprob_passes(config, learners, epochs[0])
-    if kl_in_reward:
-        kl = batching.kl_rewards(old, ref, config.algo.kl_estimator)
-        rewards = batching.penalized_rewards(samples, kl, config.algo.kl_coef)
-        advantages = batching.step_advantages(rewards, groups, config.algo.advantage)
+        await learners.start_step(batch, epochs)
+        old, ref = await learners.columns("logprobs")
+    if config.kl_in_reward:
+        assert old is not None
+        assert ref is not None
+        rewards = penalize_kl(
+            batch, computed, old_logprobs=old, ref_logprobs=ref, estimator=algo.kl_estimator, kl_coef=algo.kl_coef
+        )
+        advantages = step_advantages(batch, rewards, algo.advantage)
 
     with clock.phase("update"):
-        updates: list[StepMetrics] = []
-        for minibatches in epochs:
-            work = batching.learner_minibatches(minibatches, advantages, old, ref)
-            by_rank = await learners.call_each("update", [(rank,) for rank in work])
-            updates += batching.merge_ranks(by_rank)
+        updates = await learners.update(PolicyTargets(at_every_token(batch, advantages), old, ref))
 
-    run.account(groups, trains)
+    run.account(batch)
     await run.move_reference(step + 1)
     with clock.phase("transfer"):
         await run.cluster.send_weights(step + 1)
     with clock.phase("canary"):
         canary = await run.canary.check(run.cluster, step + 1)
     run.buffer.step_done()
-    measured = {"learner/skipped_rollouts": int((trains & ~works).sum()), **canary}
-    run.log_step(step + 1, groups, advantages, epochs, updates, measured)
+    measured = {"learner/skipped_rollouts": int((batch.trained & ~computed).sum()), **canary}
+    run.log_step(step + 1, groups, batch, advantages, epochs, updates, measured)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,12 +19,8 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.plan import check_resources, joins_a_cluster, local_resources, print_plan
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from rlhf.step.batching import Rows
-    from rlhf.step.credit import KLController
     from rlhf.run.training_run import TrainingRun
-    from rlhf.types import Minibatch, StepMetrics
+    from rlhf.step.credit import KLController
 
 DESCRIPTION = "Proximal policy optimization (arXiv:1707.06347) with a critic, as in RLHF (arXiv:1909.08593)."
 
@@ -51,87 +47,52 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
 
 async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLController) -> None:
     """One training step: consumes prompts_per_step x samples_per_prompt rollouts, takes updates_per_step updates."""
-    from rlhf.step import batching, credit
-    from rlhf.run.training_run import logprob_passes
+    from rlhf.step.batch import make_batch
+    from rlhf.step.credit import assign_credit, mean_over_responses, response_kl
+    from rlhf.step.minibatches import plan_epochs
+    from rlhf.types import PolicyTargets, ValueTargets
 
     config, clock, algo = run.config, run.clock, run.config.algo
+    learners, critics = run.cluster.learners, run.cluster.critics
     clock.start_step()
 
     with clock.phase("sampling"):
         groups = await run.buffer.take()
-    samples = batching.flatten(groups)
-    trains = batching.trained_rows(samples, mask_truncated=algo.mask_truncated)
-    epochs = batching.plan_epochs(samples, trains, config, step=step)
-    critic_epochs = batching.plan_epochs(
-        samples, trains, config, step=step,
+    batch = make_batch(groups, mask_truncated=algo.mask_truncated)
+    epochs = plan_epochs(batch, config, step=step)
+    critic_epochs = plan_epochs(
+        batch, config, step=step,
         epochs=config.critic_epochs_per_step, minibatches=config.critic_minibatches_per_epoch,
     )  # fmt: skip
 
     with clock.phase("logprobs"):
-        (old, ref), values = await asyncio.gather(
-            logprob_passes(config, run.cluster.learners, epochs[0]), value_passes(run, critic_epochs[0])
-        )
-    learns = step >= config.critic.warmup_steps  # the critic learns alone before; a KL of 0 then says nothing
-    in_reward = algo.kl_place == "reward" and algo.kl_coef > 0
-    kl_coef = controller.coef if in_reward else 0.0
-    earned = credit.assign_credit(samples, values, old, ref, kl_coef=kl_coef, algo=algo)
-    measured = {**earned.metrics, "policy/kl_coef": controller.coef}
-    if old and ref:
-        measured["policy/kl_response"] = credit.response_kl(samples, old, ref)
-        if in_reward and learns:
-            controller.update(measured["policy/kl_response"], len(old))
+        await asyncio.gather(learners.start_step(batch, epochs), critics.start_step(batch, critic_epochs))
+        (old, ref), (values,) = await asyncio.gather(learners.columns("logprobs"), critics.columns("values"))
+    assert values is not None
+    policy_learns = step >= config.critic.warmup_steps  # the critic learns alone before; a KL of 0 then says nothing
+    kl_coef = controller.coef if config.kl_in_reward else 0.0
+    credit = assign_credit(batch, values, old, ref, kl_coef=kl_coef, algo=algo)
+    measured = {**credit.metrics, "policy/kl_coef": controller.coef}
+    if old is not None and ref is not None and batch.trained.any():
+        measured["policy/kl_response"] = response_kl(batch, old, ref)
+        if config.kl_in_reward and policy_learns:
+            controller.update(measured["policy/kl_response"], int(batch.trained.sum()))
 
     with clock.phase("update"):
-        at_once = [update_critic(run, critic_epochs, values, earned.returns)]
-        if learns:
-            at_once.append(update_policy(run, epochs, earned.advantages, old, ref))
-        updates = [update for found in await asyncio.gather(*at_once) for update in found]
+        at_once = [critics.update(ValueTargets(values, credit.returns))]
+        if policy_learns:
+            at_once.append(learners.update(PolicyTargets(credit.advantages, old, ref)))
+        updates = [update for of_module in await asyncio.gather(*at_once) for update in of_module]
 
-    run.account(groups, trains)
+    run.account(batch)
     await run.move_reference(step + 1)
     with clock.phase("transfer"):
         await run.cluster.send_weights(step + 1)
     with clock.phase("canary"):
         measured |= await run.canary.check(run.cluster, step + 1)
     run.buffer.step_done()
-    run.log_step(step + 1, groups, earned.mean_advantages(samples), epochs if learns else [], updates, measured)
-
-
-async def value_passes(run: TrainingRun[PPOConfig], minibatches: Sequence[Minibatch]) -> dict[int, np.ndarray]:
-    """The critic's values of every rollout, from the very microbatches of its first epoch."""
-    from rlhf.step import credit
-
-    ranks = range(run.config.cluster.learners)
-    work = [([m.microbatches[rank] for m in minibatches],) for rank in ranks]
-    return credit.value_rows(minibatches, await run.cluster.critics.call_each("values", work))
-
-
-async def update_critic(
-    run: TrainingRun[PPOConfig], epochs: Sequence[Sequence[Minibatch]], values: Rows, returns: Rows
-) -> list[StepMetrics]:
-    """Every optimizer step of the critic; the bound of its values is around those before the first."""
-    from rlhf.step import batching, credit
-
-    updates: list[StepMetrics] = []
-    for minibatches in epochs:
-        work = credit.value_minibatches(minibatches, values, returns)
-        by_rank = await run.cluster.critics.call_each("update", [(rank,) for rank in work])
-        updates += batching.merge_ranks(by_rank)
-    return updates
-
-
-async def update_policy(
-    run: TrainingRun[PPOConfig], epochs: Sequence[Sequence[Minibatch]], advantages: Rows, old: Rows, ref: Rows
-) -> list[StepMetrics]:
-    """Every optimizer step of the policy."""
-    from rlhf.step import batching
-
-    updates: list[StepMetrics] = []
-    for minibatches in epochs:
-        work = batching.learner_minibatches(minibatches, advantages, old, ref)
-        by_rank = await run.cluster.learners.call_each("update", [(rank,) for rank in work])
-        updates += batching.merge_ranks(by_rank)
-    return updates
+    advantages = mean_over_responses(batch, credit.advantages)
+    run.log_step(step + 1, groups, batch, advantages, epochs if policy_learns else [], updates, measured)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -81,7 +81,8 @@ def read_pairs(path: str, tokenizer: Any, which: str, *, max_tokens: int) -> tup
 def train_rank(place: Place, config: RewardTrainingConfig, train: list[Pair], held_out: list[Pair]) -> None:
     """The whole training on one rank; rank 0 logs and writes."""
     from rlhf.learner.reward_trainer import RewardTrainer, count_updates
-    from rlhf.log.sinks import JsonlSink, to_values
+    from rlhf.log.metrics import to_values
+    from rlhf.log.sinks import JsonlSink
 
     trainer = RewardTrainer(config, place, train)
     total = count_updates(config, len(train))
@@ -177,8 +178,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"run.dir={folder}: already holds files. Name another folder, or remove it (rm -r {folder}).")
     from rlhf.config.load import resolved_yaml
-    from rlhf.learner.reward_trainer import count_updates
     from rlhf.data.model_files import check_model, load_tokenizer
+    from rlhf.learner.reward_trainer import count_updates
 
     check_model(config.model.path)
     tokenizer = load_tokenizer(config.model)

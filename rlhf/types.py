@@ -1,7 +1,7 @@
-"""The dataclasses that flow through a step, each stage with its own type, and the reductions that metrics carry.
+"""The dataclasses that flow through a step; each stage has its own type.
 
-    Prompt --sample--> Rollout --score--> ScoredRollout --gather--> RolloutGroup
-           --pack--> PackedTokens, in a Minibatch --targets--> PolicyTargets --update--> StepMetrics
+    Prompt --sample--> Rollout --score--> ScoredRollout --collect--> RolloutGroup
+           --flatten--> StepBatch --plan--> Minibatch --log-probs, advantages--> PolicyTargets --update--> StepMetrics
 
 Arrays are numpy: they cross process boundaries without torch. `x[t]` describes token t everywhere, so that
 `rollout_logprobs[t]` is the log-probability with which token t itself was sampled.
@@ -103,41 +103,62 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Several sequences in one row without padding: one microbatch of one learner.
+    """Sequences one after another without padding: all rollouts of a step, or one microbatch of a learner.
 
-    A sequence that begins like the one before it is computed from where they differ, so their order matters for speed.
+    In a microbatch, a sequence that begins like the one before it is computed from where they differ, so the order of
+    the sequences matters for speed.
 
     Attributes:
-        token_ids, position_ids: [T] int32; positions restart at every sequence.
-        response_mask: [T] bool, True at the tokens that are trained.
+        token_ids: [T] int32.
+        response_mask: [T] bool, True at the tokens that the policy sampled.
         rollout_logprobs: [T] float32.
-        cu_seqlens: [S+1] int32; sequence s is rows cu_seqlens[s] to cu_seqlens[s+1].
-        rows: [S] int32, which rollout of the step each sequence is; -1 for a filler that only keeps ranks in step.
+        cu_seqlens: [S+1] int64; sequence s is tokens cu_seqlens[s] to cu_seqlens[s+1].
     """
 
     token_ids: np.ndarray
-    position_ids: np.ndarray
     response_mask: np.ndarray
     rollout_logprobs: np.ndarray
     cu_seqlens: np.ndarray
-    rows: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[S] int64, tokens of each sequence."""
+        return np.diff(self.cu_seqlens)
+
+    def token_indices(self, rows: np.ndarray) -> np.ndarray:
+        """[T'] int64, where the tokens of these sequences stand, sequence after sequence in the order of `rows`."""
+        lengths = self.lengths[rows]
+        ends = np.cumsum(lengths)
+        return np.repeat(self.cu_seqlens[rows] - ends + lengths, lengths) + np.arange(int(lengths.sum()))
+
+    def take(self, rows: np.ndarray) -> PackedTokens:
+        """These sequences alone, in the order of `rows` [S'] int64."""
+        index = self.token_indices(rows)
+        return PackedTokens(
+            token_ids=self.token_ids[index],
+            response_mask=self.response_mask[index],
+            rollout_logprobs=self.rollout_logprobs[index],
+            cu_seqlens=np.concatenate([[0], np.cumsum(self.lengths[rows])]),
+        )
 
 
 @dataclass(frozen=True)
-class PolicyTargets:
-    """What the policy loss needs beside the tokens; all [T] float32, 0 where no rollout token stands."""
+class StepBatch:
+    """All rollouts of a training step, flat. A rollout has the same row number in every column and every minibatch.
 
-    advantages: np.ndarray
-    old_logprobs: np.ndarray
-    ref_logprobs: np.ndarray
+    Whatever the learners compute comes back as further columns of the same rows and tokens.
 
+    Attributes:
+        tokens: columns [N] of all rollouts; its sequences are the rows.
+        groups: [B] int64, the group of each row; the rows of a group stand together.
+        rewards: [B] float64; NaN for unscorable responses.
+        trained: [B] bool, True for responses that enter the loss and its denominators.
+    """
 
-@dataclass(frozen=True)
-class ValueTargets:
-    """What the value loss needs beside the tokens; both [T] float32."""
-
-    old_values: np.ndarray
-    returns: np.ndarray
+    tokens: PackedTokens
+    groups: np.ndarray
+    rewards: np.ndarray
+    trained: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -153,104 +174,47 @@ class Denominators:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer step: microbatches[rank] are that learner's, equally many for each, and the global denominators."""
+    """One optimizer step: what each rank computes, and the global denominators.
 
-    microbatches: tuple[tuple[PackedTokens, ...], ...]
+    Attributes:
+        microbatches: [rank][microbatch] -> [S] int64 rows of the step; equally many for each rank, so that some may be
+            empty: a filler, which only keeps the ranks in step.
+    """
+
+    microbatches: tuple[tuple[np.ndarray, ...], ...]
     denominators: Denominators
 
 
-# --- metrics: a value that knows how to combine with the same metric of another microbatch, rank or minibatch ---
-
-
 @dataclass(frozen=True)
-class Mean:
-    """Weighted mean: `total` over `weight`; the mean of no weight at all is NaN and is left out of the log."""
+class PolicyTargets:
+    """What the policy loss needs besides the tokens: columns [N] of a step, or [T] of a microbatch, float32.
 
-    total: float
-    weight: float
+    What stands outside of the response mask does not matter.
 
-    def merge(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.weight + other.weight)
+    Attributes:
+        old_logprobs: None where one update per step makes the current policy the old one.
+        ref_logprobs: None without a reference.
+    """
 
-    def value(self) -> float:
-        return self.total / self.weight if self.weight else float("nan")
+    advantages: np.ndarray
+    old_logprobs: np.ndarray | None
+    ref_logprobs: np.ndarray | None
 
-
-@dataclass(frozen=True)
-class Sum:
-    total: float
-
-    def merge(self, other: Sum) -> Sum:
-        return Sum(self.total + other.total)
-
-    def value(self) -> float:
-        return self.total
-
-
-@dataclass(frozen=True)
-class Max:
-    maximum: float
-
-    def merge(self, other: Max) -> Max:
-        return Max(max(self.maximum, other.maximum))
-
-    def value(self) -> float:
-        return self.maximum
-
-
-@dataclass(frozen=True)
-class Last:
-    """The newest value wins, as of a learning rate or a counter."""
-
-    newest: float
-
-    def merge(self, other: Last) -> Last:
-        return other
-
-    def value(self) -> float:
-        return self.newest
-
-
-@dataclass(frozen=True)
-class EffectiveSampleFraction:
-    """Kish's effective sample size over n, (sum w)^2 / (n sum w^2), of importance ratios w."""
-
-    samples: float
-    ratio_sum: float
-    ratio_square_sum: float
-
-    def merge(self, other: EffectiveSampleFraction) -> EffectiveSampleFraction:
-        return EffectiveSampleFraction(
-            self.samples + other.samples,
-            self.ratio_sum + other.ratio_sum,
-            self.ratio_square_sum + other.ratio_square_sum,
+    def take(self, index: np.ndarray) -> PolicyTargets:
+        """The columns at these tokens."""
+        old, ref = self.old_logprobs, self.ref_logprobs
+        return PolicyTargets(
+            self.advantages[index], None if old is None else old[index], None if ref is None else ref[index]
         )
 
-    def value(self) -> float:
-        return self.ratio_sum**2 / (self.samples * self.ratio_square_sum) if self.samples else float("nan")
-
 
 @dataclass(frozen=True)
-class Histogram:
-    """The values themselves; `value` is their mean, sinks that can draw a distribution use `values`."""
+class ValueTargets:
+    """What the value loss needs besides the tokens: columns [N] of a step, or [T] of a microbatch, float32."""
 
-    values: tuple[float, ...]
+    old_values: np.ndarray
+    returns: np.ndarray
 
-    def merge(self, other: Histogram) -> Histogram:
-        return Histogram(self.values + other.values)
-
-    def value(self) -> float:
-        return float(np.mean(self.values)) if self.values else float("nan")
-
-
-Metric = Mean | Sum | Max | Last | EffectiveSampleFraction | Histogram
-StepMetrics = dict[str, Metric]
-
-
-def merge_metrics(parts: list[StepMetrics]) -> StepMetrics:
-    """Combine the metrics of several microbatches, ranks or minibatches; each name keeps one kind of reduction."""
-    merged: StepMetrics = {}
-    for part in parts:
-        for name, metric in part.items():
-            merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
-    return merged
+    def take(self, index: np.ndarray) -> ValueTargets:
+        """The columns at these tokens."""
+        return ValueTargets(self.old_values[index], self.returns[index])

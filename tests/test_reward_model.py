@@ -18,8 +18,8 @@ import torch
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.reward_trainer import pair_loss, pair_metrics
-from rlhf.rewards.model_client import PART, RewardModelClient, endpoint_scorer
 from rlhf.reward_model import conversation, read_pairs
+from rlhf.rewards.model_client import PART, RewardModelClient, endpoint_scorer
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
 
 

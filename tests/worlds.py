@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.step import batching
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
-from rlhf.learner.messages import LearnerMinibatch, Place
-from rlhf.types import Minibatch, Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
+from rlhf.learner.messages import Place
+from rlhf.step.batch import make_batch
+from rlhf.step.minibatches import plan_epochs
+from rlhf.step.rewards import step_advantages
+from rlhf.types import Minibatch, Prompt, Rollout, RolloutGroup, ScoredRollout, StepBatch, VersionSpan
 
 DEADLINE_S = 540.0
 
@@ -130,16 +132,13 @@ def make_groups(*, groups: int, samples: int, vocabulary: int, longest: int, see
     return found
 
 
-def plan_first_epoch(config: GRPOConfig, groups: list[RolloutGroup]) -> tuple[list[Minibatch], np.ndarray]:
-    """Minibatches of the first epoch of step 0, and the advantages."""
-    samples = batching.flatten(groups)
-    trains = batching.trained_rows(samples, mask_truncated=False)
-    advantages = batching.step_advantages(batching.penalized_rewards(samples, None, 0.0), groups, config.algo.advantage)
-    return batching.plan_epochs(samples, trains, config, step=0)[0], advantages
+def plan_first_epoch(config: GRPOConfig, groups: list[RolloutGroup]) -> tuple[StepBatch, list[Minibatch], np.ndarray]:
+    """The batch of step 0, the minibatches of its first epoch, and the advantages [B]."""
+    batch = make_batch(groups, mask_truncated=False)
+    advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
+    return batch, plan_epochs(batch, config, step=0)[0], advantages
 
 
-def work_of_rank(
-    config: GRPOConfig, groups: list[RolloutGroup], rank: int, old: batching.Rows, ref: batching.Rows
-) -> list[LearnerMinibatch]:
-    minibatches, advantages = plan_first_epoch(config, groups)
-    return batching.learner_minibatches(minibatches, advantages, old, ref)[rank]
+def random_column(batch: StepBatch, seed: int) -> np.ndarray:
+    """[N] float32, as log-probs of some other policy."""
+    return (-np.random.default_rng(seed).random(len(batch.tokens.token_ids)) * 6).astype(np.float32)

@@ -28,18 +28,18 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.studies import report
-from rlhf.step import batching
 from rlhf.algo.kl import kl_per_token
 from rlhf.algo.optim import ADAM_VARIANTS, adam_epsilon, build_adam, set_step
 from rlhf.config.load import load_config
 from rlhf.config.reward import MathOptions
 from rlhf.config.run import GRPOConfig
 from rlhf.data.load import load_prompts
+from rlhf.data.model_files import load_tokenizer
 from rlhf.learner.attention import PACKED
 from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.update import PolicyObjective, policy_microbatch
-from rlhf.data.model_files import load_tokenizer
 from rlhf.rewards.math import math_reward
+from rlhf.step import batching
 from rlhf.types import Minibatch, Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
 
 BETAS = (0.9, 0.999)  # of both frameworks' Adam

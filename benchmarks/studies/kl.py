@@ -28,21 +28,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.studies import report
-from rlhf.step import batching
 from rlhf.algo.kl import KL_ESTIMATORS, kl_per_token
-from rlhf.weights.canary import Canary
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.load import load_config
 from rlhf.config.run import GRPOConfig
 from rlhf.data.load import LoadedPrompts, load_prompts
+from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
 from rlhf.learner.checkpoint import MOMENTS
 from rlhf.learner.update import PolicyObjective
-from rlhf.data.model_files import load_tokenizer
+from rlhf.log.metrics import merge_metrics
 from rlhf.rewards.scorer import Scorer
-from rlhf.run.training_run import logprob_passes
 from rlhf.run.sampler import Sampler
-from rlhf.types import RolloutGroup, merge_metrics
+from rlhf.run.training_run import logprob_passes
+from rlhf.step import batching
+from rlhf.types import RolloutGroup
+from rlhf.weights.canary import Canary
 
 BETAS = (0.01, 0.1, 1.0)
 STEPS = 40

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from rlhf.types import PackedTokens, Rollout
+from rlhf.types import PackedTokens
 
 # Attention costs as much as everything else in a transformer at a length of about six times its hidden size
 # (12 H^2 multiply-adds a token and layer against 2 L H): 8,192 stands for hidden sizes of 1,000 to 2,000.
@@ -22,7 +22,7 @@ QUADRATIC_LENGTH = 8192.0
 # many times the budget: attention needs keys and values for all of them.
 WHOLE_TOKENS = 4
 
-FILLER_ROW = -1
+FILLER_TOKENS = 2
 
 
 def draw_minibatches(count: int, *, minibatches: int, seed: int, step: int, epoch: int) -> list[np.ndarray]:
@@ -186,33 +186,36 @@ def _assign_ranks(bins: list[list[int]], costs: np.ndarray, ranks: int) -> list[
     return result
 
 
-def pack(rollouts: Sequence[Rollout], rows: Sequence[int]) -> PackedTokens:
-    """Concatenate the rollouts with these indices into one row; positions restart at every sequence.
+def pack(
+    sequences: Sequence[np.ndarray],
+    response_masks: Sequence[np.ndarray] | None = None,
+    rollout_logprobs: Sequence[np.ndarray] | None = None,
+) -> PackedTokens:
+    """Put sequences of token ids one after another.
 
-    No rows make a filler: a sequence of two tokens with nothing to train, whose forward and backward keep the ranks in
-    step and whose gradient is exactly zero. It is the only sequence with row -1.
+    Args:
+        response_masks: [L] bool of each sequence; None: every token but its first.
+        rollout_logprobs: [L] float32 of each sequence; None: zeros.
     """
-    if not len(rows):
-        return PackedTokens(
-            token_ids=np.zeros(2, np.int32),
-            position_ids=np.arange(2, dtype=np.int32),
-            response_mask=np.zeros(2, bool),
-            rollout_logprobs=np.zeros(2, np.float32),
-            cu_seqlens=np.array([0, 2], np.int32),
-            rows=np.array([FILLER_ROW], np.int32),
-        )
-    chosen = [rollouts[row] for row in rows]
-    lengths = [len(rollout.token_ids) for rollout in chosen]
+    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    mask = np.ones(cu_seqlens[-1], bool)
+    mask[cu_seqlens[:-1]] = False
     return PackedTokens(
-        token_ids=np.concatenate([rollout.token_ids for rollout in chosen]).astype(np.int32, copy=False),
-        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
-        response_mask=np.concatenate([rollout.response_mask for rollout in chosen]),
-        rollout_logprobs=np.concatenate([rollout.rollout_logprobs for rollout in chosen]).astype(
-            np.float32, copy=False
+        token_ids=np.concatenate(sequences).astype(np.int32, copy=False),
+        response_mask=mask if response_masks is None else np.concatenate(response_masks),
+        rollout_logprobs=(
+            np.zeros(cu_seqlens[-1], np.float32)
+            if rollout_logprobs is None
+            else np.concatenate(rollout_logprobs).astype(np.float32, copy=False)
         ),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        rows=np.asarray(rows, np.int32),
+        cu_seqlens=cu_seqlens,
     )
+
+
+def filler() -> PackedTokens:
+    """Two tokens with nothing to train: their forward and backward keep the ranks in step, their gradient is 0."""
+    return pack([np.zeros(FILLER_TOKENS, np.int32)], [np.zeros(FILLER_TOKENS, bool)])
 
 
 def shared_beginnings(packed: PackedTokens) -> np.ndarray:
@@ -221,7 +224,7 @@ def shared_beginnings(packed: PackedTokens) -> np.ndarray:
     States there are the same and need computing once: of the prompt that samples share, of what a chosen and a rejected
     answer have in common. At least one token of each sequence is its own.
     """
-    shared = np.zeros(len(packed.rows), np.int64)
+    shared = np.zeros(len(packed.lengths), np.int64)
     bounds = packed.cu_seqlens.tolist()
     for i in range(1, len(shared)):
         before, start, end = bounds[i - 1 : i + 2]
@@ -229,31 +232,3 @@ def shared_beginnings(packed: PackedTokens) -> np.ndarray:
         differs = packed.token_ids[before : before + longest] != packed.token_ids[start : start + longest]
         shared[i] = int(np.argmax(differs)) if differs.any() else longest
     return shared
-
-
-def scatter(
-    values: Mapping[int, np.ndarray | float] | Sequence[np.ndarray | float], packed: PackedTokens
-) -> np.ndarray:
-    """Lay values of rollouts out along a packed row.
-
-    Args:
-        values: by row, either [L] one a token of that rollout or one number for all of its response tokens.
-
-    Returns:
-        [T] float32; 0 outside of `response_mask` and in fillers.
-    """
-    out = np.zeros(len(packed.token_ids), np.float32)
-    for row, start, end in _segments(packed):
-        out[start:end] = values[row]
-    return np.where(packed.response_mask, out, np.float32(0))
-
-
-def gather(values: np.ndarray, packed: PackedTokens) -> dict[int, np.ndarray]:
-    """The inverse of `scatter`: row -> [L] its part of values [T], as copies; fillers are left out."""
-    return {row: values[start:end].copy() for row, start, end in _segments(packed)}
-
-
-def _segments(packed: PackedTokens) -> list[tuple[int, int, int]]:
-    bounds = packed.cu_seqlens.tolist()
-    triples = zip(packed.rows.tolist(), bounds[:-1], bounds[1:], strict=True)
-    return [(row, start, end) for row, start, end in triples if row != FILLER_ROW]

@@ -18,7 +18,6 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhf.weights import transfer
 from rlhf.cluster.actors import (
     ActorGroup,
     ClusterError,
@@ -28,13 +27,15 @@ from rlhf.cluster.actors import (
     RemoteCall,
     wait_for,
 )
+from rlhf.cluster.ranks import RankGroup
+from rlhf.cluster.session import RaySession
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import Place
 from rlhf.plan import GPU, check_resources
-from rlhf.cluster.session import RaySession
 from rlhf.rollout.sampling import EngineSettings, SamplingSettings
 from rlhf.types import Prompt, Rollout
+from rlhf.weights import transfer
 
 CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU the KV cache has a key of its own, rollout.kv_cache_gib
 
@@ -57,8 +58,8 @@ class Cluster:
         self.config = config
         self.first_step = first_step
         self.trains = trains
-        self.learners: ActorGroup
-        self.critics: ActorGroup  # of PPO
+        self.learners: RankGroup
+        self.critics: RankGroup  # of PPO
         self.reward_models: ActorGroup  # where the config names one by its path
         self.engines: ActorGroup
         self._placed: list[PlacementGroup] = []
@@ -110,7 +111,7 @@ class Cluster:
         if self.trains:
             await self._connect(locations[0])
 
-    async def _create_ranks(self, name: str, kind: str) -> ActorGroup:
+    async def _create_ranks(self, name: str, kind: str) -> RankGroup:
         """The actors of one DeepSpeed world."""
         config = self.config.cluster
         gpus = 1 if config.device == "cuda" else 0
@@ -122,7 +123,7 @@ class Cluster:
             _remote(HostedActor, placed, rank, cpus=config.cpus_per_learner, gpus=gpus, kind=kind)
             for rank in range(config.learners)
         ]
-        return ActorGroup(name, actors, deadline_s=config.step_deadline_s)
+        return RankGroup(name, actors, deadline_s=config.step_deadline_s)
 
     async def _put_neighbours_together(self, group: ActorGroup) -> tuple[list[Location], list[int]]:
         """Reorder the ranks so that those of a node are neighbours; nodes keep the order of their first actor.

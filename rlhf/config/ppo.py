@@ -127,7 +127,7 @@ class PPOConfig(GRPOConfig):
                 f"{self.rollouts_per_step} rollouts a step (rollout.prompts_per_step x rollout.samples_per_prompt). "
                 "Take fewer minibatches, or more rollouts."
             )
-        if algo.kl_controller == "adaptive" and (algo.kl_coef == 0 or algo.kl_place != "reward"):
+        if algo.kl_controller == "adaptive" and not self.kl_in_reward:
             problems.append(
                 f"algo.kl_controller=adaptive with algo.kl_coef={algo.kl_coef} and algo.kl_place={algo.kl_place}: the "
                 "controller multiplies a coefficient in the reward. Set kl_place=reward and a kl_coef above 0, or "

@@ -117,20 +117,21 @@ class GRPOConfig(Section):
         return self.algo.importance_correction
 
     @property
+    def kl_in_reward(self) -> bool:
+        """Whether a KL penalty is part of the reward, so that advantages wait for the log-probs."""
+        return self.algo.kl_place == "reward" and self.algo.kl_coef > 0
+
+    @property
     def needs_old_logprobs_pass(self) -> bool:
         """Whether the policy before the first update differs from the one of some loss, or the driver reads it."""
-        return (
-            self.updates_per_step > 1
-            or self.importance_correction != "none"
-            or (self.algo.kl_place == "reward" and self.algo.kl_coef > 0)
-        )
+        return self.updates_per_step > 1 or self.importance_correction != "none" or self.kl_in_reward
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is allowed and still likely a mistake, one sentence each."""
         found = []
         algo = self.algo
-        if algo.kl_place == "reward" and algo.kl_coef > 0 and algo.kl_estimator in ("k2", "k3"):
+        if self.kl_in_reward and algo.kl_estimator in ("k2", "k3"):
             blow_up = "; k3 grows like exp(-d) and can blow up" if algo.kl_estimator == "k3" else ""
             found.append(
                 f"algo.kl_estimator={algo.kl_estimator} with algo.kl_place=reward: biased in the reward{blow_up}. "

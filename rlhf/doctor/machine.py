@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
-from rlhf.doctor.examination import Finding, Patient, in_thread
 from rlhf.data.model_files import check_context, check_models, load_tokenizer, local_model_config
+from rlhf.doctor.examination import Finding, Patient, in_thread
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model import model_shape
 

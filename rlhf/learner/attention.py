@@ -48,6 +48,7 @@ class Segments:
 
     Attributes:
         cu_seqlens: [S+1] int32 of the whole row. longest: tokens of the longest segment.
+        shared: [S] int64, the first tokens of each segment that are computed with the one before it.
         cu_computed: [S+1] int32 of the computed tokens alone; they are the last of each segment.
         computed: [U] int64, the row's tokens that are computed.
         expand: [T] int64, which of the U each token of the row is; None where all are computed.
@@ -58,6 +59,7 @@ class Segments:
 
     cu_seqlens: Tensor
     longest: int
+    shared: np.ndarray
     cu_computed: Tensor
     computed: Tensor
     expand: Tensor | None
@@ -87,6 +89,7 @@ def segments_of(cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device
     return Segments(
         cu_seqlens=put(cu_seqlens, np.int32),
         longest=int(lengths.max()),
+        shared=shared,
         cu_computed=put(np.concatenate([[0], np.cumsum(lengths - shared)]), np.int32),
         computed=put(computed),
         expand=put(expand) if shared.any() else None,

@@ -8,16 +8,18 @@ from torch import Tensor, nn
 
 from rlhf.algo import losses
 from rlhf.config.ppo import PPOConfig
-from rlhf.learner.messages import Place, ValueMinibatch
+from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, check_packed
-from rlhf.learner.rank import TrainedRank, Training
+from rlhf.learner.rank import Training
 from rlhf.learner.reward_scorer import recorded_normalization
+from rlhf.learner.step import StepRank
 from rlhf.learner.update import masked_mean
 from rlhf.learner.value_model import HEAD, ValueModel, load_scalar_transformer
-from rlhf.types import Denominators, PackedTokens, StepMetrics, Sum, ValueTargets
+from rlhf.log.metrics import StepMetrics, Sum
+from rlhf.types import Denominators, ValueTargets
 
 
-class Critic(TrainedRank):
+class Critic(StepRank):
     """One rank of the critic; a plain class, `rlhf.cluster.cluster` makes a Ray actor of it."""
 
     def __init__(self, config: PPOConfig, place: Place) -> None:
@@ -49,24 +51,15 @@ class Critic(TrainedRank):
         self.wrap(ValueModel(transformer).train())
         check_packed(self.engine, self.device, dtype=config.model.dtype, key=key, path=config.critic_path)
 
-    @torch.no_grad()
-    def values(self, minibatches: list[tuple[PackedTokens, ...]]) -> list[list[np.ndarray]]:
-        """[minibatch][microbatch] -> [T] float32, the values before the first update of the step."""
-        return [
-            [self.engine(DeviceTokens.of(packed, self.device)).cpu().numpy() for packed in microbatches]
-            for microbatches in minibatches
-        ]
+    def values(self) -> tuple[np.ndarray]:
+        """Values on the microbatches of the first epoch."""
+        return (self.passes(self.engine),)
 
-    def update(self, minibatches: list[ValueMinibatch]) -> list[StepMetrics]:
-        """One optimizer step for each minibatch; this rank's metrics of each."""
-        return [self._update(minibatch) for minibatch in minibatches]
-
-    def _update(self, minibatch: ValueMinibatch) -> StepMetrics:
-        def forward(i: int) -> tuple[Tensor, StepMetrics]:
-            tokens = DeviceTokens.of(minibatch.microbatches[i], self.device)
-            return value_microbatch(self.engine, tokens, minibatch.targets[i], minibatch.denominators, clip=self.clip)
-
-        return self.take_step(len(minibatch.microbatches), forward)
+    def update(self, targets: ValueTargets) -> list[StepMetrics]:
+        """Every optimizer step of the training step; this rank's metrics of each."""
+        return self.updates(
+            targets, lambda tokens, own, sizes: value_microbatch(self.engine, tokens, own, sizes, clip=self.clip)
+        )
 
 
 def value_microbatch(

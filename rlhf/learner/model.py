@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.learner.attention import Segments, UnpackableError, load_packed, segments_of
-from rlhf.types import PackedTokens, Rollout
+from rlhf.types import PackedTokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -25,7 +25,10 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 @dataclass(frozen=True)
 class DeviceTokens:
-    """A microbatch on the learner's device; the fields of PackedTokens as tensors, and the attention's segments."""
+    """A microbatch on the learner's device: its columns [T], and the attention's segments.
+
+    Positions restart at every sequence.
+    """
 
     token_ids: Tensor
     position_ids: Tensor
@@ -40,9 +43,10 @@ class DeviceTokens:
             return torch.from_numpy(array).to(device=device, dtype=dtype)
 
         segments = segments_of(tokens.cu_seqlens, shared_beginnings(tokens), device)
+        positions = np.arange(len(tokens.token_ids)) - np.repeat(tokens.cu_seqlens[:-1], tokens.lengths)
         return cls(
             token_ids=put(tokens.token_ids, torch.int64),
-            position_ids=put(tokens.position_ids, torch.int64),
+            position_ids=put(positions, torch.int64),
             response_mask=put(tokens.response_mask, torch.bool),
             rollout_logprobs=put(tokens.rollout_logprobs, torch.float32),
             cu_seqlens=segments.cu_seqlens,
@@ -129,11 +133,8 @@ def check_packed(
     found = []
     try:
         for first in ([0, 3, 1, 2], [3, 2, 1]):  # seven tokens to compute, both times: the same roundings
-            rollouts = [
-                Rollout("", 0, 0, np.array(ids, np.int32), np.arange(len(ids)) > 0, np.zeros(len(ids)), (), "stop")
-                for ids in (first, second)
-            ]
-            numbers = forward(DeviceTokens.of(pack(rollouts, [0, 1]), device)).float()
+            row = pack([np.array(first, np.int32), np.array(second, np.int32)])
+            numbers = forward(DeviceTokens.of(row, device)).float()
             found.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
         if (found[0] - found[1]).norm() > 16 * torch.finfo(DTYPES[dtype]).eps * found[0].norm():
             raise UnpackableError("a sequence sees what stands before it in the row")

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf.algo.optim import build_adam, set_step
-from rlhf.algo.packing import pack
+from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.sections import TrainedConfig
 from rlhf.learner.checkpoint import MOMENTS, OptimizerView, load_learner, save_learner
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens
-from rlhf.types import Last, Mean, StepMetrics, merge_metrics
+from rlhf.log.metrics import Last, Mean, StepMetrics, merge_metrics
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,14 @@ class TrainedRank:
             forward: microbatch -> its share of the minibatch's loss under global denominators, and its metrics.
         """
         started = time.monotonic()
-        found = []
+        parts = []
         for i in range(microbatches):
             self.engine.set_gradient_accumulation_boundary(i == microbatches - 1)
             loss, metrics = forward(i)
             # The loss is a share under the global denominators, so gradients of ranks are to be added. DeepSpeed
             # averages over ranks (accumulation steps are 1, so it divides by nothing else): undo that here.
             self.engine.backward(loss * self.place.world_size)
-            found.append(metrics)
+            parts.append(metrics)
         self.updates_done += 1
         optimizer = self.training.section.optimizer
         lr = self.learning_rate(self.updates_done)
@@ -143,7 +143,7 @@ class TrainedRank:
         grad_norm, taken = self._apply()
         self.adam_steps += taken
         name = self.training.name
-        return merge_metrics(found) | {
+        return merge_metrics(parts) | {
             f"{name}/lr": Last(lr),
             f"{name}/grad_norm": Mean(grad_norm, 1.0),
             f"{name}/updates_taken": Last(float(self.adam_steps)),
@@ -215,7 +215,7 @@ class TrainedRank:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = 0.0
         self.engine.set_gradient_accumulation_boundary(True)
-        tokens = DeviceTokens.of(pack([], []), self.device)
+        tokens = DeviceTokens.of(filler(), self.device)
         output = self.engine(tokens)
         self.engine.backward((output if isinstance(output, Tensor) else output[0]).sum() * 0.0)
         self.engine.step()

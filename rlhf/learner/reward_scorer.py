@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlhf.algo.packing import pack_microbatches
+from rlhf.algo.packing import pack, pack_microbatches
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.learner.model import DeviceTokens, check_packed
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
-from rlhf.types import PackedTokens
 
 NORMALIZATION_FILE = "reward_normalization.json"  # {"mean": ..., "std": ...} of scores on the pairs it was trained on
 
 
 class RewardScorer:
-    """One copy of a reward model with its own tokenizer and chat template; `rlhf.cluster.cluster` makes a Ray actor of it."""
+    """One copy of a reward model with its own tokenizer and chat template; hosted by a Ray actor."""
 
     def __init__(self, config: RewardModelConfig, device: str, threads: int) -> None:
         from transformers import AutoTokenizer
@@ -53,7 +51,7 @@ class RewardScorer:
         for batch in batches:
             members = [fitting[i] for i in batch]
             if members:
-                scores = self.model(DeviceTokens.of(pack_sequences([ids[i] for i in members]), self.device))
+                scores = self.model(DeviceTokens.of(pack([ids[i] for i in members]), self.device))
                 for i, score in zip(members, scores.tolist(), strict=True):
                     found[i] = (score - self.mean) / self.std
         return found
@@ -72,19 +70,3 @@ def conversation_ids(tokenizer: Any, messages: list[dict[str, str]]) -> np.ndarr
     """[L] int32 of the whole conversation in the tokenizer's own chat template."""
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-
-
-def pack_sequences(sequences: Sequence[np.ndarray]) -> PackedTokens:
-    """Sequences without a response, in one row; none make a filler of two tokens."""
-    rows = list(range(len(sequences))) or [-1]
-    sequences = sequences or [np.zeros(2, np.int32)]
-    lengths = [len(sequence) for sequence in sequences]
-    total = sum(lengths)
-    return PackedTokens(
-        token_ids=np.concatenate(sequences).astype(np.int32),
-        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
-        response_mask=np.zeros(total, bool),
-        rollout_logprobs=np.zeros(total, np.float32),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        rows=np.array(rows, np.int32),
-    )

@@ -15,14 +15,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf.algo.packing import draw_minibatches, pack_microbatches
+from rlhf.algo.packing import draw_minibatches, filler, pack, pack_microbatches
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, check_packed
 from rlhf.learner.rank import TrainedRank, Training
-from rlhf.learner.reward_scorer import NORMALIZATION_FILE, pack_sequences
+from rlhf.learner.reward_scorer import NORMALIZATION_FILE
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
-from rlhf.types import Mean, StepMetrics, Sum, merge_metrics
+from rlhf.log.metrics import Mean, StepMetrics, Sum, merge_metrics
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class RewardTrainer(TrainedRank):
     def _scores(self, pairs: Sequence[Pair]) -> Tensor:
         """[2n] chosen and rejected in turn; empty for a filler, which still goes through the model."""
         sequences = [sequence for pair in pairs for sequence in (pair.chosen, pair.rejected)]
-        scores: Tensor = self.engine(DeviceTokens.of(pack_sequences(sequences), self.device))
+        scores: Tensor = self.engine(DeviceTokens.of(pack(sequences) if pairs else filler(), self.device))
         return scores if pairs else scores[:0] + 0.0 * scores.sum()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +12,8 @@ from rlhf.algo import kl, losses
 from rlhf.algo.numerics import masked
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.model import DeviceTokens
-from rlhf.types import Denominators, EffectiveSampleFraction, Max, Mean, PolicyTargets, StepMetrics, Sum
+from rlhf.log.metrics import EffectiveSampleFraction, Max, Mean, StepMetrics, Sum
+from rlhf.types import Denominators, PolicyTargets
 
 HEALTH_KL = "k3"  # the one estimator that the summary metrics use, whichever is optimized
 
@@ -29,12 +31,10 @@ class PolicyObjective:
     kl_coef: float
     kl_estimator: str
     kl_ratio_weighted: bool
-    has_reference: bool
     entropy_coef: float
     importance_mode: str
     importance_level: str
     importance_cap: float
-    old_is_current: bool
 
     @classmethod
     def of(cls, config: GRPOConfig) -> PolicyObjective:
@@ -49,12 +49,10 @@ class PolicyObjective:
             kl_coef=algo.kl_coef if algo.kl_place == "loss" else 0.0,
             kl_estimator=algo.kl_estimator,
             kl_ratio_weighted=algo.kl_ratio_weighted,
-            has_reference=config.needs_reference,
             entropy_coef=algo.entropy_coef,
             importance_mode=config.importance_correction,
             importance_level=algo.importance_level,
             importance_cap=algo.importance_cap,
-            old_is_current=not config.needs_old_logprobs_pass,
         )
 
 
@@ -71,14 +69,14 @@ def policy_microbatch(
     token before aggregation, and its gradient flows.
     """
     mask = tokens.response_mask
-    advantages, old_logprobs, ref_logprobs = (
-        masked(torch.from_numpy(x).to(mask.device), mask)
-        for x in (targets.advantages, targets.old_logprobs, targets.ref_logprobs)
-    )
+
+    def column(values: np.ndarray) -> Tensor:
+        return masked(torch.from_numpy(values).to(mask.device), mask)
+
+    advantages = column(targets.advantages)
     rollout_logprobs = masked(tokens.rollout_logprobs, mask)
     logprobs, entropy = model(tokens, with_entropy=True)
-    if objective.old_is_current:
-        old_logprobs = logprobs.detach()
+    old_logprobs = logprobs.detach() if targets.old_logprobs is None else column(targets.old_logprobs)
 
     terms = losses.policy_loss(
         logprobs,
@@ -110,7 +108,8 @@ def policy_microbatch(
         per_token = per_token * correction.weights
         metrics["policy/importance_weight"] = masked_mean(correction.weights, mask)
         metrics["policy/importance_outside_fraction"] = masked_mean(correction.outside.float(), mask)
-    if objective.has_reference:
+    if targets.ref_logprobs is not None:
+        ref_logprobs = column(targets.ref_logprobs)
         if objective.kl_coef > 0:
             penalty = kl.kl_per_token(
                 logprobs,

@@ -11,15 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf.algo.packing import gather, pack
+from rlhf.algo.packing import pack
 from rlhf.config.run import GRPOConfig
-from rlhf.learner.messages import LearnerMinibatch, LogprobPass, Place
+from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
-from rlhf.learner.rank import TrainedRank, Training
+from rlhf.learner.rank import Training
 from rlhf.learner.reference import Reference
+from rlhf.learner.step import StepRank
 from rlhf.learner.update import PolicyObjective, policy_microbatch
+from rlhf.log.metrics import StepMetrics
+from rlhf.types import PolicyTargets
 from rlhf.weights.transfer import EngineClient, ParameterMeta, Rendezvous, WeightSender, make_sender
-from rlhf.types import PackedTokens, Rollout, StepMetrics
 
 PERTURBATION = 0.05  # of each tensor's standard deviation (of 1 where that is 0): moves log-probs far beyond bf16 noise
 
@@ -36,7 +38,7 @@ def policy_training(config: GRPOConfig) -> Training:
     )
 
 
-class Learner(TrainedRank):
+class Learner(StepRank):
     """One rank of the policy."""
 
     def __init__(self, config: GRPOConfig, place: Place) -> None:
@@ -66,19 +68,22 @@ class Learner(TrainedRank):
             )
         return model.train() if trains else model.eval().requires_grad_(False)
 
-    # --- passes ---
+    # --- a training step ---
 
-    @torch.no_grad()
-    def logprobs(self, minibatches: list[tuple[PackedTokens, ...]], old: bool) -> list[list[LogprobPass]]:
-        """Log-probs of the current policy (where `old`) and of the reference, on the microbatches of the update."""
-        return [[self._logprob_pass(packed, old) for packed in microbatches] for microbatches in minibatches]
+    def logprobs(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Old and reference log-probs on the microbatches of the first epoch; None where nothing reads them."""
+        old = ref = None
+        if self.config.needs_old_logprobs_pass:
+            old = self.passes(lambda tokens: self.engine(tokens).logprobs)
+        if self.reference is not None:
+            model = self.reference.model
+            ref = self.passes(lambda tokens: model(tokens).logprobs)
+        return old, ref
 
-    def _logprob_pass(self, packed: PackedTokens, old: bool) -> LogprobPass:
-        tokens = DeviceTokens.of(packed, self.device)
-        zeros = np.zeros(len(packed.token_ids), np.float32)
-        return LogprobPass(
-            old=self.engine(tokens).logprobs.float().cpu().numpy() if old else zeros,
-            ref=self.reference.model(tokens).logprobs.float().cpu().numpy() if self.reference is not None else zeros,
+    def update(self, targets: PolicyTargets) -> list[StepMetrics]:
+        """Every optimizer step of the training step; this rank's metrics of each."""
+        return self.updates(
+            targets, lambda tokens, own, sizes: policy_microbatch(self.engine, tokens, own, sizes, self.objective)
         )
 
     @torch.no_grad()
@@ -87,26 +92,9 @@ class Learner(TrainedRank):
 
         In one row, as in training: what packing would spoil shows against the engine too.
         """
-        rollouts = [
-            Rollout("canary", 0, i, ids, np.arange(len(ids)) > 0, np.zeros(len(ids), np.float32), (), "stop")
-            for i, ids in enumerate(sequences)
-        ]
-        packed = pack(rollouts, range(len(rollouts)))
-        logprobs = self.engine(DeviceTokens.of(packed, self.device), temperature=1.0).logprobs
-        return list(gather(logprobs.float().cpu().numpy(), packed).values())
-
-    # --- update ---
-
-    def update(self, minibatches: list[LearnerMinibatch]) -> list[StepMetrics]:
-        """One optimizer step for each minibatch; this rank's metrics of each."""
-        return [self._update(minibatch) for minibatch in minibatches]
-
-    def _update(self, minibatch: LearnerMinibatch) -> StepMetrics:
-        def forward(i: int) -> tuple[Tensor, StepMetrics]:
-            tokens = DeviceTokens.of(minibatch.microbatches[i], self.device)
-            return policy_microbatch(self.engine, tokens, minibatch.targets[i], minibatch.denominators, self.objective)
-
-        return self.take_step(len(minibatch.microbatches), forward)
+        packed = pack(sequences)
+        logprobs = self.engine(DeviceTokens.of(packed, self.device), temperature=1.0).logprobs.float().cpu().numpy()
+        return np.split(logprobs, packed.cu_seqlens[1:-1])
 
     def change_objective(self, objective: PolicyObjective) -> None:
         """Optimize this from the next update on: a scan of objectives keeps its stack and puts the weights back."""

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from rlhf.step import batching
-from rlhf.algo.packing import FILLER_ROW, shared_beginnings
+from rlhf.algo.packing import FILLER_TOKENS
 from rlhf.config.run import GRPOConfig
 from rlhf.data.model_files import local_model_config
+from rlhf.log.metrics import Histogram, Max, Mean, StepMetrics
 from rlhf.plan.model import SUPPORTED, ModelShape, model_shape
-from rlhf.types import Histogram, Max, Mean, Minibatch, RolloutGroup, ScoredRollout, StepMetrics
+from rlhf.step.batch import response_counts
+from rlhf.types import Minibatch, RolloutGroup, ScoredRollout, StepBatch
 
 
 class Clock:
@@ -106,41 +107,51 @@ class LearnerSpeed:
         if described is not None and described.get("model_type") in SUPPORTED:
             self._shape = model_shape(described)
 
-    def of_step(self, epochs: Sequence[Sequence[Minibatch]], update_s: float) -> dict[str, float]:
+    def of_step(
+        self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]], shared: np.ndarray, update_s: float
+    ) -> dict[str, float]:
         """Metrics of one step's updates; none where the policy took none, as while a critic warms up.
 
         learner/mfu, the share of the learners' peak that forward and backward of the computed tokens take, is left out
-        where the peak or the model's shape is not known; a critic beside the policy is not counted.
+        where the peak or the model's shape is not known; a critic next to the policy is not counted.
         learner/shared_fraction is the share of the tokens that were computed as the beginning of another sequence.
         learner/padding_fraction is the share of computed positions that belong to no rollout: a packed row has none,
         fillers are nothing else.
+
+        Args:
+            shared: [S] of each sequence, in the order of the ranks' work: tokens computed with the sequence before.
         """
-        packed = [row for epoch in epochs for m in epoch for rank in m.microbatches for row in rank]
-        if not packed:
+        if not epochs:
             return {}
-        real = [row for row in packed if row.rows[0] != FILLER_ROW]
-        tokens = sum(len(row.token_ids) for row in real)
-        shared = [int(count) for row in real for count in shared_beginnings(row)]
-        computed = tokens - sum(shared)
-        fillers = sum(len(row.token_ids) for row in packed) - tokens
+        microbatches = [
+            rows
+            for rank in range(self._learners)
+            for epoch in epochs
+            for minibatch in epoch
+            for rows in minibatch.microbatches[rank]
+        ]
+        rows = np.concatenate(microbatches)
+        lengths = batch.tokens.lengths[rows]
+        tokens = int(lengths.sum())
+        computed = tokens - int(shared.sum())
+        fillers = FILLER_TOKENS * sum(not len(rows) for rows in microbatches)
         update_s = max(update_s, 1e-9)
-        found = {
+        values = {
             "learner/tokens_per_second": tokens / update_s,
-            "learner/packing_efficiency": computed / (self._budget * len(packed)),
+            "learner/packing_efficiency": computed / (self._budget * len(microbatches)),
             "learner/padding_fraction": fillers / (computed + fillers),
             "learner/shared_fraction": 1 - computed / max(tokens, 1),
         }
         if self._shape is not None and self._peak_tflops is not None:
-            lengths = [int(length) for row in real for length in np.diff(row.cu_seqlens)]
-            responses = sum(int(row.response_mask.sum()) for row in real)
-            flops = self._shape.training_flops(lengths, responses, shared)
-            found["learner/mfu"] = flops / (update_s * self._peak_tflops * 1e12 * self._learners)
-        return found
+            responses = int(response_counts(batch)[rows].sum())
+            flops = self._shape.training_flops(lengths.tolist(), responses, shared.tolist())
+            values["learner/mfu"] = flops / (update_s * self._peak_tflops * 1e12 * self._learners)
+        return values
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], advantages: np.ndarray, *, step: int) -> StepMetrics:
     """What the rollouts of a step say of themselves, before any update."""
-    samples = batching.flatten(groups)
+    samples = [sample for group in groups for sample in group.samples]
     rewards = [s.reward for s in samples if s.reward is not None]
     metrics: StepMetrics = {
         "reward": Histogram(tuple(rewards)),

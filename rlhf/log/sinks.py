@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from rlhf.config.sections import WandbConfig
-from rlhf.types import Histogram, StepMetrics
 
 STEP = "step"
 
@@ -25,27 +22,6 @@ class Sink(Protocol):
     def log(self, step: int, values: Mapping[str, Any]) -> None: ...
 
     def close(self, *, failed: bool = False) -> None: ...
-
-
-def to_values(metrics: StepMetrics) -> dict[str, Any]:
-    """Reduce to plain numbers. A histogram becomes its mean and four quantiles.
-
-    What is not finite (a mean over nothing, the norm of a skipped gradient) is left out: JSON has no word for it.
-    """
-    values: dict[str, Any] = {}
-    for name, metric in metrics.items():
-        if isinstance(metric, Histogram):
-            values |= {f"{name}/{key}": value for key, value in _describe(metric.values).items()}
-        elif math.isfinite(value := metric.value()):
-            values[name] = value
-    return values
-
-
-def _describe(values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    low, median, high, top = np.quantile(values, [0.0, 0.5, 0.95, 1.0])
-    return {"mean": float(np.mean(values)), "min": low, "p50": median, "p95": high, "max": top}
 
 
 class JsonlSink:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.step import batching
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.run import GRPOConfig
 from rlhf.data.model_files import truncate_token_id
 from rlhf.rewards.model_client import RewardModelClient, endpoint_scorer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.sampling import SamplingSettings
+from rlhf.step.batch import penalize_non_stop
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 
 
@@ -70,8 +70,7 @@ class Sampler:
         if self._reward_model is not None:
             group = await self._reward_model.add_to(group)
         samples = tuple(
-            batching.penalize_non_stop(sample, rollout.non_stop_reward, rollout.missing_eos_penalty)
-            for sample in group.samples
+            penalize_non_stop(sample, rollout.non_stop_reward, rollout.missing_eos_penalty) for sample in group.samples
         )
         return RolloutGroup(group.prompt, samples)
 

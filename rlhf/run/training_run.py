@@ -16,28 +16,22 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 from rich.console import Console
 
-from rlhf.step import batching
-from rlhf.cluster.actors import ActorGroup
-from rlhf.weights.canary import Canary
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.run import GRPOConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, load_prompts, show_prompt
+from rlhf.data.model_files import check_context, check_models, load_tokenizer, truncate_token_id
 from rlhf.data.order import PromptStream
 from rlhf.data.read import check_sources
-from rlhf.run.evaluation import evaluate
-from rlhf.log.sinks import JsonlSink, Sink, TerminalSink, WandbSink, summary_table, to_values
-from rlhf.data.model_files import check_context, check_models, load_tokenizer, truncate_token_id
 from rlhf.log.measure import Clock, LearnerSpeed, rollout_metrics, waiting_seconds
+from rlhf.log.metrics import StepMetrics, mean_over_updates, to_values
+from rlhf.log.sinks import JsonlSink, Sink, TerminalSink, WandbSink, summary_table
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Account, RolloutBuffer, Staleness, Ticket
+from rlhf.run.evaluation import evaluate
 from rlhf.run.folder import RunFolder
 from rlhf.run.sampler import Sampler
-from rlhf.types import (
-    Minibatch,
-    RolloutGroup,
-    StepMetrics,
-    merge_metrics,
-)
+from rlhf.types import Minibatch, RolloutGroup, StepBatch
+from rlhf.weights.canary import Canary
 
 C = TypeVar("C", bound=GRPOConfig)
 
@@ -253,33 +247,37 @@ class TrainingRun(Generic[C]):
             sink.log(step, values)
         self.terminal.evaluation(step, values)
 
-    def account(self, groups: Sequence[RolloutGroup], trains: np.ndarray) -> None:
+    def account(self, batch: StepBatch) -> None:
         """Book what became of the step's rollouts: unscorable ones failed, cut-off ones were filtered."""
-        samples = batching.flatten(groups)
-        unscorable = sum(sample.reward is None for sample in samples)
-        trained = int(trains.sum())
+        unscorable = int(np.isnan(batch.rewards).sum())
+        trained = int(batch.trained.sum())
         self.buffer.account.trained += trained
         self.buffer.account.failed += unscorable
-        self.buffer.account.filtered += len(samples) - trained - unscorable
+        self.buffer.account.filtered += len(batch.rewards) - trained - unscorable
 
     def log_step(
         self,
         step: int,
         groups: Sequence[RolloutGroup],
+        batch: StepBatch,
         advantages: np.ndarray,
         epochs: Sequence[Sequence[Minibatch]],
         updates: Sequence[StepMetrics],
         measured: dict[str, float],
     ) -> None:
-        """Reduce and write everything that is known about a finished step; `measured` is logged as it is."""
-        samples = batching.flatten(groups)
-        learned = merge_metrics([batching.mean_over_updates(update) for update in updates])
+        """Reduce and write everything that is known about a finished step.
+
+        Args:
+            advantages: [B], one per response.
+            epochs: minibatches of the policy; empty while a critic warms up.
+            measured: metrics that are logged as they are.
+        """
+        learned = mean_over_updates(updates)
         if "learner/updates_taken" in learned:  # the policy waits while a critic warms up
             self.updates_taken = int(learned["learner/updates_taken"].value())
             self.updates_skipped = int(learned["learner/updates_skipped"].value())
-        prompt_tokens = sum(len(s.rollout.token_ids) - s.rollout.response_length for s in samples)
-        response_tokens = sum(s.rollout.response_length for s in samples)
-        self.tokens["prompt"] += prompt_tokens
+        response_tokens = int(batch.tokens.response_mask.sum())
+        self.tokens["prompt"] += len(batch.tokens.response_mask) - response_tokens
         self.tokens["response"] += response_tokens
         metrics = rollout_metrics(groups, advantages, step=step - 1) | learned
         values = to_values(metrics) | measured | self.buffer.account.metrics()
@@ -287,7 +285,7 @@ class TrainingRun(Generic[C]):
         phases, window_s = self.clock.take()
         rate, engines_busy_s = self.sampler.meter.take()
         values |= waiting_seconds(phases, window_s, engines_busy_s)
-        values |= self.speed.of_step(epochs, phases.get("update", 0.0))
+        values |= self.speed.of_step(batch, epochs, self.cluster.learners.shared, phases.get("update", 0.0))
         values |= {
             "rollout/tokens_per_second": rate,
             "data/epoch": self.stream.epochs,
@@ -362,23 +360,6 @@ class TrainingRun(Generic[C]):
         if after:
             self.console.print(summary_table(before, after, training))
         self.console.print(f"run folder: {self.folder.path}", highlight=False)
-
-
-async def logprob_passes(
-    config: GRPOConfig, learners: ActorGroup, minibatches: Sequence[Minibatch]
-) -> tuple[batching.Rows, batching.Rows]:
-    """Old and reference log-probs of every rollout, row -> [L], from the very microbatches of the first epoch.
-
-    Empty where nothing reads them.
-    """
-    if not (config.needs_old_logprobs_pass or config.needs_reference):
-        return {}, {}
-    ranks = range(config.cluster.learners)
-    work = [([m.microbatches[rank] for m in minibatches], config.needs_old_logprobs_pass) for rank in ranks]
-    by_rank = await learners.call_each("logprobs", work)
-    old = batching.rows_of(minibatches, by_rank, "old") if config.needs_old_logprobs_pass else {}
-    ref = batching.rows_of(minibatches, by_rank, "ref") if config.needs_reference else {}
-    return old, ref
 
 
 def _closing(sink: Sink) -> Callable[..., None]:

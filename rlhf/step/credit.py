@@ -1,17 +1,16 @@
-"""Credit of tokens in PPO: rewards of responses and the KL -> rewards, advantages and returns a token.
+"""Credit of tokens in PPO: rewards of responses and the KL -> rewards, advantages and returns per token.
 
-    score of the response, clipped, at its last token
+    reward of the response, clipped, at its last token
     - kl_coef x KL at each token                          (algo.kl_place=reward)
     -> whitened over the step, if asked
-    -> GAE with the critic's values; what follows the last token has value 0
+    -> GAE with the critic's values; the value after the last token is 0
     -> advantages whitened over the step; returns are not
 
-All of it runs on the driver, over all rollouts of a step at once, so no number of learners or budget can change it.
+All of it runs on the driver, over all rollouts of a step at once: no number of learners or budget can change it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,30 +19,20 @@ from torch import Tensor
 
 from rlhf.algo import advantages as adv
 from rlhf.algo.kl import AdaptiveKLController, FixedKLController, kl_per_token
-from rlhf.algo.packing import gather, scatter
-from rlhf.step.batching import Rows
 from rlhf.config.ppo import PPOAlgoConfig
-from rlhf.learner.messages import ValueMinibatch
-from rlhf.types import Minibatch, ScoredRollout, ValueTargets
+from rlhf.step.batch import response_counts, sum_over_responses
+from rlhf.types import StepBatch
 
 KLController = FixedKLController | AdaptiveKLController
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What the updates of a step aim at, [L] a rollout, and the numbers that a log shows of it."""
+    """What the updates of a step aim at, both [N] float32 and 0 outside of trained responses, and what a log shows."""
 
-    advantages: dict[int, np.ndarray]
-    returns: dict[int, np.ndarray]
+    advantages: np.ndarray
+    returns: np.ndarray
     metrics: dict[str, float]
-
-    def mean_advantages(self, samples: Sequence[ScoredRollout]) -> np.ndarray:
-        """[B] mean over the response tokens; 0 for rollouts that are not trained on."""
-        found = np.zeros(len(samples))
-        for row, values in self.advantages.items():
-            mask = samples[row].rollout.response_mask
-            found[row] = values[mask].mean() if mask.any() else 0.0
-        return found
 
 
 def make_controller(algo: PPOAlgoConfig) -> KLController:
@@ -53,104 +42,71 @@ def make_controller(algo: PPOAlgoConfig) -> KLController:
     return FixedKLController(algo.kl_coef)
 
 
-def response_kl(samples: Sequence[ScoredRollout], old: Rows, ref: Rows) -> float:
-    """Mean over rollouts of log pi - log pi_ref summed over the response (k1): what the controller steers, nats.
+def response_kl(batch: StepBatch, old_logprobs: np.ndarray, ref_logprobs: np.ndarray) -> float:
+    """Mean over trained rollouts of log pi - log pi_ref summed over the response (k1), in nats: the controller's input.
 
     Args:
-        old, ref: row -> [L], of the rollouts that are trained on; at least one.
+        old_logprobs, ref_logprobs: [N]; at least one rollout is trained.
     """
-    sums = []
-    for row, values in old.items():
-        mask = samples[row].rollout.response_mask
-        sums.append(float((values[mask] - ref[row][mask]).sum(dtype=np.float64)))
-    return float(np.mean(sums))
+    return float(np.mean(sum_over_responses(batch, old_logprobs - ref_logprobs, np.flatnonzero(batch.trained))))
+
+
+def mean_over_responses(batch: StepBatch, column: np.ndarray) -> np.ndarray:
+    """[B] mean of a token column [N] over each response; 0 where nothing was sampled."""
+    sums = sum_over_responses(batch, column, np.arange(len(batch.trained)))
+    return sums / np.maximum(response_counts(batch), 1)
 
 
 def assign_credit(
-    samples: Sequence[ScoredRollout], values: Rows, old: Rows, ref: Rows, *, kl_coef: float, algo: PPOAlgoConfig
+    batch: StepBatch,
+    values: np.ndarray,
+    old_logprobs: np.ndarray | None,
+    ref_logprobs: np.ndarray | None,
+    *,
+    kl_coef: float,
+    algo: PPOAlgoConfig,
 ) -> Credit:
-    """Token rewards, GAE and whitening over all rollouts that are trained on, which are the rows of `values`.
+    """Token rewards, GAE and whitening over all rollouts that are trained on.
 
     Args:
-        values: row -> [L], the critic's values before the first update of the step.
-        old, ref: row -> [L] log-probs; read where the KL is part of the reward.
+        values: [N], the critic's values before the first update of the step.
+        old_logprobs, ref_logprobs: [N]; read where kl_coef is above 0.
         kl_coef: of the controller; 0 where the KL is not part of the reward.
     """
-    rows = sorted(values)
-    if not rows:
-        return Credit({}, {}, {})
-    rollouts = [samples[row].rollout for row in rows]
-    mask = torch.from_numpy(np.concatenate([rollout.response_mask for rollout in rollouts]))
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    cu_seqlens = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32)
-    scores = torch.tensor([_score(samples[row], algo.reward_clip) for row in rows], dtype=torch.float64)
-    flat_values = _flat(values, rows)
-    penalties = torch.zeros_like(flat_values)
+    rows = np.flatnonzero(batch.trained)
+    advantages, returns = np.zeros_like(values), np.zeros_like(values)
+    if not len(rows):
+        return Credit(advantages, returns, {})
+    index, tokens = batch.tokens.token_indices(rows), batch.tokens.take(rows)
+
+    def column(x: np.ndarray) -> Tensor:
+        return torch.from_numpy(x[index]).double()
+
+    mask, cu_seqlens = torch.from_numpy(tokens.response_mask), torch.from_numpy(tokens.cu_seqlens)
+    scores = torch.from_numpy(batch.rewards[rows])
+    if algo.reward_clip is not None:
+        scores = scores.clamp(-algo.reward_clip, algo.reward_clip)
+    old_values = column(values)
+    penalties = torch.zeros_like(old_values)
     if kl_coef > 0:
+        assert old_logprobs is not None
+        assert ref_logprobs is not None
         penalties = kl_coef * kl_per_token(
-            _flat(old, rows), _flat(ref, rows), estimator=algo.kl_estimator, response_mask=mask
+            column(old_logprobs), column(ref_logprobs), estimator=algo.kl_estimator, response_mask=mask
         )
     rewards = adv.token_rewards(scores, penalties, mask, cu_seqlens)
     if algo.whiten_rewards != "none":
         rewards = adv.whiten(rewards, mask, shift_mean=algo.whiten_rewards == "shift")
-    found = adv.gae(rewards, flat_values, mask, cu_seqlens, gamma=algo.gamma, lam=algo.lam)
-    advantages = adv.whiten(found.advantages, mask) if algo.whiten_advantages else found.advantages
+    estimate = adv.gae(rewards, old_values, mask, cu_seqlens, gamma=algo.gamma, lam=algo.lam)
+    whitened = adv.whiten(estimate.advantages, mask) if algo.whiten_advantages else estimate.advantages
+    advantages[index], returns[index] = whitened.float().numpy(), estimate.returns.float().numpy()
     metrics = {
-        "critic/return": float(found.returns[mask].mean()),
-        "critic/return_std": float(found.returns[mask].std(correction=0)),
-        "policy/advantage_raw_std": float(found.advantages[mask].std(correction=0)),
+        "critic/return": float(estimate.returns[mask].mean()),
+        "critic/return_std": float(estimate.returns[mask].std(correction=0)),
+        "policy/advantage_raw_std": float(estimate.advantages[mask].std(correction=0)),
         "reward/token_sum": float(rewards[mask].sum() / len(rows)),
     }
-    explained = adv.explained_variance(flat_values, found.returns, mask)
+    explained = adv.explained_variance(old_values, estimate.returns, mask)
     if np.isfinite(explained):
         metrics["critic/explained_variance"] = explained
-    return Credit(_split(advantages, rows, lengths), _split(found.returns, rows, lengths), metrics)
-
-
-def _score(sample: ScoredRollout, clip: float | None) -> float:
-    assert sample.reward is not None, "an unscorable rollout is not trained on"
-    return sample.reward if clip is None else min(max(sample.reward, -clip), clip)
-
-
-def _flat(values: Rows, rows: Sequence[int]) -> Tensor:
-    return torch.from_numpy(np.concatenate([values[row] for row in rows])).double()
-
-
-def _split(flat: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> dict[int, np.ndarray]:
-    parts = flat.float().split(list(lengths))
-    return {row: part.numpy() for row, part in zip(rows, parts, strict=True)}
-
-
-# --- the critic's work ---
-
-
-def value_rows(
-    minibatches: Sequence[Minibatch], by_rank: Sequence[Sequence[Sequence[np.ndarray]]]
-) -> dict[int, np.ndarray]:
-    """Undo the packing of by_rank[rank][minibatch][microbatch] [T] -> row -> [L]."""
-    found: dict[int, np.ndarray] = {}
-    for rank, by_minibatch in enumerate(by_rank):
-        for minibatch, passes in zip(minibatches, by_minibatch, strict=True):
-            for packed, values in zip(minibatch.microbatches[rank], passes, strict=True):
-                found |= gather(values, packed)
-    return found
-
-
-def value_minibatches(
-    minibatches: Sequence[Minibatch], values: Rows, returns: Mapping[int, np.ndarray]
-) -> list[list[ValueMinibatch]]:
-    """One pass's work of the critic, [rank][minibatch]."""
-    ranks = len(minibatches[0].microbatches)
-    return [
-        [
-            ValueMinibatch(
-                microbatches=m.microbatches[rank],
-                targets=tuple(
-                    ValueTargets(scatter(values, packed), scatter(returns, packed)) for packed in m.microbatches[rank]
-                ),
-                denominators=m.denominators,
-            )
-            for m in minibatches
-        ]
-        for rank in range(ranks)
-    ]
+    return Credit(advantages, returns, metrics)

@@ -20,7 +20,7 @@ from rlhf.algo.losses import (
     value_loss,
 )
 from rlhf.algo.numerics import MAX_LOG_RATIO
-from rlhf.types import EffectiveSampleFraction
+from rlhf.log.metrics import EffectiveSampleFraction
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from worlds import make_groups
 
 from benchmarks.studies import adam, algorithms, kl, report, schedule
-from rlhf.step import batching
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.load import load_config
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.checkpoint import MOMENTS
+from rlhf.step import batching
 
 ROOT = Path(__file__).parent.parent
 TINY = {

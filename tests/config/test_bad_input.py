@@ -13,8 +13,8 @@ from worlds import make_config, make_ppo_config
 
 from rlhf import evaluate
 from rlhf.plan import check_resources, local_resources
-from rlhf.run.training_run import TrainingRun
 from rlhf.run.folder import RunFolder
+from rlhf.run.training_run import TrainingRun
 
 
 def start(folder: Path, /, **sections: dict[str, Any]) -> TrainingRun:

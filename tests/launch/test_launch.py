@@ -107,7 +107,9 @@ class Place:
         info = folder / f"{name}-{version}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nrlhf = rlhf.weights.transfer:register_with_vllm\n")
+        (info / "entry_points.txt").write_text(
+            "[vllm.general_plugins]\nrlhf = rlhf.weights.transfer:register_with_vllm\n"
+        )
         return f"{folder}:{self.environment['PYTHONPATH']}"
 
     def recorded(self, name: str) -> list[str]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from worlds import make_groups, make_ppo_config, run_world
 
-from rlhf.step import batching, credit
 from rlhf.config.ppo import PPOConfig
 from rlhf.learner.messages import Place, ValueMinibatch
+from rlhf.step import batching, credit
 from rlhf.types import RolloutGroup
 
 pytestmark = pytest.mark.stack

@@ -22,7 +22,8 @@ from worlds import make_config
 from rlhf.algo.logprobs import TokenLogprobs
 from rlhf.learner.model import DeviceTokens
 from rlhf.learner.update import PolicyObjective, policy_microbatch
-from rlhf.types import Denominators, PackedTokens, PolicyTargets, StepMetrics
+from rlhf.log.metrics import StepMetrics
+from rlhf.types import Denominators, PackedTokens, PolicyTargets
 
 RATIO = np.array([1.5, 0.6, 2.0, 1.0])
 LOSSES = np.array([-1.2, 0.8, 2.0, 1.0])

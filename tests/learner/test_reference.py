@@ -10,8 +10,8 @@ import pytest
 import torch
 from worlds import make_config, make_groups, plan_first_epoch, run_world, work_of_rank
 
-from rlhf.step import batching
 from rlhf.learner.messages import Place
+from rlhf.step import batching
 
 pytestmark = pytest.mark.stack
 

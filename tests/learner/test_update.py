@@ -11,9 +11,10 @@ import pytest
 import torch
 from worlds import make_config, make_groups, plan_first_epoch, run_world, work_of_rank
 
-from rlhf.step import batching
 from rlhf.learner.messages import Place
-from rlhf.types import PolicyTargets, StepMetrics
+from rlhf.log.metrics import StepMetrics
+from rlhf.step import batching
+from rlhf.types import PolicyTargets
 
 pytestmark = pytest.mark.stack
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from worlds import make_config, make_groups
 
-from rlhf.step import batching
-from rlhf.plan.model import model_shape
 from rlhf.log.measure import Clock, LearnerSpeed, peak_tflops, rollout_metrics, waiting_seconds
+from rlhf.plan.model import model_shape
 from rlhf.run.sampler import BusyMeter
+from rlhf.step import batching
 from rlhf.types import RolloutGroup, VersionSpan
 
 SHAPE = {

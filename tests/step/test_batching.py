@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from worlds import make_config, make_groups
 
-from rlhf.step import batching
 from rlhf.algo.packing import shared_beginnings
+from rlhf.step import batching
 from rlhf.types import Rollout, RolloutGroup, ScoredRollout
 
 NOWHERE = Path("nowhere/model")

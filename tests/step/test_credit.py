@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from worlds import make_groups
 
-from rlhf.step import batching
 from rlhf.algo.kl import AdaptiveKLController
 from rlhf.config.ppo import PPOAlgoConfig
+from rlhf.step import batching
 from rlhf.step.credit import assign_credit, make_controller, response_kl
 from rlhf.types import ScoredRollout
 

@@ -12,11 +12,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from worlds import make_config, make_groups, run_world
 
-from rlhf.step import batching
 from rlhf.learner.attention import PACKED
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, PolicyModel
 from rlhf.learner.update import PolicyObjective, policy_microbatch
+from rlhf.step import batching
 from rlhf.types import Minibatch, RolloutGroup
 
 NOWHERE = Path("nowhere/model")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rlhf.cluster.actors import ClusterError
-from rlhf.weights.canary import SEQUENCES, Canary
 from rlhf.types import Prompt
+from rlhf.weights.canary import SEQUENCES, Canary
 
 PROMPTS = [Prompt(f"p/{i}", 0, np.arange(i + 3, dtype=np.int32), (), "", "p") for i in range(20)]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.weights import transfer
 from rlhf.cluster.actors import free_port
+from rlhf.weights import transfer
 from rlhf.weights.transfer import CPUSender, Inbox, ParameterMeta, Rendezvous, SharedMemory, bucket_starts, buckets
 
 SHAPES = {"embed": (7, 3), "layer.weight": (5,), "norm": (1,), "head": (4, 4)}

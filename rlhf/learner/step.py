@@ -1,0 +1,105 @@
+"""What policy and critic share in a training step: they are sent their microbatches once and keep them until the next.
+
+start_step   tokens and minibatches of the step
+passes       over the microbatches of the first epoch, before any update
+updates      one optimizer step for each minibatch of every epoch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf.algo.packing import FILLER_TOKENS, filler
+from rlhf.learner.model import DeviceTokens
+from rlhf.learner.rank import TrainedRank
+from rlhf.log.metrics import StepMetrics
+from rlhf.types import Denominators, Minibatch, PackedTokens, PolicyTargets, ValueTargets
+
+Targets = TypeVar("Targets", PolicyTargets, ValueTargets)
+
+
+@dataclass(frozen=True)
+class HeldMicrobatch:
+    """A microbatch on the device, and where its tokens [T] stand in the step.
+
+    A filler stands nowhere: its index points at the step's first token, and its response mask is False.
+    """
+
+    tokens: DeviceTokens
+    index: np.ndarray
+    is_filler: bool
+
+
+@dataclass(frozen=True)
+class HeldMinibatch:
+    """This rank's part of one optimizer step."""
+
+    microbatches: list[HeldMicrobatch]
+    denominators: Denominators
+
+
+class StepRank(TrainedRank):
+    """One rank of a module that learns from the rollouts of a step."""
+
+    _epochs: list[list[HeldMinibatch]]
+
+    def start_step(self, tokens: PackedTokens, epochs: Sequence[Sequence[Minibatch]]) -> np.ndarray:
+        """Keep this rank's microbatches of the step.
+
+        Args:
+            tokens: all rollouts of the step.
+
+        Returns:
+            [S] int64: of each sequence, epoch after epoch, the first tokens that are computed with the one before it.
+        """
+        self._epochs = [[self._hold(tokens, minibatch) for minibatch in epoch] for epoch in epochs]
+        held = [x for epoch in self._epochs for minibatch in epoch for x in minibatch.microbatches if not x.is_filler]
+        return np.concatenate([np.zeros(0, np.int64), *(x.tokens.segments.shared for x in held)])
+
+    def _hold(self, tokens: PackedTokens, minibatch: Minibatch) -> HeldMinibatch:
+        def microbatch(rows: np.ndarray) -> HeldMicrobatch:
+            if not len(rows):
+                nowhere = np.zeros(FILLER_TOKENS, np.int64)
+                return HeldMicrobatch(DeviceTokens.of(filler(), self.device), nowhere, is_filler=True)
+            packed = DeviceTokens.of(tokens.take(rows), self.device)
+            return HeldMicrobatch(packed, tokens.token_indices(rows), is_filler=False)
+
+        own = minibatch.microbatches[self.place.rank]
+        return HeldMinibatch([microbatch(rows) for rows in own], minibatch.denominators)
+
+    @torch.no_grad()
+    def passes(self, forward: Callable[[DeviceTokens], Tensor]) -> np.ndarray:
+        """Numbers of the tokens of the first epoch, microbatch after microbatch, float32; fillers are computed too."""
+        numbers = [np.zeros(0, np.float32)]
+        for minibatch in self._epochs[0]:
+            for held in minibatch.microbatches:
+                values = forward(held.tokens).float().cpu().numpy()
+                if not held.is_filler:
+                    numbers.append(values)
+        return np.concatenate(numbers)
+
+    def updates(
+        self,
+        targets: Targets,
+        loss: Callable[[DeviceTokens, Targets, Denominators], tuple[Tensor, StepMetrics]],
+    ) -> list[StepMetrics]:
+        """One optimizer step for each minibatch of every epoch; this rank's metrics of each.
+
+        Args:
+            targets: columns [N] of the step; `loss` is given those of a microbatch.
+        """
+
+        def take(minibatch: HeldMinibatch) -> StepMetrics:
+            def forward(i: int) -> tuple[Tensor, StepMetrics]:
+                held = minibatch.microbatches[i]
+                return loss(held.tokens, targets.take(held.index), minibatch.denominators)
+
+            return self.take_step(len(minibatch.microbatches), forward)
+
+        return [take(minibatch) for epoch in self._epochs for minibatch in epoch]

@@ -1,0 +1,132 @@
+"""Metrics of a step: each value carries how it combines with the same metric of another microbatch, rank or update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Weighted mean: `total` over `weight`; the mean of no weight at all is NaN and is left out of the log."""
+
+    total: float
+    weight: float
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    def value(self) -> float:
+        return self.total / self.weight if self.weight else float("nan")
+
+
+@dataclass(frozen=True)
+class Sum:
+    total: float
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    def value(self) -> float:
+        return self.total
+
+
+@dataclass(frozen=True)
+class Max:
+    maximum: float
+
+    def merge(self, other: Max) -> Max:
+        return Max(max(self.maximum, other.maximum))
+
+    def value(self) -> float:
+        return self.maximum
+
+
+@dataclass(frozen=True)
+class Last:
+    """The newest value wins, as of a learning rate or a counter."""
+
+    newest: float
+
+    def merge(self, other: Last) -> Last:
+        return other
+
+    def value(self) -> float:
+        return self.newest
+
+
+@dataclass(frozen=True)
+class EffectiveSampleFraction:
+    """Kish's effective sample size over n, (sum w)^2 / (n sum w^2), of importance ratios w."""
+
+    samples: float
+    ratio_sum: float
+    ratio_square_sum: float
+
+    def merge(self, other: EffectiveSampleFraction) -> EffectiveSampleFraction:
+        return EffectiveSampleFraction(
+            self.samples + other.samples,
+            self.ratio_sum + other.ratio_sum,
+            self.ratio_square_sum + other.ratio_square_sum,
+        )
+
+    def value(self) -> float:
+        return self.ratio_sum**2 / (self.samples * self.ratio_square_sum) if self.samples else float("nan")
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The values themselves; `value` is their mean, sinks that can draw a distribution use `values`."""
+
+    values: tuple[float, ...]
+
+    def merge(self, other: Histogram) -> Histogram:
+        return Histogram(self.values + other.values)
+
+    def value(self) -> float:
+        return float(np.mean(self.values)) if self.values else float("nan")
+
+
+Metric = Mean | Sum | Max | Last | EffectiveSampleFraction | Histogram
+StepMetrics = dict[str, Metric]
+
+
+def merge_metrics(parts: list[StepMetrics]) -> StepMetrics:
+    """Combine the metrics of several microbatches, ranks or minibatches; each name keeps one kind of reduction."""
+    merged: StepMetrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
+    return merged
+
+
+def mean_over_updates(updates: Sequence[StepMetrics]) -> StepMetrics:
+    """The metrics of a step from those of its updates; a sum over one update (its loss) becomes a mean over updates."""
+    return merge_metrics(
+        [{name: Mean(m.value(), 1.0) if isinstance(m, Sum) else m for name, m in update.items()} for update in updates]
+    )
+
+
+def to_values(metrics: StepMetrics) -> dict[str, Any]:
+    """Reduce to plain numbers. A histogram becomes its mean and four quantiles.
+
+    Non-finite values (a mean over nothing, the norm of a skipped gradient) are dropped: JSON cannot hold them.
+    """
+    values: dict[str, Any] = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, Histogram):
+            values |= {f"{name}/{key}": value for key, value in _describe(metric.values).items()}
+        elif math.isfinite(value := metric.value()):
+            values[name] = value
+    return values
+
+
+def _describe(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    low, median, high, top = np.quantile(values, [0.0, 0.5, 0.95, 1.0])
+    return {"mean": float(np.mean(values)), "min": low, "p50": median, "p95": high, "max": top}

@@ -1,0 +1,99 @@
+"""The optimizer steps of a training step: which rows, in which microbatches of which rank, over which denominators.
+
+Minibatches are drawn and denominators fixed before ranks or budgets are looked at, and long before any backward.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlhf.algo.packing import bundle_samples, bundle_sizes, draw_minibatches, pack_microbatches
+from rlhf.config.run import GRPOConfig
+from rlhf.step.batch import response_counts
+from rlhf.types import Denominators, Minibatch, StepBatch
+
+
+def rows_with_gradient(batch: StepBatch, advantages: np.ndarray, config: GRPOConfig) -> np.ndarray:
+    """[B] bool, True for the trained responses that the learner computes at all.
+
+    Without a KL and an entropy bonus in the loss every gradient of a policy loss is a multiple of the advantage, so a
+    response whose advantage is exactly 0 has none. It stays in the denominators. What is logged of log-probs then
+    covers the other responses alone; `algo.log_kl` asks for the KL of all responses, and so computes them all.
+
+    Args:
+        advantages: [B], known before any log-prob: without a KL in the reward.
+    """
+    assert not config.kl_in_reward, "advantages wait for the log-probs"
+    if config.algo.kl_coef > 0 or config.algo.entropy_coef or config.algo.log_kl:
+        return batch.trained
+    return batch.trained & (advantages != 0)
+
+
+def plan_epochs(
+    batch: StepBatch,
+    config: GRPOConfig,
+    *,
+    step: int,
+    computed: np.ndarray | None = None,
+    epochs: int | None = None,
+    minibatches: int | None = None,
+) -> list[list[Minibatch]]:
+    """Draw, pack and balance every minibatch of the step: [epoch][minibatch].
+
+    The draw covers all rollouts, so it does not depend on which are left out of the loss.
+
+    Args:
+        computed: [B] bool, the rows that are packed and computed; None: all trained rows.
+        epochs, minibatches: passes, and minibatches per pass; None: those of the policy.
+    """
+    computed = batch.trained if computed is None else computed
+    minibatches = minibatches or config.learner.minibatches_per_epoch
+    responses = response_counts(batch)
+    planned = []
+    for epoch in range(epochs or config.learner.epochs_per_step):
+        drawn = draw_minibatches(
+            len(batch.trained), minibatches=minibatches, seed=config.run.seed, step=step, epoch=epoch
+        )
+        planned.append(
+            [
+                Minibatch(
+                    microbatches=_microbatches(batch, rows[computed[rows]], responses, config),
+                    denominators=_denominators(responses[rows[batch.trained[rows]]]),
+                )
+                for rows in drawn
+            ]
+        )
+    return planned
+
+
+def _denominators(responses: np.ndarray) -> Denominators:
+    return Denominators(tokens=int(responses.sum()), sequences=int((responses > 0).sum()))
+
+
+def _microbatches(
+    batch: StepBatch, rows: np.ndarray, responses: np.ndarray, config: GRPOConfig
+) -> tuple[tuple[np.ndarray, ...], ...]:
+    """[rank][microbatch] -> rows, ordered by their tokens: what sequences begin with alike is then computed once."""
+    tokens, budget, ranks = batch.tokens, config.learner.max_tokens_per_microbatch, config.cluster.learners
+    lengths, prompt_lengths = tokens.lengths[rows], _prompt_lengths(batch, rows, responses)
+    ids = [tokens.token_ids[tokens.cu_seqlens[row] : tokens.cu_seqlens[row + 1]].tobytes() for row in rows]
+    prompt_bytes = (prompt_lengths * tokens.token_ids.itemsize).tolist()
+    prompts = [sequence[:size] for sequence, size in zip(ids, prompt_bytes, strict=True)]
+    bundles = bundle_samples(lengths, prompts, prompt_lengths, max_tokens=budget, ranks=ranks)
+    sizes, costs = bundle_sizes(bundles, lengths, prompt_lengths)
+    plan = pack_microbatches(sizes, max_tokens=budget, ranks=ranks, costs=costs)
+
+    def in_order(members: list[int]) -> np.ndarray:
+        chosen = sorted((i for bundle in members for i in bundles[bundle]), key=ids.__getitem__)
+        return rows[np.array(chosen, np.int64)]
+
+    return tuple(tuple(in_order(members) for members in rank) for rank in plan)
+
+
+def _prompt_lengths(batch: StepBatch, rows: np.ndarray, responses: np.ndarray) -> np.ndarray:
+    """[len(rows)] tokens before the first sampled one, at most all but one: its state is the first one trained."""
+    tokens = batch.tokens
+    sampled = np.append(np.flatnonzero(tokens.response_mask), 0)
+    before = np.concatenate([[0], np.cumsum(responses)])[rows]  # sampled tokens of the rows before
+    first = np.where(responses[rows] > 0, sampled[before] - tokens.cu_seqlens[rows], tokens.lengths[rows])
+    return np.minimum(first, tokens.lengths[rows] - 1)
