@@ -9,6 +9,7 @@ With PPO's clip of 0.2 the losses of the tokens are -1.2, and 0.8, 2, 1.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import make_config
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from worlds import make_config, make_groups, plan_first_epoch
 
+from rlhf import batching
 from rlhf.algo.logprobs import TokenLogprobs
-from rlhf.learner.model import DeviceTokens
+from rlhf.config.run import GRPOConfig
+from rlhf.learner.attention import PACKED
+from rlhf.learner.model import DeviceTokens, PolicyModel
 from rlhf.learner.update import PolicyObjective, policy_microbatch
 from rlhf.types import Denominators, PackedTokens, PolicyTargets, StepMetrics, merge_metrics
 
@@ -207,3 +212,57 @@ def test_kl_k1_to_k4_are_of_the_old_policy_to_the_reference_however_far_the_upda
     k2 = float((np.exp(OLD_POLICY) * (OLD_POLICY - ref) ** 2 / 2).sum())
     assert logged["policy/kl_k2"] == pytest.approx(k2, rel=1e-5, abs=0.0)
     assert logged["policy/kl_k4"] == logged["policy/kl_k1"]
+
+
+# --- the pass for old log-probs ---
+
+
+def microbatches(config: GRPOConfig, *, old_is_given: bool) -> list[tuple[Tensor, list[Tensor], dict[str, float]]]:
+    """Loss, gradients and metrics of a small transformer by microbatch, with or without a pass before the update."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    transformer = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    transformer.set_attn_implementation(PACKED)
+    model = PolicyModel(transformer, temperature=1.0)
+    objective = dataclasses.replace(PolicyObjective.of(config), old_is_current=not old_is_given)
+    groups = make_groups(groups=4, samples=4, vocabulary=61, longest=30, seed=2)
+    (minibatch,), advantages = plan_first_epoch(config, groups)
+    found = []
+    for packed in minibatch.microbatches[0]:
+        near = packed.rollout_logprobs * 0.01 - np.float32(np.log(61))  # to the nearly uniform policy: ratios around 1
+        tokens = DeviceTokens.of(dataclasses.replace(packed, rollout_logprobs=near), torch.device("cpu"))
+        with torch.no_grad():
+            old = model(tokens).logprobs.numpy() if old_is_given else np.full(len(packed.token_ids), np.nan, np.float32)
+        targets = dataclasses.replace(batching.policy_targets(packed, advantages, {}, {}), old_logprobs=old)
+        model.zero_grad(set_to_none=True)
+        loss, metrics = policy_microbatch(model, tokens, targets, minibatch.denominators, objective)
+        loss.backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append((loss.detach(), gradients, {name: metric.value() for name, metric in metrics.items()}))
+    return found
+
+
+@pytest.mark.parametrize("correction", ["truncated", "masked"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_with_one_update_a_step_the_correction_needs_no_pass_and_differs_by_no_bit(
+    correction: str, level: str, lag: int
+) -> None:
+    config = make_config(
+        NOWHERE,
+        rollout={"max_policy_lag": lag},
+        algo={"importance_correction": correction, "importance_level": level},
+        learner={"max_tokens_per_microbatch": 128},
+    )
+    assert not config.needs_old_logprobs_pass
+    with_pass, without = (microbatches(config, old_is_given=given) for given in (True, False))
+    assert len(without) > 1
+    for (loss, gradients, metrics), (other_loss, other_gradients, other_metrics) in zip(
+        with_pass, without, strict=True
+    ):
+        assert metrics == other_metrics
+        assert metrics["policy/importance_weight"] != 1.0
+        assert torch.equal(loss, other_loss)
+        assert any(bool(g.abs().max() > 0) for g in gradients)
+        for one, other in zip(gradients, other_gradients, strict=True):
+            assert torch.equal(one, other)

@@ -51,7 +51,7 @@ class PolicyObjective:
             kl_ratio_weighted=algo.kl_ratio_weighted,
             has_reference=config.needs_reference,
             entropy_coef=algo.entropy_coef,
-            importance_mode=config.importance_correction,
+            importance_mode=algo.importance_correction,
             importance_level=algo.importance_level,
             importance_cap=algo.importance_cap,
             old_is_current=not config.needs_old_logprobs_pass,
