@@ -159,8 +159,21 @@ def _problem(schema: type[BaseModel], problem: ErrorDetails) -> Iterator[str]:
             yield f"{key}={text}: text is expected, and YAML reads this as another type. Quote it: {key}='\"{text}\"'."
         case "model_type" | "model_attributes_type":
             yield f"{key}={_short(problem['input'])}: a section is expected. Set a key in it, such as {key}.KEY=VALUE."
+        case "literal_error":
+            meaning = _field_at(schema, problem["loc"])
+            yield f"{key}={_short(problem['input'])}: it has to be {problem['ctx']['expected']} ({meaning})."
         case _:
             yield f"{key}={_short(problem['input'])}: {message[0].lower()}{message[1:]}. See --help for this key."
+
+
+def _field_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    """The description of the field at this place of the schema; see --help where a list or a mapping is on the way."""
+    model: type[BaseModel] | None = schema
+    field: FieldInfo | None = None
+    for name in loc:
+        field = model.model_fields.get(str(name)) if model is not None else None
+        model = submodel(field) if field is not None else None
+    return (field.description if field is not None else None) or "see --help for this key"
 
 
 def _required_below(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlhf.config.contradictions import training_problems
+from rlhf.config.roles import CRITIC, Role, Training
 from rlhf.config.run import GRPOConfig
-from rlhf.config.sections import AlgoConfig, Fraction, NonNegativeInt, TrainedConfig
+from rlhf.config.sections import AlgoConfig, ClusterConfig, Fraction, NonNegativeInt, TrainedConfig
 
 
 class PPOAlgoConfig(AlgoConfig):
     """The policy loss as in GRPO; advantages by GAE, and by default the KL in the reward."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
-        "gae", description="PPO has one: generalized advantage estimation with the critic's values"
+    advantage: Literal["gae"] = Field(  # type: ignore[assignment]
+        "gae", description="generalized advantage estimation with the critic's values; the others are of rlhf.grpo"
     )
     kl_estimator: Literal["k1", "k2", "k3", "k4"] = Field("k1", description="estimator of KL(policy || reference)")
     kl_place: Literal["loss", "reward"] = Field(
@@ -58,72 +59,62 @@ class CriticConfig(TrainedConfig):
     )
 
 
+class PPOClusterConfig(ClusterConfig):
+    """Critic and policy have GPUs of their own."""
+
+    placement: Literal["separate"] = Field(
+        "separate", description="engines, learners and critics on GPUs of their own; sharing them is of rlhf.grpo"
+    )
+
+
 class PPOConfig(GRPOConfig):
     """Everything that `python -m rlhf.ppo` reads."""
 
     algo: PPOAlgoConfig = PPOAlgoConfig()
     critic: CriticConfig = CriticConfig()
+    cluster: PPOClusterConfig = PPOClusterConfig()
 
     @property
-    def trained_worlds(self) -> int:
-        return 2
+    def training(self) -> Training:
+        return dataclasses.replace(super().training, waits=self.critic.warmup_steps)
 
     @property
-    def total_updates(self) -> int:
-        """N of the policy: steps in which the critic learns alone do not count."""
-        return (self.run.steps - self.critic.warmup_steps) * self.updates_per_step
+    def critic_training(self) -> Training:
+        """How the critic is trained: on the policy's counts where it has none of its own."""
+        critic, learner = self.critic, self.learner
+        return Training(
+            critic,
+            critic.epochs_per_step or learner.epochs_per_step,
+            critic.minibatches_per_epoch or learner.minibatches_per_epoch,
+            self.run.steps,
+        )
 
-    def updates_before(self, step: int) -> int:
-        return max(0, step - self.critic.warmup_steps) * self.updates_per_step
-
-    @property
-    def critic_epochs_per_step(self) -> int:
-        return self.critic.epochs_per_step or self.learner.epochs_per_step
-
-    @property
-    def critic_minibatches_per_epoch(self) -> int:
-        return self.critic.minibatches_per_epoch or self.learner.minibatches_per_epoch
-
-    @property
-    def critic_updates_per_step(self) -> int:
-        return self.critic_epochs_per_step * self.critic_minibatches_per_epoch
-
-    @property
-    def critic_total_updates(self) -> int:
-        """N of the critic."""
-        return self.run.steps * self.critic_updates_per_step
+    def _learning_roles(self, cpus: float, gpus: int) -> tuple[Role, ...]:
+        policy, *others = super()._learning_roles(cpus, gpus)
+        key, path = ("critic.path", self.critic.path) if self.critic.path else ("model.path", self.model.path)
+        critic = Role(CRITIC, "critic", key, path, policy.count, cpus, gpus, self.critic_training)
+        return (policy, critic, *others)
 
     @property
     def update_plan(self) -> dict[str, int]:
         return super().update_plan | {
-            "critic.epochs_per_step": self.critic_epochs_per_step,
-            "critic.minibatches_per_epoch": self.critic_minibatches_per_epoch,
+            "critic.epochs_per_step": self.critic_training.epochs_per_step,
+            "critic.minibatches_per_epoch": self.critic_training.minibatches_per_epoch,
             "critic.warmup_steps": self.critic.warmup_steps,
         }
 
-    @property
-    def critic_warmup_updates(self) -> int:
-        schedule = self.critic.schedule
-        return schedule.warmup_steps or math.ceil(schedule.warmup_fraction * self.critic_total_updates)
-
-    @property
-    def critic_path(self) -> str:
-        return self.critic.path or self.model.path
-
     @model_validator(mode="after")
     def _refuse_contradictions_of_ppo(self) -> PPOConfig:
-        algo, critic = self.algo, self.critic
-        problems = training_problems("critic", critic, total_updates=self.critic_total_updates, dtype=self.model.dtype)
-        if algo.advantage != "gae":
-            problems.append(f"algo.advantage={algo.advantage}: rlhf.ppo uses gae. Remove the key, or run rlhf.grpo.")
+        algo, critic, training = self.algo, self.critic, self.critic_training
+        problems = training_problems("critic", critic, total_updates=training.total_updates, dtype=self.model.dtype)
         if critic.warmup_steps >= self.run.steps:
             problems.append(
                 f"critic.warmup_steps={critic.warmup_steps}: the run has run.steps={self.run.steps}, so the policy "
                 "would never be updated. Shorten the warm-up or run longer."
             )
-        if self.critic_minibatches_per_epoch > self.rollouts_per_step:
+        if training.minibatches_per_epoch > self.rollouts_per_step:
             problems.append(
-                f"critic.minibatches_per_epoch={self.critic_minibatches_per_epoch}: there are only "
+                f"critic.minibatches_per_epoch={training.minibatches_per_epoch}: there are only "
                 f"{self.rollouts_per_step} rollouts a step (rollout.prompts_per_step x rollout.samples_per_prompt). "
                 "Take fewer minibatches, or more rollouts."
             )
@@ -132,10 +123,6 @@ class PPOConfig(GRPOConfig):
                 f"algo.kl_controller=adaptive with algo.kl_coef={algo.kl_coef} and algo.kl_place={algo.kl_place}: the "
                 "controller multiplies a coefficient in the reward. Set kl_place=reward and a kl_coef above 0, or "
                 "kl_controller=fixed."
-            )
-        if self.cluster.placement == "colocated":
-            problems.append(
-                "cluster.placement=colocated: critic and policy have GPUs of their own in rlhf.ppo. Use separate."
             )
         if problems:
             raise ValueError("\n".join(problems))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from pydantic import Field, model_validator
 
 from rlhf.config.base import Section
@@ -11,6 +9,7 @@ from rlhf.config.contradictions import dtype_problems, training_problems
 from rlhf.config.data import DataConfig
 from rlhf.config.reward import RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
+from rlhf.config.roles import ENGINE, LEARNER, REWARD_MODEL, Role, Training
 from rlhf.config.sections import (
     AlgoConfig,
     CheckpointConfig,
@@ -51,17 +50,20 @@ class GRPOConfig(Section):
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
     @property
+    def training(self) -> Training:
+        """How the policy is trained."""
+        return Training(
+            self.learner, self.learner.epochs_per_step, self.learner.minibatches_per_epoch, self.run.steps
+        )
+
+    @property
     def updates_per_step(self) -> int:
-        return self.learner.epochs_per_step * self.learner.minibatches_per_epoch
+        return self.training.updates_per_step
 
     @property
     def total_updates(self) -> int:
-        """Planned optimizer steps of the run: N of the learning-rate schedule."""
-        return self.run.steps * self.updates_per_step
-
-    def updates_before(self, step: int) -> int:
-        """The policy's optimizer steps, taken and skipped, before this training step."""
-        return step * self.updates_per_step
+        """Planned optimizer steps of the policy: N of its learning-rate schedule."""
+        return self.training.total_updates
 
     @property
     def update_plan(self) -> dict[str, int]:
@@ -71,30 +73,34 @@ class GRPOConfig(Section):
             "learner.minibatches_per_epoch": self.learner.minibatches_per_epoch,
         }
 
+    def roles(self, *, trains: bool = True) -> tuple[Role, ...]:
+        """Everything that the run starts, in the order of --plan.
+
+        Args:
+            trains: False for engines alone, as an evaluation starts them; they have GPUs of their own then.
+        """
+        cluster, on_gpu = self.cluster, int(self.cluster.device == "cuda")
+        shares = trains and cluster.placement == "colocated"
+        engine = Role(
+            ENGINE, "rollout", "model.path", self.model.path, cluster.engines, cluster.cpus_per_engine,
+            gpus=0 if shares else on_gpu * cluster.tensor_parallel,
+        )  # fmt: skip
+        return (*self._learning_roles(cluster.cpus_per_learner, on_gpu), engine) if trains else (engine,)
+
+    def _learning_roles(self, cpus: float, gpus: int) -> tuple[Role, ...]:
+        """The roles besides the engines: one GPU each, the CPUs of a learner."""
+        policy = Role(
+            LEARNER, "learner", "model.path", self.model.path, self.cluster.learners, cpus, gpus, self.training
+        )
+        reward = self.reward_model
+        if reward is None or reward.path is None:
+            return (policy,)
+        return (policy, Role(REWARD_MODEL, "reward_model", "reward_model.path", reward.path, reward.replicas, cpus, gpus))
+
     @property
     def reference_moves(self) -> bool:
         """Whether the reference policy is state of the run: replaced now and then, or an average."""
         return self.needs_reference and self.algo.ref_update != "fixed"
-
-    @property
-    def trained_worlds(self) -> int:
-        """DeepSpeed worlds of cluster.learners ranks each."""
-        return 1
-
-    @property
-    def critics(self) -> int:
-        """Ranks of the critic: as many as learners in PPO."""
-        return (self.trained_worlds - 1) * self.cluster.learners
-
-    @property
-    def reward_model_copies(self) -> int:
-        """Copies of the reward model that the run itself starts; 0 without one, or where an endpoint scores."""
-        return 0 if self.reward_model is None or self.reward_model.path is None else self.reward_model.replicas
-
-    @property
-    def warmup_updates(self) -> int:
-        schedule = self.learner.schedule
-        return schedule.warmup_steps or math.ceil(schedule.warmup_fraction * self.total_updates)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -169,8 +175,6 @@ def _sampling_problems(config: GRPOConfig) -> list[str]:
             f"rollout.samples_per_prompt={rollout.samples_per_prompt}: the advantages of algo.advantage="
             f"{algo.advantage} would all be zero. Use at least 2, or algo.advantage=reinforce_pp."
         )
-    if algo.advantage == "gae" and config.trained_worlds == 1:
-        problems.append("algo.advantage=gae: it needs a critic. Run rlhf.ppo, or use grpo.")
     if algo.ref_update != "fixed" and not config.needs_reference:
         problems.append(
             f"algo.ref_update={algo.ref_update} with algo.kl_coef=0: there is no reference. Set kl_coef or "
@@ -206,11 +210,6 @@ def _sampling_problems(config: GRPOConfig) -> list[str]:
             f"rollout.truncate_after={rollout.truncate_after} with rollout.truncate_token={rollout.truncate_token} and "
             f"rollout.max_response_tokens={rollout.max_response_tokens}: no response could be truncated. Name a token, "
             "and stay below the longest response; or leave it at 0."
-        )
-    if rollout.top_p != 1.0:
-        problems.append(
-            f"rollout.top_p={rollout.top_p}: the engine would renormalize over a kept set that the learner does not "
-            "know, and every ratio would be wrong. Leave it at 1.0."
         )
     if rollout.max_policy_lag > 0 and algo.importance_correction == "none":
         problems.append(

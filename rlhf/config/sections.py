@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -38,7 +39,6 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = Field(
         1.0, description="sampling temperature; the learner divides its logits by it too"
     )
-    top_p: Fraction = Field(1.0, description="nucleus sampling; training takes only 1.0")
     stop: tuple[str, ...] = Field((), description="strings that end a response beside the model's eos ids")
     truncate_token: str | None = Field(
         None, description="a response also ends at its first such token, which stays and counts as a stop; null: none"
@@ -74,8 +74,9 @@ class RolloutConfig(Section):
 
 
 class AlgoConfig(Section):
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
-        "grpo", description="how rewards become advantages; grpo divides by the group's std; gae is for rlhf.ppo alone"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+        "grpo",
+        description="how rewards become advantages; grpo divides by the group's std; gae needs a critic: rlhf.ppo",
     )
     policy_loss: Literal["ppo", "gspo", "cispo"] = Field("ppo", description="surrogate objective")
     clip_low: NonNegative = Field(0.2, description="the ratio is clipped below at 1 - clip_low")
@@ -129,6 +130,10 @@ class ScheduleConfig(Section):
     num_cycles: NonNegative = Field(0.5, description="cosine cycles; 0.5 is one monotone descent")
     min_lr: NonNegative = Field(0.0, description="learning rate at the last optimizer step")
     power: PositiveFloat = Field(1.0, description="exponent of polynomial")
+
+    def warmup_updates(self, total_updates: int) -> int:
+        """Optimizer steps of linear warm-up; a fraction of the total is rounded up."""
+        return self.warmup_steps or math.ceil(self.warmup_fraction * total_updates)
 
 
 class TrainedConfig(Section):

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf.cluster import node_report
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient, in_thread
-from rlhf.plan import joins_a_cluster
+from rlhf.plan import count_gpus, joins_a_cluster
 
 LEFT_ON_PURPOSE = (1, 4)  # Ray's NodeDeathInfo: expected termination, idle node drained by the autoscaler
 ANSWER_S = 60.0  # a node's answer imports nothing heavy
@@ -82,15 +82,13 @@ async def _ask(address: str) -> dict[str, dict[str, Any]]:
 
 async def check_gpus(patient: Patient) -> Finding:
     """GPUs and drivers of all nodes, against what the config asks for."""
-    cluster = patient.config.cluster
     if patient.nodes is None:
         raise NotCheckedError("the nodes did not answer")
     by_node = {name: node["gpus"] for name, node in patient.nodes.items()}
     there = sum(len(gpus) for gpus in by_node.values())
-    if cluster.device == "cpu":
+    if patient.config.cluster.device == "cpu":
         return Finding("ok", f"cluster.device=cpu: none needed, {there} there")
-    need = cluster.learners + patient.config.critics + patient.config.reward_model_copies
-    need += cluster.engines * cluster.tensor_parallel if cluster.placement == "separate" else 0
+    need = count_gpus(patient.config.roles())
     listed = "; ".join(f"{name}: {_grouped(gpus)}" for name, gpus in by_node.items())
     if there < need:
         remedy = "`nvidia-smi` on each node says what is wrong; or ask for fewer, or use configs/cpu.yaml"

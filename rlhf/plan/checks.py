@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf.config.ppo import PPOConfig
+from rlhf.config.roles import ENGINE, LEARNER
 from rlhf.config.run import GRPOConfig
-from rlhf.plan.memory import GIB, Beside, EngineMemory, Part, learner_state, total
-from rlhf.plan.model import ModelShape
+from rlhf.plan.memory import GIB, EngineMemory, RoleMemory, total
 from rlhf.plan.text import counted
 
 
@@ -16,19 +15,15 @@ def arithmetic_warnings(config: GRPOConfig) -> list[str]:
     """From sizes alone, whatever the model: the config's own warnings, and parts that would have nothing to do."""
     cluster, rollout, learner = config.cluster, config.rollout, config.learner
     found = list(config.warnings)
-    smallest = config.rollouts_per_step // learner.minibatches_per_epoch
-    if smallest < cluster.learners:
-        found.append(
-            f"cluster.learners={cluster.learners}: a minibatch has {smallest} rollouts (rollout.prompts_per_step x "
-            f"rollout.samples_per_prompt / learner.minibatches_per_epoch), so {cluster.learners - smallest} learners "
-            "are idle. Use fewer learners or minibatches, or more rollouts."
-        )
-    if isinstance(config, PPOConfig):
-        smallest = config.rollouts_per_step // config.critic_minibatches_per_epoch
-        if config.critic.minibatches_per_epoch and smallest < cluster.learners:
+    for role in config.roles():
+        training, smallest = role.training, 0
+        if training is not None:
+            smallest = config.rollouts_per_step // training.minibatches_per_epoch
+        if training is not None and smallest < role.count:
             found.append(
-                f"critic.minibatches_per_epoch={config.critic.minibatches_per_epoch}: a minibatch has {smallest} "
-                f"rollouts, so {cluster.learners - smallest} of {cluster.learners} critics are idle. Use fewer "
+                f"{role.section}.minibatches_per_epoch={training.minibatches_per_epoch}: a minibatch has {smallest} "
+                f"rollouts (rollout.prompts_per_step x rollout.samples_per_prompt / minibatches_per_epoch), so "
+                f"{role.count - smallest} of {counted(role.count, role.name)} are idle. Use fewer cluster.learners or "
                 "minibatches, or more rollouts."
             )
     if rollout.prompts_per_step < cluster.engines:
@@ -66,17 +61,16 @@ def model_warnings(config: GRPOConfig, model: Mapping[str, Any]) -> list[str]:
 
 def memory_warnings(
     config: GRPOConfig,
-    shape: ModelShape,
-    learner: tuple[Part, ...],
+    estimates: Sequence[RoleMemory],
     engine: EngineMemory,
+    learner_state_bytes: float,
     host_gib: float | None,
-    more: Sequence[Beside] = (),
 ) -> list[str]:
     """From the estimate: what does not fit, and a KV cache that would preempt.
 
     Args:
+        learner_state_bytes: what a learner holds between updates.
         host_gib: memory of this machine, for runs on CPU; None where it is not known.
-        more: critic and reward model.
     """
     cluster, rollout, found = config.cluster, config.rollout, []
     group = rollout.samples_per_prompt * config.max_sequence_tokens
@@ -96,31 +90,25 @@ def memory_warnings(
             f"sequences will be preempted and computed again. Raise {knob}, or shorten sequences."
         )
     if cluster.device == "cpu":
-        need = cluster.learners * total(learner) + cluster.engines * total(engine.parts)
-        need = (need + sum(model.copies * total(model.parts) for model in more)) / GIB
-        who = [counted(cluster.learners, "learner"), *(counted(model.copies, model.name) for model in more)]
+        need = sum(estimate.role.count * total(estimate.parts) for estimate in estimates) / GIB
         if host_gib is not None and need > host_gib:
             found.append(
-                f"memory: {', '.join(who)} and {counted(cluster.engines, 'engine')} need about "
-                f"{need:.1f} GiB, this machine has {host_gib:.1f}. Use a smaller model, "
-                "learner.max_tokens_per_microbatch or rollout.kv_cache_gib."
+                f"memory: {', '.join(counted(e.role.count, e.role.name) for e in estimates)} need about {need:.1f} "
+                f"GiB, this machine has {host_gib:.1f}. Use a smaller model, learner.max_tokens_per_microbatch or "
+                "rollout.kv_cache_gib."
             )
         return found
     have = cluster.gpu_memory_gib
-    need = total(learner) / GIB
-    if need > have:
-        found.append(
-            f"memory: a learner needs about {need:.1f} GiB, a GPU has cluster.gpu_memory_gib={have:g}. "
-            f"{_relief(config)}"
-        )
-    for model in more:
-        if total(model.parts) / GIB > have:
-            section = model.name.replace(" ", "_")
-            found.append(
-                f"memory: a {model.name} needs about {total(model.parts) / GIB:.1f} GiB, a GPU has "
-                f"cluster.gpu_memory_gib={have:g}. Take a smaller {section}.path, or fewer tokens at once."
+    for estimate in estimates:
+        role, need = estimate.role, total(estimate.parts) / GIB
+        if role.name != ENGINE and need > have:
+            relief = _relief(config) if role.name == LEARNER else (
+                f"Take a smaller {role.section}.path, or fewer tokens at once."
             )
-    state = total(learner_state(shape, config)) / GIB
+            found.append(
+                f"memory: a {role.name} needs about {need:.1f} GiB, a GPU has cluster.gpu_memory_gib={have:g}. {relief}"
+            )
+    state = learner_state_bytes / GIB
     awake = state + rollout.gpu_memory_utilization * have
     if cluster.placement == "colocated" and awake > have:
         found.append(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf.config.ppo import PPOConfig
+from rlhf.config.roles import CRITIC
 from rlhf.config.run import GRPOConfig
+from rlhf.plan.resources import count_gpus
 
 FORWARD_SHARE = 1 / 3  # of forward and backward together: the backward pass is two products for each of the forward's
 VALUE_PASSES = 1
@@ -41,14 +42,14 @@ def expected(config: GRPOConfig) -> Expected | None:
     prompt = plan.prompt_tokens or config.data.max_prompt_tokens
     response = plan.response_tokens or config.rollout.max_response_tokens
     tokens, sampled = config.rollouts_per_step * (prompt + response), config.rollouts_per_step * response
-    passes, epochs = config.needs_old_logprobs_pass + config.needs_reference, config.learner.epochs_per_step
-    if isinstance(config, PPOConfig):
-        passes, epochs = max(passes, VALUE_PASSES), max(epochs, config.critic_epochs_per_step)
+    roles = config.roles()
+    epochs = max(role.training.epochs_per_step for role in roles if role.training is not None)
+    passes = config.needs_old_logprobs_pass + config.needs_reference
+    if any(role.name == CRITIC for role in roles):
+        passes = max(passes, VALUE_PASSES)
     learned = cluster.learners * plan.learner_tokens_per_second
     sampling = sampled / (cluster.engines * plan.engine_tokens_per_second)
     logprobs, update = passes * FORWARD_SHARE * tokens / learned, epochs * tokens / learned
     step = max(sampling, logprobs + update) if config.rollout.max_policy_lag else sampling + logprobs + update
     hours = config.run.steps * step / 3600
-    gpus = cluster.learners + config.critics + config.reward_model_copies
-    gpus += cluster.engines * cluster.tensor_parallel if cluster.placement == "separate" else 0
-    return Expected(tokens, sampled, passes, epochs, sampling, logprobs, update, step, hours, gpus * hours)
+    return Expected(tokens, sampled, passes, epochs, sampling, logprobs, update, step, hours, count_gpus(roles) * hours)

@@ -1,29 +1,35 @@
-"""Which GPU holds what: nodes are filled in order, and an engine never goes across two of them."""
+"""A layout of the roles over GPUs, as an example: Ray decides at the start which nodes it takes.
+
+Certain are the GPUs of one engine, which share a node, and on shared GPUs which learners an engine sits with.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from rlhf.config.roles import ENGINE, REWARD_MODEL, Role
 from rlhf.config.sections import ClusterConfig
 
 FREE = "-"
+SHORT = {REWARD_MODEL: "reward"}  # names that do not fit a cell
 CELL = 10  # characters; eight of them and the node's name fit in 100 columns
 CELLS_A_LINE = 8
 
 
-def place(cluster: ClusterConfig, *, critics: int = 0, reward_models: int = 0) -> list[list[str]]:
-    """[node][GPU] -> what sits there, in the order of the run: learners first; colocated engines share their GPUs."""
+def place(roles: Sequence[Role], cluster: ClusterConfig) -> list[list[str]]:
+    """[node][GPU] -> what is there, nodes filled in the order of the roles; colocated engines share their GPUs."""
     per_node = cluster.gpus_per_node
-    gpus = [f"learner {rank}" for rank in range(cluster.learners)]
-    gpus += [f"critic {rank}" for rank in range(critics)]
-    gpus += [f"reward {copy}" for copy in range(reward_models)]
-    for engine in range(cluster.engines):
-        width = cluster.tensor_parallel
-        if cluster.placement == "colocated":
-            for gpu in range(engine * width, (engine + 1) * width):
-                gpus[gpu] = f"L{gpu} + E{engine}"
-            continue
-        if width <= per_node and len(gpus) % per_node + width > per_node:
-            gpus += [FREE] * (per_node - len(gpus) % per_node)
-        gpus += [f"engine {engine}"] * width
+    gpus: list[str] = []
+    for role in roles:
+        label = SHORT.get(role.name, role.name)
+        for number in range(role.count):
+            if role.name == ENGINE and not role.gpus:
+                for gpu in range(number * cluster.tensor_parallel, (number + 1) * cluster.tensor_parallel):
+                    gpus[gpu] = f"L{gpu} + E{number}"
+                continue
+            if 1 < role.gpus <= per_node < len(gpus) % per_node + role.gpus:
+                gpus += [FREE] * (per_node - len(gpus) % per_node)
+            gpus += [f"{label} {number}"] * role.gpus
     gpus += [FREE] * (-len(gpus) % per_node)
     return [gpus[start : start + per_node] for start in range(0, len(gpus), per_node)]
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf.config.ppo import PPOConfig
+from rlhf.config import roles
+from rlhf.config.roles import Role
 from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import TrainedConfig
-from rlhf.plan.model import ModelShape
+from rlhf.data.model_files import local_model_config
+from rlhf.plan.model import ModelShape, model_shape
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -57,24 +59,60 @@ class EngineMemory:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A model beside the policy, a GPU each: what one copy holds; no parts where nothing is known of the model."""
+class RoleMemory:
+    """What one copy of a role holds; no parts where nothing is known of its model."""
 
-    name: str
-    copies: int
+    role: Role
+    shape: ModelShape | None
     parts: tuple[Part, ...]
 
 
-def checkpoint_bytes(config: GRPOConfig, shape: ModelShape, critic: ModelShape | None) -> int | None:
+def memory_of_roles(config: GRPOConfig) -> list[RoleMemory]:
+    """Every role of the run, each by the config.json of its own model."""
+    estimates = []
+    for role in config.roles():
+        shape = shape_at(role.model)
+        estimates.append(RoleMemory(role, shape, () if shape is None else _parts_of(role, shape, config)))
+    return estimates
+
+
+def _parts_of(role: Role, shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
+    match role.name:
+        case roles.LEARNER:
+            return learner_memory(shape, config)
+        case roles.CRITIC:
+            assert role.training is not None
+            return critic_memory(shape, config, role.training.section)
+        case roles.REWARD_MODEL:
+            return reward_model_memory(shape, config)
+        case roles.ENGINE:
+            return engine_memory(shape, config).parts
+    raise AssertionError(role.name)
+
+
+def shape_at(path: str) -> ModelShape | None:
+    """The shape of a model whose config.json is at hand and known."""
+    model = local_model_config(path)
+    try:
+        return None if model is None else model_shape(model)
+    except ValueError:
+        return None
+
+
+def checkpoint_bytes(config: GRPOConfig) -> int | None:
     """One checkpoint: float32 weights and moments of what is trained, float32 weights of a reference that moves.
 
-    Args:
-        critic: None without a critic, or where nothing is known of it; then the answer of a PPO run is None.
+    None where a trained model's config.json is not at hand or not known.
     """
-    trained = MASTER_BYTES + MOMENTS_BYTES
-    size = trained * shape.parameters + MASTER_BYTES * shape.parameters * config.reference_moves
-    if isinstance(config, PPOConfig):
-        return None if critic is None else size + trained * scalar_parameters(critic)
+    size = 0
+    for role in config.roles():
+        if role.training is None:
+            continue
+        if (shape := shape_at(role.model)) is None:
+            return None
+        is_policy = role.name == roles.LEARNER
+        count = shape.parameters if is_policy else scalar_parameters(shape)
+        size += (MASTER_BYTES + MOMENTS_BYTES) * count + MASTER_BYTES * count * (is_policy and config.reference_moves)
     return size
 
 
@@ -98,17 +136,17 @@ def learner_state(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def critic_memory(shape: ModelShape, config: PPOConfig) -> tuple[Part, ...]:
+def critic_memory(shape: ModelShape, config: GRPOConfig, section: TrainedConfig) -> tuple[Part, ...]:
     """The parts of one rank of the critic at the peak of an update; one number a token in the place of logits.
 
     Args:
-        shape: of config.critic_path.
+        shape: of the critic's model. section: of the config.
     """
     count = scalar_parameters(shape)
     head = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
     return (
-        *_trained_state(config.critic, config, count),
-        *_trained_work(config.critic, config, count),
+        *_trained_state(section, config, count),
+        *_trained_work(section, config, count),
         _activations(shape, config),
         Part("head: states in float32, gradient", float(head), "one number a token"),
         _overhead(config),

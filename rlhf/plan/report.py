@@ -64,9 +64,10 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
         except ValueError as error:
             sections.append(("Memory", wrapped("  ", f"no estimate: {error}.")))
         else:
-            learner, engine = learner_memory(shape, config), engine_memory(shape, config)
-            sections.append(("Memory, estimated", _memory(config, shape, learner, engine)))
-            warnings += memory_warnings(config, shape, learner, engine, _host_gib(), _more_models(config, shape))
+            estimates, engine = memory_of_roles(config), engine_memory(shape, config)
+            sections.append(("Memory, estimated", _memory(config, shape, estimates, engine)))
+            state = total(learner_state(shape, config))
+            warnings += memory_warnings(config, estimates, engine, state, _host_gib())
     if warnings:
         sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
     return "\n\n".join(f"{title}\n" + "\n".join(lines) for title, lines in sections) + "\n"

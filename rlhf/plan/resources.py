@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rlhf.config.roles import Role
 from rlhf.config.run import GRPOConfig
 from rlhf.plan.text import counted
 
@@ -23,31 +24,26 @@ def check_resources(config: GRPOConfig, available: Mapping[str, float], *, train
     Raises:
         ValueError: fewer CPUs or GPUs than the config asks for.
     """
-    cluster = config.cluster
-    ranks = cluster.learners + config.critics + config.reward_model_copies if trains else 0
-    named = counted(cluster.learners, "learner") if trains else "no learner"
-    if trains and config.critics:
-        named += f", {counted(config.critics, 'critic')}"
-    if trains and config.reward_model_copies:
-        named += f", {counted(config.reward_model_copies, 'reward model')}"
-    cpus = cluster.engines * cluster.cpus_per_engine + ranks * cluster.cpus_per_learner
-    have = available.get("CPU", 0.0)
+    roles, cluster = config.roles(trains=trains), config.cluster
+    named = ", ".join(counted(role.count, role.name) for role in roles)
+    cpus, have = sum(role.count * role.cpus for role in roles), available.get("CPU", 0.0)
     if cpus > have:
         raise ValueError(
-            f"cluster.engines={cluster.engines} and {named} reserve {cpus:g} CPUs "
-            f"(cluster.cpus_per_engine={cluster.cpus_per_engine:g}, cluster.cpus_per_learner="
-            f"{cluster.cpus_per_learner:g}), but there are {have:g}. Ask for fewer, or lower the reservations."
+            f"cluster: {named} reserve {cpus:g} CPUs (cluster.cpus_per_engine={cluster.cpus_per_engine:g}, "
+            f"cluster.cpus_per_learner={cluster.cpus_per_learner:g}), but there are {have:g}. Ask for fewer, or lower "
+            "the reservations."
         )
-    if cluster.device == "cuda":
-        shared = cluster.placement == "colocated" and trains
-        gpus = ranks if shared else ranks + cluster.engines * cluster.tensor_parallel
-        have = available.get(GPU, 0.0)
-        if gpus > have:
-            raise ValueError(
-                f"cluster.device=cuda: {cluster.engines} engines x {cluster.tensor_parallel} and {named} ask for "
-                f"{gpus} GPUs, but there are {have:g}. Ask for fewer, or put the run on CPU with "
-                "`--config configs/cpu.yaml` after your own."
-            )
+    gpus, have = count_gpus(roles), available.get(GPU, 0.0)
+    if gpus > have:
+        raise ValueError(
+            f"cluster.device=cuda: {named} (cluster.tensor_parallel={cluster.tensor_parallel}) ask for {gpus} GPUs, but "
+            f"there are {have:g}. Ask for fewer, or put the run on CPU with `--config configs/cpu.yaml` after your own."
+        )
+
+
+def count_gpus(roles: Sequence[Role]) -> int:
+    """GPUs that these roles reserve together."""
+    return sum(role.count * role.gpus for role in roles)
 
 
 def joins_a_cluster(config: GRPOConfig) -> bool:
