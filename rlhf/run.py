@@ -10,11 +10,11 @@ import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from rlhf import batching
 from rlhf.actors import ActorGroup
@@ -55,10 +55,8 @@ class TrainingRun(Generic[C]):
         check_models(config)
         self.folder = RunFolder(config.run.dir, resume=resume)
         self.state: dict[str, Any] = {}
-        self.restored: Path | None = None
-        if resume:
-            self.restored = self.folder.latest_checkpoint()
-            assert self.restored is not None
+        self.restored = self.folder.restored
+        if self.restored is not None:
             self.state = RunFolder.read_state(self.restored)
         self.first_step: int = self.state.get("step", 0)
         self.clock = Clock(self.state.get("seconds", {}))
@@ -162,8 +160,8 @@ class TrainingRun(Generic[C]):
 
     def _announce(self) -> None:
         console = self.console
-        for warning in self.config.warnings:
-            console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+        for warning in (*self.config.warnings, *self.folder.warnings):
+            self._warn(warning)
         for source, rows in self.prompts.prompts.items():
             dropped = self.prompts.dropped_too_long[source]
             left_out = (
@@ -174,6 +172,9 @@ class TrainingRun(Generic[C]):
         console.print(show_prompt(first_prompt(self.prompts), self.tokenizer), markup=False, highlight=False)
         if self.restored is not None:
             console.print(f"resuming from {self.restored}", highlight=False)
+
+    def _warn(self, text: str) -> None:
+        self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", highlight=False)
 
     def _check_gold(self) -> None:
         """Grade every gold answer against itself; what cannot be graded fails the run or leaves the data."""
@@ -199,9 +200,8 @@ class TrainingRun(Generic[C]):
         self.sinks.append(JsonlSink(self.folder.metrics, resume_step=self.first_step if self.restored else None))
         self.wandb_id: str | None = self.state.get("wandb_run_id")
         if config.logging.wandb.mode != "disabled":
-            wandb = WandbSink(
-                config.logging.wandb, self.folder.path, config.model_dump(mode="json"), run_id=self.wandb_id
-            )
+            settings, resolved = config.logging.wandb, config.model_dump(mode="json")
+            wandb = WandbSink(settings, self.folder.path, resolved, run_id=self.wandb_id)
             self.wandb_id = wandb.run_id
             self.sinks.append(wandb)
         self.terminal = TerminalSink(self.console, total_steps=config.run.steps, first_step=self.first_step)
@@ -309,12 +309,12 @@ class TrainingRun(Generic[C]):
             await self.cluster.learners.call("blend_reference", 0.0)
 
     async def checkpoint(self, step: int, *, last: bool, more_state: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint every `checkpoint.every` steps, and after the last step where checkpoints are on.
+        """Write a checkpoint every `checkpoint_every` steps, and after the last step where checkpoints are on.
 
         Args:
             more_state: what the program itself has to remember, JSON; it finds it in `state` when it resumes.
         """
-        every = self.config.checkpoint.every
+        every = self.config.checkpoint_every
         if every is None or (step % every and not last):
             return
         with self.clock.phase("checkpoint"):
@@ -337,7 +337,8 @@ class TrainingRun(Generic[C]):
                 "seconds": dict(self.clock.total),
                 **(more_state or {}),
             }
-            self.folder.finish_checkpoint(folder, state, keep=self.config.checkpoint.keep)
+            # Every byte is read again for its checksum: minutes for a large model, in which engines are to be served.
+            await asyncio.to_thread(self.folder.finish_checkpoint, folder, state, keep=self.config.checkpoint.keep)
 
     async def finish(self) -> None:
         """Export the model and write the summary."""
