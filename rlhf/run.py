@@ -201,7 +201,7 @@ class TrainingRun(Generic[C]):
         self.wandb_id: str | None = self.state.get("wandb_run_id")
         if config.logging.wandb.mode != "disabled":
             settings, resolved = config.logging.wandb, config.model_dump(mode="json")
-            wandb = WandbSink(settings, self.folder.path, resolved, run_id=self.wandb_id)
+            wandb = WandbSink(settings, self.folder.path, resolved, run_id=self.wandb_id, warn=self._warn)
             self.wandb_id = wandb.run_id
             self.sinks.append(wandb)
         self.terminal = TerminalSink(self.console, total_steps=config.run.steps, first_step=self.first_step)
