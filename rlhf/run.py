@@ -27,7 +27,7 @@ from rlhf.data.read import check_sources
 from rlhf.evaluation import evaluate
 from rlhf.metrics import JsonlSink, Sink, TerminalSink, WandbSink, summary_table, to_values
 from rlhf.model_files import check_context, check_models, load_tokenizer, truncate_token_id
-from rlhf.reporting import Clock, LearnerSpeed, rollout_metrics, waiting_seconds
+from rlhf.reporting import Clock, LearnerSpeed, SignalWatch, rollout_metrics, waiting_seconds
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Account, RolloutBuffer, Staleness, Ticket
 from rlhf.run_folder import RunFolder
@@ -60,6 +60,7 @@ class TrainingRun(Generic[C]):
             self.state = RunFolder.read_state(self.restored)
         self.first_step: int = self.state.get("step", 0)
         self.clock = Clock(self.state.get("seconds", {}))
+        self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
         self._check_resumed_state()
         check_context(config)
         self.tokenizer = load_tokenizer(config.model)
@@ -299,6 +300,8 @@ class TrainingRun(Generic[C]):
             sink.log(step, values)
         if self.config.logging.rollouts:
             self.folder.write_rollouts(step, groups, advantages.tolist())
+        if (warning := self.signal_watch.after_step(groups, advantages)) is not None:
+            self._warn(warning)
 
     async def move_reference(self, done: int) -> None:
         """After `done` training steps: replace the reference by the policy when that is due, or average it in."""
