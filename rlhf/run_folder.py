@@ -235,7 +235,7 @@ def find_damage(folder: Path, *, contents: bool = True) -> str:
 
 
 def checksum(file: Path) -> str:
-    """CRC-32: any flipped bit changes it, and it is computed faster than a disk reads (6 GiB/s on one core).
+    """CRC-32: any flipped bit changes it, and it costs less than reading most disks (4 GiB/s and more on one core).
 
     A cryptographic hash takes 3 to 8 times as long, and guards against forgery, which nobody here attempts.
     """
