@@ -10,11 +10,11 @@ import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from rlhf import batching
 from rlhf.actors import ActorGroup
@@ -27,7 +27,7 @@ from rlhf.data.read import check_sources
 from rlhf.evaluation import evaluate
 from rlhf.metrics import JsonlSink, Sink, TerminalSink, WandbSink, summary_table, to_values
 from rlhf.model_files import check_context, check_models, load_tokenizer, truncate_token_id
-from rlhf.reporting import Clock, LearnerSpeed, rollout_metrics, waiting_seconds
+from rlhf.reporting import Clock, LearnerSpeed, SignalWatch, rollout_metrics, waiting_seconds
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Account, RolloutBuffer, Staleness, Ticket
 from rlhf.run_folder import RunFolder
@@ -55,13 +55,12 @@ class TrainingRun(Generic[C]):
         check_models(config)
         self.folder = RunFolder(config.run.dir, resume=resume)
         self.state: dict[str, Any] = {}
-        self.restored: Path | None = None
-        if resume:
-            self.restored = self.folder.latest_checkpoint()
-            assert self.restored is not None
+        self.restored = self.folder.restored
+        if self.restored is not None:
             self.state = RunFolder.read_state(self.restored)
         self.first_step: int = self.state.get("step", 0)
         self.clock = Clock(self.state.get("seconds", {}))
+        self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
         self._check_resumed_state()
         check_context(config)
         self.tokenizer = load_tokenizer(config.model)
@@ -162,8 +161,8 @@ class TrainingRun(Generic[C]):
 
     def _announce(self) -> None:
         console = self.console
-        for warning in self.config.warnings:
-            console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+        for warning in (*self.config.warnings, *self.folder.warnings):
+            self._warn(warning)
         for source, rows in self.prompts.prompts.items():
             dropped = self.prompts.dropped_too_long[source]
             left_out = (
@@ -174,6 +173,9 @@ class TrainingRun(Generic[C]):
         console.print(show_prompt(first_prompt(self.prompts), self.tokenizer), markup=False, highlight=False)
         if self.restored is not None:
             console.print(f"resuming from {self.restored}", highlight=False)
+
+    def _warn(self, text: str) -> None:
+        self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", highlight=False)
 
     def _check_gold(self) -> None:
         """Grade every gold answer against itself; what cannot be graded fails the run or leaves the data."""
@@ -199,9 +201,8 @@ class TrainingRun(Generic[C]):
         self.sinks.append(JsonlSink(self.folder.metrics, resume_step=self.first_step if self.restored else None))
         self.wandb_id: str | None = self.state.get("wandb_run_id")
         if config.logging.wandb.mode != "disabled":
-            wandb = WandbSink(
-                config.logging.wandb, self.folder.path, config.model_dump(mode="json"), run_id=self.wandb_id
-            )
+            settings, resolved = config.logging.wandb, config.model_dump(mode="json")
+            wandb = WandbSink(settings, self.folder.path, resolved, run_id=self.wandb_id, warn=self._warn)
             self.wandb_id = wandb.run_id
             self.sinks.append(wandb)
         self.terminal = TerminalSink(self.console, total_steps=config.run.steps, first_step=self.first_step)
@@ -299,6 +300,8 @@ class TrainingRun(Generic[C]):
             sink.log(step, values)
         if self.config.logging.rollouts:
             self.folder.write_rollouts(step, groups, advantages.tolist())
+        if (warning := self.signal_watch.after_step(groups, advantages)) is not None:
+            self._warn(warning)
 
     async def move_reference(self, done: int) -> None:
         """After `done` training steps: replace the reference by the policy when that is due, or average it in."""
@@ -309,12 +312,12 @@ class TrainingRun(Generic[C]):
             await self.cluster.learners.call("blend_reference", 0.0)
 
     async def checkpoint(self, step: int, *, last: bool, more_state: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint every `checkpoint.every` steps, and after the last step where checkpoints are on.
+        """Write a checkpoint every `checkpoint_every` steps, and after the last step where checkpoints are on.
 
         Args:
             more_state: what the program itself has to remember, JSON; it finds it in `state` when it resumes.
         """
-        every = self.config.checkpoint.every
+        every = self.config.checkpoint_every
         if every is None or (step % every and not last):
             return
         with self.clock.phase("checkpoint"):
@@ -337,7 +340,8 @@ class TrainingRun(Generic[C]):
                 "seconds": dict(self.clock.total),
                 **(more_state or {}),
             }
-            self.folder.finish_checkpoint(folder, state, keep=self.config.checkpoint.keep)
+            # Every byte is read again for its checksum: minutes for a large model, in which engines are to be served.
+            await asyncio.to_thread(self.folder.finish_checkpoint, folder, state, keep=self.config.checkpoint.keep)
 
     async def finish(self) -> None:
         """Export the model and write the summary."""

@@ -102,7 +102,7 @@ def needed_gib(config: GRPOConfig) -> float | None:
         return None
     if one is None:
         return None
-    checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every is not None else 0
+    checkpoints = config.checkpoint.keep + 1 if config.checkpoint_every is not None else 0
     written = checkpoints * one + config.run.export * BYTES[config.model.dtype] * shape.parameters
     return written / GIB + ROLLOUTS_GIB
 
@@ -162,7 +162,8 @@ async def check_wandb(patient: Patient) -> Finding:
         (await in_thread(socket.create_connection, address, CONNECT_S)).close()
     except OSError as error:
         remedy = "open the network to it, or set logging.wandb.mode=offline"
-        return Finding("fail", f"a key is there, but {host.hostname} is not reached ({error})", remedy)
+        text = f"a key is there, but {host.hostname} is not reached ({error}): a run would keep its metrics offline"
+        return Finding("warn", text, remedy)
     return Finding("ok", f"online: a key is there and {host.hostname} is reached")
 
 

@@ -209,7 +209,13 @@ def _checkpoint(config: GRPOConfig, shape: ModelShape) -> str:
         return "no estimate"
     more = ", the critic's too" if critic else ""
     more += ", a reference that moves" if config.reference_moves else ""
-    return f"{size / GIB:.1f} GiB (float32 weights and moments{more})"
+    every = config.checkpoint_every
+    when = (
+        "none is saved"
+        if every is None
+        else f"one every {f'{every:,} steps' if every > 1 else 'step'}, {config.checkpoint.keep} are kept"
+    )
+    return f"{size / GIB:.1f} GiB (float32 weights and moments{more}); {when}"
 
 
 def _critic_shape(config: PPOConfig, shape: ModelShape) -> ModelShape | None:
