@@ -28,6 +28,7 @@ from rlhf.evaluation import evaluate
 from rlhf.metrics import JsonlSink, Sink, TerminalSink, WandbSink, summary_table, to_values
 from rlhf.model_files import check_context, check_models, load_tokenizer, truncate_token_id
 from rlhf.reporting import Clock, LearnerSpeed, rollout_metrics, waiting_seconds
+from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Account, RolloutBuffer, Staleness, Ticket
 from rlhf.run_folder import RunFolder
@@ -66,12 +67,9 @@ class TrainingRun(Generic[C]):
         check_context(config)
         self.tokenizer = load_tokenizer(config.model)
         truncate_token_id(config.rollout, self.tokenizer)  # refuses what is not one token, before anything is started
-        self.prompts = load_prompts(
-            config.data, "train", self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
-        )
-        self.eval_prompts = load_prompts(
-            config.data, "eval", self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
-        )
+        longest = config.data.max_prompt_tokens
+        self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer, max_prompt_tokens=longest)
+        self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer, max_prompt_tokens=longest)
         self.evaluations: dict[int, dict[str, float]] = {
             int(step): values for step, values in self.state.get("evaluations", {}).items()
         }

@@ -177,13 +177,15 @@ async def check_data(patient: Patient) -> Finding:
 def _load(patient: Patient) -> Finding:
     from rlhf.data.load import load_prompts
     from rlhf.data.read import check_sources
+    from rlhf.rewards.answers.extract import gold_answer
 
     config = patient.config
     check_sources(config.data)
     check_models(config)
     check_context(config)
     tokenizer = load_tokenizer(config.model)
-    loaded = load_prompts(config.data, "train", tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+    longest = config.data.max_prompt_tokens
+    loaded = load_prompts(config.data, "train", tokenizer, gold_answer, max_prompt_tokens=longest)
     patient.vocabulary = len(tokenizer)
     patient.prompts = [prompt for rows in loaded.prompts.values() for prompt in rows[:PROMPTS_EACH]]
     counts = ", ".join(f"{source} {len(rows):,}" for source, rows in loaded.prompts.items())

@@ -64,7 +64,7 @@ def _options(name: str, options: str) -> Any:
 
 def as_if_answered(job: dict[str, Any]) -> dict[str, Any]:
     """The job with its own gold answer as the response, in a form that every reward finds."""
-    gold = gold_answer(job["answer"])
+    gold = gold_answer(job["answer"]) or ""
     return {**job, "response": f"\\boxed{{{gold}}}" if job["name"] != "gsm8k" else f"#### {gold}"}
 
 
