@@ -26,7 +26,7 @@ from rlhf.data.order import PromptStream
 from rlhf.data.read import check_sources
 from rlhf.evaluation import evaluate
 from rlhf.metrics import JsonlSink, Sink, TerminalSink, WandbSink, summary_table, to_values
-from rlhf.model_files import check_context, check_models, load_tokenizer, truncate_token_id
+from rlhf.model_files import check_context, check_models, check_windows, load_tokenizer, truncate_token_id
 from rlhf.reporting import Clock, LearnerSpeed, rollout_metrics, waiting_seconds
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
@@ -65,6 +65,7 @@ class TrainingRun(Generic[C]):
         self.clock = Clock(self.state.get("seconds", {}))
         self._check_resumed_state()
         check_context(config)
+        check_windows(config)
         self.tokenizer = load_tokenizer(config.model)
         truncate_token_id(config.rollout, self.tokenizer)  # refuses what is not one token, before anything is started
         longest = config.data.max_prompt_tokens

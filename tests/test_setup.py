@@ -129,4 +129,6 @@ def test_the_packages_for_gpus_have_one_major_of_the_cuda_bindings(
 ) -> None:
     packages = gpu_packages[python]
     major = {name: int(packages[name].split(".")[0]) for name in ("cuda-python", "cuda-bindings")}
-    assert major["cuda-python"] == major["cuda-bindings"] >= 13, "flashinfer and cutlass, and so vllm, cannot be imported"
+    assert major["cuda-python"] == major["cuda-bindings"] >= 13, (
+        "flashinfer and cutlass, and so vllm, cannot be imported"
+    )

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.doctor.examination import Finding, Patient, in_thread
-from rlhf.model_files import check_context, check_models, load_tokenizer, local_model_config
+from rlhf.model_files import check_context, check_models, check_windows, load_tokenizer, local_model_config
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model import model_shape
 
@@ -184,6 +184,7 @@ def _load(patient: Patient) -> Finding:
     check_sources(config.data)
     check_models(config)
     check_context(config)
+    check_windows(config)
     tokenizer = load_tokenizer(config.model)
     longest = config.data.max_prompt_tokens
     loaded = load_prompts(config.data, "train", tokenizer, gold_answer, max_prompt_tokens=longest)
