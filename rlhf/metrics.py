@@ -6,13 +6,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rlhf.config.sections import WandbConfig
@@ -157,6 +158,10 @@ class TerminalSink:
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items())
         self._console.print(f"[bold]eval at step {step}[/bold]  {shown}", highlight=False)
+
+    def warn(self, messages: Iterable[str]) -> None:
+        for message in messages:
+            self._console.print(f"[yellow]warning:[/yellow] {escape(message)}", highlight=False)
 
     def close(self, *, failed: bool = False) -> None:
         return

@@ -296,6 +296,7 @@ class TrainingRun(Generic[C]):
         values |= {f"reward/status/{name}": count for name, count in self.scorer.counters.items()}
         for sink in self.sinks:
             sink.log(step, values)
+        self.terminal.warn(self.scorer.new_errors())
         if self.config.logging.rollouts:
             self.folder.write_rollouts(step, groups, advantages.tolist())
 

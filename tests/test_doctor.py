@@ -211,7 +211,20 @@ def test_a_reward_that_hangs_is_killed_and_named_and_the_others_are_still_tried(
     patient.prompts = [PROMPTS[0].__class__("p/0", 0, PROMPTS[0].token_ids, (), "12", "p")]
     found = finding(grading.check_rewards, patient)
     assert found.status == "fail"
-    assert found.text == f"reward {grading.HANGING}: 1 of 1 calls ended with timeout"
+    assert found.text == f"reward {grading.HANGING}: 1 of 1 calls failed\n  1 x timeout: over 0.5 CPU seconds"
+
+
+def test_a_reward_that_raises_is_told_with_its_line(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path(__file__).parent / "fixtures/hostile_rewards.py"
+    monkeypatch.syspath_prepend(str(file.parent))
+    patient = make('reward.parts=["hostile_rewards:fails_in_its_helper"]', "reward.workers=1")
+    patient.prompts = [PROMPTS[0].__class__(f"p/{i}", 0, PROMPTS[0].token_ids, (), "{}", "p") for i in range(20)]
+    found = finding(grading.check_rewards, patient)
+    line = file.read_text().splitlines().index('    return json.loads(text)["value"]') + 1
+    assert found.status == "fail"
+    assert found.text == (
+        f"reward hostile_rewards:fails_in_its_helper: 11 of 11 calls failed\n  11 x {file}:{line}: KeyError: 'value'"
+    )
 
 
 # --- nodes and GPUs ---
