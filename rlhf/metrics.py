@@ -11,13 +11,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rlhf.config.sections import WandbConfig
@@ -221,6 +222,10 @@ class TerminalSink:
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items())
         self._console.print(f"[bold]eval at step {step}[/bold]  {shown}", highlight=False)
+
+    def warn(self, messages: Iterable[str]) -> None:
+        for message in messages:
+            self._console.print(f"[yellow]warning:[/yellow] {escape(message)}", highlight=False)
 
     def close(self, *, failed: bool = False) -> None:
         return

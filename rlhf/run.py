@@ -26,8 +26,9 @@ from rlhf.data.order import PromptStream
 from rlhf.data.read import check_sources
 from rlhf.evaluation import evaluate
 from rlhf.metrics import JsonlSink, Sink, TerminalSink, WandbSink, summary_table, to_values
-from rlhf.model_files import check_context, check_models, load_tokenizer, truncate_token_id
+from rlhf.model_files import check_context, check_models, check_windows, load_tokenizer, truncate_token_id
 from rlhf.reporting import Clock, LearnerSpeed, SignalWatch, rollout_metrics, waiting_seconds
+from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Account, RolloutBuffer, Staleness, Ticket
 from rlhf.run_folder import RunFolder
@@ -63,14 +64,12 @@ class TrainingRun(Generic[C]):
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
         self._check_resumed_state()
         check_context(config)
+        check_windows(config)
         self.tokenizer = load_tokenizer(config.model)
         truncate_token_id(config.rollout, self.tokenizer)  # refuses what is not one token, before anything is started
-        self.prompts = load_prompts(
-            config.data, "train", self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
-        )
-        self.eval_prompts = load_prompts(
-            config.data, "eval", self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
-        )
+        longest = config.data.max_prompt_tokens
+        self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer, max_prompt_tokens=longest)
+        self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer, max_prompt_tokens=longest)
         self.evaluations: dict[int, dict[str, float]] = {
             int(step): values for step, values in self.state.get("evaluations", {}).items()
         }
@@ -298,6 +297,7 @@ class TrainingRun(Generic[C]):
         values |= {f"reward/status/{name}": count for name, count in self.scorer.counters.items()}
         for sink in self.sinks:
             sink.log(step, values)
+        self.terminal.warn(self.scorer.new_errors())
         if self.config.logging.rollouts:
             self.folder.write_rollouts(step, groups, advantages.tolist())
         if (warning := self.signal_watch.after_step(groups, advantages)) is not None:

@@ -39,6 +39,7 @@ from rlhf.data.order import PromptStream
 from rlhf.learner.checkpoint import MOMENTS
 from rlhf.learner.update import PolicyObjective
 from rlhf.model_files import load_tokenizer
+from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
 from rlhf.run import logprob_passes
 from rlhf.sampler import Sampler
@@ -149,7 +150,7 @@ class Stack:
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
         self.prompts: LoadedPrompts = load_prompts(
-            config.data, "train", self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
+            config.data, "train", self.tokenizer, gold_answer, max_prompt_tokens=config.data.max_prompt_tokens
         )
         self.version = 0
         self._exit_stack = AsyncExitStack()

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.doctor.examination import Finding, Patient, in_thread
-from rlhf.model_files import check_context, check_models, load_tokenizer, local_model_config
+from rlhf.model_files import check_context, check_models, check_windows, load_tokenizer, local_model_config
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model import model_shape
 
@@ -52,18 +52,19 @@ async def check_versions(_: Patient) -> Finding:
             problem = _misfit(requirement)
             problems += [problem] if problem else []
             fitting += not problem
-    builds = [r for r in requirements for build in BUILDS if r.marker and r.marker.evaluate({"extra": build})]
-    engines = [_misfit(requirement) for requirement in builds if _version(requirement.name)]
-    if not engines:
-        problems.append(f"neither {' nor '.join(sorted(r.name for r in builds))} is installed")
-    problems += [problem for problem in engines if problem]
+    extras = [[r for r in requirements if r.marker and r.marker.evaluate({"extra": build})] for build in BUILDS]
+    builds = [extra for extra in extras if extra]  # of each, vLLM comes first
+    engine = [_misfit(r) for build in builds if _version(build[0].name) for r in build]
+    if not engine:
+        problems.append(f"neither {' nor '.join(sorted(build[0].name for build in builds))} is installed")
+    problems += [problem for problem in engine if problem]
     if "rlhf" not in metadata.entry_points(group="vllm.general_plugins").names:
         problems.append("the plug-in of the package for vLLM is not installed (code that is only copied has none)")
     if problems:
         return Finding(
             "fail", "\n".join(problems), "make setup (make setup-gpu on GPUs), in a new environment if need be"
         )
-    return Finding("ok", f"Python {python} and {fitting + len(engines)} packages fit pyproject.toml, plug-in installed")
+    return Finding("ok", f"Python {python} and {fitting + len(engine)} packages fit pyproject.toml, plug-in installed")
 
 
 def _version(name: str) -> str | None:
@@ -178,13 +179,16 @@ async def check_data(patient: Patient) -> Finding:
 def _load(patient: Patient) -> Finding:
     from rlhf.data.load import load_prompts
     from rlhf.data.read import check_sources
+    from rlhf.rewards.answers.extract import gold_answer
 
     config = patient.config
     check_sources(config.data)
     check_models(config)
     check_context(config)
+    check_windows(config)
     tokenizer = load_tokenizer(config.model)
-    loaded = load_prompts(config.data, "train", tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+    longest = config.data.max_prompt_tokens
+    loaded = load_prompts(config.data, "train", tokenizer, gold_answer, max_prompt_tokens=longest)
     patient.vocabulary = len(tokenizer)
     patient.prompts = [prompt for rows in loaded.prompts.values() for prompt in rows[:PROMPTS_EACH]]
     counts = ", ".join(f"{source} {len(rows):,}" for source, rows in loaded.prompts.items())

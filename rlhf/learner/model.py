@@ -7,7 +7,7 @@ silently wrong gradients under ZeRO-1/2 and a weight of size 0 under ZeRO-3.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ def load_policy(
 
 @torch.no_grad()
 def check_packed(
-    forward: Callable[[DeviceTokens], Tensor], device: torch.device, *, dtype: str, key: str, path: str
+    forward: Callable[[DeviceTokens], Tensor], device: torch.device, *, longest: int, dtype: str, key: str, path: str
 ) -> None:
     """Change the first of two sequences in a row; what is computed for the second must stay.
 
@@ -119,6 +119,7 @@ def check_packed(
 
     Args:
         forward: a row's tokens -> one number a token, [T], or a sequence, [S]. Every rank calls it at ZeRO-3.
+        longest: tokens of the longest sequence to come, which has to fit the model's attention window.
         dtype: of the model, whose rounding is allowed for: experts and attention multiply other tokens together.
         key: of the config, for messages.
 
@@ -133,7 +134,9 @@ def check_packed(
                 Rollout("", 0, 0, np.array(ids, np.int32), np.arange(len(ids)) > 0, np.zeros(len(ids)), (), "stop")
                 for ids in (first, second)
             ]
-            numbers = forward(DeviceTokens.of(pack(rollouts, [0, 1]), device)).float()
+            tokens = DeviceTokens.of(pack(rollouts, [0, 1]), device)
+            tokens = replace(tokens, segments=replace(tokens.segments, longest=longest))
+            numbers = forward(tokens).float()
             found.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
         if (found[0] - found[1]).norm() > 16 * torch.finfo(DTYPES[dtype]).eps * found[0].norm():
             raise UnpackableError("a sequence sees what stands before it in the row")

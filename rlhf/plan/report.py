@@ -11,7 +11,7 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.load import resolved_yaml
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
-from rlhf.model_files import local_model_config, looks_local
+from rlhf.model_files import local_model_config, looks_local, window_problems
 from rlhf.plan.checks import arithmetic_warnings, memory_warnings, model_warnings
 from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
 from rlhf.plan.layout import draw, place
@@ -48,6 +48,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
     """
     model = local_model_config(config.model.path) if model is None else model
     warnings = arithmetic_warnings(config)
+    warnings += [f"{problem} The run will be refused." for problem in window_problems(config, model)]
     sections = [
         ("Batches", _batches(config)),
         ("Learning rate", _learning_rate(config)),
