@@ -57,8 +57,8 @@ $(quickstart_data)/test.jsonl: rlhf/quickstart.py | environment
 test: environment  ## every test, those on Ray, vLLM and DeepSpeed too
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-test-fast: environment  ## the tests that start no engine and no launch script, in under a minute
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack and not scripts" $(PYTEST_ARGS)
+test-fast: environment  ## the tests that start no engine and no launch script and ask no registry, in under a minute
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack and not scripts and not registry" $(PYTEST_ARGS)
 
 # One after the other. One that fails does not keep the others from running, and is named at the end.
 define benchmarks

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-PARTIAL = ".partial"  # the name that a checkpoint has until it is whole
+MANIFEST = "manifest.json"  # the last file of a checkpoint that is written
+PARTIAL = ".partial"  # the name that it has until it is whole
 RESUME = "--resume"
 
 
@@ -40,7 +41,9 @@ def run_dir(arguments: Sequence[str]) -> Path:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    complete = sorted(path for path in folder.glob("checkpoints/step-*") if path.suffix != PARTIAL)
+    complete = sorted(
+        path for path in folder.glob("checkpoints/step-*") if path.suffix != PARTIAL and (path / MANIFEST).is_file()
+    )
     return complete[-1] if complete else None
 
 

@@ -27,13 +27,16 @@ async def measure(config: GRPOConfig) -> dict[str, float]:
     from rlhf.cluster.cluster import Cluster
     from rlhf.data.load import load_prompts
     from rlhf.data.model_files import check_context, load_tokenizer
+    from rlhf.evaluation import evaluate
+    from rlhf.model_files import check_context, load_tokenizer
+    from rlhf.rewards.answers.extract import gold_answer
     from rlhf.rewards.scorer import Scorer
     from rlhf.run.evaluation import evaluate
     from rlhf.run.sampler import Sampler
 
     check_context(config)
     tokenizer = load_tokenizer(config.model)
-    loaded = load_prompts(config.data, "eval", tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+    loaded = load_prompts(config.data, "eval", tokenizer, gold_answer, max_prompt_tokens=config.data.max_prompt_tokens)
     with Scorer(config.reward) as scorer:
         async with Cluster(config, trains=False) as cluster:
             sampler = Sampler(config, cluster, scorer, tokenizer)

@@ -180,8 +180,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rlhf.config.load import resolved_yaml
     from rlhf.data.model_files import check_model, load_tokenizer
     from rlhf.learner.reward_trainer import count_updates
+    from rlhf.model_files import check_model, check_windows, load_tokenizer
 
     check_model(config.model.path)
+    check_windows(config)
     tokenizer = load_tokenizer(config.model)
     longest = config.data.max_tokens
     train, too_long = read_pairs(config.data.train, tokenizer, "train", max_tokens=longest)

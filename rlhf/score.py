@@ -54,10 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _grade(scorer, rows, options, progress)
         except RuntimeError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", *_failures(scorer), sep="\n", file=sys.stderr)
             return 1
         _report(rows, time.perf_counter() - started, scorer)
-    return 0
+        for failures in _failures(scorer):
+            print(failures, file=sys.stderr)
+        return int(any(scorer.failed_always(part) for part in scorer.config.parts))
 
 
 def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -145,6 +147,11 @@ def _progress_bar() -> Callable[[range], Iterable[int]]:
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)
+
+
+def _failures(scorer: Scorer) -> list[str]:
+    """What user functions failed with; a built-in reward that fails blames the response, which its status says."""
+    return [scorer.failures(part) for part in scorer.config.parts if part.is_user_function and scorer.failures(part)]
 
 
 def _report(rows: list[dict[str, Any]], seconds: float, scorer: Scorer) -> None:

@@ -8,19 +8,29 @@ from pathlib import Path
 import pytest
 
 from rlhf.config.load import load_config
+from rlhf.config.reward import MathOptions
 from rlhf.config.run import GRPOConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+(BLOCK,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
 
 
 def test_the_config_is_valid_and_its_arithmetic_is_right(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
-    (tmp_path / "mine.yaml").write_text(block)
+    (tmp_path / "mine.yaml").write_text(BLOCK)
     config = load_config(GRPOConfig, [str(tmp_path / "mine.yaml")])
     rollouts, minibatches = config.rollouts_per_step, config.learner.minibatches_per_epoch
     assert f"= {rollouts} rollouts a step, {minibatches} minibatches of {rollouts // minibatches}" in README
     assert f"= {config.total_updates} optimizer steps" in README
+    assert config.checkpoint_every is not None
+
+
+def test_the_config_asks_for_the_box_that_its_reward_reads(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(BLOCK)
+    config = load_config(GRPOConfig, [str(tmp_path / "mine.yaml")])
+    (part,) = config.reward.parts
+    assert (part.name, MathOptions(**part.options).steps) == ("math", ("box",))
+    assert r"\boxed{}" in (config.data.prompt_suffix or "")
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"configs/\w+\.yaml", README))))

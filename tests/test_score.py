@@ -60,6 +60,56 @@ def test_another_reward_and_other_columns(tmp_path: Path, monkeypatch: pytest.Mo
     assert json.loads(output.read_text())["score"] == 4.0
 
 
+def fixture_line(code: str) -> str:
+    """`file:line` of this code among the rewards of the fixtures."""
+    file = FIXTURES / "hostile_rewards.py"
+    return f"{file}:{file.read_text().splitlines().index(code) + 1}"
+
+
+def score_by(reward: str, responses: list[str], tmp_path: Path) -> int:
+    rows = [{"response": response, "ground_truth": "x"} for response in responses]
+    file = write(tmp_path / "in.jsonl", rows)
+    return score.main([str(file), "--reward", f"hostile_rewards:{reward}", "--workers", "1"])
+
+
+def test_a_reward_of_which_every_call_fails_is_exit_status_1_with_each_error_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FIXTURES))
+    assert score_by("fails_in_its_helper", ["x", "{}", "{}", "x", "{}"], tmp_path) == 1
+    place = fixture_line('    return json.loads(text)["value"]')
+    assert capsys.readouterr().err.splitlines() == [
+        "reward hostile_rewards:fails_in_its_helper: 5 of 5 calls failed",
+        f"  3 x {place}: KeyError: 'value'",
+        f"  2 x {place}: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+    ]
+
+
+def test_a_reward_that_fails_at_times_is_told_with_its_errors_and_exit_status_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FIXTURES))
+    assert score_by("by_response", ["raise", "fine", "nan", "crash", "fine"], tmp_path) == 0
+    raises = fixture_line('            raise KeyError("a key")')
+    assert capsys.readouterr().err.splitlines() == [
+        "reward hostile_rewards:by_response: 3 of 5 calls failed",
+        f"  1 x {raises}: KeyError: 'a key'",
+        f"  1 x {fixture_line('def by_response(response, *, answer, columns, metadata):')}: returned nan",
+        "  1 x died: the process died",
+    ]
+
+
+def test_a_reward_with_another_signature_is_pointed_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FIXTURES))
+    assert score_by("takes_no_answer", ["x"] * 20, tmp_path) == 1  # more than may fail: the rest is not tried
+    error = capsys.readouterr().err
+    assert error.startswith("error: reward 'hostile_rewards:takes_no_answer': 11 of 11 calls failed")
+    place = fixture_line("def takes_no_answer(response):")
+    assert f"\n  11 x {place}: TypeError: takes_no_answer() got an unexpected keyword argument" in error
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from processes import Process, below, outliving, running
+
+from rlhf.run_folder import RunFolder
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800)]
 
@@ -125,6 +128,42 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_
     evaluated = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert evaluated.returncode == 0, evaluated.stderr[-3000:]
     assert {"eval/test/avg@2", "eval/test/pass@2"} <= json.loads((tmp_path / "evaluation.json").read_text()).keys()
+
+
+def test_a_first_hour_a_start_that_fails_no_wandb_no_signal_and_a_damaged_checkpoint(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("COLUMNS", "1000")
+    config = write_config(tmp_path, tiny_model_dir, logging={"wandb": {"mode": "auto"}}, checkpoint={"every": "auto"})
+    one = ["--config", config, "reward=[{name: math}]"]  # random letters hold no box
+    run = tmp_path / "run"
+
+    failed = run_grpo(*one, "cluster.start_deadline_s=0.1")
+    assert failed.returncode == 1, failed.stderr[-3000:]
+    assert (run / "config.yaml").is_file()
+
+    done = run_grpo(*one)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("does not take the run") == 1
+    assert len(list((run / "wandb").glob("offline-run-*"))) == 2  # that of the failed start is left as it was
+    assert done.stdout.count("no group had a signal") == 1
+    assert "0 of 96 responses held an answer" in done.stdout
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+
+    shard = run / "checkpoints" / "step-000003" / "weights-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    resumed = run_grpo(*one, "--resume", "run.steps=4")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "step-000003: weights-00000.safetensors has another checksum" in resumed.stdout
+    assert f"resuming from {run / 'checkpoints' / 'step-000002'}" in resumed.stdout
+    assert [row["step"] for row in read_steps(run)] == [1, 2, 3, 4]
+    assert RunFolder(run, resume=True).restored == run / "checkpoints" / "step-000004"
 
 
 def seen_prompts(run: Path, steps: tuple[int, ...]) -> list[str]:

@@ -38,6 +38,8 @@ from rlhf.data.model_files import load_tokenizer
 from rlhf.learner.attention import PACKED
 from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.update import PolicyObjective, policy_microbatch
+from rlhf.model_files import load_tokenizer
+from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.math import math_reward
 from rlhf.step import batching
 from rlhf.types import Minibatch, Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
@@ -141,7 +143,8 @@ def warm_case(data: Path, *, rollouts: int, seed: int, lr: float) -> Case:
     model = load_policy(
         str(data / "model"), dtype="float32", temperature=1.0, gradient_checkpointing=False, trust_remote_code=False
     )
-    loaded = load_prompts(config.data, "train", tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+    longest = config.data.max_prompt_tokens
+    loaded = load_prompts(config.data, "train", tokenizer, gold_answer, max_prompt_tokens=longest)
     prompts = next(iter(loaded.prompts.values()))[:rollouts]
     torch.manual_seed(seed)
     sampled = sample(model, [p.token_ids for p in prompts], tokens=24, eos=tokenizer.eos_token_id)

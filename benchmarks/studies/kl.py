@@ -38,6 +38,8 @@ from rlhf.data.order import PromptStream
 from rlhf.learner.checkpoint import MOMENTS
 from rlhf.learner.update import PolicyObjective
 from rlhf.log.metrics import merge_metrics
+from rlhf.model_files import load_tokenizer
+from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
 from rlhf.run.sampler import Sampler
 from rlhf.run.training_run import logprob_passes
@@ -150,7 +152,7 @@ class Stack:
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
         self.prompts: LoadedPrompts = load_prompts(
-            config.data, "train", self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
+            config.data, "train", self.tokenizer, gold_answer, max_prompt_tokens=config.data.max_prompt_tokens
         )
         self.version = 0
         self._exit_stack = AsyncExitStack()

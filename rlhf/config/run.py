@@ -107,6 +107,12 @@ class GRPOConfig(Section):
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def checkpoint_every(self) -> int | None:
+        """Training steps between checkpoints; None where none is saved."""
+        every = self.checkpoint.every
+        return math.ceil(self.run.steps / 10) if every == "auto" else every
+
+    @property
     def evaluation_groups_at_once(self) -> int:
         """Prompts under way in an evaluation: what the engines run at once, and as much again to follow."""
         sequences = self.cluster.engines * self.rollout.max_concurrent_sequences

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from rlhf.config.base import Section
 
@@ -156,8 +157,18 @@ class LearnerConfig(TrainedConfig):
 
 
 class CheckpointConfig(Section):
-    every: PositiveInt | None = Field(None, description="training steps between checkpoints; null saves none")
+    every: PositiveInt | Literal["auto"] | None = Field(
+        "auto",
+        description="training steps between checkpoints; auto is a tenth of run.steps, rounded up; null saves none",
+    )
     keep: PositiveInt = Field(2, description="newest complete checkpoints that are kept")
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _is_a_count_or_auto(cls, value: Any) -> Any:
+        if value is None or value == "auto" or (type(value) is int and value > 0):
+            return value
+        raise ValueError(f"checkpoint.every={value}: set a whole number of steps above 0, auto or null.")
 
 
 class EvaluationConfig(Section):

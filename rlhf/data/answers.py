@@ -4,79 +4,37 @@
     MATH    ... so the sum is $\boxed{\frac{1}{2}}$.              -> \frac{1}{2}
     text    p - q                                                 -> p - q
 
-Only the string is taken out; whether two answers are equal is for the grader to say.
+The grader's own extractor takes the string out, since it grades against what that finds; it is given as an argument.
 """
 
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Callable
 from typing import Any
 
 from rlhf.config.data import AnswerFormat
 
-GSM8K_MARKER = re.compile(r"####[ \t]*([^\n#]*)\s*\Z")
-GROUPED_NUMBER = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
-BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+GoldAnswer = Callable[[str, AnswerFormat], str | None]  # a cell's text and its form -> the answer, None without one
 
 
-def extract_answer(value: Any, answer_format: AnswerFormat) -> str:
+def extract_answer(value: Any, answer_format: AnswerFormat, gold_answer: GoldAnswer) -> str:
     """The ground truth in one cell of the answer column.
+
+    Args:
+        gold_answer: the grader's extractor: what it grades against is what is trained on.
 
     Raises:
         ValueError: the reason, without naming the row: no answer at all, not text or a number, or no such marker in it.
     """
     text = _as_text(value)
-    match answer_format:
-        case "gsm8k":
-            answer = gsm8k_answer(text)
-        case "boxed":
-            answer = boxed_answer(text)
-        case "auto":
-            answer = gsm8k_answer(text)
-            if answer is None:
-                answer = boxed_answer(text) if BOX.search(text) else text
-        case "text" | "none":
-            answer = text
+    answer = gold_answer(text, answer_format)
     if answer is None:
         marker = "'#### ' and an answer on the last line" if answer_format == "gsm8k" else "complete '\\boxed{...}'"
         raise ValueError(f"has no {marker}: {_shortened(text)!r}")
     if not answer.strip():
         raise ValueError(f"has nothing where its answer should be: {_shortened(text)!r}")
     return answer.strip()
-
-
-def gsm8k_answer(solution: str) -> str | None:
-    """What follows `####` on the last line, without separators of thousands; None where there is none."""
-    found = GSM8K_MARKER.search(solution)
-    if not found:
-        return None
-    answer = found.group(1).strip()
-    return answer.replace(",", "") if GROUPED_NUMBER.fullmatch(answer) else answer
-
-
-def boxed_answer(solution: str) -> str | None:
-    r"""Content of the last `\boxed{...}` with balanced braces (also `\fbox{...}` and `\boxed 5`); None without one."""
-    boxes = list(BOX.finditer(solution))
-    if not boxes:
-        return None
-    start = boxes[-1].end()
-    if solution[start : start + 1] != "{":
-        return re.split(r"[$\n]", solution[start:], maxsplit=1)[0].strip().removesuffix(".")
-    depth = 0
-    position = start
-    while position < len(solution):
-        match solution[position]:
-            case "\\":
-                position += 1  # an escaped brace is a character of the answer
-            case "{":
-                depth += 1
-            case "}":
-                depth -= 1
-        if depth == 0:
-            return solution[start + 1 : position]
-        position += 1
-    return None
 
 
 def _as_text(value: Any) -> str:

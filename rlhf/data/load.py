@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf.config.data import AnswerFormat, DataConfig, SourceConfig
-from rlhf.data.answers import extract_answer
+from rlhf.data.answers import GoldAnswer, extract_answer
 from rlhf.data.read import Row, config_sources, read_rows, source_key
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
@@ -38,12 +38,18 @@ class LoadedPrompts:
 
 
 def load_prompts(
-    config: DataConfig, which: Literal["train", "eval"], tokenizer: Any, *, max_prompt_tokens: int
+    config: DataConfig,
+    which: Literal["train", "eval"],
+    tokenizer: Any,
+    gold_answer: GoldAnswer,
+    *,
+    max_prompt_tokens: int,
 ) -> LoadedPrompts:
     """Read and tokenize all sources of `data.train` or `data.eval`.
 
     Args:
         tokenizer: a transformers tokenizer.
+        gold_answer: the grader's extractor, `rewards.answers.extract.gold_answer`.
         max_prompt_tokens: longer prompts, template included, are left out and counted.
 
     Raises:
@@ -61,7 +67,7 @@ def load_prompts(
             )
         if which == "eval":
             rows = rows[: source.rows or config.eval_rows]
-        all_prompts = _make_prompts(config, source, rows, tokenizer, key)
+        all_prompts = _make_prompts(config, source, rows, tokenizer, gold_answer, key)
         kept = [prompt for prompt in all_prompts if len(prompt.token_ids) <= max_prompt_tokens]
         if not kept:
             shortest = min(len(prompt.token_ids) for prompt in all_prompts)
@@ -111,7 +117,9 @@ def rows_per_epoch(sources: Sequence[SourceConfig], prompts: dict[str, list[Prom
     return {source.label: min(source.rows or sizes[source.label], sizes[source.label]) for source in sources}
 
 
-def _make_prompts(config: DataConfig, source: SourceConfig, rows: list[Row], tokenizer: Any, key: str) -> list[Prompt]:
+def _make_prompts(
+    config: DataConfig, source: SourceConfig, rows: list[Row], tokenizer: Any, gold_answer: GoldAnswer, key: str
+) -> list[Prompt]:
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
     prompt_column = _pick_column(
         source.prompt_column or config.prompt_column, PROMPT_COLUMNS, columns, source, f"{key}: prompt_column"
@@ -123,7 +131,7 @@ def _make_prompts(config: DataConfig, source: SourceConfig, rows: list[Row], tok
         answer_column = _pick_column(
             source.answer_column or config.answer_column, ANSWER_COLUMNS, columns, source, f"{key}: answer_column"
         )
-        answers = _read_answers(rows, answer_column, answer_format, source, key)
+        answers = _read_answers(rows, answer_column, answer_format, gold_answer, source, key)
     texts = [render(conversation, config.template, tokenizer) for conversation in messages]
     token_ids = tokenize(texts, config.template, tokenizer)
     for row, ids in zip(rows, token_ids, strict=True):
@@ -169,12 +177,17 @@ def _column_value(columns: dict[str, Any], column: str) -> Any:
 
 
 def _read_answers(
-    rows: list[Row], column: str, answer_format: AnswerFormat, source: SourceConfig, key: str
+    rows: list[Row],
+    column: str,
+    answer_format: AnswerFormat,
+    gold_answer: GoldAnswer,
+    source: SourceConfig,
+    key: str,
 ) -> list[str]:
     answers, problems = [], []
     for row in rows:
         try:
-            answers.append(extract_answer(_column_value(row.columns, column), answer_format))
+            answers.append(extract_answer(_column_value(row.columns, column), answer_format, gold_answer))
         except ValueError as error:
             problems.append(f"row {row.number} of {source.path} has no usable answer: `{column}` {error}")
     if problems:

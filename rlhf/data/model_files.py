@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.ppo import PPOConfig
+from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import ModelConfig, RolloutConfig
+
+WINDOW_OF_LAYERS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+WINDOW_DEFAULT = dict.fromkeys(
+    ["mistral", "ministral", "gemma2", "gemma3_text", "olmo3", "cohere2"], 4096
+)  # of transformers
+OFF_BY_DEFAULT = ("qwen", "smollm3")  # model types whose sliding_window counts only with use_sliding_window
 
 
 def looks_local(path: str) -> bool:
@@ -90,6 +98,74 @@ def check_context(config: GRPOConfig) -> None:
             f"{config.rollout.max_response_tokens}: {config.max_sequence_tokens} tokens exceed the context of "
             f"model.path={config.model.path}, which is {context}. Shorten one of them."
         )
+
+
+def attention_window(model: Mapping[str, Any]) -> int | None:
+    """How many tokens some layer of a model attends to, from its config.json; None where all layers see everything."""
+    text = model.get("text_config") or model
+    kind = str(text.get("model_type"))
+    windows = {name: text.get(key) for name, key in WINDOW_OF_LAYERS.items()}
+    if "sliding_window" not in text:
+        windows["sliding_attention"] = WINDOW_DEFAULT.get(kind)
+    if not text.get("use_sliding_window", not kind.startswith(OFF_BY_DEFAULT)):
+        windows["sliding_attention"] = None
+    layers = text.get("layer_types")
+    if layers is None:
+        full = kind in ("qwen2", "qwen3") and text.get("max_window_layers", 0) >= text.get("num_hidden_layers", 1)
+        layers = [] if full else ["sliding_attention"]
+    return min((window for name in set(layers) if (window := windows.get(name)) is not None), default=None)
+
+
+def window_problems(config: GRPOConfig, model: Mapping[str, Any] | None) -> list[str]:
+    """One message for each model of a run whose window is shorter than its sequences; the learner computes no windows.
+
+    Args:
+        model: config.json of model.path, where it is at hand.
+    """
+    data, rollout = config.data, config.rollout
+    asked = (
+        f"data.max_prompt_tokens={data.max_prompt_tokens} + rollout.max_response_tokens={rollout.max_response_tokens}"
+    )
+    problems = [_window_problem("model.path", config.model.path, model, config.max_sequence_tokens, asked)]
+    if isinstance(config, PPOConfig) and config.critic.path is not None:
+        path = config.critic.path
+        problems.append(
+            _window_problem("critic.path", path, local_model_config(path), config.max_sequence_tokens, asked)
+        )
+    if config.reward_model is not None and config.reward_model.path is not None:
+        path, longest = config.reward_model.path, config.reward_model.max_tokens_per_batch
+        judge = local_model_config(path) or {}
+        longest_fitting = min(longest, judge.get("max_position_embeddings", longest))
+        asked = f"reward_model.max_tokens_per_batch={longest}"
+        problems.append(_window_problem("reward_model.path", path, judge, longest_fitting, asked))
+    return [problem for problem in problems if problem]
+
+
+def check_windows(config: GRPOConfig | RewardTrainingConfig) -> None:
+    """Refuse models whose attention window is shorter than the longest sequence that the learners may be given.
+
+    Raises:
+        ValueError: with the key of the path, the window and the keys that bound sequences.
+    """
+    path, model = config.model.path, local_model_config(config.model.path)
+    if isinstance(config, RewardTrainingConfig):
+        longest = config.data.max_tokens
+        problems = [_window_problem("model.path", path, model, longest, f"data.max_tokens={longest}")]
+    else:
+        problems = window_problems(config, model)
+    if any(problems):
+        raise ValueError("\n".join(problem for problem in problems if problem))
+
+
+def _window_problem(key: str, path: str, model: Mapping[str, Any] | None, longest: int, asked: str) -> str:
+    window = attention_window(model or {})
+    if window is None or longest <= window:
+        return ""
+    return (
+        f"{key}={path}: some layers attend to the last {window} tokens alone (a sliding window), which the learner "
+        f"does not compute, and {asked} allows sequences of {longest}. Use a model without a window, such as Qwen2, "
+        f"Qwen3 or Llama, or allow at most {window} tokens."
+    )
 
 
 def load_tokenizer(model: ModelConfig) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rlhf.config.reward import RewardConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient, Status, in_thread
-from rlhf.rewards.grade import DIED, FAILED, OK, TIMEOUT
+from rlhf.rewards.grade import OK, TIMEOUT
 from rlhf.rewards.scorer import Scorer
 from rlhf.types import Prompt
 
@@ -51,13 +51,12 @@ def _try_rewards(config: GRPOConfig, prompts: Sequence[Prompt]) -> Finding:
 
     with Scorer(config.reward) as scorer:
         bad = scorer.check_gold(prompts)
-        asyncio.run(score_all(scorer))
-        broken = {
-            f"reward {name}: {count} of {len(prompts)} calls ended with {status}"
-            for part in config.reward.all_parts
-            for status in (TIMEOUT, DIED, FAILED)
-            if (count := scorer.counters[f"{(name := part.name)}/{status}"])
-        }
+        try:
+            asyncio.run(score_all(scorer))
+        except RuntimeError:  # more failures than a run allows
+            if not any(scorer.failures(part) for part in config.reward.all_parts):
+                raise
+        broken = {failures for part in config.reward.all_parts if (failures := scorer.failures(part))}
     if broken:
         remedy = "repair the function; reward.wall_seconds and reward.memory_mb are its bounds"
         return Finding("fail", "\n".join(sorted(broken)), remedy)

@@ -16,6 +16,7 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.data.model_files import check_context, check_models, load_tokenizer, local_model_config
 from rlhf.doctor.examination import Finding, Patient, in_thread
+from rlhf.model_files import check_context, check_models, check_windows, load_tokenizer, local_model_config
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model import model_shape
 
@@ -52,18 +53,19 @@ async def check_versions(_: Patient) -> Finding:
             problem = _misfit(requirement)
             problems += [problem] if problem else []
             fitting += not problem
-    builds = [r for r in requirements for build in BUILDS if r.marker and r.marker.evaluate({"extra": build})]
-    engines = [_misfit(requirement) for requirement in builds if _version(requirement.name)]
-    if not engines:
-        problems.append(f"neither {' nor '.join(sorted(r.name for r in builds))} is installed")
-    problems += [problem for problem in engines if problem]
+    extras = [[r for r in requirements if r.marker and r.marker.evaluate({"extra": build})] for build in BUILDS]
+    builds = [extra for extra in extras if extra]  # of each, vLLM comes first
+    engine = [_misfit(r) for build in builds if _version(build[0].name) for r in build]
+    if not engine:
+        problems.append(f"neither {' nor '.join(sorted(build[0].name for build in builds))} is installed")
+    problems += [problem for problem in engine if problem]
     if "rlhf" not in metadata.entry_points(group="vllm.general_plugins").names:
         problems.append("the plug-in of the package for vLLM is not installed (code that is only copied has none)")
     if problems:
         return Finding(
             "fail", "\n".join(problems), "make setup (make setup-gpu on GPUs), in a new environment if need be"
         )
-    return Finding("ok", f"Python {python} and {fitting + len(engines)} packages fit pyproject.toml, plug-in installed")
+    return Finding("ok", f"Python {python} and {fitting + len(engine)} packages fit pyproject.toml, plug-in installed")
 
 
 def _version(name: str) -> str | None:
@@ -102,7 +104,7 @@ def needed_gib(config: GRPOConfig) -> float | None:
         return None
     if one is None:
         return None
-    checkpoints = config.checkpoint.keep + 1 if config.checkpoint.every is not None else 0
+    checkpoints = config.checkpoint.keep + 1 if config.checkpoint_every is not None else 0
     written = checkpoints * one + config.run.export * BYTES[config.model.dtype] * shape.parameters
     return written / GIB + ROLLOUTS_GIB
 
@@ -162,7 +164,8 @@ async def check_wandb(patient: Patient) -> Finding:
         (await in_thread(socket.create_connection, address, CONNECT_S)).close()
     except OSError as error:
         remedy = "open the network to it, or set logging.wandb.mode=offline"
-        return Finding("fail", f"a key is there, but {host.hostname} is not reached ({error})", remedy)
+        text = f"a key is there, but {host.hostname} is not reached ({error}): a run would keep its metrics offline"
+        return Finding("warn", text, remedy)
     return Finding("ok", f"online: a key is there and {host.hostname} is reached")
 
 
@@ -177,13 +180,16 @@ async def check_data(patient: Patient) -> Finding:
 def _load(patient: Patient) -> Finding:
     from rlhf.data.load import load_prompts
     from rlhf.data.read import check_sources
+    from rlhf.rewards.answers.extract import gold_answer
 
     config = patient.config
     check_sources(config.data)
     check_models(config)
     check_context(config)
+    check_windows(config)
     tokenizer = load_tokenizer(config.model)
-    loaded = load_prompts(config.data, "train", tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+    longest = config.data.max_prompt_tokens
+    loaded = load_prompts(config.data, "train", tokenizer, gold_answer, max_prompt_tokens=longest)
     patient.vocabulary = len(tokenizer)
     patient.prompts = [prompt for rows in loaded.prompts.values() for prompt in rows[:PROMPTS_EACH]]
     counts = ", ".join(f"{source} {len(rows):,}" for source, rows in loaded.prompts.items())

@@ -176,17 +176,17 @@ def packed_attention(
     """Attention of one packed row; query [1, heads, U, d], key and value [1, kv_heads, U, d] -> [1, U, heads, d].
 
     Raises:
-        UnpackableError: the model caps its attention scores or adds sinks to them, which is not computed here.
-        AssertionError: with a batch of rows, an attention mask, dropout, or a window that is shorter than a segment.
+        UnpackableError: the model caps its attention scores, adds sinks to them, or has a window that is shorter than a
+            segment, which is not computed here.
+        AssertionError: with a batch of rows, an attention mask or dropout.
     """
     if softcap is not None or s_aux is not None:
         raise UnpackableError("it caps its attention scores" if s_aux is None else "its attention has sinks")
     assert query.shape[0] == 1, "a packed row is a batch of one"
     assert attention_mask is None, "segments say what may be attended to"
     assert dropout == 0.0, "dropout would make old and current log-probabilities differ"
-    assert sliding_window is None or segments.longest <= sliding_window, (
-        f"a sequence of {segments.longest} tokens exceeds the model's attention window of {sliding_window}"
-    )
+    if sliding_window is not None and segments.longest > sliding_window:
+        raise UnpackableError(f"sequences of {segments.longest} tokens exceed its attention window of {sliding_window}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, d]
     if query.device.type == "cuda":
         from torch.nn.attention.varlen import varlen_attn

@@ -49,7 +49,10 @@ class Critic(StepRank):
         with torch.no_grad(), self.whole(head, modify=True):
             head.div_(std)  # rewards are normalized scores, and so are their values
         self.wrap(ValueModel(transformer).train())
-        check_packed(self.engine, self.device, dtype=config.model.dtype, key=key, path=config.critic_path)
+        check_packed(
+            self.engine, self.device, longest=config.max_sequence_tokens,
+            dtype=config.model.dtype, key=key, path=config.critic_path,
+        )  # fmt: skip
 
     def values(self) -> tuple[np.ndarray]:
         """Values on the microbatches of the first epoch."""

@@ -7,7 +7,7 @@ silently wrong gradients under ZeRO-1/2 and a weight of size 0 under ZeRO-3.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -114,7 +114,7 @@ def load_policy(
 
 @torch.no_grad()
 def check_packed(
-    forward: Callable[[DeviceTokens], Tensor], device: torch.device, *, dtype: str, key: str, path: str
+    forward: Callable[[DeviceTokens], Tensor], device: torch.device, *, longest: int, dtype: str, key: str, path: str
 ) -> None:
     """Change the first of two sequences in a row; what is computed for the second must stay.
 
@@ -123,6 +123,7 @@ def check_packed(
 
     Args:
         forward: a row's tokens -> one number a token, [T], or a sequence, [S]. Every rank calls it at ZeRO-3.
+        longest: tokens of the longest sequence to come, which has to fit the model's attention window.
         dtype: of the model, whose rounding is allowed for: experts and attention multiply other tokens together.
         key: of the config, for messages.
 
@@ -134,7 +135,8 @@ def check_packed(
     try:
         for first in ([0, 3, 1, 2], [3, 2, 1]):  # seven tokens to compute, both times: the same roundings
             row = pack([np.array(first, np.int32), np.array(second, np.int32)])
-            numbers = forward(DeviceTokens.of(row, device)).float()
+            tokens = DeviceTokens.of(row, device)
+            numbers = forward(replace(tokens, segments=replace(tokens.segments, longest=longest))).float()
             found.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
         if (found[0] - found[1]).norm() > 16 * torch.finfo(DTYPES[dtype]).eps * found[0].norm():
             raise UnpackableError("a sequence sees what stands before it in the row")

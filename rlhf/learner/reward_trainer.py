@@ -74,7 +74,10 @@ class RewardTrainer(TrainedRank):
                 trust_remote_code=config.model.trust_remote_code,
             )
         self.wrap(RewardModel(transformer).train())
-        check_packed(self.engine, self.device, dtype=config.model.dtype, key="model.path", path=config.model.path)
+        check_packed(
+            self.engine, self.device, longest=config.data.max_tokens,
+            dtype=config.model.dtype, key="model.path", path=config.model.path,
+        )  # fmt: skip
 
     def train(self) -> Iterator[StepMetrics]:
         """Every update of the run; yields its metrics over all ranks."""

@@ -49,7 +49,7 @@ class Learner(StepRank):
         self._saved: list[Tensor] = []
         self.wrap(self._load_model(trains=True))
         check_packed(
-            lambda tokens: self.engine(tokens).logprobs, self.device,
+            lambda tokens: self.engine(tokens).logprobs, self.device, longest=config.max_sequence_tokens,
             dtype=config.model.dtype, key="model.path", path=config.model.path,
         )  # fmt: skip
         self.reference: Reference | None = None

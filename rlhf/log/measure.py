@@ -15,6 +15,8 @@ from rlhf.data.model_files import local_model_config
 from rlhf.log.metrics import Histogram, Max, Mean, StepMetrics
 from rlhf.plan.model import SUPPORTED, ModelShape, model_shape
 from rlhf.types import Minibatch, RolloutGroup, ScoredRollout, StepBatch
+from rlhf.rewards.grade import NO_ANSWER
+from rlhf.types import Histogram, Max, Mean, Minibatch, RolloutGroup, ScoredRollout, StepMetrics
 
 
 class Clock:
@@ -171,6 +173,59 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: np.ndarray, *, s
         known = [v for v in values if v is not None]
         metrics[f"reward/part/{name}"] = Mean(float(sum(known)), float(len(known)))
     return metrics
+
+
+FLAT_STEPS = 3  # one step of few prompts can be without a signal by chance
+
+
+class SignalWatch:
+    """Notices, once, that the rewards of several steps in a row gave nothing to learn from."""
+
+    def __init__(self, config: GRPOConfig, *, steps: int) -> None:
+        self._config = config
+        self._patience = min(FLAT_STEPS, steps)
+        self._flat: list[Sequence[RolloutGroup]] = []
+        self._warned = False
+
+    def after_step(self, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> str | None:
+        """The warning, after the last of the first steps in a row in which no group had a signal; else None.
+
+        PPO's advantages are of the critic too: there, no signal means that all rewards of the step are equal.
+        """
+        rewards = {sample.reward for group in groups for sample in group.samples}
+        if self._warned or (advantages.any() and len(rewards) > 1):
+            self._flat.clear()
+            return None
+        self._flat.append(groups)
+        if len(self._flat) < self._patience:
+            return None
+        self._warned = True
+        samples = batching.flatten([group for step in self._flat for group in step])
+        return f"in the last {len(self._flat)} steps no group had a signal, its rewards being equal. " + self._advice(
+            samples
+        )
+
+    def _advice(self, samples: Sequence[ScoredRollout]) -> str:
+        """How many responses held an answer, and which key to turn."""
+        rollout = self._config.rollout
+        answered = sum(s.extracted != "" for s in samples)
+        wanted = answered + sum(s.extracted == "" and s.status == NO_ANSWER for s in samples)
+        cut_off = sum(s.rollout.finish_reason == "length" for s in samples)
+        held = f"{answered} of {len(samples)} responses held an answer. " if wanted else ""
+        if 2 * answered < wanted and 2 * cut_off > len(samples):
+            return f"{held}{cut_off} were cut off: raise rollout.max_response_tokens={rollout.max_response_tokens}."
+        if 2 * answered < wanted:
+            return (
+                f"{held}Ask for the form that the reward reads with data.prompt_suffix, such as 'Put your final answer "
+                "within \\boxed{}.'; rollouts/ has the responses."
+            )
+        rewards = [s.reward for s in samples if s.reward is not None]
+        mean = f"The mean reward was {np.mean(rewards):.3g}" if rewards else "No response could be scored"
+        dynamic = "" if rollout.dynamic_sampling else ", or rollout.dynamic_sampling=true"
+        return (
+            f"{held}{mean}: use data that the model gets right now and then (data.train), a larger "
+            f"rollout.samples_per_prompt{dynamic}."
+        )
 
 
 def _lag_of_tokens(samples: Sequence[ScoredRollout], step: int) -> StepMetrics:

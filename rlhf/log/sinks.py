@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import ssl
+import threading
 import time
 from collections.abc import Mapping
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rlhf.config.sections import WandbConfig
 
+if TYPE_CHECKING:
+    import wandb
+
 STEP = "step"
+WANDB_ANSWER_S = 10.0  # a server that has not answered by then is taken for unreachable; wandb alone waits 90 s
+WANDB_START_S = 20.0  # and one that answers, but does not take the run
 
 
 class Sink(Protocol):
@@ -56,27 +68,39 @@ def keep_lines_up_to(path: Path, step: int) -> None:
 
 
 class WandbSink:
-    """A wandb run whose training metrics are drawn over the training step, from the first day."""
+    """A wandb run whose training metrics are drawn over the training step, from the first day.
 
-    def __init__(self, config: WandbConfig, run_dir: Path, resolved: dict[str, Any], *, run_id: str | None) -> None:
+    Offline, with a warning, where the server is not reached or does not take the run.
+    """
+
+    def __init__(
+        self,
+        config: WandbConfig,
+        run_dir: Path,
+        resolved: dict[str, Any],
+        *,
+        run_id: str | None,
+        warn: Callable[[str], None],
+    ) -> None:
         import wandb
 
-        mode = config.mode
-        if mode == "auto":
-            mode = "online" if has_wandb_key() else "offline"
-        self._run = wandb.init(
-            mode=mode,
-            dir=run_dir,
-            project=config.project,
-            entity=config.entity,
-            group=config.group,
-            name=config.name or run_dir.name,
-            tags=list(config.tags) or None,
-            id=run_id or config.run_id,
-            resume="allow" if run_id or config.run_id else None,
-            config=resolved,
-            settings=wandb.Settings(silent=True),
-        )
+        def start(mode: Literal["online", "offline"]) -> wandb.Run:
+            return wandb.init(
+                mode=mode,
+                dir=run_dir,
+                project=config.project,
+                entity=config.entity,
+                group=config.group,
+                name=config.name or run_dir.name,
+                tags=list(config.tags) or None,
+                id=run_id or config.run_id,
+                resume="allow" if run_id or config.run_id else None,
+                config=resolved,
+                settings=wandb.Settings(silent=True, init_timeout=WANDB_START_S),
+            )
+
+        online = config.mode == "online" or (config.mode == "auto" and has_wandb_key())
+        self._run = _start_online(start, run_dir, warn) if online else start("offline")
         self.run_id: str = self._run.id
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
@@ -86,6 +110,48 @@ class WandbSink:
 
     def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=1 if failed else 0)
+
+
+def _start_online(start: Callable[..., wandb.Run], run_dir: Path, warn: Callable[[str], None]) -> wandb.Run:
+    """The run on its server; offline, with a warning, where that is not reached or does not take the run."""
+    import wandb
+
+    settings = wandb.setup().settings
+    # Asked first, since a run that failed to begin goes on trying in the background, also when the program ends. Only
+    # wandb itself can use a proxy of its own settings.
+    problem = "" if settings.http_proxy or settings.https_proxy else no_answer(settings.base_url)
+    if not problem:
+        try:
+            return start("online")
+        except wandb.errors.CommError as error:
+            problem = str(error).strip().splitlines()[0]
+    warn(
+        f"logging.wandb: {settings.base_url} does not take the run ({problem}). Metrics are kept in "
+        f"{run_dir / 'wandb'}; `wandb sync` uploads them later."
+    )
+    return start("offline")
+
+
+def no_answer(url: str) -> str:
+    """Why nothing at all answers there within WANDB_ANSWER_S, looking up its name included; "" if something does."""
+    found = [f"no answer within {WANDB_ANSWER_S:.0f} s"]
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(url, timeout=WANDB_ANSWER_S).close()
+        except urllib.error.HTTPError:
+            found.append("")
+        except urllib.error.URLError as error:  # certificates that only wandb knows are for wandb to judge
+            found.append("" if isinstance(error.reason, ssl.SSLError) else str(error.reason))
+        except (OSError, http.client.HTTPException) as error:
+            found.append(str(error) or type(error).__name__)
+        else:
+            found.append("")
+
+    asking = threading.Thread(target=ask, daemon=True)  # a look-up of a name has no time limit of its own
+    asking.start()
+    asking.join(WANDB_ANSWER_S)
+    return found[-1]
 
 
 def has_wandb_key() -> bool:
@@ -133,6 +199,10 @@ class TerminalSink:
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items())
         self._console.print(f"[bold]eval at step {step}[/bold]  {shown}", highlight=False)
+
+    def warn(self, messages: Iterable[str]) -> None:
+        for message in messages:
+            self._console.print(f"[yellow]warning:[/yellow] {escape(message)}", highlight=False)
 
     def close(self, *, failed: bool = False) -> None:
         return

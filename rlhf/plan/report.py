@@ -12,6 +12,7 @@ from rlhf.config.load import resolved_yaml
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.data.model_files import local_model_config, looks_local
+from rlhf.model_files import local_model_config, looks_local, window_problems
 from rlhf.plan.checks import arithmetic_warnings, memory_warnings, model_warnings
 from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
 from rlhf.plan.layout import draw, place
@@ -48,6 +49,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
     """
     model = local_model_config(config.model.path) if model is None else model
     warnings = arithmetic_warnings(config)
+    warnings += [f"{problem} The run will be refused." for problem in window_problems(config, model)]
     sections = [
         ("Batches", _batches(config)),
         ("Learning rate", _learning_rate(config)),
@@ -210,7 +212,13 @@ def _checkpoint(config: GRPOConfig, shape: ModelShape) -> str:
         return "no estimate"
     more = ", the critic's too" if critic else ""
     more += ", a reference that moves" if config.reference_moves else ""
-    return f"{size / GIB:.1f} GiB (float32 weights and moments{more})"
+    every = config.checkpoint_every
+    when = (
+        "none is saved"
+        if every is None
+        else f"one every {f'{every:,} steps' if every > 1 else 'step'}, {config.checkpoint.keep} are kept"
+    )
+    return f"{size / GIB:.1f} GiB (float32 weights and moments{more}); {when}"
 
 
 def _critic_shape(config: PPOConfig, shape: ModelShape) -> ModelShape | None:

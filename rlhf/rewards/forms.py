@@ -18,7 +18,7 @@ GSM8K_NUMBER = re.compile(r"####[ \t]*\$?[ \t]*([-+]?\$?[\d,]*\.?\d+)")
 
 def gsm8k_reward(response: str, gold: str) -> Grade:
     """1 if the number after the last `####` is the gold number (GSM8K, arXiv:2110.14168)."""
-    wanted = exact_number(_gsm8k_number(gold) or gold_answer(gold))
+    wanted = exact_number(_gsm8k_number(gold) or gold_answer(gold) or "")
     if wanted is None:
         return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is not a number")
     stated = _gsm8k_number(after_thinking(response) or "")
@@ -34,7 +34,7 @@ def _gsm8k_number(text: str) -> str | None:
 
 def multiple_choice_reward(response: str, gold: str, options: MultipleChoiceOptions) -> Grade:
     """1 if the response chooses the gold letter: boxed, in answer tags, or after "the answer is"."""
-    wanted = _letter(gold_answer(gold), options.letters)
+    wanted = _letter(gold_answer(gold) or "", options.letters)
     if wanted is None:
         return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is none of the letters {options.letters}")
     stated = extract(response, ("box", "answer_tag", "answer_is"))

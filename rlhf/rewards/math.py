@@ -36,7 +36,7 @@ def math_reward(response: str, gold: str, options: MathOptions, ask: Callable[..
     """
     wanted = _wanted(gold)
     if not wanted:
-        return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is empty")
+        return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is empty, or its box is not closed")
     stated = extract(response, options.steps)
     if stated is None:
         return Grade(0.0, NO_ANSWER)
@@ -46,7 +46,7 @@ def math_reward(response: str, gold: str, options: MathOptions, ask: Callable[..
 @lru_cache(maxsize=4096)
 def _wanted(gold: str) -> str:
     """The gold answer, "" if nothing is left of it; remembered, because a group of responses shares it."""
-    wanted = gold_answer(gold)
+    wanted = gold_answer(gold) or ""
     return wanted if clean(wanted) else ""
 
 
@@ -70,10 +70,10 @@ def check_gold(gold: str) -> Grade:
 
     That it agrees with itself as a string is not enough: `\\frac{1}{` does, and no right answer would ever match it.
     """
-    wanted = gold_answer(gold)
+    wanted = gold_answer(gold) or ""
     cleaned = clean(wanted)
     if not cleaned or cleaned.lower() in NOT_AN_ANSWER:
-        return Grade(None, BAD_GOLD, detail="it is empty, or no answer")
+        return Grade(None, BAD_GOLD, detail="it is empty, no answer, or a box that is not closed")
     if len(cleaned) > MAX_ANSWER_CHARACTERS:
         return Grade(None, BAD_GOLD, detail=f"it is longer than {MAX_ANSWER_CHARACTERS} characters")
     problem = _problem(cleaned)

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import math
+import traceback
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -64,7 +65,7 @@ def _options(name: str, options: str) -> Any:
 
 def as_if_answered(job: dict[str, Any]) -> dict[str, Any]:
     """The job with its own gold answer as the response, in a form that every reward finds."""
-    gold = gold_answer(job["answer"])
+    gold = gold_answer(job["answer"]) or ""
     return {**job, "response": f"\\boxed{{{gold}}}" if job["name"] != "gsm8k" else f"#### {gold}"}
 
 
@@ -95,20 +96,36 @@ def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Gra
     except MemoryError:
         raise
     except BaseException as error:
-        return Grade(None, FAILED, detail=f"{type(error).__name__}: {error}")
+        return _failed(function, f"{type(error).__name__}: {error}", error)
     if isinstance(result, list | tuple):
         if len(result) != 1:
-            return Grade(None, FAILED, detail=f"returned {len(result)} values for one response")
+            return _failed(function, f"returned {len(result)} values for one response")
         result = result[0]
     if result is None:
         return Grade(None, UNSCORABLE)
     try:
         value = float(result)
     except (TypeError, ValueError):
-        return Grade(None, FAILED, detail=f"returned {type(result).__name__}, not a number")
+        return _failed(function, f"returned {type(result).__name__}, not a number")
     if not math.isfinite(value):
-        return Grade(None, FAILED, detail=f"returned {value}")
+        return _failed(function, f"returned {value}")
     return Grade(value, OK)
+
+
+def _failed(function: Callable[..., Any], problem: str, error: BaseException | None = None) -> Grade:
+    """`file:line: problem`: the innermost line of the function's own package; where none ran, the function itself."""
+    places = []
+    if error is not None:
+        package = str(function.__module__).partition(".")[0]
+        places = [
+            f"{frame.f_code.co_filename}:{line}: "
+            for frame, line in list(traceback.walk_tb(error.__traceback__))[1:]  # the first frame is ours
+            if str(frame.f_globals.get("__name__")).partition(".")[0] == package
+        ]
+    whole = inspect.unwrap(function)
+    if not places and inspect.isfunction(whole):
+        places = [f"{whole.__code__.co_filename}:{whole.__code__.co_firstlineno}: "]
+    return Grade(None, FAILED, detail="".join(places[-1:]) + problem)
 
 
 async def _finish(result: Any) -> Any:

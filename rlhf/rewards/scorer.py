@@ -7,7 +7,7 @@ soon as it arrives, any number of them at once.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ from rlhf.rewards.pool import Pool, default_workers
 from rlhf.types import Prompt
 
 MAX_WAITING_CHECKS = 4096  # gold answers that are being checked at once: a data set may have millions
+MAX_ERRORS_KEPT, MAX_ERRORS_SHOWN = 1000, 5  # distinct ones of a part: a message may hold the response
+FAILURES = (FAILED, TIMEOUT, DIED)
 GRADED_AGAINST_GOLD = ("math", "gsm8k", "multiple_choice", "exact", "f1")
 
 
@@ -65,6 +67,8 @@ class Scorer:
         self.config = config
         self.counters: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
+        self._errors: dict[str, Counter[str]] = defaultdict(Counter)  # of each part: what it failed with, how often
+        self._told: dict[str, set[str]] = defaultdict(set)
         self._over_budget = ""
         functions = sorted({part.name for part in config.all_parts if part.is_user_function})
         self.pool = Pool(
@@ -142,6 +146,35 @@ class Scorer:
         for name, count in counters.items():
             self._calls[name.rsplit("/", 1)[0]] += count
 
+    def failures(self, part: RewardPart) -> str:
+        """How many calls of a part failed, and below it the most frequent errors, one a line; "" if none did."""
+        failed = self._failed(part.name)
+        if not failed:
+            return ""
+        shown = self._errors[part.name].most_common(MAX_ERRORS_SHOWN)
+        more = failed - sum(count for _, count in shown)
+        lines = [f"reward {part.name}: {failed} of {self._calls[part.name]} calls failed"]
+        lines += [f"  {count} x {error}" for error, count in shown]
+        return "\n".join([*lines, *([f"  {more} x other errors"] if more else [])])
+
+    def failed_always(self, part: RewardPart) -> bool:
+        """Whether a part was called and every call failed."""
+        return 0 < self._calls[part.name] == self._failed(part.name)
+
+    def new_errors(self) -> list[str]:
+        """Errors of user functions that this has not returned before, a few of each function."""
+        found = []
+        for part in self.config.all_parts:
+            told = self._told[part.name]
+            for error, count in self._errors[part.name].most_common() if part.is_user_function else ():
+                if error not in told and len(told) < MAX_ERRORS_SHOWN:
+                    told.add(error)
+                    found.append(f"reward {part.name}: {count} of {self._calls[part.name]} calls failed with {error}")
+        return found
+
+    def _failed(self, name: str) -> int:
+        return sum(self.counters[f"{name}/{status}"] for status in FAILURES)
+
     def _submit(
         self, part: RewardPart, text: str, answer: str, columns: dict[str, Any], metadata: dict[str, Any]
     ) -> Future[Grade]:
@@ -164,12 +197,17 @@ class Scorer:
 
     def _count(self, part: RewardPart, grade: Grade, row: str) -> None:
         self.counters[f"{part.name}/{grade.status}"] += 1
+        self._calls[part.name] += 1
+        if grade.status not in FAILURES:
+            return
+        error = " ".join((grade.detail if grade.status == FAILED else f"{grade.status}: {grade.detail}").split())
+        if len(self._errors[part.name]) < MAX_ERRORS_KEPT or error in self._errors[part.name]:
+            self._errors[part.name][error] += 1
         if not part.is_user_function:
             return
-        self._calls[part.name] += 1
-        failures = sum(self.counters[f"{part.name}/{status}"] for status in (FAILED, TIMEOUT, DIED))
+        failures = self._failed(part.name)
         allowed = max(self.config.failures_always_allowed, self.config.failure_fraction * self._calls[part.name])
-        if failures > allowed and grade.status in (FAILED, TIMEOUT, DIED):
+        if failures > allowed:
             self._over_budget = (
                 f"reward {part.name!r}: {failures} of {self._calls[part.name]} calls failed, last for {row} "
                 f"({grade.status}: {grade.detail}), more than reward.failure_fraction={self.config.failure_fraction} "

@@ -1,13 +1,16 @@
 """The folder of a run: config.yaml, metrics.jsonl, rollouts/, checkpoints/, model/, summary.json.
 
 A checkpoint is written under a temporary name and renamed when it is whole, so that the newest complete one survives
-whatever happens while the next is written.
+whatever happens while the next is written. `manifest.json` in it has the size and the checksum of every file.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import re
 import shutil
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,19 @@ from rlhf.config.load import resolved_yaml
 from rlhf.types import RolloutGroup, ScoredRollout
 
 STATE_FILE = "driver.json"
+MANIFEST = "manifest.json"
 PARTIAL = ".partial"
+CHUNK_BYTES = 2**24
+# What a run leaves in its folder before its first step, beside empty folders and metrics of step 0.
+BEFORE_A_STEP = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|logs|\.lock")
 
 
 class RunFolder:
     """Paths and files of one run.
+
+    Attributes:
+        restored: the checkpoint that a resumed run goes on from, its files verified.
+        damaged: newer ones, or all, that are damaged or not complete, with the reason.
 
     Raises:
         ValueError: the folder already holds a run and this one does not resume it, or there is nothing to resume.
@@ -35,35 +46,103 @@ class RunFolder:
         self.model = self.path / "model"
         self.summary = self.path / "summary.json"
         self.resume = resume
-        holds_a_run = self.path.is_dir() and any(self.path.iterdir())
-        if holds_a_run and not resume:
+        self.restored: Path | None = None
+        self.damaged: dict[Path, str] = {}
+        if resume:
+            self._find_undamaged()
+        elif self.path.is_dir() and any(self.path.iterdir()) and not self._is_before_a_step():
+            go_on = "Go on with it (--resume), write" if self.latest_checkpoint() else "Write"
             raise ValueError(
-                f"run.dir={self.path}: already holds a run. Go on with it (--resume), write to another folder "
-                f"(run.dir={self.path}-2), or remove it (rm -r {self.path})."
-            )
-        if resume and self.latest_checkpoint() is None:
-            raise ValueError(
-                f"run.dir={self.path}: --resume finds no complete checkpoint in {self.checkpoints}. Set "
-                "checkpoint.every so that a run writes some, or start anew without --resume in another folder."
+                f"run.dir={self.path}: already holds a run. {go_on} to another folder (run.dir={self.path}-2), or "
+                f"remove it (rm -r {self.path})."
             )
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is to be said of a resumed run before it goes on."""
+        if not self.damaged:
+            return ()
+        named = "; ".join(f"{path.name}: {reason}" for path, reason in self.damaged.items())
+        return (f"checkpoints passed over as damaged or not complete in {self.checkpoints}: {named}.",)
+
+    def _is_before_a_step(self) -> bool:
+        """Whether all that is there is what a run leaves that ended before its first step was finished."""
+        if not (self.rollouts.is_dir() and self.checkpoints.is_dir()):
+            return False  # no run began here
+        for path in self.path.iterdir():
+            if path in (self.rollouts, self.checkpoints):
+                harmless = not any(path.iterdir())
+            elif path == self.metrics:
+                try:
+                    harmless = all(json.loads(line)["step"] == 0 for line in path.read_text().splitlines())
+                except (ValueError, LookupError, TypeError):
+                    harmless = False
+            else:
+                harmless = BEFORE_A_STEP.fullmatch(path.name) is not None
+            if not harmless:
+                return False
+        return True
+
     def create(self, config: Section) -> None:
-        """Make the folders and save the resolved config; a resumed run saves its own beside the first."""
+        """Make the folders and save the resolved config; a resumed run saves its own beside the first.
+
+        What a run that took no step left in them is kept: its folders are used, its config and metrics renamed.
+
+        Raises:
+            ValueError: another run has begun here and has not taken its first step yet.
+        """
         for folder in (self.path, self.rollouts, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
-        name = "config.resumed.yaml" if self.resume else "config.yaml"
-        (self.path / name).write_text(resolved_yaml(config))
+        text = resolved_yaml(config)
+        if self.resume:
+            (self.path / "config.resumed.yaml").write_text(text)
+            return
+        self._lock()
+        file = self.path / "config.yaml"
+        if file.exists() and file.read_text() != text:
+            _set_aside(file)
+        if self.metrics.exists() and self.metrics.stat().st_size:
+            _set_aside(self.metrics)
+        file.write_text(text)
+
+    def _lock(self) -> None:
+        """Keep a second run out until this process ends; no process that it starts inherits the lock."""
+        self._lock_file = (self.path / ".lock").open("a")
+        try:
+            fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise ValueError(
+                f"run.dir={self.path}: another run is starting in it. Wait for its end, or write to another folder "
+                f"(run.dir={self.path}-2)."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
 
     # --- checkpoints ---
 
     def latest_checkpoint(self) -> Path | None:
-        complete = self._complete_checkpoints()
-        return complete[-1] if complete else None
+        """The newest that is complete, by the sizes of its files."""
+        return next((path for path in self._newest_first() if not find_damage(path, contents=False)), None)
 
-    def _complete_checkpoints(self) -> list[Path]:
-        if not self.checkpoints.is_dir():
-            return []
-        return sorted(path for path in self.checkpoints.glob("step-*") if path.suffix != PARTIAL)
+    def _newest_first(self) -> list[Path]:
+        return sorted((path for path in self.checkpoints.glob("step-*") if path.suffix != PARTIAL), reverse=True)
+
+    def _find_undamaged(self) -> None:
+        for path in self._newest_first():
+            if not (damage := find_damage(path)):
+                self.restored = path
+                return
+            self.damaged[path] = damage
+        if self.damaged:
+            reasons = "".join(f"\n  {path.name}: {reason}" for path, reason in self.damaged.items())
+            raise ValueError(
+                f"run.dir={self.path}: --resume finds no checkpoint in {self.checkpoints} that is complete and "
+                f"undamaged.{reasons}\nPut a copy of one in place, or start anew without --resume in another folder."
+            )
+        raise ValueError(
+            f"run.dir={self.path}: --resume finds no complete checkpoint in {self.checkpoints}. Set "
+            "checkpoint.every so that a run writes some, or start anew without --resume in another folder."
+        )
 
     def begin_checkpoint(self, step: int) -> Path:
         folder = self.checkpoints / f"step-{step:06d}{PARTIAL}"
@@ -72,12 +151,15 @@ class RunFolder:
         return folder
 
     def finish_checkpoint(self, folder: Path, state: dict[str, Any], *, keep: int) -> Path:
-        """Write the driver's state, make the folder complete, and remove the oldest beyond `keep`."""
+        """Write the driver's state and the manifest, make the folder complete, and remove the oldest beyond `keep`."""
         (folder / STATE_FILE).write_text(json.dumps(state, indent=2))
+        write_manifest(folder)
         final = folder.with_suffix("")
         shutil.rmtree(final, ignore_errors=True)
         folder.rename(final)
-        for old in self._complete_checkpoints()[:-keep]:
+        self.damaged.pop(final, None)
+        complete = [p for p in self._newest_first() if p not in self.damaged and not find_damage(p, contents=False)]
+        for old in complete[keep:]:
             shutil.rmtree(old)
         return final
 
@@ -120,6 +202,57 @@ def _rollout_row(step: int, group: RolloutGroup, sample: ScoredRollout, advantag
         "response_tokens": rollout.response_length,
         "versions": [list(span) for span in rollout.version_spans],
     }
+
+
+def write_manifest(folder: Path) -> None:
+    """Size and checksum of every file of a checkpoint, in folders of it too, once all are written."""
+    files = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": checksum(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
+
+
+def find_damage(folder: Path, *, contents: bool = True) -> str:
+    """Why a checkpoint is not what was written; "" if it is, by its sizes and, with `contents`, by every byte."""
+    name = MANIFEST
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        for name, written in files.items():
+            size = (folder / name).stat().st_size
+            if size != written["bytes"]:
+                return f"{name} has {size:,} bytes, {written['bytes']:,} were written"
+            if contents and checksum(folder / name) != written["crc32"]:
+                return f"{name} has another checksum than what was written"
+    except FileNotFoundError:
+        older = ", as where it was not finished or is of a version that wrote none" if name == MANIFEST else ""
+        return f"{name} is missing{older}"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return f"{MANIFEST} is not readable"
+    return ""
+
+
+def checksum(file: Path) -> str:
+    """CRC-32: any flipped bit changes it, and it costs less than reading most disks (4 GiB/s and more on one core).
+
+    A cryptographic hash takes 3 to 8 times as long, and guards against forgery, which nobody here attempts.
+    """
+    crc, chunk = 0, bytearray(CHUNK_BYTES)
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(chunk):
+            crc = zlib.crc32(memoryview(chunk)[:count], crc)
+    return f"{crc:08x}"
+
+
+def _set_aside(file: Path) -> None:
+    """Rename `config.yaml` to the first `config.earlier-N.yaml` that is not there."""
+    number = 1
+    while (aside := file.with_name(f"{file.stem}.earlier-{number}{file.suffix}")).exists():
+        number += 1
+    file.rename(aside)
 
 
 def _one_line(text: str) -> str:

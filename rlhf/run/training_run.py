@@ -10,11 +10,11 @@ import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.run import GRPOConfig
@@ -25,6 +25,11 @@ from rlhf.data.read import check_sources
 from rlhf.log.measure import Clock, LearnerSpeed, rollout_metrics, waiting_seconds
 from rlhf.log.metrics import StepMetrics, mean_over_updates, to_values
 from rlhf.log.sinks import JsonlSink, Sink, TerminalSink, WandbSink, summary_table
+from rlhf.evaluation import evaluate
+from rlhf.metrics import JsonlSink, Sink, TerminalSink, WandbSink, summary_table, to_values
+from rlhf.model_files import check_context, check_models, check_windows, load_tokenizer, truncate_token_id
+from rlhf.reporting import Clock, LearnerSpeed, SignalWatch, rollout_metrics, waiting_seconds
+from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Account, RolloutBuffer, Staleness, Ticket
 from rlhf.run.evaluation import evaluate
@@ -49,23 +54,20 @@ class TrainingRun(Generic[C]):
         check_models(config)
         self.folder = RunFolder(config.run.dir, resume=resume)
         self.state: dict[str, Any] = {}
-        self.restored: Path | None = None
-        if resume:
-            self.restored = self.folder.latest_checkpoint()
-            assert self.restored is not None
+        self.restored = self.folder.restored
+        if self.restored is not None:
             self.state = RunFolder.read_state(self.restored)
         self.first_step: int = self.state.get("step", 0)
         self.clock = Clock(self.state.get("seconds", {}))
+        self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
         self._check_resumed_state()
         check_context(config)
+        check_windows(config)
         self.tokenizer = load_tokenizer(config.model)
         truncate_token_id(config.rollout, self.tokenizer)  # refuses what is not one token, before anything is started
-        self.prompts = load_prompts(
-            config.data, "train", self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
-        )
-        self.eval_prompts = load_prompts(
-            config.data, "eval", self.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens
-        )
+        longest = config.data.max_prompt_tokens
+        self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer, max_prompt_tokens=longest)
+        self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer, max_prompt_tokens=longest)
         self.evaluations: dict[int, dict[str, float]] = {
             int(step): values for step, values in self.state.get("evaluations", {}).items()
         }
@@ -156,8 +158,8 @@ class TrainingRun(Generic[C]):
 
     def _announce(self) -> None:
         console = self.console
-        for warning in self.config.warnings:
-            console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+        for warning in (*self.config.warnings, *self.folder.warnings):
+            self._warn(warning)
         for source, rows in self.prompts.prompts.items():
             dropped = self.prompts.dropped_too_long[source]
             left_out = (
@@ -168,6 +170,9 @@ class TrainingRun(Generic[C]):
         console.print(show_prompt(first_prompt(self.prompts), self.tokenizer), markup=False, highlight=False)
         if self.restored is not None:
             console.print(f"resuming from {self.restored}", highlight=False)
+
+    def _warn(self, text: str) -> None:
+        self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", highlight=False)
 
     def _check_gold(self) -> None:
         """Grade every gold answer against itself; what cannot be graded fails the run or leaves the data."""
@@ -193,9 +198,8 @@ class TrainingRun(Generic[C]):
         self.sinks.append(JsonlSink(self.folder.metrics, resume_step=self.first_step if self.restored else None))
         self.wandb_id: str | None = self.state.get("wandb_run_id")
         if config.logging.wandb.mode != "disabled":
-            wandb = WandbSink(
-                config.logging.wandb, self.folder.path, config.model_dump(mode="json"), run_id=self.wandb_id
-            )
+            settings, resolved = config.logging.wandb, config.model_dump(mode="json")
+            wandb = WandbSink(settings, self.folder.path, resolved, run_id=self.wandb_id, warn=self._warn)
             self.wandb_id = wandb.run_id
             self.sinks.append(wandb)
         self.terminal = TerminalSink(self.console, total_steps=config.run.steps, first_step=self.first_step)
@@ -295,8 +299,11 @@ class TrainingRun(Generic[C]):
         values |= {f"reward/status/{name}": count for name, count in self.scorer.counters.items()}
         for sink in self.sinks:
             sink.log(step, values)
+        self.terminal.warn(self.scorer.new_errors())
         if self.config.logging.rollouts:
             self.folder.write_rollouts(step, groups, advantages.tolist())
+        if (warning := self.signal_watch.after_step(groups, advantages)) is not None:
+            self._warn(warning)
 
     async def move_reference(self, done: int) -> None:
         """After `done` training steps: replace the reference by the policy when that is due, or average it in."""
@@ -307,12 +314,12 @@ class TrainingRun(Generic[C]):
             await self.cluster.learners.call("blend_reference", 0.0)
 
     async def checkpoint(self, step: int, *, last: bool, more_state: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint every `checkpoint.every` steps, and after the last step where checkpoints are on.
+        """Write a checkpoint every `checkpoint_every` steps, and after the last step where checkpoints are on.
 
         Args:
             more_state: what the program itself has to remember, JSON; it finds it in `state` when it resumes.
         """
-        every = self.config.checkpoint.every
+        every = self.config.checkpoint_every
         if every is None or (step % every and not last):
             return
         with self.clock.phase("checkpoint"):
@@ -335,7 +342,8 @@ class TrainingRun(Generic[C]):
                 "seconds": dict(self.clock.total),
                 **(more_state or {}),
             }
-            self.folder.finish_checkpoint(folder, state, keep=self.config.checkpoint.keep)
+            # Every byte is read again for its checksum: minutes for a large model, in which engines are to be served.
+            await asyncio.to_thread(self.folder.finish_checkpoint, folder, state, keep=self.config.checkpoint.keep)
 
     async def finish(self) -> None:
         """Export the model and write the summary."""

@@ -63,7 +63,8 @@ def test_a_row_without_an_answer_is_named(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_folder_that_holds_a_run_names_three_remedies(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    folder = RunFolder(tmp_path, resume=False)
+    folder.finish_checkpoint(folder.begin_checkpoint(1), {"step": 1}, keep=1)
     with pytest.raises(ValueError, match="already holds a run") as caught:
         start(model, run={"dir": str(tmp_path)})
     assert all(remedy in str(caught.value) for remedy in ("--resume", "run.dir=", "rm -r"))
@@ -92,6 +93,17 @@ def test_a_resumed_run_keeps_what_its_schedules_count(
     TrainingRun(make_ppo_config(model, **run), resume=True)
     with pytest.raises(ValueError, match=message):
         TrainingRun(make_ppo_config(model, **run, **sections), resume=True)
+
+
+def test_a_run_goes_on_from_the_step_of_the_newest_checkpoint_that_is_whole(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, run={"dir": str(tmp_path), "steps": 10})
+    folder = RunFolder(tmp_path, resume=False)
+    for step in (2, 4):
+        state = {"step": step, "updates": config.update_plan}
+        folder.finish_checkpoint(folder.begin_checkpoint(step), state, keep=2)
+    assert TrainingRun(config, resume=True).first_step == 4
+    (folder.checkpoints / "step-000004" / "driver.json").write_text("")
+    assert TrainingRun(config, resume=True).first_step == 2
 
 
 def test_a_run_is_resumed_by_the_program_that_began_it(model: Path, tmp_path: Path) -> None:

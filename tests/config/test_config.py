@@ -373,3 +373,26 @@ def test_old_log_probs_are_computed_where_they_differ_from_the_current_ones_or_t
     base: str, overrides: list[str], needed: bool
 ) -> None:
     assert load_config(GRPOConfig, [base], overrides).needs_old_logprobs_pass == needed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "every"),
+    [
+        ([], 20),
+        (["run.steps=201"], 21),
+        (["run.steps=3"], 1),
+        (["checkpoint.every=auto"], 20),
+        (["checkpoint.every=7"], 7),
+        (["checkpoint.every=null"], None),
+    ],
+)
+def test_checkpoints_are_a_tenth_of_the_run_apart_unless_told_otherwise(
+    base: str, overrides: list[str], every: int | None
+) -> None:
+    assert load_config(GRPOConfig, [base], ["run.steps=200", *overrides]).checkpoint_every == every
+
+
+@pytest.mark.parametrize("value", ["0", "2.5", "atuo", "true"])
+def test_a_bad_number_of_steps_between_checkpoints_is_one_message(base: str, value: str) -> None:
+    with pytest.raises(ValueError, match=r"^checkpoint\.every=\w.*: set a whole number of steps.*auto or null\.$"):
+        load_config(GRPOConfig, [base], [f"checkpoint.every={value}"])

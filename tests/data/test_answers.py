@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.config.data import AnswerFormat
-from rlhf.data.answers import boxed_answer, extract_answer, gsm8k_answer
+from rlhf.config.reward import MathOptions
+from rlhf.data.answers import extract_answer
+from rlhf.rewards.answers.extract import gold_answer
+from rlhf.rewards.math import math_reward
 
 
 @pytest.mark.parametrize(
@@ -23,8 +26,8 @@ from rlhf.data.answers import boxed_answer, extract_answer, gsm8k_answer
     ],
 )
 def test_gsm8k_answers_follow_the_last_marker_without_separators_of_thousands(solution: str, answer: str) -> None:
-    assert gsm8k_answer(solution) == answer
-    assert extract_answer(solution, "auto") == answer
+    assert gold_answer(solution, "gsm8k") == answer
+    assert gold_answer(solution) == answer
 
 
 @pytest.mark.parametrize(
@@ -37,11 +40,14 @@ def test_gsm8k_answers_follow_the_last_marker_without_separators_of_thousands(so
         (r"which is $\boxed 5$ in all", "5"),
         (r"\fbox{ 7 }", "7"),
         (r"\boxed {8}", "8"),
+        (r"that is $\boxed\frac{3}{4}$ of it", r"\frac{3}{4}"),
+        (r"roots are $\boxed{1}$ and $\boxed{2}$.", "1, 2"),
+        (r"\boxed{1} is a root, and there are no others than \boxed{2}", "2"),
     ],
 )
 def test_math_answers_are_in_the_last_box_with_balanced_braces(solution: str, answer: str) -> None:
-    assert extract_answer(solution, "boxed") == answer
-    assert extract_answer(solution, "auto") == answer
+    assert gold_answer(solution, "boxed") == answer
+    assert gold_answer(solution) == answer
 
 
 @pytest.mark.parametrize(
@@ -58,14 +64,14 @@ def test_math_answers_are_in_the_last_box_with_balanced_braces(solution: str, an
     ],
 )
 def test_an_answer_without_a_marker_is_all_of_its_column(cell: object, answer: str) -> None:
-    assert extract_answer(cell, "auto") == answer
+    assert extract_answer(cell, "auto", gold_answer) == answer
 
 
 def test_a_format_that_is_named_is_the_only_one_that_is_looked_for() -> None:
     both = "\\boxed{5}\n#### 6"
-    assert extract_answer(both, "gsm8k") == "6"
-    assert extract_answer(both, "boxed") == "5"
-    assert extract_answer(both, "text") == both
+    assert gold_answer(both, "gsm8k") == "6"
+    assert gold_answer(both, "boxed") == "5"
+    assert gold_answer(both, "text") == both
 
 
 @pytest.mark.parametrize(
@@ -79,13 +85,29 @@ def test_a_format_that_is_named_is_the_only_one_that_is_looked_for() -> None:
         ("it is 5", "gsm8k", "has no '#### '"),
         ("it is 5", "boxed", "has no complete"),
         (r"it is \boxed{5", "auto", "has no complete"),
+        (r"not \boxed{4} but \boxed{5", "auto", "has no complete"),
         (r"it is \boxed{ }", "auto", "has nothing where its answer should be"),
         ("it is\n####", "auto", "has nothing where its answer should be"),
     ],
 )
 def test_a_cell_without_an_answer_says_why(cell: object, answer_format: AnswerFormat, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        extract_answer(cell, answer_format)
+        extract_answer(cell, answer_format, gold_answer)
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [r"roots are \boxed{1} and \boxed{2}", "9 * 2\n#### 18", "#### 1,080", r"it is $\boxed{\frac{1}{2}}$", "p - q"],
+)
+def test_training_and_grading_a_file_know_the_same_gold_answer(solution: str) -> None:
+    def graded(response: str, gold: str) -> float | None:
+        return math_reward(response, gold, MathOptions(), lambda *_: None).value
+
+    loaded = extract_answer(solution, "auto", gold_answer)
+    assert gold_answer(loaded) == loaded
+    for response in (rf"\boxed{{{loaded}}}", r"\boxed{2}", r"\boxed{1}"):
+        assert graded(response, loaded) == graded(response, solution)
+    assert graded(rf"\boxed{{{loaded}}}", loaded) == 1.0
 
 
 BALANCED = st.recursive(
@@ -96,4 +118,4 @@ BALANCED = st.recursive(
 
 @given(before=st.text("xyz$ {}", max_size=8), content=BALANCED, after=st.text("xyz$ .{}", max_size=8))
 def test_any_balanced_content_of_a_box_comes_out_whole(before: str, content: str, after: str) -> None:
-    assert boxed_answer(f"{before}\\boxed{{{content}}}{after}") == content
+    assert gold_answer(f"{before}\\boxed{{{content}}}{after}", "boxed") == content.strip()

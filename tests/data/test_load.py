@@ -12,6 +12,7 @@ from rlhf.config.data import DataConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, load_prompts, show_prompt
 from rlhf.data.order import PromptStream
 from rlhf.data.read import check_sources
+from rlhf.rewards.answers.extract import gold_answer
 
 ROWS = [
     {"question": "How many?", "answer": "so it is\n#### 72", "level": 1},
@@ -49,7 +50,7 @@ def write_jsonl(path: Path, rows: list[Any]) -> None:
 def load(tokenizer: Any, which: Any = "train", limit: int = 1000, **section: Any) -> LoadedPrompts:
     section = {"train": "train.jsonl", "template": "raw", **section}
     config = DataConfig.model_validate_json(json.dumps(section))
-    return load_prompts(config, which, tokenizer, max_prompt_tokens=limit)
+    return load_prompts(config, which, tokenizer, gold_answer, max_prompt_tokens=limit)
 
 
 def answers(loaded: LoadedPrompts, source: str = "train") -> list[str]:

@@ -130,6 +130,19 @@ def test_a_copied_package_without_plug_in_and_engine_is_named(
     assert "rich" not in text
 
 
+def test_what_vllm_for_gpus_needs_beside_it_is_looked_at_too(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = 'Requires-Python: >=3.11\nRequires-Dist: vllm>=0.32; extra == "gpu"\nProvides-Extra: gpu\n'
+    needs += 'Requires-Dist: no-such-cuda>=13; extra == "gpu"\n'
+    seems_installed(tmp_path / "site", "rlhf", "0.0.1", more=needs)
+    seems_installed(tmp_path / "site", "vllm", "0.32.0")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    text = finding(machine.check_versions, make()).text
+    assert text.splitlines()[0] == "no-such-cuda is not installed (>=13)"
+    assert "neither" not in text
+
+
 def test_a_run_that_writes_more_than_there_is_room_for_fails_with_both_numbers(make: Any) -> None:
     patient = make("checkpoint.every=1", "checkpoint.keep=1000000000")
     found = finding(machine.check_disk, patient)
@@ -147,7 +160,7 @@ def test_what_a_run_writes_by_hand(make: Any) -> None:
     patient = make("checkpoint.every=5", "checkpoint.keep=2")
     parameters = AutoModelForCausalLM.from_pretrained(patient.config.model.path).num_parameters()
     assert machine.needed_gib(patient.config) == pytest.approx((3 * 12 + 4) * parameters / GIB + 1)
-    assert machine.needed_gib(make("run.export=false").config) == 1
+    assert machine.needed_gib(make("run.export=false", "checkpoint.every=null").config) == 1
 
 
 def test_a_full_disk_fails_and_little_shared_memory_warns(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +197,9 @@ def test_wandb_online_needs_a_key_and_a_host_that_answers(make: Any, monkeypatch
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
-        assert "is not reached" in finding(machine.check_wandb, make("logging.wandb.mode=online")).text
+        found = finding(machine.check_wandb, make("logging.wandb.mode=online"))
+        assert found.status == "warn"  # the run goes on offline
+        assert "is not reached" in found.text
         server.listen()
         assert finding(machine.check_wandb, make("logging.wandb.mode=online")).status == "ok"
 
@@ -198,7 +213,20 @@ def test_a_reward_that_hangs_is_killed_and_named_and_the_others_are_still_tried(
     patient.prompts = [PROMPTS[0].__class__("p/0", 0, PROMPTS[0].token_ids, (), "12", "p")]
     found = finding(grading.check_rewards, patient)
     assert found.status == "fail"
-    assert found.text == f"reward {grading.HANGING}: 1 of 1 calls ended with timeout"
+    assert found.text == f"reward {grading.HANGING}: 1 of 1 calls failed\n  1 x timeout: over 0.5 CPU seconds"
+
+
+def test_a_reward_that_raises_is_told_with_its_line(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path(__file__).parent / "fixtures/hostile_rewards.py"
+    monkeypatch.syspath_prepend(str(file.parent))
+    patient = make('reward.parts=["hostile_rewards:fails_in_its_helper"]', "reward.workers=1")
+    patient.prompts = [PROMPTS[0].__class__(f"p/{i}", 0, PROMPTS[0].token_ids, (), "{}", "p") for i in range(20)]
+    found = finding(grading.check_rewards, patient)
+    line = file.read_text().splitlines().index('    return json.loads(text)["value"]') + 1
+    assert found.status == "fail"
+    assert found.text == (
+        f"reward hostile_rewards:fails_in_its_helper: 11 of 11 calls failed\n  11 x {file}:{line}: KeyError: 'value'"
+    )
 
 
 # --- nodes and GPUs ---

@@ -83,6 +83,11 @@ class Place:
         path.write_text(text)
         path.chmod(0o755)
 
+    def write_checkpoint(self) -> None:
+        checkpoint = self.folder / "the run/checkpoints/step-000004"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+
     def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -368,7 +373,7 @@ def test_a_slurm_job_has_the_programs_status_even_where_srun_has_another(place: 
 
 
 def test_a_requeued_job_resumes_where_there_is_a_whole_checkpoint(place: Place) -> None:
-    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    place.write_checkpoint()
     (place.folder / "the run/checkpoints/step-000006.partial").mkdir()
     statuses, _ = ending(slurm(place, SLURM_RESTART_COUNT="1"))
     assert statuses == [0]
@@ -377,6 +382,7 @@ def test_a_requeued_job_resumes_where_there_is_a_whole_checkpoint(place: Place) 
 
 def test_a_requeued_job_without_a_checkpoint_begins_anew_and_keeps_what_was_there(place: Place) -> None:
     (place.folder / "the run/checkpoints/step-000002.partial").mkdir(parents=True)
+    (place.folder / "the run/checkpoints/step-000001").mkdir()  # no manifest: not complete
     statuses, output = ending(slurm(place, SLURM_RESTART_COUNT="1"))
     assert statuses == [0]
     assert "--resume" not in place.programs()[0]["arguments"]  # type: ignore[operator]
@@ -394,7 +400,7 @@ def in_a_container(place: Place) -> dict[str, str]:
 
 
 def test_a_requeued_job_in_a_container_resumes_and_its_status_comes_out(place: Place) -> None:
-    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    place.write_checkpoint()
     job = slurm(place, SLURM_RESTART_COUNT="1", PROGRAM_STATUS="3", **in_a_container(place))
     statuses, output = ending(job)
     assert statuses == [3], output
@@ -408,7 +414,7 @@ def test_near_the_time_limit_a_job_in_a_container_requeues_itself_too(place: Pla
     job = slurm(place, PROGRAM_SLEEPS="1000", **in_a_container(place))
     place.wait_for("program")
     time.sleep(1.1)
-    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    place.write_checkpoint()
     job.send_signal(signal.SIGUSR1)
     assert ending(job)[0] == [143]
     assert place.recorded("scontrol")[-1].startswith("requeue ")
@@ -426,7 +432,7 @@ def test_a_requeued_job_that_does_not_train_leaves_the_run_folder_alone(place: P
 
 
 def test_the_first_start_of_a_job_does_not_resume(place: Place) -> None:
-    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    place.write_checkpoint()
     ending(slurm(place))
     assert "--resume" not in place.programs()[0]["arguments"]  # type: ignore[operator]
 
@@ -435,7 +441,7 @@ def test_near_the_time_limit_the_job_requeues_itself_if_it_can_go_on(place: Plac
     job = slurm(place, PROGRAM_SLEEPS="1000")
     place.wait_for("program")
     time.sleep(1.1)
-    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    place.write_checkpoint()
     job.send_signal(signal.SIGUSR1)
     statuses, _ = ending(job)
     assert statuses == [143]

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from rlhf.algo.packing import pack, shared_beginnings
-from rlhf.learner.attention import PACKED, packed_attention, segments_of, take_rows
+from rlhf.learner.attention import PACKED, UnpackableError, packed_attention, segments_of, take_rows
 from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.value_model import ValueModel
 from rlhf.types import Rollout
@@ -232,8 +232,17 @@ def test_a_window_shorter_than_a_sequence_is_refused() -> None:
     model = MistralForCausalLM(config)
     model.set_attn_implementation(PACKED)
     policy = PolicyModel(model, temperature=1.0)
-    with pytest.raises(AssertionError, match="64 tokens exceeds the model's attention window of 16"):
+    with pytest.raises(UnpackableError, match="sequences of 64 tokens exceed its attention window of 16"):
         policy(DeviceTokens.of(pack(make_rollouts(), range(10)), torch.device("cpu")))
+
+
+def test_a_window_shorter_than_the_sequences_to_come_is_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
+    MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)).save_pretrained(tmp_path)
+    load_and_check(str(tmp_path), "float32", longest=16)
+    with pytest.raises(
+        ValueError, match=r"model\.path=.* since sequences of 17 tokens exceed its attention window of 16"
+    ):
+        load_and_check(str(tmp_path), "float32", longest=17)
 
 
 UNPACKABLE = {
@@ -257,10 +266,10 @@ UNPACKABLE = {
 }
 
 
-def load_and_check(path: str, dtype: str) -> None:
+def load_and_check(path: str, dtype: str, *, longest: int = 64) -> None:
     policy = load_policy(path, dtype=dtype, temperature=1.0, gradient_checkpointing=True, trust_remote_code=False)
     cpu = torch.device("cpu")
-    check_packed(lambda tokens: policy(tokens).logprobs, cpu, dtype=dtype, key="model.path", path=path)
+    check_packed(lambda tokens: policy(tokens).logprobs, cpu, longest=longest, dtype=dtype, key="model.path", path=path)
 
 
 @pytest.mark.parametrize("name", UNPACKABLE)

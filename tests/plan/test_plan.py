@@ -122,6 +122,19 @@ def test_a_node_may_have_another_number_of_gpus(make: Any) -> None:
 # --- memory, and what is wrong ---
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("checkpoint.every=auto", "one every 10 steps, 2 are kept"),
+        ("checkpoint.every=1", "one every step, 2 are kept"),
+        ("checkpoint.every=null", "none is saved"),
+    ],
+)
+def test_the_plan_says_how_often_a_checkpoint_is_saved(make: Any, override: str, words: str) -> None:
+    text = " ".join(plan_text(make(override), model=LLAMA31_8B).split())
+    assert f"(float32 weights and moments); {words} " in text
+
+
 def test_a_model_that_is_not_at_hand_costs_one_sentence_that_says_what_to_do(make: Any) -> None:
     text = " ".join(plan_text(make()).split())
     assert "no estimate: config.json of model.path=no/model is not in the hub cache of this machine." in text

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from rlhf.config.reward import RewardConfig
+from rlhf.metrics import TerminalSink
 from rlhf.rewards.named import load_user_function
 from rlhf.rewards.scorer import Scorer
 from rlhf.types import Prompt
@@ -131,6 +134,27 @@ def test_failures_beyond_the_budget_stop_the_run_with_one_clear_error(scorer: Sc
         RuntimeError, match=r"by_response.*3 of .* calls failed, last for p .*KeyError.*failure_fraction"
     ):
         score(scorer, bad, "raise")
+
+
+def test_each_error_of_a_user_function_is_warned_of_once() -> None:
+    sys.path.insert(0, str(FIXTURES))
+    printed = StringIO()
+    terminal = TerminalSink(Console(file=printed, width=1000), total_steps=1)
+    with Scorer(
+        RewardConfig.model_validate({"parts": ["hostile_rewards:by_response", "math"], "workers": 1})
+    ) as failing:
+        for response in ("raise", "fine", "raise"):
+            score(failing, prompt("5"), response)
+        terminal.warn(failing.new_errors())
+        score(failing, prompt("5"), "raise")
+        terminal.warn(failing.new_errors())
+        score(failing, prompt("5"), "two")
+        terminal.warn(failing.new_errors())
+    sys.path.remove(str(FIXTURES))
+    first, second = printed.getvalue().splitlines()
+    assert first.startswith("warning: reward hostile_rewards:by_response: 2 of 3 calls failed with ")
+    assert first.endswith(": KeyError: 'a key'")
+    assert second.endswith(": returned 2 values for one response")
 
 
 def test_a_user_function_that_cannot_be_loaded_is_one_error_at_the_start() -> None:

@@ -1,12 +1,16 @@
-"""The run folder: what is written can be read back line by line, whatever a model says."""
+"""The run folder: rollouts that read back line by line, checkpoints that are verified, what is not written over."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from worlds import make_groups
+import pytest
+from worlds import make_config, make_groups
 
 from rlhf.run.folder import RunFolder
 from rlhf.types import RolloutGroup
@@ -23,3 +27,174 @@ def test_a_response_with_any_line_separator_stays_on_one_line(tmp_path: Path) ->
     assert "三" in content
     (line,) = content.splitlines()
     assert json.loads(line)["text"] == text
+
+
+# --- checkpoints: what is damaged is passed over ---
+
+
+def write_checkpoints(path: Path, *steps: int, keep: int = 9) -> RunFolder:
+    folder = RunFolder(path, resume=False)
+    for step in steps:
+        partial = folder.begin_checkpoint(step)
+        (partial / "weights-00000.safetensors").write_bytes(bytes(range(256)) * 100)
+        (partial / "critic").mkdir()
+        (partial / "critic" / "exp_avg-00000.safetensors").write_bytes(b"moments" * 100)
+        folder.finish_checkpoint(partial, {"step": step}, keep=keep)
+    return folder
+
+
+def flip_one_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "reason"),
+    [
+        ("weights-00000.safetensors", flip_one_bit, "weights-00000.safetensors has another checksum"),
+        ("critic/exp_avg-00000.safetensors", flip_one_bit, "critic/exp_avg-00000.safetensors has another checksum"),
+        ("driver.json", empty, "driver.json has 0 bytes"),
+        ("weights-00000.safetensors", remove, "weights-00000.safetensors is missing"),
+        ("manifest.json", remove, "manifest.json is missing"),
+        ("manifest.json", empty, "manifest.json is not readable"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_taken(
+    tmp_path: Path, file: str, damage: Callable[[Path], None], reason: str
+) -> None:
+    written = write_checkpoints(tmp_path, 2, 4, 6)
+    damage(tmp_path / "checkpoints" / "step-000006" / file)
+    resumed = RunFolder(tmp_path, resume=True)
+    assert resumed.restored == written.checkpoints / "step-000004"
+    (warning,) = resumed.warnings
+    assert f"step-000006: {reason}" in warning
+    assert "step-000002" not in warning
+    damage(tmp_path / "checkpoints" / "step-000004" / file)
+    damage(tmp_path / "checkpoints" / "step-000002" / file)
+    with pytest.raises(ValueError, match=r"no checkpoint in .* that is complete and undamaged") as caught:
+        RunFolder(tmp_path, resume=True)
+    for step in (2, 4, 6):
+        assert f"step-00000{step}: {reason}" in str(caught.value)
+
+
+def test_a_folder_that_only_has_the_name_of_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    written = write_checkpoints(tmp_path, 2)
+    (written.checkpoints / "step-000009").mkdir()
+    resumed = RunFolder(tmp_path, resume=True)
+    assert resumed.restored == written.checkpoints / "step-000002"
+    assert "step-000009: manifest.json is missing, as where it was not finished" in resumed.warnings[0]
+
+
+def test_a_checkpoint_that_is_not_damaged_costs_no_word(tmp_path: Path) -> None:
+    written = write_checkpoints(tmp_path, 2, 4)
+    resumed = RunFolder(tmp_path, resume=True)
+    assert resumed.restored == written.checkpoints / "step-000004"
+    assert resumed.warnings == ()
+
+
+def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, 2, 8)
+    flip_one_bit(tmp_path / "checkpoints" / "step-000008" / "weights-00000.safetensors")
+    resumed = RunFolder(tmp_path, resume=True)
+    for step in (4, 6):
+        resumed.finish_checkpoint(resumed.begin_checkpoint(step), {"step": step}, keep=2)
+    assert sorted(path.name[-1] for path in resumed.checkpoints.iterdir()) == ["4", "6", "8"]
+    resumed.finish_checkpoint(resumed.begin_checkpoint(8), {"step": 8}, keep=2)
+    assert sorted(path.name[-1] for path in resumed.checkpoints.iterdir()) == ["6", "8"]
+    assert RunFolder(tmp_path, resume=True).restored == resumed.checkpoints / "step-000008"
+
+
+# --- a folder that is not empty ---
+
+CONFIG = make_config(Path("x/model"))
+
+
+def test_a_folder_in_which_no_step_was_finished_is_used_again_and_loses_nothing(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path, resume=False)
+    first.create(CONFIG)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-1.err").write_text("no memory\n")
+    edited = "# by hand\n" + (tmp_path / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(edited)
+    first.metrics.write_text('{"step": 0, "eval/test/avg@1": 0.3}\n')
+    del first  # its process has ended
+    for _ in range(2):
+        RunFolder(tmp_path, resume=False).create(CONFIG)
+    assert (tmp_path / "config.earlier-1.yaml").read_text() == edited
+    assert not (tmp_path / "config.earlier-2.yaml").exists()
+    assert (tmp_path / "metrics.earlier-1.jsonl").read_text().startswith('{"step": 0')
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert (tmp_path / "logs" / "worker-1.err").read_text() == "no memory\n"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "rollouts/step-000001.jsonl",
+        "checkpoints/step-000001.partial/weights-00000.safetensors",
+        "summary.json",
+        "model/config.json",
+        "notes.md",
+    ],
+)
+def test_a_folder_with_anything_of_a_step_or_of_a_person_is_refused(tmp_path: Path, file: str) -> None:
+    RunFolder(tmp_path, resume=False).create(CONFIG)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("x")
+    with pytest.raises(ValueError, match="already holds a run"):
+        RunFolder(tmp_path, resume=False)
+
+
+@pytest.mark.parametrize("line", ['{"step": 1, "reward/mean": 0.5}', '{"step": 0}\n{"ste', "[]"])
+def test_metrics_of_a_step_or_of_something_else_are_not_taken_over(tmp_path: Path, line: str) -> None:
+    folder = RunFolder(tmp_path, resume=False)
+    folder.create(CONFIG)
+    folder.metrics.write_text(line + "\n")
+    with pytest.raises(ValueError, match="already holds a run"):
+        RunFolder(tmp_path, resume=False)
+
+
+def test_a_persons_own_folder_with_a_config_is_not_taken_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run: {dir: x}\n")
+    with pytest.raises(ValueError, match="already holds"):
+        RunFolder(tmp_path, resume=False)
+
+
+def test_two_runs_that_start_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
+    script = (
+        "import sys; from test_run_folder import CONFIG; from rlhf.run_folder import RunFolder\n"
+        f"folder = RunFolder({str(tmp_path)!r}, resume=False); folder.create(CONFIG); print('up', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, cwd=Path(__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"up\n"
+        with pytest.raises(ValueError, match="another run is starting in it"):
+            RunFolder(tmp_path, resume=False).create(CONFIG)
+        other.kill()
+    RunFolder(tmp_path, resume=False).create(CONFIG)
+
+
+def test_resume_is_offered_only_where_a_complete_checkpoint_is(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, resume=False)
+    folder.create(CONFIG)
+    folder.metrics.write_text('{"step": 1}\n')
+    folder.begin_checkpoint(1)
+    (folder.checkpoints / "step-000002").mkdir()
+    with pytest.raises(ValueError, match="already holds a run") as caught:
+        RunFolder(tmp_path, resume=False)
+    assert "--resume" not in str(caught.value)
+    folder.finish_checkpoint(folder.begin_checkpoint(1), {"step": 1}, keep=1)
+    with pytest.raises(ValueError, match=r"Go on with it \(--resume\)"):
+        RunFolder(tmp_path, resume=False)

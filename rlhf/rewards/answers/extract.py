@@ -10,13 +10,18 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from rlhf.config.data import AnswerFormat
+
 # Chat templates end a turn with one of these; what follows is not the answer to this prompt.
 END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end)\|>|</s>|<eos>|<end_of_turn>")
 TAIL_CHARACTERS = 20_000  # an answer without any mark is looked for in so much of the end
 MAX_CONNECTOR = 80  # characters between two boxes that may still be one answer
 CLAUSE_CHARACTERS = 2_000  # what "the answer is" introduces is no longer than this
 
-BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(\{|[^\s{}$\\,;]+)?")
+BOX = re.compile(  # its content: {...}, one token as in \boxed 5, or a fraction or root without braces around it
+    r"\\(?:boxed|fbox|framebox)\s*(\{|[^\s{}$\\,;]+|\\(?:[dt]?frac|sqrt)(?![a-zA-Z])(?:(?!\\f?box)[^$\n])*)?"
+)
+GROUPED_NUMBER = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 LABEL = r"[A-Za-z](?:_\{?\w{1,8}\}?|')?\s*(?:=|\\in|:)"
 CONNECTOR = re.compile(
@@ -98,11 +103,29 @@ def after_thinking(response: str) -> str | None:
     return rest.lstrip()[: end.start()] if end and end.start() else rest
 
 
-def gold_answer(gold: str) -> str:
-    """The answer in a gold column: after `####`, in the last box, or all of it."""
-    if "####" in gold:
-        return gold.rpartition("####")[2].strip()
-    return (_last_joined(gold, boxes(gold)) or gold).strip()
+def gold_answer(gold: str, answer_format: AnswerFormat = "auto") -> str | None:
+    r"""The answer in a gold column, for training and grading alike: "1, 2" of `\boxed{1} and \boxed{2}`.
+
+    Args:
+        answer_format: gsm8k (what follows `####` on the last line, without separators of thousands), boxed (the last
+            box, with those before it that only connectors separate), text or none (all of it), or auto: the first of
+            these that is there.
+
+    Returns:
+        The answer; None without such a marker, or with a last box that is not closed.
+    """
+    if answer_format in ("text", "none"):
+        return gold.strip()
+    text, hashed = gold.strip(), gold.rpartition("####")[2].strip()
+    follows_hash = answer_format != "boxed" and "####" in gold and "\n" not in hashed
+    if answer_format == "gsm8k" and not follows_hash:
+        return None
+    if follows_hash:
+        text = hashed.replace(",", "") if GROUPED_NUMBER.fullmatch(hashed) else hashed
+    if answer_format != "boxed" and not BOX.search(text):
+        return text
+    spans = boxes(text)
+    return _last_joined(text, spans) if spans and not BOX.search(text, spans[-1].end) else None
 
 
 def boxes(text: str) -> list[Span]:
