@@ -26,15 +26,12 @@ async def measure(config: GRPOConfig) -> dict[str, float]:
     """Start engines alone, sample every prompt of every data set, and stop them."""
     from rlhf.cluster.cluster import Cluster
     from rlhf.data.load import load_prompts
-    from rlhf.data.model_files import check_context, load_tokenizer
-    from rlhf.evaluation import evaluate
-    from rlhf.model_files import check_context, load_tokenizer
+    from rlhf.data.model_files import load_tokenizer
     from rlhf.rewards.answers.extract import gold_answer
     from rlhf.rewards.scorer import Scorer
     from rlhf.run.evaluation import evaluate
     from rlhf.run.sampler import Sampler
 
-    check_context(config)
     tokenizer = load_tokenizer(config.model)
     loaded = load_prompts(config.data, "eval", tokenizer, gold_answer, max_prompt_tokens=config.data.max_prompt_tokens)
     with Scorer(config.reward) as scorer:
@@ -54,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError("data.eval is empty: there is nothing to evaluate on. Name a file or a hub data set.")
     if config.reward.leaves_something_ungraded:
         raise ValueError("reward=[]: evaluation grades by verifiers alone. Name one, such as reward=[{name: math}].")
-    from rlhf.data.model_files import check_model
+    from rlhf.data.model_checks import check_models
     from rlhf.data.read import check_sources
 
     check_sources(config.data)
-    check_model(config.model.path)
+    check_models(config, trains=False)
     if not joins_a_cluster(config):
         check_resources(config, local_resources(), trains=False)
     metrics = cli.run_async(measure(config))

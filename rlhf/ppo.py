@@ -62,7 +62,7 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
     epochs = plan_epochs(batch, config, step=step)
     critic_epochs = plan_epochs(
         batch, config, step=step,
-        epochs=config.critic_epochs_per_step, minibatches=config.critic_minibatches_per_epoch,
+        epochs=config.critic_training.epochs_per_step, minibatches=config.critic_training.minibatches_per_epoch,
     )  # fmt: skip
 
     with clock.phase("logprobs"):

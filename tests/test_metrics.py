@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.metrics import WANDB_ANSWER_S, WANDB_START_S, no_answer
+from rlhf.log.sinks import WANDB_ANSWER_S, WANDB_START_S, no_answer
 
 LOAD_S = 20.0  # importing wandb, its service and the end of both, on a busy machine
 PROGRAM = """
 import sys
 from pathlib import Path
 from rlhf.config.sections import WandbConfig
-from rlhf.metrics import WandbSink
+from rlhf.log.sinks import WandbSink
 sink = WandbSink(WandbConfig(), Path(sys.argv[1]), {"a": 1}, run_id=None, warn=lambda text: print("warning:", text))
 sink.log(1, {"reward/mean": 0.5})
 sink.close()

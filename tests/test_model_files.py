@@ -31,13 +31,13 @@ from worlds import make_config, make_ppo_config
 
 from rlhf.algo.packing import pack
 from rlhf.config.reward_model import RewardTrainingConfig
+from rlhf.data.model_files import attention_window, check_windows
 from rlhf.doctor.examination import Patient
 from rlhf.doctor.machine import check_data
 from rlhf.learner.attention import PACKED, UnpackableError
 from rlhf.learner.model import DeviceTokens, hidden_states
-from rlhf.model_files import attention_window, check_windows
 from rlhf.plan.report import plan_text
-from rlhf.run import TrainingRun
+from rlhf.run.training_run import TrainingRun
 from rlhf.types import Rollout
 
 SMALL: dict[str, Any] = {

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from processes import Process, below, outliving, running
 
-from rlhf.run_folder import RunFolder
+from rlhf.run.folder import RunFolder
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800)]
 

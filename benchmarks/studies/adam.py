@@ -38,7 +38,6 @@ from rlhf.data.model_files import load_tokenizer
 from rlhf.learner.attention import PACKED
 from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.update import PolicyObjective, policy_microbatch
-from rlhf.model_files import load_tokenizer
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.math import math_reward
 from rlhf.step import batching

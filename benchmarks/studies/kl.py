@@ -38,7 +38,6 @@ from rlhf.data.order import PromptStream
 from rlhf.learner.checkpoint import MOMENTS
 from rlhf.learner.update import PolicyObjective
 from rlhf.log.metrics import merge_metrics
-from rlhf.model_files import load_tokenizer
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
 from rlhf.run.sampler import Sampler

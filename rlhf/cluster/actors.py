@@ -119,8 +119,9 @@ async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
 class ActorGroup:
     """Actors of one kind, called together; the order of `actors` is the order of ranks."""
 
-    def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
+    def __init__(self, name: str, actors: list[Any], *, deadline_s: float, ends_by: str) -> None:
         self.name = name
+        self._ends_by = ends_by
         self.actors = actors
         self.deadline_s = deadline_s
         self.homes: dict[str, str] = {}  # by actor id; known once they are located
@@ -182,11 +183,11 @@ class ActorGroup:
         gone = [answers[task]._actor_id.hex() for task in done if isinstance(task.exception(), RayActorError)]
         return [self.homes[key] for key in gone if key in self.homes]
 
-    async def end(self, method: str) -> None:
-        """Let each actor close by its `method`, then kill it; in the middle of start-up, kill it with its children."""
+    async def end(self) -> None:
+        """Let each actor close by `ends_by`, then kill it; in the middle of start-up, kill it with its children."""
         with contextlib.suppress(ClusterError, ValueError):
             if self.built:
-                await self.call(method, deadline_s=END_S)
+                await self.call(self._ends_by, deadline_s=END_S)
             elif hasattr(self.actors[0], "end_children"):
                 await self._gather([a.end_children.remote() for a in self.actors], "end_children", END_S)
         for actor in self.actors:

@@ -1,38 +1,29 @@
-"""Ray: places engines and learners, starts them in parallel, connects them, and ends them.
+"""Ray: starts every role of a run in parallel, connects learners and engines, moves weights and samples, ends all.
 
-Learners form one DeepSpeed world whose ranks on a node are neighbours. Engines are independent. `separate` gives each
-its own GPUs; `colocated` puts engine i on the GPUs of learners i x tensor_parallel and on, and they take turns: the
-engine sleeps while the learners work, and wakes for the new weights.
+`separate` gives each role its own GPUs; `colocated` puts engine i on the GPUs of learners i x tensor_parallel and on,
+and they take turns: the engine sleeps while the learners work, and wakes for the new weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import remove_placement_group
 
-from rlhf.cluster.actors import (
-    ActorGroup,
-    ClusterError,
-    HostedActor,
-    HostedAsyncActor,
-    Location,
-    RemoteCall,
-    wait_for,
-)
+from rlhf.cluster.actors import DEATH_NOTICE_S, ActorGroup, Location, RemoteCall, wait_for
+from rlhf.cluster.placement import Placed, create, shared_gpus
 from rlhf.cluster.ranks import RankGroup
 from rlhf.cluster.session import RaySession
-from rlhf.config.ppo import PPOConfig
+from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import Place
-from rlhf.plan import GPU, check_resources
+from rlhf.plan import check_resources
 from rlhf.rollout.sampling import EngineSettings, SamplingSettings
 from rlhf.types import Prompt, Rollout
 from rlhf.weights import transfer
@@ -41,9 +32,6 @@ CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU the KV cache has a key of its own, rol
 
 HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
-DEATH_NOTICE_S = 5  # how long after a failed transfer an engine may still be found dead
-
-CRITIC_FOLDER = "critic"  # in a checkpoint
 
 
 class Cluster:
@@ -58,15 +46,31 @@ class Cluster:
         self.config = config
         self.first_step = first_step
         self.trains = trains
-        self.learners: RankGroup
-        self.critics: RankGroup  # of PPO
-        self.reward_models: ActorGroup  # where the config names one by its path
-        self.engines: ActorGroup
-        self._placed: list[PlacementGroup] = []
-        self._bundles: list[int] = []  # of the learners' placement group, by rank
-        self._has_critics = trains and isinstance(config, PPOConfig)
+        self.roles = config.roles(trains=trains)
+        self._placed: dict[str, Placed] = {}  # by role
         self._session = RaySession()
+        self._shares_gpus = trains and config.cluster.placement == "colocated"
         self._asleep = False
+
+    def group(self, role: str) -> ActorGroup:
+        """The actors of a role."""
+        return self._placed[role].group
+
+    @property
+    def learners(self) -> RankGroup:
+        return cast(RankGroup, self.group(LEARNER))
+
+    @property
+    def critics(self) -> RankGroup:
+        return cast(RankGroup, self.group(CRITIC))
+
+    @property
+    def engines(self) -> ActorGroup:
+        return self.group(ENGINE)
+
+    def trained(self) -> Mapping[str, RankGroup]:
+        """The ranks of each trained role, by its name."""
+        return {role.name: cast(RankGroup, self.group(role.name)) for role in self.roles if role.training is not None}
 
     async def __aenter__(self) -> Cluster:
         try:
@@ -84,144 +88,62 @@ class Cluster:
     # --- start ---
 
     async def _start(self) -> None:
-        self._session.start(self.config.cluster.ray_address)
+        config = self.config.cluster
+        self._session.start(config.ray_address)
         check_resources(self.config, ray.cluster_resources(), trains=self.trains)
-        starts = []
-        locations: list[Location] = []
-        if self.trains:
-            self.learners = await self._create_ranks("learner", "rlhf.learner.worker:Learner")
-            locations, self._bundles = await self._put_neighbours_together(self.learners)
-            starts.append(self._build_ranks(self.learners, locations))
-        if self._has_critics:
-            self.critics = await self._create_ranks("critic", "rlhf.learner.critic:Critic")
-            homes, _ = await self._put_neighbours_together(self.critics)
-            starts.append(self._build_ranks(self.critics, homes))
-        if self._has_reward_models:
-            self.reward_models = await self._create_reward_models()
-            starts.append(self._build_reward_models())
-        self.engines = await self._create_engines()
+        shares = self._shares_gpus
+        own = [role for role in self.roles if not (role.name == ENGINE and shares)]
+        placed = await asyncio.gather(*(create(role, config) for role in own))
+        self._placed = {of_role.role.name: of_role for of_role in placed}
+        if shares:
+            (engine,) = (role for role in self.roles if role.name == ENGINE)
+            self._placed[ENGINE] = await create(engine, config, beside=self._placed[LEARNER])
+        starts = [self._build(role.name) for role in self.roles if role.name != ENGINE]
         if self._shares_gpus:
-            # An engine measures the memory that is free when it starts: first what stays there beside it.
+            # An engine measures the memory that is free when it starts: first comes what stays there next to it.
             await asyncio.gather(*starts)
             await self._empty_caches()
-            await self._build_engines(locations)
+            await self._build(ENGINE)
         else:
-            # All kinds load in parallel: an engine takes longer than a learner, and neither needs the other for it.
-            await asyncio.gather(*starts, self._build_engines(locations))
+            # All roles load in parallel: an engine takes longer than a learner, and neither needs the other for it.
+            await asyncio.gather(*starts, self._build(ENGINE))
         if self.trains:
-            await self._connect(locations[0])
+            await self._connect()
 
-    async def _create_ranks(self, name: str, kind: str) -> RankGroup:
-        """The actors of one DeepSpeed world."""
-        config = self.config.cluster
-        gpus = 1 if config.device == "cuda" else 0
-        # On shared GPUs an engine has no bundle of its own: its CPUs are part of its first learner's.
-        shared = config.cpus_per_engine if config.placement == "colocated" else 0.0
-        bundle = {"CPU": config.cpus_per_learner + shared} | ({GPU: gpus} if gpus else {})
-        placed = await self._place([bundle] * config.learners, f"{name}s")
-        actors = [
-            _remote(HostedActor, placed, rank, cpus=config.cpus_per_learner, gpus=gpus, kind=kind)
-            for rank in range(config.learners)
-        ]
-        return RankGroup(name, actors, deadline_s=config.step_deadline_s)
-
-    async def _put_neighbours_together(self, group: ActorGroup) -> tuple[list[Location], list[int]]:
-        """Reorder the ranks so that those of a node are neighbours; nodes keep the order of their first actor.
-
-        Returns:
-            Where the ranks are, and the bundle of each.
-        """
-        locations = await group.locate(deadline_s=self.config.cluster.start_deadline_s)
-        nodes = list(dict.fromkeys(location.node for location in locations))
-        bundles = sorted(range(len(locations)), key=lambda i: (nodes.index(locations[i].node), i))
-        group.reorder(bundles, locations)
-        return [locations[i] for i in bundles], bundles
-
-    @property
-    def _shares_gpus(self) -> bool:
-        return self.trains and self.config.cluster.placement == "colocated"
-
-    async def _empty_caches(self) -> None:
-        """Memory that torch keeps for later goes back to the GPUs, which engines are about to use."""
-        await self.learners.call("empty_cache")
-        if self._has_critics:
-            await self.critics.call("empty_cache")
-
-    @property
-    def _has_reward_models(self) -> bool:
-        return self.trains and self.config.reward_model is not None and self.config.reward_model.path is not None
-
-    async def _create_reward_models(self) -> ActorGroup:
-        assert self.config.reward_model is not None
-        config, copies = self.config.cluster, self.config.reward_model.replicas
-        gpus = 1 if config.device == "cuda" else 0
-        bundle = {"CPU": config.cpus_per_learner} | ({GPU: gpus} if gpus else {})
-        placed = await self._place([bundle] * copies, "reward models")
-        kind = "rlhf.learner.reward_scorer:RewardScorer"
-        actors = [
-            _remote(HostedActor, placed, copy, cpus=config.cpus_per_learner, gpus=gpus, kind=kind)
-            for copy in range(copies)
-        ]
-        return ActorGroup("reward model", actors, deadline_s=config.step_deadline_s)
-
-    async def _build_reward_models(self) -> None:
-        config, copies = self.config.cluster, len(self.reward_models.actors)
-        await self.reward_models.locate(deadline_s=config.start_deadline_s)
-        arguments = (self.config.reward_model, config.device, config.threads_per_learner or 1)
-        await self.reward_models.build(
-            [self._environment()] * copies, [arguments] * copies, deadline_s=config.start_deadline_s
-        )
-
-    async def _create_engines(self) -> ActorGroup:
-        config = self.config.cluster
-        gpus = config.tensor_parallel if config.device == "cuda" and not self._shares_gpus else 0
-        if self._shares_gpus:
-            placed, bundles = self._placed[0], self._bundles[:: config.tensor_parallel]
+    async def _build(self, role: str) -> None:
+        """Construct the hosted objects of a role."""
+        placed, config = self._placed[role], self.config.cluster
+        environments = [self._environment() for _ in placed.locations]
+        arguments: list[tuple[Any, ...]]
+        if placed.role.training is not None:
+            arguments = [(self.config, place) for place in self._places(placed.locations)]
+        elif role == REWARD_MODEL:
+            arguments = [(self.config.reward_model, config.device, config.threads_per_learner or 1)] * placed.role.count
         else:
-            bundles = list(range(config.engines))
-            bundle = {"CPU": config.cpus_per_engine} | ({GPU: gpus} if gpus else {})
-            placed = await self._place([bundle] * config.engines, "engines")
-        kind = "rlhf.rollout.engine:RolloutEngine"
-        actors = [
-            _remote(HostedAsyncActor, placed, index, cpus=config.cpus_per_engine, gpus=gpus, kind=kind)
-            for index in bundles
-        ]
-        return ActorGroup("engine", actors, deadline_s=config.step_deadline_s)
+            arguments = [(self._engine_settings(i),) for i in range(placed.role.count)]
+        if role == ENGINE and self._shares_gpus:
+            for i, environment in enumerate(environments):
+                gpus = shared_gpus(self._placed[LEARNER].locations, i, config.tensor_parallel)
+                environment["CUDA_VISIBLE_DEVICES"] = gpus
+        await placed.group.build(environments, arguments, deadline_s=config.start_deadline_s)
 
-    async def _place(self, bundles: list[dict[str, float]], what: str) -> PlacementGroup:
-        placed = placement_group(bundles, strategy="PACK")
-        self._placed.append(placed)
-        available = {name: count for name, count in ray.cluster_resources().items() if name in ("CPU", GPU)}
-        await wait_for(
-            placed.ready(),
-            what=f"resources for {len(bundles)} {what} of {bundles[0]} each, the whole cluster having {available}",
-            deadline_s=self.config.cluster.start_deadline_s,
-        )
-        return placed
-
-    async def _build_ranks(self, group: ActorGroup, locations: list[Location]) -> None:
-        config = self.config.cluster
-        ranks = config.learners * self.config.trained_worlds  # policy and critic compute at the same time
-        threads = config.threads_per_learner or max(1, (os.cpu_count() or 1) // ranks)
+    def _places(self, locations: list[Location]) -> list[Place]:
+        """Where the ranks of one world are; ranks of a node are neighbours."""
+        config, worlds = self.config.cluster, len(self.trained())
+        # policy and critic compute at the same time
+        threads = config.threads_per_learner or max(1, (os.cpu_count() or 1) // (config.learners * worlds))
         places = []
         for rank, location in enumerate(locations):
             before = sum(other.node == location.node for other in locations[:rank])
             # Ray shows a learner its own GPU alone, as device 0; on CPU ranks of a node are told apart by number.
             local_rank = 0 if location.gpu_ids else before
             places.append(Place(rank, len(locations), local_rank, locations[0].host, locations[0].port, threads))
-        environments = [self._environment()] * len(places)
-        await group.build(environments, [(self.config, place) for place in places], deadline_s=config.start_deadline_s)
+        return places
 
-    async def _build_engines(self, locations: list[Location]) -> None:
-        config = self.config.cluster
-        environments, settings = [], []
-        for i in range(config.engines):
-            environment = self._environment()
-            if self._shares_gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = _shared_gpus(locations, i, config.tensor_parallel)
-            environments.append(environment)
-            settings.append((self._engine_settings(i),))
-        await self.engines.build(environments, settings, deadline_s=config.start_deadline_s)
+    async def _empty_caches(self) -> None:
+        """Memory that torch keeps for later goes back to the GPUs, which engines are about to use."""
+        for ranks in self.trained().values():
+            await ranks.call("empty_cache")
 
     def _engine_settings(self, i: int) -> EngineSettings:
         config = self.config
@@ -267,18 +189,16 @@ class Cluster:
     # --- to and from disk ---
 
     async def save(self, folder: Path) -> None:
-        """Weights and optimizer state of every trained module."""
-        await self.learners.call("save", str(folder.resolve()))
-        if self._has_critics:
-            (folder / CRITIC_FOLDER).mkdir()
-            await self.critics.call("save", str((folder / CRITIC_FOLDER).resolve()))
+        """Weights and optimizer state of every trained role."""
+        for name, ranks in self.trained().items():
+            await ranks.call("save", str(_folder_of(name, folder, make=True)))
 
     async def load(self, folder: Path, step: int) -> None:
         """Put back what `save` wrote after `step` training steps."""
-        await self.learners.call("load", str(folder.resolve()), self.config.updates_before(step))
-        if isinstance(self.config, PPOConfig):
-            updates = step * self.config.critic_updates_per_step
-            await self.critics.call("load", str((folder / CRITIC_FOLDER).resolve()), updates)
+        for role in self.roles:
+            if role.training is not None:
+                updates = role.training.updates_before(step)
+                await self.group(role.name).call("load", str(_folder_of(role.name, folder)), updates)
 
     # --- weights and samples ---
 
@@ -288,13 +208,13 @@ class Cluster:
             return transfer.BACKEND
         return "ipc" if self.config.cluster.placement == "colocated" else "nccl"
 
-    async def _connect(self, sender: Location) -> None:
+    async def _connect(self) -> None:
         config = self.config.cluster
-        port = (await self.learners.locate(deadline_s=config.start_deadline_s))[0].port
-        engine_nodes = {place.node for place in await self.engines.locate(deadline_s=config.start_deadline_s)}
+        sender = (await self.learners.locate(deadline_s=config.start_deadline_s))[0]  # with a port that is free now
+        engine_nodes = {location.node for location in self._placed[ENGINE].locations}
         rendezvous = transfer.Rendezvous(
             host=sender.host,
-            port=port,
+            port=sender.port,
             tag="weights",
             world_size=1 + config.engines * config.tensor_parallel,
             timeout_s=config.start_deadline_s,
@@ -330,7 +250,7 @@ class Cluster:
             if not task.done():
                 await self._check_engines()
         if task.exception() is not None:
-            for _ in range(DEATH_NOTICE_S):  # the learner may hear of a death before the engine itself does
+            for _ in range(int(DEATH_NOTICE_S)):  # the learner may hear of a death before the engine itself does
                 await self._check_engines()
                 await asyncio.sleep(1)
         await task
@@ -347,60 +267,42 @@ class Cluster:
     async def sample_group(
         self, engine: int, prompt: Prompt, samples: int, settings: SamplingSettings
     ) -> list[Rollout]:
-        ref = self.engines.actors[engine].call.remote("sample_group", prompt, samples, settings)
-        found: list[Rollout] = await wait_for(
-            ref,
+        rollouts: list[Rollout] = await wait_for(
+            self.engines.actors[engine].call.remote("sample_group", prompt, samples, settings),
             what=f"engine {engine}, sampling {prompt.id}",
             deadline_s=self.engines.deadline_s,
             homes=self.engines.homes,
         )
-        return found
+        return rollouts
 
     async def score_conversations(self, copy: int, conversations: list[list[dict[str, str]]]) -> list[float | None]:
         """Scores of one copy of the reward model."""
-        ref = self.reward_models.actors[copy].call.remote("score", conversations)
-        found: list[float | None] = await wait_for(
-            ref,
-            what=f"reward model {copy}, {len(conversations)} responses",
-            deadline_s=self.reward_models.deadline_s,
-            homes=self.reward_models.homes,
+        group = self.group(REWARD_MODEL)
+        scores: list[float | None] = await wait_for(
+            group.actors[copy].call.remote("score", conversations),
+            what=f"{group.name} {copy}, {len(conversations)} responses",
+            deadline_s=group.deadline_s,
+            homes=group.homes,
         )
-        return found
+        return scores
 
     # --- end ---
 
     async def _stop(self) -> None:
         if ray.is_initialized():
-            ends = {"engines": "shutdown", "learners": "close", "critics": "close"}
-            groups = {name: vars(self)[name] for name in ends if name in vars(self)}
-            await asyncio.gather(*(group.end(ends[name]) for name, group in groups.items()))
-            for placed in self._placed:
-                remove_placement_group(placed)
+            await asyncio.gather(*(placed.group.end() for placed in self._placed.values()))
+            for placed in self._placed.values():
+                if placed.bundles is not None:
+                    remove_placement_group(placed.bundles)
         self._session.stop()
 
 
-def _remote(cls: type, placed: PlacementGroup, bundle: int, *, cpus: float, gpus: float, kind: str) -> Any:
-    module, name = kind.split(":")
-    options: dict[str, Any] = {"max_concurrency": 10_000} if cls is HostedAsyncActor else {}
-    actor: Any = ray.remote(cls).options(
-        num_cpus=cpus,
-        num_gpus=gpus,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=bundle),
-        **options,
-    )
-    return actor.remote(module, name)
-
-
-def _shared_gpus(locations: list[Location], engine: int, tensor_parallel: int) -> str:
-    """The GPUs of the learners that an engine shares; they must be of one node."""
-    learners = locations[engine * tensor_parallel : (engine + 1) * tensor_parallel]
-    if len({location.node for location in learners}) > 1:
-        raise ClusterError(
-            f"cluster.placement=colocated: the {tensor_parallel} GPUs of engine {engine} are on several nodes "
-            f"({', '.join(sorted({location.host for location in learners}))}). Choose cluster.tensor_parallel so that "
-            "it divides the GPUs of a node."
-        )
-    return ",".join(gpu for location in learners for gpu in location.gpu_ids)
+def _folder_of(role: str, checkpoint: Path, *, make: bool = False) -> Path:
+    """The policy's files stand in the checkpoint itself, another role's in a folder of its name."""
+    folder = checkpoint.resolve() if role == LEARNER else checkpoint.resolve() / role
+    if make:
+        folder.mkdir(exist_ok=True)
+    return folder
 
 
 def _engine_seed(seed: int, *, engine: int, first_step: int) -> int:

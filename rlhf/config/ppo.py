@@ -89,10 +89,14 @@ class PPOConfig(GRPOConfig):
             self.run.steps,
         )
 
+    @property
+    def critic_model(self) -> tuple[str, str]:
+        """The key that names the critic's model, and the model."""
+        return ("critic.path", self.critic.path) if self.critic.path else ("model.path", self.model.path)
+
     def _learning_roles(self, cpus: float, gpus: int) -> tuple[Role, ...]:
         policy, *others = super()._learning_roles(cpus, gpus)
-        key, path = ("critic.path", self.critic.path) if self.critic.path else ("model.path", self.model.path)
-        critic = Role(CRITIC, "critic", key, path, policy.count, cpus, gpus, self.critic_training)
+        critic = Role(CRITIC, "critic", *self.critic_model, policy.count, cpus, gpus, self.critic_training)
         return (policy, critic, *others)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -68,10 +67,6 @@ class RewardTrainingConfig(Section):
     learner: RewardTrainerConfig = RewardTrainerConfig()
     learners: PositiveInt = Field(1, description="learner ranks on this machine, a GPU each")
     device: Literal["cuda", "cpu"] = Field("cuda", description="where they compute")
-
-    def warmup_updates(self, total_updates: int) -> int:
-        schedule = self.learner.schedule
-        return schedule.warmup_steps or math.ceil(schedule.warmup_fraction * total_updates)
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RewardTrainingConfig:

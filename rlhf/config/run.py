@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pydantic import Field, model_validator
 
 from rlhf.config.base import Section
@@ -52,9 +54,7 @@ class GRPOConfig(Section):
     @property
     def training(self) -> Training:
         """How the policy is trained."""
-        return Training(
-            self.learner, self.learner.epochs_per_step, self.learner.minibatches_per_epoch, self.run.steps
-        )
+        return Training(self.learner, self.learner.epochs_per_step, self.learner.minibatches_per_epoch, self.run.steps)
 
     @property
     def updates_per_step(self) -> int:
@@ -95,7 +95,10 @@ class GRPOConfig(Section):
         reward = self.reward_model
         if reward is None or reward.path is None:
             return (policy,)
-        return (policy, Role(REWARD_MODEL, "reward_model", "reward_model.path", reward.path, reward.replicas, cpus, gpus))
+        return (
+            policy,
+            Role(REWARD_MODEL, "reward_model", "reward_model.path", reward.path, reward.replicas, cpus, gpus),
+        )
 
     @property
     def reference_moves(self) -> bool:

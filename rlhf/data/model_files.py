@@ -1,4 +1,4 @@
-"""What a model folder says before any weight is loaded: does it exist, its context, its tokenizer."""
+"""What a model folder says of itself before any weight is loaded: its config.json, its windows, its tokenizer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.config.ppo import PPOConfig
-from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import ModelConfig, RolloutConfig
 
 WINDOW_OF_LAYERS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -22,43 +19,6 @@ OFF_BY_DEFAULT = ("qwen", "smollm3")  # model types whose sliding_window counts 
 def looks_local(path: str) -> bool:
     """Whether a model or data path means this machine rather than the hub."""
     return path.startswith(("/", ".", "~")) or Path(path).exists() or path.count("/") > 1
-
-
-def check_model(path: str, *, key: str = "model.path") -> None:
-    """Refuse a local model path that holds no model; a hub name is checked when its tokenizer is loaded.
-
-    Raises:
-        ValueError: no such folder, or no config.json in it.
-    """
-    if not looks_local(path):
-        return
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"{key}={path}: there is no such folder. Give a folder in Hugging Face format or a hub name.")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{key}={path}: no config.json in it. Give a folder in Hugging Face format.")
-
-
-def check_models(config: GRPOConfig) -> None:
-    """Refuse paths without a model, and a critic that reads other token ids than the policy writes.
-
-    Raises:
-        ValueError: with the key of the path.
-    """
-    check_model(config.model.path)
-    if config.reward_model is not None and config.reward_model.path is not None:
-        check_model(config.reward_model.path, key="reward_model.path")
-    if not isinstance(config, PPOConfig) or config.critic.path is None:
-        return
-    check_model(config.critic.path, key="critic.path")
-    policy, critic = (
-        (local_model_config(path) or {}).get("vocab_size") for path in (config.model.path, config.critic.path)
-    )
-    if policy is not None and critic is not None and critic < policy:
-        raise ValueError(
-            f"critic.path={config.critic.path}: its vocabulary of {critic} tokens is smaller than the {policy} of "
-            f"model.path={config.model.path}, whose token ids it reads. Start it from a model with the same tokenizer."
-        )
 
 
 def local_model_config(path: str) -> dict[str, Any] | None:
@@ -85,21 +45,6 @@ def _cached_config(name: str) -> Path:
     return repository / "snapshots" / revision / "config.json"
 
 
-def check_context(config: GRPOConfig) -> None:
-    """Refuse sequences that the model's context cannot hold.
-
-    Raises:
-        ValueError: prompt and response together exceed max_position_embeddings.
-    """
-    context = (local_model_config(config.model.path) or {}).get("max_position_embeddings")
-    if context is not None and config.max_sequence_tokens > context:
-        raise ValueError(
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_response_tokens="
-            f"{config.rollout.max_response_tokens}: {config.max_sequence_tokens} tokens exceed the context of "
-            f"model.path={config.model.path}, which is {context}. Shorten one of them."
-        )
-
-
 def attention_window(model: Mapping[str, Any]) -> int | None:
     """How many tokens some layer of a model attends to, from its config.json; None where all layers see everything."""
     text = model.get("text_config") or model
@@ -114,58 +59,6 @@ def attention_window(model: Mapping[str, Any]) -> int | None:
         full = kind in ("qwen2", "qwen3") and text.get("max_window_layers", 0) >= text.get("num_hidden_layers", 1)
         layers = [] if full else ["sliding_attention"]
     return min((window for name in set(layers) if (window := windows.get(name)) is not None), default=None)
-
-
-def window_problems(config: GRPOConfig, model: Mapping[str, Any] | None) -> list[str]:
-    """One message for each model of a run whose window is shorter than its sequences; the learner computes no windows.
-
-    Args:
-        model: config.json of model.path, where it is at hand.
-    """
-    data, rollout = config.data, config.rollout
-    asked = (
-        f"data.max_prompt_tokens={data.max_prompt_tokens} + rollout.max_response_tokens={rollout.max_response_tokens}"
-    )
-    problems = [_window_problem("model.path", config.model.path, model, config.max_sequence_tokens, asked)]
-    if isinstance(config, PPOConfig) and config.critic.path is not None:
-        path = config.critic.path
-        problems.append(
-            _window_problem("critic.path", path, local_model_config(path), config.max_sequence_tokens, asked)
-        )
-    if config.reward_model is not None and config.reward_model.path is not None:
-        path, longest = config.reward_model.path, config.reward_model.max_tokens_per_batch
-        judge = local_model_config(path) or {}
-        longest_fitting = min(longest, judge.get("max_position_embeddings", longest))
-        asked = f"reward_model.max_tokens_per_batch={longest}"
-        problems.append(_window_problem("reward_model.path", path, judge, longest_fitting, asked))
-    return [problem for problem in problems if problem]
-
-
-def check_windows(config: GRPOConfig | RewardTrainingConfig) -> None:
-    """Refuse models whose attention window is shorter than the longest sequence that the learners may be given.
-
-    Raises:
-        ValueError: with the key of the path, the window and the keys that bound sequences.
-    """
-    path, model = config.model.path, local_model_config(config.model.path)
-    if isinstance(config, RewardTrainingConfig):
-        longest = config.data.max_tokens
-        problems = [_window_problem("model.path", path, model, longest, f"data.max_tokens={longest}")]
-    else:
-        problems = window_problems(config, model)
-    if any(problems):
-        raise ValueError("\n".join(problem for problem in problems if problem))
-
-
-def _window_problem(key: str, path: str, model: Mapping[str, Any] | None, longest: int, asked: str) -> str:
-    window = attention_window(model or {})
-    if window is None or longest <= window:
-        return ""
-    return (
-        f"{key}={path}: some layers attend to the last {window} tokens alone (a sliding window), which the learner "
-        f"does not compute, and {asked} allows sequences of {longest}. Use a model without a window, such as Qwen2, "
-        f"Qwen3 or Llama, or allow at most {window} tokens."
-    )
 
 
 def load_tokenizer(model: ModelConfig) -> Any:

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
-from rlhf.data.model_files import check_context, check_models, load_tokenizer, local_model_config
+from rlhf.data.model_checks import check_models
+from rlhf.data.model_files import load_tokenizer
 from rlhf.doctor.examination import Finding, Patient, in_thread
-from rlhf.model_files import check_context, check_models, check_windows, load_tokenizer, local_model_config
-from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
-from rlhf.plan.model import model_shape
+from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes, shape_at
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -93,19 +91,11 @@ def needed_gib(config: GRPOConfig) -> float | None:
 
     None where the model's config.json is not at hand or not known.
     """
-    model = local_model_config(config.model.path)
-    if model is None:
-        return None
-    try:
-        shape = model_shape(model)
-        its = local_model_config(config.critic_path) if isinstance(config, PPOConfig) else None
-        one = checkpoint_bytes(config, shape, model_shape(its) if its else None)
-    except ValueError:
-        return None
-    if one is None:
+    one, policy = checkpoint_bytes(config), shape_at(config.model.path)
+    if one is None or policy is None:
         return None
     checkpoints = config.checkpoint.keep + 1 if config.checkpoint_every is not None else 0
-    written = checkpoints * one + config.run.export * BYTES[config.model.dtype] * shape.parameters
+    written = checkpoints * one + config.run.export * BYTES[config.model.dtype] * policy.parameters
     return written / GIB + ROLLOUTS_GIB
 
 
@@ -185,8 +175,6 @@ def _load(patient: Patient) -> Finding:
     config = patient.config
     check_sources(config.data)
     check_models(config)
-    check_context(config)
-    check_windows(config)
     tokenizer = load_tokenizer(config.model)
     longest = config.data.max_prompt_tokens
     loaded = load_prompts(config.data, "train", tokenizer, gold_answer, max_prompt_tokens=longest)

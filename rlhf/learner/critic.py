@@ -26,32 +26,31 @@ class Critic(StepRank):
         training = Training(
             name="critic",
             section=config.critic,
-            total_updates=config.critic_total_updates,
-            warmup_updates=config.critic_warmup_updates,
+            total_updates=config.critic_training.total_updates,
             dtype=config.model.dtype,
             device=config.cluster.device,
             trust_remote_code=config.model.trust_remote_code,
         )
         super().__init__(training, place)
         self.clip = config.critic.value_clip
-        key = "critic.path" if config.critic.path else "model.path"
+        key, path = config.critic_model
         with self.loading():
             transformer = load_scalar_transformer(
-                config.critic_path,
+                path,
                 key=key,
                 dtype=config.model.dtype,
                 head_std=0.0,  # every value is 0 before the first update, as in the original RLHF code
                 gradient_checkpointing=config.model.gradient_checkpointing,
                 trust_remote_code=config.model.trust_remote_code,
             )
-        _, std = recorded_normalization(config.critic_path)
+        _, std = recorded_normalization(path)
         head = transformer.get_parameter(HEAD)
         with torch.no_grad(), self.whole(head, modify=True):
             head.div_(std)  # rewards are normalized scores, and so are their values
         self.wrap(ValueModel(transformer).train())
         check_packed(
             self.engine, self.device, longest=config.max_sequence_tokens,
-            dtype=config.model.dtype, key=key, path=config.critic_path,
+            dtype=config.model.dtype, key=key, path=path,
         )  # fmt: skip
 
     def values(self) -> tuple[np.ndarray]:

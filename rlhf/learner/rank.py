@@ -31,7 +31,7 @@ from rlhf.log.metrics import Last, Mean, StepMetrics, merge_metrics
 
 @dataclass(frozen=True)
 class Training:
-    """How a module is trained: its section of the config, its own N and warm-up, and where it computes.
+    """How a module is trained: its section of the config, its own N, and where it computes.
 
     `name` begins the names of its metrics.
     """
@@ -39,7 +39,6 @@ class Training:
     name: str
     section: TrainedConfig
     total_updates: int
-    warmup_updates: int
     dtype: str
     device: str
     trust_remote_code: bool
@@ -158,7 +157,7 @@ class TrainedRank:
             total_updates=self.training.total_updates,
             lr=self.training.section.optimizer.lr,
             name=schedule.name,
-            warmup_steps=self.training.warmup_updates,
+            warmup_steps=schedule.warmup_updates(self.training.total_updates),
             num_cycles=schedule.num_cycles,
             min_lr=schedule.min_lr,
             power=schedule.power,

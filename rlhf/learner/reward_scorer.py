@@ -43,6 +43,9 @@ class RewardScorer:
         self.mean = recorded[0] if config.mean is None else config.mean
         self.std = recorded[1] if config.std is None else config.std
 
+    def close(self) -> None:
+        """Nothing outlives the process."""
+
     @torch.no_grad()
     def score(self, conversations: list[list[dict[str, str]]]) -> list[float | None]:
         """(raw - mean) / std at the last token of each conversation; None for one that the model cannot hold."""

@@ -54,7 +54,6 @@ class RewardTrainer(TrainedRank):
             name="learner",
             section=config.learner,
             total_updates=total,
-            warmup_updates=config.warmup_updates(total),
             dtype=config.model.dtype,
             device=config.device,
             trust_remote_code=config.model.trust_remote_code,

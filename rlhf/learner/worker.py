@@ -31,7 +31,6 @@ def policy_training(config: GRPOConfig) -> Training:
         name="learner",
         section=config.learner,
         total_updates=config.total_updates,
-        warmup_updates=config.warmup_updates,
         dtype=config.model.dtype,
         device=config.cluster.device,
         trust_remote_code=config.model.trust_remote_code,

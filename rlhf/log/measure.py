@@ -14,9 +14,8 @@ from rlhf.config.run import GRPOConfig
 from rlhf.data.model_files import local_model_config
 from rlhf.log.metrics import Histogram, Max, Mean, StepMetrics
 from rlhf.plan.model import SUPPORTED, ModelShape, model_shape
-from rlhf.types import Minibatch, RolloutGroup, ScoredRollout, StepBatch
 from rlhf.rewards.grade import NO_ANSWER
-from rlhf.types import Histogram, Max, Mean, Minibatch, RolloutGroup, ScoredRollout, StepMetrics
+from rlhf.types import Minibatch, RolloutGroup, ScoredRollout, StepBatch
 
 
 class Clock:
@@ -200,7 +199,7 @@ class SignalWatch:
         if len(self._flat) < self._patience:
             return None
         self._warned = True
-        samples = batching.flatten([group for step in self._flat for group in step])
+        samples = [sample for step in self._flat for group in step for sample in group.samples]
         return f"in the last {len(self._flat)} steps no group had a signal, its rewards being equal. " + self._advice(
             samples
         )

@@ -8,10 +8,9 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Mapping
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol

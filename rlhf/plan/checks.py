@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf.config.roles import ENGINE, LEARNER
 from rlhf.config.run import GRPOConfig
+from rlhf.data.model_checks import model_problems
 from rlhf.plan.memory import GIB, EngineMemory, RoleMemory, total
 from rlhf.plan.text import counted
 
@@ -43,14 +44,9 @@ def arithmetic_warnings(config: GRPOConfig) -> list[str]:
 
 
 def model_warnings(config: GRPOConfig, model: Mapping[str, Any]) -> list[str]:
-    """From config.json as it is: the context, and tensor parallelism against the heads."""
-    found = []
-    context, heads = model.get("max_position_embeddings"), model.get("num_attention_heads")
-    if context is not None and config.max_sequence_tokens > context:
-        found.append(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} tokens, but the "
-            f"context of model.path={config.model.path} is {context}: the run will be refused. Shorten one of them."
-        )
+    """From config.json as it is: what will be refused, and tensor parallelism against the heads."""
+    found = [f"{problem} The run will be refused." for problem in model_problems(config, policy=model)]
+    heads = model.get("num_attention_heads")
     if heads is not None and heads % config.cluster.tensor_parallel:
         found.append(
             f"cluster.tensor_parallel={config.cluster.tensor_parallel} does not divide the model's {heads} attention "
@@ -102,8 +98,10 @@ def memory_warnings(
     for estimate in estimates:
         role, need = estimate.role, total(estimate.parts) / GIB
         if role.name != ENGINE and need > have:
-            relief = _relief(config) if role.name == LEARNER else (
-                f"Take a smaller {role.section}.path, or fewer tokens at once."
+            relief = (
+                _relief(config)
+                if role.name == LEARNER
+                else (f"Take a smaller {role.section}.path, or fewer tokens at once.")
             )
             found.append(
                 f"memory: a {role.name} needs about {need:.1f} GiB, a GPU has cluster.gpu_memory_gib={have:g}. {relief}"

@@ -67,11 +67,11 @@ class RoleMemory:
     parts: tuple[Part, ...]
 
 
-def memory_of_roles(config: GRPOConfig) -> list[RoleMemory]:
-    """Every role of the run, each by the config.json of its own model."""
+def memory_of_roles(config: GRPOConfig, policy: ModelShape) -> list[RoleMemory]:
+    """Every role of the run, each by its own model; `policy` is that of model.path."""
     estimates = []
     for role in config.roles():
-        shape = shape_at(role.model)
+        shape = policy if role.model == config.model.path else shape_at(role.model)
         estimates.append(RoleMemory(role, shape, () if shape is None else _parts_of(role, shape, config)))
     return estimates
 

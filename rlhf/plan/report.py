@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.load import resolved_yaml
-from rlhf.config.ppo import PPOConfig
+from rlhf.config.roles import Training
 from rlhf.config.run import GRPOConfig
 from rlhf.data.model_files import local_model_config, looks_local
-from rlhf.model_files import local_model_config, looks_local, window_problems
 from rlhf.plan.checks import arithmetic_warnings, memory_warnings, model_warnings
 from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
 from rlhf.plan.layout import draw, place
 from rlhf.plan.memory import (
     GIB,
-    Beside,
     EngineMemory,
     Part,
+    RoleMemory,
     checkpoint_bytes,
-    critic_memory,
     engine_memory,
-    learner_memory,
-    reward_model_memory,
+    learner_state,
+    memory_of_roles,
     total,
 )
 from rlhf.plan.model import ModelShape, model_shape
+from rlhf.plan.resources import count_gpus
 from rlhf.plan.text import counted, rows, wrapped
 
 
@@ -49,7 +49,6 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
     """
     model = local_model_config(config.model.path) if model is None else model
     warnings = arithmetic_warnings(config)
-    warnings += [f"{problem} The run will be refused." for problem in window_problems(config, model)]
     sections = [
         ("Batches", _batches(config)),
         ("Learning rate", _learning_rate(config)),
@@ -66,7 +65,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
         except ValueError as error:
             sections.append(("Memory", wrapped("  ", f"no estimate: {error}.")))
         else:
-            estimates, engine = memory_of_roles(config), engine_memory(shape, config)
+            estimates, engine = memory_of_roles(config, shape), engine_memory(shape, config)
             sections.append(("Memory, estimated", _memory(config, shape, estimates, engine)))
             state = total(learner_state(shape, config))
             warnings += memory_warnings(config, estimates, engine, state, _host_gib())
@@ -81,24 +80,14 @@ def _batches(config: GRPOConfig) -> list[str]:
     minibatch = -(-per_step // learner.minibatches_per_epoch)
     budget = learner.max_tokens_per_microbatch
     microbatches = -(-minibatch // (budget // longest))
-    an_update = f"{counted(learner.epochs_per_step, 'epoch')} x {counted(learner.minibatches_per_epoch, 'minibatch')}"
-    critic = []
-    if isinstance(config, PPOConfig):
-        steps, alone = config.run.steps, config.critic.warmup_steps
-        and_alone = f"; alone in the first {counted(alone, 'step')}" if alone else ""
-        its = f"{counted(config.critic_epochs_per_step, 'epoch')} x "
-        its += counted(config.critic_minibatches_per_epoch, "minibatch")
-        updates = f"{counted(steps, 'step')} x {its} = {config.critic_total_updates:,}{and_alone}"
-        critic.append(("optimizer steps, critic", updates))
+    by_role = [_updates(role.name, role.training) for role in config.roles() if role.training is not None]
     passes = [name for name, on in (("old", config.needs_old_logprobs_pass), ("ref", config.needs_reference)) if on]
     return rows(
         ("rollouts a step", f"{rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} = {per_step:,}"),
         ("rollouts in all", f"{counted(config.run.steps, 'step')} x {per_step:,} = {config.run.steps * per_step:,}"),
         ("minibatch", f"{per_step:,} / {learner.minibatches_per_epoch} = {per_step / learner.minibatches_per_epoch:,g}"
          " rollouts, one optimizer step each"),
-        ("optimizer steps", f"{counted(config.total_updates // config.updates_per_step, 'step')} x {an_update} = "
-         f"{config.total_updates:,}"),
-        *critic,
+        *by_role,
         ("longest sequence", f"{config.data.max_prompt_tokens:,} prompt + {rollout.max_response_tokens:,} response = "
          f"{longest:,} tokens"),
         ("tokens a step, at most", f"{per_step:,} x {longest:,} = {per_step * longest:,}, of them sampled "
@@ -109,58 +98,57 @@ def _batches(config: GRPOConfig) -> list[str]:
     )  # fmt: skip
 
 
+def _updates(name: str, training: Training) -> tuple[str, str]:
+    steps = counted(training.steps - training.waits, "step")
+    epochs, minibatches = (
+        counted(training.epochs_per_step, "epoch"),
+        counted(training.minibatches_per_epoch, "minibatch"),
+    )
+    waits = f"; none in the first {counted(training.waits, 'step')}" if training.waits else ""
+    return f"optimizer steps, {name}", f"{steps} x {epochs} x {minibatches} = {training.total_updates:,}{waits}"
+
+
 def _learning_rate(config: GRPOConfig) -> list[str]:
-    schedule, last = config.learner.schedule, config.total_updates
-    shape = f"{schedule.name}, peak {config.learner.optimizer.lr:g}"
-    if config.warmup_updates:
-        shape += f", warm-up of {config.warmup_updates:,} optimizer steps"
-    lines = [("schedule", shape)]
-    if isinstance(config, PPOConfig):
-        critic = config.critic
-        lines.append(("schedule, critic", f"{critic.schedule.name}, peak {critic.optimizer.lr:g}"))
-    for name, update in (("first", 1), ("middle", -(-last // 2)), ("last", last)):
-        lr = learning_rate(
-            update,
-            total_updates=last,
-            lr=config.learner.optimizer.lr,
-            name=schedule.name,
-            warmup_steps=config.warmup_updates,
-            num_cycles=schedule.num_cycles,
-            min_lr=schedule.min_lr,
-            power=schedule.power,
-        )
-        lines.append((f"{name} optimizer step", f"{lr:.4g}  (step {update:,})"))
+    lines = []
+    for role in config.roles():
+        if role.training is None:
+            continue
+        schedule, lr = role.training.section.schedule, role.training.section.optimizer.lr
+        warmup, last = role.training.warmup_updates, role.training.total_updates
+        shape = f"{schedule.name}, peak {lr:g}"
+        lines.append((f"schedule, {role.name}", shape + (f", warm-up of {warmup:,} optimizer steps" if warmup else "")))
+        for name, update in (("first", 1), ("middle", -(-last // 2)), ("last", last)):
+            rate = learning_rate(
+                update,
+                total_updates=last,
+                lr=lr,
+                name=schedule.name,
+                warmup_steps=warmup,
+                num_cycles=schedule.num_cycles,
+                min_lr=schedule.min_lr,
+                power=schedule.power,
+            )
+            lines.append((f"{name} optimizer step", f"{rate:.4g}  (step {update:,})"))
     return rows(*lines)
 
 
 def _placement(config: GRPOConfig) -> list[str]:
-    cluster = config.cluster
+    cluster, roles = config.cluster, config.roles()
     if cluster.device == "cpu":
-        ranks = cluster.learners + config.critics + config.reward_model_copies
-        cpus = ranks * cluster.cpus_per_learner + cluster.engines * cluster.cpus_per_engine
-        who = ", ".join(
-            counted(number, name)
-            for number, name in (
-                (cluster.learners, "learner"), (config.critics, "critic"), (config.reward_model_copies, "reward model"),
-                (cluster.engines, "engine"),
-            ) if number
-        )  # fmt: skip
+        cpus = sum(role.count * role.cpus for role in roles)
+        who = ", ".join(counted(role.count, role.name) for role in roles)
         return rows(("on CPU", f"{who}; CPU cores reserved: {cpus:g}"))
-    nodes = place(cluster, critics=config.critics, reward_models=config.reward_model_copies)
-    gpus = cluster.learners + config.critics + config.reward_model_copies
-    gpus += cluster.engines * cluster.tensor_parallel * (cluster.placement == "separate")
-    kinds = [
-        ("GPUs", f"{gpus} on {counted(len(nodes), 'node')} of {cluster.gpus_per_node}"),
-        ("learners", f"{cluster.learners}, one a GPU, ZeRO stage {config.learner.zero_stage}"),
-    ]
-    if isinstance(config, PPOConfig):
-        kinds.append(("critics", f"{config.critics}, one a GPU, ZeRO stage {config.critic.zero_stage}"))
-    if config.reward_model_copies:
-        kinds.append(("reward models", f"{config.reward_model_copies}, one a GPU"))
-    lines = rows(*kinds, ("engines", f"{cluster.engines}, tensor parallel {cluster.tensor_parallel}"))
+    nodes = place(roles, cluster)
+    kinds = [("GPUs", f"{count_gpus(roles)} on {counted(len(nodes), 'node')} of {cluster.gpus_per_node}")]
+    for role in roles:
+        each = f"{counted(role.gpus, 'GPU')} each" if role.gpus else "on the GPUs of the learners"
+        stage = f", ZeRO stage {role.training.section.zero_stage}" if role.training is not None else ""
+        kinds.append((f"{role.name}s", f"{role.count}, {each}{stage}"))
+    lines = rows(*kinds)
     if cluster.placement == "separate" and config.rollout.max_policy_lag == 0:
         note = "rollout.max_policy_lag=0: engines and learners take turns, so one kind of GPU is always idle."
         lines += wrapped("  ", note)
+    lines += wrapped("  ", "One possible layout; Ray chooses the nodes at the start, and keeps an engine on one node:")
     return [*lines, *draw(nodes)]
 
 
@@ -181,23 +169,19 @@ def _hours(config: GRPOConfig, hours: Expected) -> list[str]:
     )  # fmt: skip
 
 
-def _memory(config: GRPOConfig, shape: ModelShape, learner: tuple[Part, ...], engine: EngineMemory) -> list[str]:
-    cluster, rollout = config.cluster, config.rollout
-    longest = config.max_sequence_tokens
-    at_once = min(rollout.max_concurrent_sequences, -(-config.rollouts_per_step // cluster.engines))
-    own = "one GPU" if cluster.device == "cuda" else "processes"
+def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemory], engine: EngineMemory) -> list[str]:
+    cluster, longest = config.cluster, config.max_sequence_tokens
+    at_once = min(config.rollout.max_concurrent_sequences, -(-config.rollouts_per_step // cluster.engines))
+    each = "one GPU" if cluster.device == "cuda" else "processes"
+    lines = rows(
+        ("model", f"{shape.model_type}, {shape.parameters:,} parameters"),
+        ("checkpoint on disk", _checkpoint(config)),
+    )
+    for estimate in estimates:
+        title = f"{'an' if estimate.role.name[0] in 'aeiou' else 'a'} {estimate.role.name}"
+        lines += _parts(f"{title}, {each}", estimate.parts) if estimate.parts else _unknown(title)
     return [
-        *rows(
-            ("model", f"{shape.model_type}, {shape.parameters:,} parameters"),
-            ("checkpoint on disk", _checkpoint(config, shape)),
-        ),
-        *_parts(f"a learner, {own}", learner),
-        *[
-            line
-            for model in _more_models(config, shape)
-            for line in (_parts(f"a {model.name}, {own}", model.parts) if model.parts else _unknown(f"a {model.name}"))
-        ],
-        *_parts(f"an engine, {own}", engine.parts),
+        *lines,
         *rows(
             ("the KV cache holds", f"{engine.kv_tokens:,} tokens of {engine.kv_bytes_per_token / 1024:,.1f} KiB = "
              f"{engine.kv_tokens // longest:,} sequences of {longest:,}; {at_once:,} at once"),
@@ -205,45 +189,13 @@ def _memory(config: GRPOConfig, shape: ModelShape, learner: tuple[Part, ...], en
     ]  # fmt: skip
 
 
-def _checkpoint(config: GRPOConfig, shape: ModelShape) -> str:
-    critic = _critic_shape(config, shape) if isinstance(config, PPOConfig) else None
-    size = checkpoint_bytes(config, shape, critic)
+def _checkpoint(config: GRPOConfig) -> str:
+    size, every = checkpoint_bytes(config), config.checkpoint_every
     if size is None:
         return "no estimate"
-    more = ", the critic's too" if critic else ""
-    more += ", a reference that moves" if config.reference_moves else ""
-    every = config.checkpoint_every
-    when = (
-        "none is saved"
-        if every is None
-        else f"one every {f'{every:,} steps' if every > 1 else 'step'}, {config.checkpoint.keep} are kept"
-    )
-    return f"{size / GIB:.1f} GiB (float32 weights and moments{more}); {when}"
-
-
-def _critic_shape(config: PPOConfig, shape: ModelShape) -> ModelShape | None:
-    return shape if config.critic.path is None else _shape_at(config.critic.path)
-
-
-def _more_models(config: GRPOConfig, shape: ModelShape) -> list[Beside]:
-    """Critic and reward model, from their own config.json where they start from another model."""
-    found = []
-    if isinstance(config, PPOConfig):
-        its = _critic_shape(config, shape)
-        found.append(Beside("critic", config.critics, critic_memory(its, config) if its else ()))
-    if config.reward_model_copies and config.reward_model is not None:
-        its = _shape_at(config.reward_model.path or "")
-        parts = reward_model_memory(its, config) if its else ()
-        found.append(Beside("reward model", config.reward_model_copies, parts))
-    return found
-
-
-def _shape_at(path: str) -> ModelShape | None:
-    model = local_model_config(path)
-    try:
-        return None if model is None else model_shape(model)
-    except ValueError:
-        return None
+    more = ", a reference that moves" if config.reference_moves else ""
+    when = f"one every {counted(every, 'step')}, {config.checkpoint.keep} are kept" if every else "none is saved"
+    return f"{size / GIB:.1f} GiB (float32 weights and moments of all that is trained{more}); {when}"
 
 
 def _unknown(name: str) -> list[str]:

@@ -36,8 +36,9 @@ def check_resources(config: GRPOConfig, available: Mapping[str, float], *, train
     gpus, have = count_gpus(roles), available.get(GPU, 0.0)
     if gpus > have:
         raise ValueError(
-            f"cluster.device=cuda: {named} (cluster.tensor_parallel={cluster.tensor_parallel}) ask for {gpus} GPUs, but "
-            f"there are {have:g}. Ask for fewer, or put the run on CPU with `--config configs/cpu.yaml` after your own."
+            f"cluster.device=cuda: {named} (cluster.tensor_parallel={cluster.tensor_parallel}) ask for {gpus} GPUs, "
+            f"but there are {have:g}. Ask for fewer, or put the run on CPU with `--config configs/cpu.yaml` after your "
+            "own."
         )
 
 

@@ -19,16 +19,13 @@ from rich.markup import escape
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.run import GRPOConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, load_prompts, show_prompt
-from rlhf.data.model_files import check_context, check_models, load_tokenizer, truncate_token_id
+from rlhf.data.model_checks import check_models
+from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.data.order import PromptStream
 from rlhf.data.read import check_sources
-from rlhf.log.measure import Clock, LearnerSpeed, rollout_metrics, waiting_seconds
+from rlhf.log.measure import Clock, LearnerSpeed, SignalWatch, rollout_metrics, waiting_seconds
 from rlhf.log.metrics import StepMetrics, mean_over_updates, to_values
 from rlhf.log.sinks import JsonlSink, Sink, TerminalSink, WandbSink, summary_table
-from rlhf.evaluation import evaluate
-from rlhf.metrics import JsonlSink, Sink, TerminalSink, WandbSink, summary_table, to_values
-from rlhf.model_files import check_context, check_models, check_windows, load_tokenizer, truncate_token_id
-from rlhf.reporting import Clock, LearnerSpeed, SignalWatch, rollout_metrics, waiting_seconds
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Account, RolloutBuffer, Staleness, Ticket
@@ -61,8 +58,6 @@ class TrainingRun(Generic[C]):
         self.clock = Clock(self.state.get("seconds", {}))
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
         self._check_resumed_state()
-        check_context(config)
-        check_windows(config)
         self.tokenizer = load_tokenizer(config.model)
         truncate_token_id(config.rollout, self.tokenizer)  # refuses what is not one token, before anything is started
         longest = config.data.max_prompt_tokens

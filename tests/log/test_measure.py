@@ -12,13 +12,10 @@ import numpy as np
 import pytest
 from worlds import make_config, make_groups
 
-from rlhf.log.measure import Clock, LearnerSpeed, peak_tflops, rollout_metrics, waiting_seconds
+from rlhf.log.measure import FLAT_STEPS, Clock, LearnerSpeed, SignalWatch, peak_tflops, rollout_metrics, waiting_seconds
 from rlhf.plan.model import model_shape
 from rlhf.run.sampler import BusyMeter
 from rlhf.step import batching
-from rlhf.types import RolloutGroup, VersionSpan
-from rlhf.reporting import FLAT_STEPS, Clock, LearnerSpeed, SignalWatch, peak_tflops, rollout_metrics, waiting_seconds
-from rlhf.sampler import BusyMeter
 from rlhf.types import RolloutGroup, ScoredRollout, VersionSpan
 
 SHAPE = {

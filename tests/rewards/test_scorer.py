@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from rlhf.config.reward import RewardConfig
-from rlhf.metrics import TerminalSink
+from rlhf.log.sinks import TerminalSink
 from rlhf.rewards.named import load_user_function
 from rlhf.rewards.scorer import Scorer
 from rlhf.types import Prompt

@@ -172,7 +172,7 @@ def test_a_persons_own_folder_with_a_config_is_not_taken_for_a_run(tmp_path: Pat
 
 def test_two_runs_that_start_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
     script = (
-        "import sys; from test_run_folder import CONFIG; from rlhf.run_folder import RunFolder\n"
+        "import sys; from test_run_folder import CONFIG; from rlhf.run.folder import RunFolder\n"
         f"folder = RunFolder({str(tmp_path)!r}, resume=False); folder.create(CONFIG); print('up', flush=True)\n"
         "sys.stdin.read()"
     )

@@ -1,0 +1,118 @@
+"""Whether the models of a run can be trained as it says, from their config.json: for start-up, --plan and doctor.
+
+A hub name whose config.json is not in the cache is checked when it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.config.reward_model import RewardTrainingConfig
+from rlhf.config.roles import CRITIC, ENGINE, REWARD_MODEL, Role
+from rlhf.config.run import GRPOConfig
+from rlhf.data.model_files import attention_window, local_model_config, looks_local
+
+
+def check_models(config: GRPOConfig, *, trains: bool = True) -> None:
+    """Refuse models that are not there, or cannot be trained on what the config allows.
+
+    Args:
+        trains: False where engines alone compute, as in an evaluation.
+
+    Raises:
+        ValueError: one line for each problem, with the key of the path.
+    """
+    for role in config.roles(trains=trains):
+        check_folder(role.model, key=role.model_key)
+    if problems := model_problems(config, trains=trains):
+        raise ValueError("\n".join(problems))
+
+
+def check_folder(path: str, *, key: str = "model.path") -> None:
+    """Refuse a local model path that holds no model.
+
+    Raises:
+        ValueError: no such folder, or no config.json in it.
+    """
+    if not looks_local(path):
+        return
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"{key}={path}: there is no such folder. Give a folder in Hugging Face format or a hub name.")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{key}={path}: no config.json in it. Give a folder in Hugging Face format.")
+
+
+def model_problems(config: GRPOConfig, *, trains: bool = True, policy: Mapping[str, Any] | None = None) -> list[str]:
+    """Every reason why the run will be refused.
+
+    Args:
+        policy: config.json of model.path, where it is not to be looked up.
+    """
+    policy = local_model_config(config.model.path) if policy is None else policy
+    problems = [_context_problem(config, policy or {})]
+    for role in config.roles(trains=trains):
+        model = policy if role.model == config.model.path else local_model_config(role.model)
+        if role.name != ENGINE:
+            problems.append(_window_problem(role.model_key, role.model, model, *_longest(role, config, model or {})))
+        if role.name == CRITIC:
+            problems.append(_vocabulary_problem(role, config, model or {}, policy or {}))
+    return list(dict.fromkeys(problem for problem in problems if problem))
+
+
+def check_pairs_window(config: RewardTrainingConfig) -> None:
+    """Refuse to train a reward model whose attention window is shorter than the longest conversation.
+
+    Raises:
+        ValueError: with the window and the key that bounds conversations.
+    """
+    path, longest = config.model.path, config.data.max_tokens
+    if problem := _window_problem("model.path", path, local_model_config(path), longest, f"data.max_tokens={longest}"):
+        raise ValueError(problem)
+
+
+def _asked(config: GRPOConfig) -> str:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    return f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
+
+
+def _longest(role: Role, config: GRPOConfig, model: Mapping[str, Any]) -> tuple[int, str]:
+    """Tokens of the longest sequence that a role may be given, and the keys that say so."""
+    if role.name == REWARD_MODEL and config.reward_model is not None:
+        longest = config.reward_model.max_tokens_per_batch
+        held = min(longest, model.get("max_position_embeddings", longest))  # longer ones are not scored
+        return held, f"reward_model.max_tokens_per_batch={longest}"
+    return config.max_sequence_tokens, _asked(config)
+
+
+def _context_problem(config: GRPOConfig, model: Mapping[str, Any]) -> str:
+    context = model.get("max_position_embeddings")
+    if context is None or config.max_sequence_tokens <= context:
+        return ""
+    return (
+        f"{_asked(config)}: {config.max_sequence_tokens} tokens exceed the context of model.path={config.model.path}, "
+        f"which is {context}. Shorten one of them."
+    )
+
+
+def _window_problem(key: str, path: str, model: Mapping[str, Any] | None, longest: int, asked: str) -> str:
+    window = attention_window(model or {})
+    if window is None or longest <= window:
+        return ""
+    return (
+        f"{key}={path}: some layers attend to the last {window} tokens alone (a sliding window), which the learner "
+        f"does not compute, and {asked} allows sequences of {longest}. Use a model without a window, such as Qwen2, "
+        f"Qwen3 or Llama, or allow at most {window} tokens."
+    )
+
+
+def _vocabulary_problem(role: Role, config: GRPOConfig, critic: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
+    ours, theirs = critic.get("vocab_size"), policy.get("vocab_size")
+    if ours is None or theirs is None or ours >= theirs:
+        return ""
+    return (
+        f"{role.model_key}={role.model}: its vocabulary of {ours} tokens is smaller than the {theirs} of "
+        f"model.path={config.model.path}, whose token ids it reads. Start it from a model with the same tokenizer."
+    )
