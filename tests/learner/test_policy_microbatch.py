@@ -54,18 +54,17 @@ def spread(values: np.ndarray, elsewhere: float) -> Tensor:
     return torch.from_numpy(row)
 
 
-def microbatch(algo: dict[str, Any]) -> tuple[float, StepMetrics, Tensor]:
-    """Loss, metrics and gradient under these choices; two minibatches, so that old log-probs are their own."""
-    config = make_config(Path("nowhere/model"), algo=algo, learner={"minibatches_per_epoch": 2})
+def microbatch(algo: dict[str, Any], *, old: bool = True) -> tuple[float, StepMetrics, Tensor]:
+    """Loss, metrics and gradient under these choices; without `old` the current policy is the old one."""
+    config = make_config(Path("nowhere/model"), algo=algo)
     rollout = spread(OLD - np.log(IMPORTANCE), math.nan).numpy()
     packed = PackedTokens(
-        token_ids=np.zeros(6, np.int32), position_ids=np.array([0, 1, 0, 1, 2, 3], np.int32), response_mask=MASK,
-        rollout_logprobs=rollout, cu_seqlens=np.array([0, 2, 6], np.int32), rows=np.array([0, 1], np.int32),
-    )  # fmt: skip
+        token_ids=np.zeros(6, np.int32), response_mask=MASK, rollout_logprobs=rollout, cu_seqlens=np.array([0, 2, 6])
+    )
     targets = PolicyTargets(
         advantages=spread(np.array([1.0, -1, -1, -1]), math.nan).numpy(),
-        old_logprobs=spread(np.full(4, OLD), math.nan).numpy(),
-        ref_logprobs=spread(NEW - D, math.nan).numpy(),
+        old_logprobs=spread(np.full(4, OLD), math.nan).numpy() if old else None,
+        ref_logprobs=spread(NEW - D, math.nan).numpy() if config.needs_reference else None,
     )
     model = Fixed()
     tokens = DeviceTokens.of(packed, torch.device("cpu"))
@@ -142,6 +141,14 @@ def test_entropy_ratio_clipping_and_the_distance_to_the_engine_are_logged_whatev
     square = IMPORTANCE.sum() ** 2 / (4 * (IMPORTANCE**2).sum())
     assert values["policy/effective_sample_fraction"] == pytest.approx(square, rel=1e-5)
     assert "policy/kl_k1" not in values  # no reference is loaded
+
+
+def test_without_old_logprobs_every_ratio_is_1_and_the_gradient_that_of_the_policy_gradient() -> None:
+    loss, metrics, gradient = microbatch({}, old=False)
+    assert loss == pytest.approx((-1 + 1 + 1 + 1) / 4)
+    assert gradient[torch.from_numpy(MASK)].tolist() == pytest.approx([-0.25, 0.25, 0.25, 0.25])
+    assert metrics["policy/ratio_max"].value() == 1.0
+    assert metrics["policy/kl_old"].value() == 0.0
 
 
 def test_with_a_reference_all_four_estimators_are_logged() -> None:
