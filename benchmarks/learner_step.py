@@ -75,7 +75,9 @@ def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
 
     model.set_attn_implementation(PACKED)
     policy = PolicyModel(model, temperature=1.0)
-    config = run_config("nowhere", learner={"max_tokens_per_microbatch": case["budget"]})
+    # The peers have no correction, and these rollouts no log-probs of an engine.
+    algo = {"importance_correction": "none"}
+    config = run_config("nowhere", algo=algo, learner={"max_tokens_per_microbatch": case["budget"]})
     objective = PolicyObjective.of(config)
     prompt = Prompt("p", 0, np.zeros(1, np.int32), (), "", "p")
     samples = tuple(ScoredRollout(rollout, "", "", 0.0, {}, "ok") for rollout in rollouts)

@@ -59,7 +59,7 @@ class Rollout:
 
     @property
     def response_length(self) -> int:
-        return int(self.response_mask.sum())
+        return int(np.count_nonzero(self.response_mask))
 
     @property
     def prompt_length(self) -> int:
@@ -151,12 +151,16 @@ class StepBatch:
     Attributes:
         tokens: columns [N] of all rollouts; its sequences are the rows.
         groups: [B] int64, the group of each row; the rows of a group stand together.
+        prompt_lengths: [B] int64, tokens before the first sampled one; all of them where nothing was sampled.
+        response_lengths: [B] int64, sampled tokens.
         rewards: [B] float64; NaN for unscorable responses.
         trained: [B] bool, True for responses that enter the loss and its denominators.
     """
 
     tokens: PackedTokens
     groups: np.ndarray
+    prompt_lengths: np.ndarray
+    response_lengths: np.ndarray
     rewards: np.ndarray
     trained: np.ndarray
 

@@ -95,6 +95,7 @@ def study_config(model: Path | str, data: Path | str, *, response_tokens: int) -
         f"model.path={model}", f"data.train={data}", "data.eval=null", "learner.minibatches_per_epoch=1",
         f"rollout.max_response_tokens={response_tokens}", "algo.advantage=reinforce_pp", f"algo.clip_low={CLIP}",
         f"algo.clip_high={CLIP}", f"learner.epochs_per_step={UPDATES}", "learner.max_tokens_per_microbatch=4096",
+        "algo.importance_correction=none",  # the learner's own model samples
     ]  # fmt: skip
     return load_config(GRPOConfig, ["configs/quickstart.yaml"], overrides)
 

@@ -73,6 +73,7 @@ def command(name: str, *, data: Path, folder: Path, steps: int, seed: int) -> li
         f"run.dir={folder}", f"run.steps={steps}", f"run.seed={seed}", "run.export=false",
         f"model.path={data}/model", f"data.train={data}/train.jsonl", "data.eval=null", "evaluation.every=null",
         "checkpoint.every=null", "logging.wandb.mode=disabled", "logging.rollouts=false", "algo.log_kl=true",
+        "algo.importance_correction=none",  # of these papers none corrects
         *ALGORITHMS[name][1],
     ]  # fmt: skip
 

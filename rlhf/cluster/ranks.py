@@ -35,14 +35,19 @@ class RankGroup(ActorGroup):
         0 at rows that are not computed; None where the ranks return None.
         """
         by_rank = await self.call(method)
-        found: list[np.ndarray | None] = []
-        for parts in zip(*by_rank, strict=True):
-            column = None if parts[0] is None else np.zeros(len(self._tokens.token_ids), np.float32)
-            if column is not None:
-                for rank, part in enumerate(parts):
-                    column[self._tokens.token_indices(rows_of_rank(self._epochs[:1], rank))] = part
-            found.append(column)
-        return found
+        return [None if parts[0] is None else self._column(parts) for parts in zip(*by_rank, strict=True)]
+
+    def _column(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """[N] float32 of the step from what each rank computed, its rows one after another."""
+        column, bounds = np.zeros(len(self._tokens.token_ids), np.float32), self._tokens.cu_seqlens.tolist()
+        for rank, part in enumerate(parts):
+            filled = 0
+            for row in rows_of_rank(self._epochs[:1], rank).tolist():
+                start, end = bounds[row], bounds[row + 1]
+                column[start:end] = part[filled : filled + end - start]
+                filled += end - start
+            assert filled == len(part)
+        return column
 
     async def update(self, targets: PolicyTargets | ValueTargets) -> list[StepMetrics]:
         """Every optimizer step of the step; the metrics of each, over all ranks."""

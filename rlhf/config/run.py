@@ -111,12 +111,6 @@ class GRPOConfig(Section):
         return self.algo.kl_coef > 0 or self.algo.log_kl
 
     @property
-    def importance_correction(self) -> str:
-        if self.algo.importance_correction == "auto":
-            return "none" if self.rollout.max_policy_lag == 0 else "truncated"
-        return self.algo.importance_correction
-
-    @property
     def kl_in_reward(self) -> bool:
         """Whether a KL penalty is part of the reward, so that advantages wait for the log-probs."""
         return self.algo.kl_place == "reward" and self.algo.kl_coef > 0
@@ -124,7 +118,7 @@ class GRPOConfig(Section):
     @property
     def needs_old_logprobs_pass(self) -> bool:
         """Whether the policy before the first update differs from the one of some loss, or the driver reads it."""
-        return self.updates_per_step > 1 or self.importance_correction != "none" or self.kl_in_reward
+        return self.updates_per_step > 1 or self.kl_in_reward
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -218,7 +212,7 @@ def _sampling_problems(config: GRPOConfig) -> list[str]:
             f"rollout.top_p={rollout.top_p}: the engine would renormalize over a kept set that the learner does not "
             "know, and every ratio would be wrong. Leave it at 1.0."
         )
-    if rollout.max_policy_lag > 0 and config.importance_correction == "none":
+    if rollout.max_policy_lag > 0 and algo.importance_correction == "none":
         problems.append(
             f"algo.importance_correction=none with rollout.max_policy_lag={rollout.max_policy_lag}: lagging rollouts "
             "need a correction. Use truncated or masked, or a lag of 0."

@@ -102,8 +102,10 @@ class AlgoConfig(Section):
     )
     log_kl: bool = Field(False, description="load the reference and log the KL even when kl_coef is 0")
     entropy_coef: float = Field(0.0, description="bonus on the entropy of the policy, nats")
-    importance_correction: Literal["auto", "none", "truncated", "masked"] = Field(
-        "auto", description="weight of learner over engine log-probs; auto is none at lag 0, else truncated"
+    importance_correction: Literal["none", "truncated", "masked"] = Field(
+        "truncated",
+        description="weight of learner over engine log-probs: cut at importance_cap, or masked beyond it; none is for "
+        "lag 0 alone",
     )
     importance_level: Literal["token", "sequence"] = Field("token", description="one weight a token or a response")
     importance_cap: float = Field(2.0, ge=1.0, description="upper bound of the importance weight")

@@ -15,7 +15,7 @@ from rlhf.learner.model import DeviceTokens
 from rlhf.log.metrics import EffectiveSampleFraction, Max, Mean, StepMetrics, Sum
 from rlhf.types import Denominators, PolicyTargets
 
-HEALTH_KL = "k3"  # the one estimator that the summary metrics use, whichever is optimized
+HEALTH_KL = "k3"  # of every summary metric, whichever is optimized; its first argument is the policy that sampled
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PolicyObjective:
             kl_estimator=algo.kl_estimator,
             kl_ratio_weighted=algo.kl_ratio_weighted,
             entropy_coef=algo.entropy_coef,
-            importance_mode=config.importance_correction,
+            importance_mode=algo.importance_correction,
             importance_level=algo.importance_level,
             importance_cap=algo.importance_cap,
         )
@@ -119,7 +119,7 @@ def policy_microbatch(
                 ratio_weighted=objective.kl_ratio_weighted,
             )
             per_token = per_token + objective.kl_coef * penalty
-        metrics |= _kl_metrics(logprobs, ref_logprobs, old_logprobs, mask)
+        metrics |= _kl_metrics(old_logprobs, ref_logprobs, mask)
     if objective.entropy_coef:
         per_token = per_token - objective.entropy_coef * entropy
 
@@ -140,17 +140,21 @@ def policy_microbatch(
         "policy/clip_fraction": masked_mean(terms.clipped.float(), mask),
         "policy/ratio": masked_mean(terms.ratio.detach(), mask),
         "policy/ratio_max": Max(_masked_max(terms.ratio.detach(), mask)),
-        "policy/kl_old": masked_mean(kl.kl_per_token(logprobs.detach(), old_logprobs, estimator=HEALTH_KL), mask),
+        "policy/kl_old": masked_mean(kl.kl_per_token(old_logprobs, logprobs.detach(), estimator=HEALTH_KL), mask),
         "policy/engine_logprob_difference": masked_mean((old_logprobs - rollout_logprobs).abs(), mask),
         "policy/engine_kl": masked_mean(kl.kl_per_token(rollout_logprobs, old_logprobs, estimator=HEALTH_KL), mask),
     }
     return loss, metrics
 
 
-def _kl_metrics(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> StepMetrics:
+def _kl_metrics(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> StepMetrics:
+    """All estimators of KL(pi_old || pi_ref): on-policy at a lag of 0, since the old policy sampled the tokens.
+
+    Every epoch of a step repeats the same sums over the same rollouts, so the mean over the step is that of one epoch.
+    """
     found: StepMetrics = {}
     for estimator in kl.KL_ESTIMATORS:
-        values = kl.kl_per_token(logprobs.detach(), ref_logprobs, estimator=estimator, old_logprobs=old_logprobs)
+        values = kl.kl_per_token(old_logprobs, ref_logprobs, estimator=estimator, old_logprobs=old_logprobs)
         found[f"policy/kl_{estimator}"] = masked_mean(values, mask)
     return found
 

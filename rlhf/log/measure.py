@@ -14,7 +14,6 @@ from rlhf.config.run import GRPOConfig
 from rlhf.data.model_files import local_model_config
 from rlhf.log.metrics import Histogram, Max, Mean, StepMetrics
 from rlhf.plan.model import SUPPORTED, ModelShape, model_shape
-from rlhf.step.batch import response_counts
 from rlhf.types import Minibatch, RolloutGroup, ScoredRollout, StepBatch
 
 
@@ -143,7 +142,7 @@ class LearnerSpeed:
             "learner/shared_fraction": 1 - computed / max(tokens, 1),
         }
         if self._shape is not None and self._peak_tflops is not None:
-            responses = int(response_counts(batch)[rows].sum())
+            responses = int(batch.response_lengths[rows].sum())
             flops = self._shape.training_flops(lengths.tolist(), responses, shared.tolist())
             values["learner/mfu"] = flops / (update_s * self._peak_tflops * 1e12 * self._learners)
         return values

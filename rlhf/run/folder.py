@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf.config.base import Section
 from rlhf.config.load import resolved_yaml
-from rlhf.types import RolloutGroup
+from rlhf.types import RolloutGroup, ScoredRollout
 
 STATE_FILE = "driver.json"
 PARTIAL = ".partial"
@@ -90,35 +90,36 @@ class RunFolder:
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> None:
         """One file a step, one line a rollout trained on, in the order of the advantages."""
-        rows = []
         remaining = iter(advantages)
-        for group in groups:
-            for sample in group.samples:
-                rollout = sample.rollout
-                rows.append(
-                    {
-                        "step": step,
-                        "prompt_id": rollout.prompt_id,
-                        "epoch": rollout.epoch,
-                        "sample": rollout.sample,
-                        "prompt": group.prompt.messages[-1]["content"] if group.prompt.messages else "",
-                        "answer": group.prompt.answer,
-                        "text": sample.text,
-                        "extracted": sample.extracted,
-                        "reward": sample.reward,
-                        "reward_parts": sample.reward_parts,
-                        "status": sample.status,
-                        "advantage": next(remaining),
-                        "finish_reason": rollout.finish_reason,
-                        "response_tokens": rollout.response_length,
-                        "versions": [list(span) for span in rollout.version_spans],
-                    }
-                )
-        lines = "".join(_one_line(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows)
-        (self.rollouts / f"step-{step:06d}.jsonl").write_text(lines)
+        with (self.rollouts / f"step-{step:06d}.jsonl").open("w") as file:
+            for group in groups:
+                for sample in group.samples:
+                    row = _rollout_row(step, group, sample, next(remaining))
+                    file.write(_one_line(json.dumps(row, ensure_ascii=False)) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def _rollout_row(step: int, group: RolloutGroup, sample: ScoredRollout, advantage: float) -> dict[str, Any]:
+    rollout = sample.rollout
+    return {
+        "step": step,
+        "prompt_id": rollout.prompt_id,
+        "epoch": rollout.epoch,
+        "sample": rollout.sample,
+        "prompt": group.prompt.messages[-1]["content"] if group.prompt.messages else "",
+        "answer": group.prompt.answer,
+        "text": sample.text,
+        "extracted": sample.extracted,
+        "reward": sample.reward,
+        "reward_parts": sample.reward_parts,
+        "status": sample.status,
+        "advantage": advantage,
+        "finish_reason": rollout.finish_reason,
+        "response_tokens": rollout.response_length,
+        "versions": [list(span) for span in rollout.version_spans],
+    }
 
 
 def _one_line(text: str) -> str:

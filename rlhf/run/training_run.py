@@ -276,8 +276,8 @@ class TrainingRun(Generic[C]):
         if "learner/updates_taken" in learned:  # the policy waits while a critic warms up
             self.updates_taken = int(learned["learner/updates_taken"].value())
             self.updates_skipped = int(learned["learner/updates_skipped"].value())
-        response_tokens = int(batch.tokens.response_mask.sum())
-        self.tokens["prompt"] += len(batch.tokens.response_mask) - response_tokens
+        response_tokens = int(batch.response_lengths.sum())
+        self.tokens["prompt"] += len(batch.tokens.token_ids) - response_tokens
         self.tokens["response"] += response_tokens
         metrics = rollout_metrics(groups, advantages, step=step - 1) | learned
         values = to_values(metrics) | measured | self.buffer.account.metrics()

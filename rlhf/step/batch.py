@@ -28,6 +28,8 @@ def make_batch(groups: Sequence[RolloutGroup], *, mask_truncated: bool) -> StepB
             [rollout.rollout_logprobs for rollout in rollouts],
         ),
         groups=np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups]),
+        prompt_lengths=np.array([rollout.prompt_length for rollout in rollouts], np.int64),
+        response_lengths=np.array([rollout.response_length for rollout in rollouts], np.int64),
         rewards=np.array([np.nan if sample.reward is None else sample.reward for sample in samples], np.float64),
         trained=scorable & stopped if mask_truncated else scorable,
     )
@@ -43,12 +45,6 @@ def penalize_non_stop(sample: ScoredRollout, reward: float | None, penalty: floa
     if sample.rollout.finish_reason == "stop" or sample.reward is None:
         return sample
     return dataclasses.replace(sample, reward=(sample.reward if reward is None else reward) - penalty)
-
-
-def response_counts(batch: StepBatch) -> np.ndarray:
-    """[B] int64, response tokens of each row."""
-    before = np.concatenate([[0], np.cumsum(batch.tokens.response_mask)])
-    return np.diff(before[batch.tokens.cu_seqlens])
 
 
 def sum_over_responses(batch: StepBatch, column: np.ndarray, rows: np.ndarray) -> np.ndarray:

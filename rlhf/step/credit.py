@@ -20,7 +20,7 @@ from torch import Tensor
 from rlhf.algo import advantages as adv
 from rlhf.algo.kl import AdaptiveKLController, FixedKLController, kl_per_token
 from rlhf.config.ppo import PPOAlgoConfig
-from rlhf.step.batch import response_counts, sum_over_responses
+from rlhf.step.batch import sum_over_responses
 from rlhf.types import StepBatch
 
 KLController = FixedKLController | AdaptiveKLController
@@ -54,7 +54,7 @@ def response_kl(batch: StepBatch, old_logprobs: np.ndarray, ref_logprobs: np.nda
 def mean_over_responses(batch: StepBatch, column: np.ndarray) -> np.ndarray:
     """[B] mean of a token column [N] over each response; 0 where nothing was sampled."""
     sums = sum_over_responses(batch, column, np.arange(len(batch.trained)))
-    return sums / np.maximum(response_counts(batch), 1)
+    return sums / np.maximum(batch.response_lengths, 1)
 
 
 def assign_credit(

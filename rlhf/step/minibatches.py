@@ -9,7 +9,6 @@ import numpy as np
 
 from rlhf.algo.packing import bundle_samples, bundle_sizes, draw_minibatches, pack_microbatches
 from rlhf.config.run import GRPOConfig
-from rlhf.step.batch import response_counts
 from rlhf.types import Denominators, Minibatch, StepBatch
 
 
@@ -48,7 +47,6 @@ def plan_epochs(
     """
     computed = batch.trained if computed is None else computed
     minibatches = minibatches or config.learner.minibatches_per_epoch
-    responses = response_counts(batch)
     planned = []
     for epoch in range(epochs or config.learner.epochs_per_step):
         drawn = draw_minibatches(
@@ -57,8 +55,8 @@ def plan_epochs(
         planned.append(
             [
                 Minibatch(
-                    microbatches=_microbatches(batch, rows[computed[rows]], responses, config),
-                    denominators=_denominators(responses[rows[batch.trained[rows]]]),
+                    microbatches=_microbatches(batch, rows[computed[rows]], config),
+                    denominators=_denominators(batch.response_lengths[rows[batch.trained[rows]]]),
                 )
                 for rows in drawn
             ]
@@ -70,12 +68,11 @@ def _denominators(responses: np.ndarray) -> Denominators:
     return Denominators(tokens=int(responses.sum()), sequences=int((responses > 0).sum()))
 
 
-def _microbatches(
-    batch: StepBatch, rows: np.ndarray, responses: np.ndarray, config: GRPOConfig
-) -> tuple[tuple[np.ndarray, ...], ...]:
+def _microbatches(batch: StepBatch, rows: np.ndarray, config: GRPOConfig) -> tuple[tuple[np.ndarray, ...], ...]:
     """[rank][microbatch] -> rows, ordered by their tokens: what sequences begin with alike is then computed once."""
     tokens, budget, ranks = batch.tokens, config.learner.max_tokens_per_microbatch, config.cluster.learners
-    lengths, prompt_lengths = tokens.lengths[rows], _prompt_lengths(batch, rows, responses)
+    lengths = tokens.lengths[rows]
+    prompt_lengths = np.minimum(batch.prompt_lengths[rows], lengths - 1)
     ids = [tokens.token_ids[tokens.cu_seqlens[row] : tokens.cu_seqlens[row + 1]].tobytes() for row in rows]
     prompt_bytes = (prompt_lengths * tokens.token_ids.itemsize).tolist()
     prompts = [sequence[:size] for sequence, size in zip(ids, prompt_bytes, strict=True)]
@@ -88,12 +85,3 @@ def _microbatches(
         return rows[np.array(chosen, np.int64)]
 
     return tuple(tuple(in_order(members) for members in rank) for rank in plan)
-
-
-def _prompt_lengths(batch: StepBatch, rows: np.ndarray, responses: np.ndarray) -> np.ndarray:
-    """[len(rows)] tokens before the first sampled one, at most all but one: its state is the first one trained."""
-    tokens = batch.tokens
-    sampled = np.append(np.flatnonzero(tokens.response_mask), 0)
-    before = np.concatenate([[0], np.cumsum(responses)])[rows]  # sampled tokens of the rows before
-    first = np.where(responses[rows] > 0, sampled[before] - tokens.cu_seqlens[rows], tokens.lengths[rows])
-    return np.minimum(first, tokens.lengths[rows] - 1)

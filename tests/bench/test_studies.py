@@ -178,6 +178,7 @@ def test_the_command_of_an_algorithm_is_a_run_of_the_quickstart_with_its_choices
     overrides = line[line.index(algorithms.CONFIG) + 1 :]
     config = load_config(GRPOConfig, [ROOT / algorithms.CONFIG], overrides)  # type: ignore[list-item]
     assert (config.run.steps, config.run.seed, config.algo.log_kl, config.model.path) == (30, 3, True, "data/model")
+    assert config.algo.importance_correction == "none"  # of all these papers
     kind = {"dapo": "grpo", "gspo": "grpo", "cispo": "grpo"}.get(name, name)
     assert config.algo.advantage == kind
     assert config.algo.policy_loss == (name if name in ("gspo", "cispo") else "ppo")

@@ -352,11 +352,24 @@ def test_a_warm_up_fraction_is_of_all_optimizer_steps_and_rounds_up(base: str) -
     assert config.warmup_updates == 2  # 0.03 x 40 = 1.2
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_rollouts_are_corrected_by_token_up_to_a_cap_unless_something_else_is_named(base: str, lag: int) -> None:
+    algo = load_config(GRPOConfig, [base], [f"rollout.max_policy_lag={lag}"]).algo
+    assert (algo.importance_correction, algo.importance_level) == ("truncated", "token")
+
+
 @pytest.mark.parametrize(
-    ("lag", "correction", "used"), [(0, "auto", "none"), (1, "auto", "truncated"), (2, "masked", "masked")]
+    ("overrides", "needed"),
+    [
+        ([], False),
+        (["rollout.max_policy_lag=1"], False),
+        (["algo.kl_coef=0.1"], False),
+        (["learner.minibatches_per_epoch=2", "algo.importance_correction=none"], True),
+        (["learner.epochs_per_step=2", "algo.importance_correction=none"], True),
+        (["algo.kl_coef=0.1", "algo.kl_estimator=k1", "algo.kl_place=reward"], True),
+    ],
 )
-def test_the_correction_follows_the_lag_unless_it_is_named(base: str, lag: int, correction: str, used: str) -> None:
-    config = load_config(
-        GRPOConfig, [base], [f"rollout.max_policy_lag={lag}", f"algo.importance_correction={correction}"]
-    )
-    assert config.importance_correction == used
+def test_old_log_probs_are_computed_where_they_differ_from_the_current_ones_or_the_reward_holds_a_kl(
+    base: str, overrides: list[str], needed: bool
+) -> None:
+    assert load_config(GRPOConfig, [base], overrides).needs_old_logprobs_pass == needed

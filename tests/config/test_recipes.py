@@ -135,6 +135,11 @@ def test_a_recipe_has_the_values_of_its_paper_and_names_it(
     assert not config.warnings
 
 
+@pytest.mark.parametrize("files", [*RECIPES, ("tulu3_8b_math.yaml",)], ids=[*IDS, "tulu3_8b_math.yaml"])
+def test_a_recipe_corrects_as_its_paper_does_which_is_not_at_all(files: tuple[str, ...]) -> None:
+    assert load(files).algo.importance_correction == "none"
+
+
 @pytest.mark.parametrize("files", RECIPES, ids=IDS)
 def test_a_recipe_is_planned_in_under_a_second(files: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [part for file in files for part in ("--config", str(ROOT / "configs" / file))]

@@ -84,11 +84,12 @@ def plain_gradients(model: Path, dtype: torch.dtype = torch.float32) -> dict[str
         logprobs = log_softmax.gather(-1, ids[1:, None])[:, 0][mask]
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)[mask]
         old_row, ref_row = (torch.from_numpy(x[row])[1:][mask] for x in (old, ref))
+        weight = (old_row - torch.from_numpy(rollout.rollout_logprobs)[1:][mask]).exp().clamp(max=2.0)
         ratio = (logprobs - old_row).exp()
         advantage = float(np.float32(advantages[row]))
         surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         d = logprobs - ref_row
-        per_token = -surrogate + 0.1 * ((-d).exp() - 1 + d) - 0.01 * entropy
+        per_token = -weight * surrogate + 0.1 * ((-d).exp() - 1 + d) - 0.01 * entropy
         total = total + per_token.mean() / len(rows)
     total.backward()
     return {name: p.grad.float().numpy() for name, p in net.named_parameters()}

@@ -9,6 +9,7 @@ With PPO's clip of 0.2 the losses of the tokens are -1.2, and 0.8, 2, 1.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import make_config
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from worlds import make_config, make_groups, plan_first_epoch
 
 from rlhf.algo.logprobs import TokenLogprobs
-from rlhf.learner.model import DeviceTokens
+from rlhf.config.run import GRPOConfig
+from rlhf.learner.attention import PACKED
+from rlhf.learner.model import DeviceTokens, PolicyModel
 from rlhf.learner.update import PolicyObjective, policy_microbatch
-from rlhf.log.metrics import StepMetrics
+from rlhf.log.metrics import StepMetrics, merge_metrics
+from rlhf.step.batch import at_every_token
 from rlhf.types import Denominators, PackedTokens, PolicyTargets
 
 RATIO = np.array([1.5, 0.6, 2.0, 1.0])
@@ -35,17 +40,19 @@ NEW = OLD + np.log(RATIO)
 K2, K3 = D**2 / 2, np.exp(-D) - 1 + D
 MASK = np.array([False, True, False, True, True, True])
 LONGEST = 64  # rollout.max_response_tokens
+NOWHERE = Path("nowhere/model")
 
 
 class Fixed(nn.Module):
     """A policy that says what it is told; masked positions hold NaN."""
 
-    def __init__(self) -> None:
+    def __init__(self, logprobs: Tensor, entropy: Tensor) -> None:
         super().__init__()
-        self.logprobs = nn.Parameter(spread(NEW, math.nan))
+        self.logprobs = nn.Parameter(logprobs)
+        self.entropy = entropy
 
     def forward(self, tokens: DeviceTokens, *, with_entropy: bool) -> TokenLogprobs:
-        return TokenLogprobs(torch.where(tokens.response_mask, self.logprobs, 0.0), spread(ENTROPY, 0.0))
+        return TokenLogprobs(torch.where(tokens.response_mask, self.logprobs, 0.0), self.entropy)
 
 
 def spread(values: np.ndarray, elsewhere: float) -> Tensor:
@@ -56,7 +63,7 @@ def spread(values: np.ndarray, elsewhere: float) -> Tensor:
 
 def microbatch(algo: dict[str, Any], *, old: bool = True) -> tuple[float, StepMetrics, Tensor]:
     """Loss, metrics and gradient under these choices; without `old` the current policy is the old one."""
-    config = make_config(Path("nowhere/model"), algo=algo)
+    config = make_config(NOWHERE, algo={"importance_correction": "none", **algo})
     rollout = spread(OLD - np.log(IMPORTANCE), math.nan).numpy()
     packed = PackedTokens(
         token_ids=np.zeros(6, np.int32), response_mask=MASK, rollout_logprobs=rollout, cu_seqlens=np.array([0, 2, 6])
@@ -66,7 +73,7 @@ def microbatch(algo: dict[str, Any], *, old: bool = True) -> tuple[float, StepMe
         old_logprobs=spread(np.full(4, OLD), math.nan).numpy() if old else None,
         ref_logprobs=spread(NEW - D, math.nan).numpy() if config.needs_reference else None,
     )
-    model = Fixed()
+    model = Fixed(spread(NEW, math.nan), spread(ENTROPY, 0.0))
     tokens = DeviceTokens.of(packed, torch.device("cpu"))
     denominators = Denominators(tokens=4, sequences=2)
     loss, metrics = policy_microbatch(model, tokens, targets, denominators, PolicyObjective.of(config))
@@ -77,7 +84,7 @@ def microbatch(algo: dict[str, Any], *, old: bool = True) -> tuple[float, StepMe
 
 GEOMETRIC_MEAN = (0.6 * 2.0 * 1.0) ** (1 / 3)
 CHOICES: dict[str, tuple[dict[str, Any], float]] = {
-    "the default": ({}, LOSSES.mean()),
+    "no correction": ({}, LOSSES.mean()),
     "clip_high": ({"clip_high": 0.5}, (-1.5 + 0.8 + 2 + 1) / 4),
     "clip_low": ({"clip_low": 0.5}, (-1.2 + 0.6 + 2 + 1) / 4),
     "dual_clip": ({"dual_clip": 1.5}, (-1.2 + 0.8 + 1.5 + 1) / 4),
@@ -151,14 +158,120 @@ def test_without_old_logprobs_every_ratio_is_1_and_the_gradient_that_of_the_poli
     assert metrics["policy/kl_old"].value() == 0.0
 
 
-def test_with_a_reference_all_four_estimators_are_logged() -> None:
-    _, metrics, _ = microbatch({"log_kl": True})
-    expected = {"k1": D, "k2": K2, "k3": K3, "k4": RATIO * D}
-    for name, values in expected.items():
-        assert metrics[f"policy/kl_{name}"].value() == pytest.approx(values.mean(), abs=1e-6)
-
-
 def test_the_corrections_report_their_weights_and_what_was_outside() -> None:
     _, metrics, _ = microbatch({"importance_correction": "masked"})
     assert metrics["policy/importance_weight"].value() == pytest.approx((1.5 + 1) / 4)
     assert metrics["policy/importance_outside_fraction"].value() == pytest.approx(2 / 4)
+
+
+# --- KL metrics are expectations: each of four tokens stands in the row as often as the old policy samples it ---
+
+OLD_POLICY = np.log(np.array([4, 2, 1, 1]) / 8)
+SAMPLED = np.array([0, 0, 0, 0, 1, 1, 2, 3])
+
+
+def shifted(by: float) -> np.ndarray:
+    """[4] log-probs of the old policy after its logits of the first and the last token moved apart."""
+    logits = OLD_POLICY + by * np.array([-0.5, 0.0, 0.0, 0.5])
+    return logits - np.log(np.exp(logits).sum())
+
+
+def exact_kl(log_p: np.ndarray, log_q: np.ndarray) -> float:
+    return float((np.exp(log_p) * (log_p - log_q)).sum())
+
+
+def logged_of_a_step(policies: list[np.ndarray], ref: np.ndarray) -> dict[str, float]:
+    """Metrics of one training step, with an update at each of these policies on the old policy's samples."""
+    config = make_config(NOWHERE, algo={"log_kl": True}, learner={"epochs_per_step": len(policies)})
+    old, ref = (x[SAMPLED].astype(np.float32) for x in (OLD_POLICY, ref))
+    packed = PackedTokens(
+        token_ids=SAMPLED.astype(np.int32), response_mask=np.ones(8, bool), rollout_logprobs=old,
+        cu_seqlens=np.array([0, 8]),
+    )  # fmt: skip
+    # With one update per step the old log-probs are not computed before it.
+    targets = PolicyTargets(np.ones(8, np.float32), old if config.needs_old_logprobs_pass else None, ref)
+    updates = []
+    for policy in policies:
+        model = Fixed(torch.from_numpy(policy[SAMPLED].astype(np.float32)), torch.zeros(8))
+        tokens = DeviceTokens.of(packed, torch.device("cpu"))
+        updates.append(
+            policy_microbatch(model, tokens, targets, Denominators(tokens=8, sequences=1), PolicyObjective.of(config))
+        )
+    return {name: metric.value() for name, metric in merge_metrics([metrics for _, metrics in updates]).items()}
+
+
+@pytest.mark.parametrize("shift", [2.0, -2.0, 0.1])
+def test_kl_old_is_the_kl_of_the_old_policy_to_the_new_one(shift: float) -> None:
+    new = shifted(shift)
+    logged = logged_of_a_step([OLD_POLICY, new], OLD_POLICY)
+    assert logged["policy/kl_old"] == pytest.approx((0 + exact_kl(OLD_POLICY, new)) / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("policies", [[OLD_POLICY], [OLD_POLICY, shifted(2.0), shifted(-2.0), shifted(3.0)]])
+@pytest.mark.parametrize("ref", [OLD_POLICY, shifted(1.0)], ids=["at the reference", "away from it"])
+def test_kl_k1_to_k4_are_of_the_old_policy_to_the_reference_however_far_the_updates_go(
+    policies: list[np.ndarray], ref: np.ndarray
+) -> None:
+    logged = logged_of_a_step(policies, ref)
+    kl = exact_kl(OLD_POLICY, ref)
+    for name in ("policy/kl_k1", "policy/kl_k3", "policy/kl_k4"):
+        assert logged[name] == pytest.approx(kl, rel=1e-5, abs=0.0), name
+    k2 = float((np.exp(OLD_POLICY) * (OLD_POLICY - ref) ** 2 / 2).sum())
+    assert logged["policy/kl_k2"] == pytest.approx(k2, rel=1e-5, abs=0.0)
+    assert logged["policy/kl_k4"] == logged["policy/kl_k1"]
+
+
+# --- the pass for old log-probs ---
+
+
+def microbatches(config: GRPOConfig, *, old_is_given: bool) -> list[tuple[Tensor, list[Tensor], dict[str, float]]]:
+    """Loss, gradients and metrics of a small transformer by microbatch, with or without a pass before the update."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    transformer = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    transformer.set_attn_implementation(PACKED)
+    model = PolicyModel(transformer, temperature=1.0)
+    objective = PolicyObjective.of(config)
+    batch, (minibatch,), advantages = plan_first_epoch(
+        config, make_groups(groups=4, samples=4, vocabulary=61, longest=30, seed=2)
+    )
+    targets = PolicyTargets(at_every_token(batch, advantages), None, None)
+    results = []
+    for rows in minibatch.microbatches[0]:
+        packed, own = batch.tokens.take(rows), targets.take(batch.tokens.token_indices(rows))
+        near = packed.rollout_logprobs * 0.01 - np.float32(np.log(61))  # to the nearly uniform policy: ratios around 1
+        tokens = DeviceTokens.of(dataclasses.replace(packed, rollout_logprobs=near), torch.device("cpu"))
+        if old_is_given:
+            with torch.no_grad():
+                own = dataclasses.replace(own, old_logprobs=model(tokens).logprobs.numpy())
+        model.zero_grad(set_to_none=True)
+        loss, metrics = policy_microbatch(model, tokens, own, minibatch.denominators, objective)
+        loss.backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        results.append((loss.detach(), gradients, {name: metric.value() for name, metric in metrics.items()}))
+    return results
+
+
+@pytest.mark.parametrize("correction", ["truncated", "masked"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_with_one_update_a_step_the_correction_needs_no_pass_and_differs_by_no_bit(
+    correction: str, level: str, lag: int
+) -> None:
+    config = make_config(
+        NOWHERE,
+        rollout={"max_policy_lag": lag},
+        algo={"importance_correction": correction, "importance_level": level},
+        learner={"max_tokens_per_microbatch": 128},
+    )
+    assert not config.needs_old_logprobs_pass
+    with_pass, without = (microbatches(config, old_is_given=given) for given in (True, False))
+    assert len(without) > 1
+    for (loss, gradients, metrics), (other_loss, other_gradients, other_metrics) in zip(
+        with_pass, without, strict=True
+    ):
+        assert metrics == other_metrics
+        assert metrics["policy/importance_weight"] != 1.0
+        assert torch.equal(loss, other_loss)
+        assert any(bool(g.abs().max() > 0) for g in gradients)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True))

@@ -87,7 +87,9 @@ def test_on_the_first_update_every_ratio_is_1_and_every_kl_0_exactly_at_hidden_s
             assert first[name] == 0.0, name
         assert first["policy/clip_fraction"] == 0.0
         assert second["policy/ratio_max"] != 1.0  # the first update moved the policy
-        assert second["policy/kl_k3"] > 0.0
+        assert second["policy/kl_old"] > 0.0
+        for name in ("policy/kl_k1", "policy/kl_k2", "policy/kl_k3", "policy/kl_k4"):
+            assert second[name] == 0.0, name  # the rollouts are still the old policy's, and that is the reference
 
 
 # --- Adam ---

@@ -12,7 +12,6 @@ from rlhf.step.batch import (
     at_every_token,
     make_batch,
     penalize_non_stop,
-    response_counts,
     sum_over_responses,
 )
 from rlhf.step.rewards import penalize_kl, step_advantages
@@ -36,7 +35,8 @@ def test_the_rows_of_a_batch_are_the_samples_group_after_group_and_its_columns_t
     samples = [sample for group in GROUPS for sample in group.samples]
     assert batch.groups.tolist() == [0] * 4 + [1] * 4
     assert batch.rewards.tolist() == [sample.reward for sample in samples]
-    assert response_counts(batch).tolist() == [sample.rollout.response_length for sample in samples]
+    assert batch.response_lengths.tolist() == [sample.rollout.response_length for sample in samples]
+    assert batch.prompt_lengths.tolist() == [sample.rollout.prompt_length for sample in samples]
     for row, sample in enumerate(samples):
         span = slice(batch.tokens.cu_seqlens[row], batch.tokens.cu_seqlens[row + 1])
         for name in ("token_ids", "response_mask", "rollout_logprobs"):
@@ -53,7 +53,8 @@ def test_a_sum_over_responses_leaves_out_what_was_not_sampled_and_a_value_per_ro
     column = np.array([np.nan, 1, np.inf, 2, 9, 9, 9, 9, np.nan, 4, 5, 6], np.float32)
     assert sum_over_responses(batch, column, np.arange(3)).tolist() == [3, 0, 15]
     assert sum_over_responses(batch, column, np.array([2, 0])).tolist() == [15, 3]
-    assert response_counts(batch).tolist() == [2, 0, 3]
+    assert batch.response_lengths.tolist() == [2, 0, 3]
+    assert batch.prompt_lengths.tolist() == [1, 4, 1]  # all of it where nothing was sampled
     assert at_every_token(batch, np.array([0.5, 1.5, 2.5])).tolist() == [0.5] * 4 + [1.5] * 4 + [2.5] * 4
 
 
