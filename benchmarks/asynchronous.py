@@ -68,15 +68,16 @@ def pin_processes() -> None:
 
 async def flat_out(run: Any, seconds: float) -> dict[str, float]:
     """Engine and learner at once, neither waiting: seconds of a step's sampling and of its training and transfer."""
-    from rlhf.step import batching
+    from rlhf.step.batch import at_every_token, make_batch
+    from rlhf.step.minibatches import plan_epochs
+    from rlhf.types import PolicyTargets
 
     config, groups_per_step = run.config, run.config.rollout.prompts_per_step
     prompts = [run.stream.take(1)[0] for _ in range(64)]
     groups = await asyncio.gather(*(run.sampler.for_training(prompt) for prompt in prompts[:groups_per_step]))
-    samples = batching.flatten(groups)
-    trains = np.ones(len(samples), bool)
-    (minibatches,) = batching.plan_epochs(samples, trains, config, step=0)
-    advantages = np.resize([1.0, -1.0], len(samples))
+    batch, learners = make_batch(groups, mask_truncated=False), run.cluster.learners
+    epochs = plan_epochs(batch, config, step=0)
+    advantages = at_every_token(batch, np.resize([1.0, -1.0], len(batch.rewards)))
     finished: list[float] = []
     deadline = time.monotonic() + seconds
 
@@ -89,11 +90,9 @@ async def flat_out(run: Any, seconds: float) -> dict[str, float]:
         times = []
         while time.monotonic() < deadline:
             started = time.monotonic()
-            ranks = range(config.cluster.learners)
-            work = [([m.microbatches[rank] for m in minibatches], True) for rank in ranks]
-            old = batching.rows_of(minibatches, await run.cluster.learners.call_each("logprobs", work), "old")
-            todo = batching.learner_minibatches(minibatches, advantages, old, {})
-            await run.cluster.learners.call_each("update", [(rank,) for rank in todo])
+            await learners.start_step(batch, epochs)
+            old, ref = await learners.columns("logprobs")
+            await learners.update(PolicyTargets(advantages, old, ref))
             times.append(time.monotonic() - started)
         return times
 

@@ -69,8 +69,9 @@ def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
     from rlhf.learner.attention import PACKED
     from rlhf.learner.model import DeviceTokens, PolicyModel
     from rlhf.learner.update import PolicyObjective, policy_microbatch
-    from rlhf.step import batching
-    from rlhf.types import ScoredRollout
+    from rlhf.step.batch import at_every_token, make_batch
+    from rlhf.step.minibatches import plan_epochs
+    from rlhf.types import PolicyTargets, Prompt, RolloutGroup, ScoredRollout
 
     model.set_attn_implementation(PACKED)
     policy = PolicyModel(model, temperature=1.0)
@@ -78,12 +79,15 @@ def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
     algo = {"importance_correction": "none"}
     config = run_config("nowhere", algo=algo, learner={"max_tokens_per_microbatch": case["budget"]})
     objective = PolicyObjective.of(config)
-    samples = [ScoredRollout(rollout, "", "", 0.0, {}, "ok") for rollout in rollouts]
-    (minibatches,) = batching.plan_epochs(samples, np.ones(len(samples), bool), config, step=0)
-    ((minibatch,),) = batching.learner_minibatches(minibatches, advantages, {}, {})
-    for packed, targets in zip(minibatch.microbatches, minibatch.targets, strict=True):
-        tokens = DeviceTokens.of(packed, torch.device(case["device"]))
-        policy_microbatch(policy, tokens, targets, minibatch.denominators, objective)[0].backward()
+    prompt = Prompt("p", 0, np.zeros(1, np.int32), (), "", "p")
+    samples = tuple(ScoredRollout(rollout, "", "", 0.0, {}, "ok") for rollout in rollouts)
+    batch = make_batch([RolloutGroup(prompt, samples)], mask_truncated=False)
+    ((minibatch,),) = plan_epochs(batch, config, step=0)
+    targets = PolicyTargets(at_every_token(batch, advantages), None, None)
+    for rows in minibatch.microbatches[0]:
+        tokens = DeviceTokens.of(batch.tokens.take(rows), torch.device(case["device"]))
+        own = targets.take(batch.tokens.token_indices(rows))
+        policy_microbatch(policy, tokens, own, minibatch.denominators, objective)[0].backward()
 
 
 def padded_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, case: Case) -> None:

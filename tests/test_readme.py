@@ -40,7 +40,7 @@ def test_the_configs_are_there(name: str) -> None:
 
 def test_the_tests_are_there() -> None:
     named = set(re.findall(r"test_\w+\.py", README))
-    assert named <= {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    assert named <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 def test_the_targets_and_programs_are_there() -> None:

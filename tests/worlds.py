@@ -8,7 +8,7 @@ import queue
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,16 @@ from rlhf.learner.messages import Place
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.step.rewards import step_advantages
-from rlhf.types import Minibatch, Prompt, Rollout, RolloutGroup, ScoredRollout, StepBatch, VersionSpan
+from rlhf.types import (
+    Minibatch,
+    PackedTokens,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    ScoredRollout,
+    StepBatch,
+    VersionSpan,
+)
 
 DEADLINE_S = 540.0
 
@@ -41,23 +50,23 @@ def run_world(target: Callable[..., Any], world_size: int, *arguments: Any) -> l
     for process in ranks:
         process.start()
     try:
-        found = _collect(results, ranks)
+        by_rank = _collect(results, ranks)
     finally:
         for process in ranks:
             process.join(timeout=20)
             if process.is_alive():
                 process.kill()
                 process.join()
-    failures = [value for value in found.values() if isinstance(value, RankFailure)]
+    failures = [value for value in by_rank.values() if isinstance(value, RankFailure)]
     assert not failures, failures[0].text
-    return [found[rank] for rank in range(world_size)]
+    return [by_rank[rank] for rank in range(world_size)]
 
 
 def _collect(results: Any, ranks: list[Any]) -> dict[int, Any]:
-    """What every rank put; a rank that ended without a word (a crash, a result that does not pickle) ends the wait."""
-    found: dict[int, Any] = {}
+    """The result of every rank; the wait ends early when all ranks exit without one (a crash, a pickling error)."""
+    by_rank: dict[int, Any] = {}
     end = time.monotonic() + DEADLINE_S
-    while len(found) < len(ranks):
+    while len(by_rank) < len(ranks):
         silent = not any(process.is_alive() for process in ranks)
         try:
             rank, value = results.get(timeout=2.0)
@@ -65,8 +74,8 @@ def _collect(results: Any, ranks: list[Any]) -> dict[int, Any]:
             assert not silent, f"ranks ended without a result, exit codes {[process.exitcode for process in ranks]}"
             assert time.monotonic() < end, f"no result within {DEADLINE_S:.0f} s"
             continue
-        found[rank] = value
-    return found
+        by_rank[rank] = value
+    return by_rank
 
 
 class RankFailure:
@@ -108,7 +117,7 @@ def _sections(folder: Path, sections: dict[str, dict[str, Any]]) -> dict[str, An
 def make_groups(*, groups: int, samples: int, vocabulary: int, longest: int, seed: int) -> list[RolloutGroup]:
     """Groups of ragged random rollouts with random rewards; prompts of 3 to 12 tokens."""
     rng = np.random.default_rng(seed)
-    found = []
+    made = []
     for g in range(groups):
         ids = rng.integers(0, vocabulary, rng.integers(3, 12)).astype(np.int32)
         prompt = Prompt(f"p/{g}", 0, ids, (), "0", "p")
@@ -128,8 +137,22 @@ def make_groups(*, groups: int, samples: int, vocabulary: int, longest: int, see
                 "stop",
             )
             scored.append(ScoredRollout(rollout, "", "", float(rng.random()), {"math": 0.0}, "ok"))
-        found.append(RolloutGroup(prompt, tuple(scored)))
-    return found
+        made.append(RolloutGroup(prompt, tuple(scored)))
+    return made
+
+
+def group_of(rollouts: Sequence[Rollout], rewards: Sequence[float | None] | None = None) -> RolloutGroup:
+    """One group of these rollouts, graded; without rewards each gets 1."""
+    prompt = Prompt("p/0", 0, np.zeros(1, np.int32), (), "0", "p")
+    rewards = [1.0] * len(rollouts) if rewards is None else rewards
+    return RolloutGroup(
+        prompt, tuple(ScoredRollout(r, "", "", reward, {}, "ok") for r, reward in zip(rollouts, rewards, strict=True))
+    )
+
+
+def pack_rows(rollouts: Sequence[Rollout], rows: Sequence[int]) -> PackedTokens:
+    """One microbatch of these rollouts, in the order of `rows`."""
+    return make_batch([group_of(rollouts)], mask_truncated=False).tokens.take(np.array(rows, np.int64))
 
 
 def plan_first_epoch(config: GRPOConfig, groups: list[RolloutGroup]) -> tuple[StepBatch, list[Minibatch], np.ndarray]:
@@ -142,3 +165,17 @@ def plan_first_epoch(config: GRPOConfig, groups: list[RolloutGroup]) -> tuple[St
 def random_column(batch: StepBatch, seed: int) -> np.ndarray:
     """[N] float32, as log-probs of some other policy."""
     return (-np.random.default_rng(seed).random(len(batch.tokens.token_ids)) * 6).astype(np.float32)
+
+
+def rows_of_minibatch(minibatch: Minibatch) -> list[int]:
+    """The rows that are computed in it, over all ranks, sorted."""
+    return sorted(int(row) for rank in minibatch.microbatches for rows in rank for row in rows)
+
+
+def column_of_rank(batch: StepBatch, epoch: Sequence[Minibatch], rank: int, numbers: np.ndarray) -> np.ndarray:
+    """[N] float32: what one rank computed in its passes, where the tokens of its rows are; 0 elsewhere."""
+    from rlhf.cluster.ranks import rows_of_rank
+
+    column = np.zeros(len(batch.tokens.token_ids), np.float32)
+    column[batch.tokens.token_indices(rows_of_rank([epoch], rank))] = numbers
+    return column

@@ -40,8 +40,19 @@ from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.update import PolicyObjective, policy_microbatch
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.math import math_reward
-from rlhf.step import batching
-from rlhf.types import Minibatch, Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
+from rlhf.step.batch import at_every_token, make_batch
+from rlhf.step.minibatches import plan_epochs
+from rlhf.step.rewards import step_advantages
+from rlhf.types import (
+    Minibatch,
+    PolicyTargets,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    ScoredRollout,
+    StepBatch,
+    VersionSpan,
+)
 
 BETAS = (0.9, 0.999)  # of both frameworks' Adam
 EPS = 1e-5  # of the original RLHF code
@@ -60,14 +71,15 @@ COLOURS = {"torch": "tab:red", "tensorflow": "tab:blue"}
 
 @dataclass(frozen=True)
 class Case:
-    """A policy, the batch that it sampled, and its log-probs there: what every update starts from."""
+    """A policy, the batch that it sampled, and its log-probs [N] there: what every update starts from."""
 
     name: str
     model: PolicyModel
     config: GRPOConfig
+    batch: StepBatch
     minibatch: Minibatch
     advantages: np.ndarray
-    old: batching.Rows
+    old: np.ndarray
     lr: float
 
     @property
@@ -122,17 +134,11 @@ def make_case(
     """Pack the batch and compute the log-probs of the policy that sampled it."""
     prompt = Prompt("p", 0, np.zeros(1, np.int32), (), "", "p")
     scored = [ScoredRollout(r, "", "", reward, {}, "ok") for r, reward in zip(rollouts, rewards, strict=True)]
-    groups = [RolloutGroup(prompt, (one,)) for one in scored]
-    ((minibatch,),) = batching.plan_epochs(
-        scored, np.ones(len(scored), bool), config.model_copy(update={"learner": _one_epoch(config)}), step=0
-    )
-    advantages = batching.step_advantages(batching.penalized_rewards(scored, None, 0.0), groups, config.algo.advantage)
-    case = Case(name, model, config, minibatch, advantages, {}, lr)
-    return replace(case, old=logprob_rows(case))
-
-
-def _one_epoch(config: GRPOConfig) -> Any:
-    return config.learner.model_copy(update={"epochs_per_step": 1})
+    batch = make_batch([RolloutGroup(prompt, (sample,)) for sample in scored], mask_truncated=False)
+    ((minibatch,),) = plan_epochs(batch, config, step=0, epochs=1)
+    advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
+    case = Case(name, model, config, batch, minibatch, advantages, np.zeros(0, np.float32), lr)
+    return replace(case, old=logprobs_of(case))
 
 
 def warm_case(data: Path, *, rollouts: int, seed: int, lr: float) -> Case:
@@ -181,24 +187,20 @@ def large_case(data: Path, *, rollouts: int, seed: int, lr: float, shape: dict[s
 
 
 @torch.no_grad()
-def logprob_rows(case: Case) -> batching.Rows:
-    """Log-probs of the policy as it is now, row -> [L]."""
-    found: dict[int, np.ndarray] = {}
-    for packed in case.minibatch.microbatches[0]:
-        logprobs = case.model(DeviceTokens.of(packed, torch.device("cpu"))).logprobs
-        found |= batching.gather(logprobs.numpy(), packed)
-    return found
+def logprobs_of(case: Case) -> np.ndarray:
+    """[N] log-probs of the policy as it is now."""
+    tokens = case.batch.tokens
+    column = np.zeros(len(tokens.token_ids), np.float32)
+    for rows in case.minibatch.microbatches[0]:
+        packed = DeviceTokens.of(tokens.take(rows), torch.device("cpu"))
+        column[tokens.token_indices(rows)] = case.model(packed).logprobs.numpy()
+    return column
 
 
 def moved(case: Case) -> report.Row:
     """How far the policy is from the one that sampled, over the tokens of the batch."""
-    new = logprob_rows(case)
-    masks = [packed for packed in case.minibatch.microbatches[0]]
-    rows = [int(row) for packed in masks for row in packed.rows]
-    old_tokens = np.concatenate([case.old[row] for row in rows])
-    new_tokens = np.concatenate([new[row] for row in rows])
-    mask = np.concatenate([packed.response_mask for packed in masks])
-    return distance(torch.from_numpy(new_tokens[mask]), torch.from_numpy(old_tokens[mask]))
+    mask = case.batch.tokens.response_mask
+    return distance(torch.from_numpy(logprobs_of(case)[mask]), torch.from_numpy(case.old[mask]))
 
 
 def distance(logprobs: Tensor, old_logprobs: Tensor) -> report.Row:
@@ -214,10 +216,11 @@ def distance(logprobs: Tensor, old_logprobs: Tensor) -> report.Row:
 def backward(case: Case) -> None:
     """The gradient of the whole minibatch, as the learner computes it."""
     objective = PolicyObjective.of(case.config)
-    ((work,),) = batching.learner_minibatches([case.minibatch], case.advantages, case.old, {})
-    for packed, targets in zip(work.microbatches, work.targets, strict=True):
-        tokens = DeviceTokens.of(packed, torch.device("cpu"))
-        loss, _ = policy_microbatch(case.model, tokens, targets, work.denominators, objective)
+    tokens = case.batch.tokens
+    targets = PolicyTargets(at_every_token(case.batch, case.advantages), case.old, None)
+    for rows in case.minibatch.microbatches[0]:
+        packed, own = DeviceTokens.of(tokens.take(rows), torch.device("cpu")), targets.take(tokens.token_indices(rows))
+        loss, _ = policy_microbatch(case.model, packed, own, case.minibatch.denominators, objective)
         loss.backward()
 
 

@@ -37,13 +37,14 @@ from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
 from rlhf.learner.checkpoint import MOMENTS
 from rlhf.learner.update import PolicyObjective
-from rlhf.log.metrics import merge_metrics
+from rlhf.log.metrics import mean_over_updates
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
 from rlhf.run.sampler import Sampler
-from rlhf.run.training_run import logprob_passes
-from rlhf.step import batching
-from rlhf.types import RolloutGroup
+from rlhf.step.batch import at_every_token, make_batch
+from rlhf.step.minibatches import plan_epochs
+from rlhf.step.rewards import step_advantages
+from rlhf.types import PolicyTargets, RolloutGroup, StepBatch
 from rlhf.weights.canary import Canary
 
 BETAS = (0.01, 0.1, 1.0)
@@ -216,35 +217,30 @@ async def run_once(stack: Stack, settings: Settings) -> list[report.Row]:
 
 async def train_step(stack: Stack, groups: Sequence[RolloutGroup], step: int) -> report.Row:
     """The step of `rlhf.grpo`, and what the study looks at: measured on the fresh rollouts, before the update."""
-    config = stack.config
-    samples = batching.flatten(groups)
-    trains = batching.trained_rows(samples, mask_truncated=False)
-    (minibatches,) = batching.plan_epochs(samples, trains, config, step=step)
-    old, ref = await logprob_passes(config, stack.cluster.learners, minibatches)
-    rewards = batching.penalized_rewards(samples, None, 0.0)
-    advantages = batching.step_advantages(rewards, groups, config.algo.advantage)
-    work = batching.learner_minibatches(minibatches, advantages, old, ref)
-    by_rank = await stack.cluster.learners.call_each("update", [(rank,) for rank in work])
-    learned = merge_metrics([batching.mean_over_updates(update) for update in batching.merge_ranks(by_rank)])
-    lengths = [sample.rollout.response_length for sample in samples]
+    config, learners = stack.config, stack.cluster.learners
+    batch = make_batch(groups, mask_truncated=False)
+    advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
+    await learners.start_step(batch, plan_epochs(batch, config, step=step))
+    old, ref = await learners.columns("logprobs")
+    assert old is not None
+    assert ref is not None
+    updates = await learners.update(PolicyTargets(at_every_token(batch, advantages), old, ref))
+    learned = mean_over_updates(updates)
     return {
-        "kl": measured_kl(samples, old, ref),
-        "reward": float(np.nanmean(rewards)),
-        "length": float(np.mean(lengths)),
+        "kl": measured_kl(batch, old, ref),
+        "reward": float(np.nanmean(batch.rewards)),
+        "length": float(batch.tokens.response_mask.sum() / len(batch.rewards)),
         "entropy": learned["policy/entropy"].value(),
         "gradient_norm": learned["learner/grad_norm"].value(),
         "skipped": int(learned["learner/updates_skipped"].value()),
     }
 
 
-def measured_kl(samples: Sequence[Any], old: batching.Rows, ref: batching.Rows) -> float:
-    """k3 of the policy that sampled against the reference, nats a token."""
-    found = []
-    for row, logprobs in old.items():
-        mask = samples[row].rollout.response_mask
-        here, there = (torch.from_numpy(x[mask]).double() for x in (logprobs, ref[row]))
-        found.append(kl_per_token(here, there, estimator="k3"))
-    return float(torch.cat(found).mean())
+def measured_kl(batch: StepBatch, old: np.ndarray, ref: np.ndarray) -> float:
+    """k3 of the policy that sampled against the reference, nats per token of the trained responses."""
+    mask = batch.tokens.response_mask & np.repeat(batch.trained, batch.tokens.lengths)
+    logprobs, ref_logprobs = (torch.from_numpy(column[mask]).double() for column in (old, ref))
+    return float(kl_per_token(logprobs, ref_logprobs, estimator="k3").mean())
 
 
 async def scan(config: GRPOConfig, betas: Sequence[float]) -> list[report.Row]:

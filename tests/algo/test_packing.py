@@ -10,37 +10,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds import pack_rows
 
 from rlhf.algo.packing import (
+    FILLER_TOKENS,
     WHOLE_TOKENS,
     bundle_samples,
     bundle_sizes,
     draw_minibatches,
-    gather,
+    filler,
     pack,
     pack_microbatches,
-    scatter,
     sequence_cost,
     shared_beginnings,
 )
-from rlhf.types import PackedTokens, Rollout, VersionSpan
-
-
-def rollout(length: int, response: list[int], seed: int = 0) -> Rollout:
-    rng = np.random.default_rng(seed)
-    mask = np.zeros(length, bool)
-    mask[response] = True
-    return Rollout(
-        prompt_id="p",
-        epoch=0,
-        sample=seed,
-        token_ids=rng.integers(0, 100, length, dtype=np.int32),
-        response_mask=mask,
-        rollout_logprobs=np.where(mask, rng.normal(size=length), 0).astype(np.float32),
-        version_spans=(VersionSpan(0, length, 0),),
-        finish_reason="stop",
-    )
-
+from rlhf.types import PackedTokens, Rollout
 
 # --- minibatches ---
 
@@ -152,7 +136,7 @@ def test_a_microbatch_of_bundles_computes_no_more_than_its_budget_and_holds_no_m
     sizes, costs = bundle_sizes(bundles, lengths, prompt_lengths)
     plan = pack_microbatches(sizes, max_tokens=max_tokens, ranks=ranks, costs=costs)
     for microbatch in (members for rank in plan for members in rank if members):
-        packed = pack(rollouts, [index for bundle in microbatch for index in bundles[bundle]])
+        packed = pack_rows(rollouts, [index for bundle in microbatch for index in bundles[bundle]])
         empty = sum(not packed.response_mask[a:b].any() for a, b in itertools.pairwise(packed.cu_seqlens))
         assert len(packed.token_ids) - shared_beginnings(packed).sum() - empty <= max_tokens
         assert len(packed.token_ids) <= WHOLE_TOKENS * max_tokens
@@ -185,59 +169,37 @@ def test_bundles_are_small_enough_for_every_rank_to_get_its_share():
 
 
 def row_of(*sequences: str) -> PackedTokens:
-    rollouts = [
-        Rollout(
-            "p", 0, 0, np.array([ord(c) for c in s], np.int32), np.zeros(len(s), bool), np.zeros(len(s)), (), "stop"
-        )
-        for s in sequences
-    ]
-    return pack(rollouts, range(len(rollouts)))
+    return pack([np.array([ord(c) for c in sequence], np.int32) for sequence in sequences])
 
 
 def test_a_shared_beginning_is_what_a_sequence_and_the_one_before_it_have_in_common():
     assert shared_beginnings(row_of("abcd", "abxy", "abx", "bab", "babab")).tolist() == [0, 2, 2, 0, 3]
     assert shared_beginnings(row_of("abc", "abc", "ab")).tolist() == [0, 2, 1]  # each keeps a token of its own
-    assert shared_beginnings(pack([], [])).tolist() == [0]
+    assert shared_beginnings(filler()).tolist() == [0]
 
 
 # --- packed rows ---
 
 
-def test_pack_concatenates_and_restarts_positions():
-    rollouts = [rollout(4, [2, 3], seed=1), rollout(9, [8], seed=2), rollout(3, [1], seed=3)]
-    packed = pack(rollouts, [2, 0])
-    assert packed.token_ids.tolist() == [*rollouts[2].token_ids, *rollouts[0].token_ids]
-    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3]
-    assert packed.response_mask.tolist() == [False, True, False, False, False, True, True]
-    assert packed.cu_seqlens.tolist() == [0, 3, 7]
-    assert packed.rows.tolist() == [2, 0]
-    assert (packed.rollout_logprobs[3:] == rollouts[0].rollout_logprobs).all()
-    kinds = [packed.token_ids, packed.position_ids, packed.cu_seqlens, packed.rows, packed.rollout_logprobs]
-    assert [array.dtype for array in kinds] == [np.int32] * 4 + [np.float32]
+def test_pack_puts_sequences_one_after_another_with_their_columns():
+    masks = [np.array([False, True]), np.array([False, True, False, True])]
+    packed = pack([np.array([7, 8]), np.array([1, 2, 3, 4])], masks, [np.array([0, -0.5]), np.array([0, -1.5, 0, -2])])
+    assert packed.token_ids.tolist() == [7, 8, 1, 2, 3, 4]
+    assert packed.response_mask.tolist() == [False, True, False, True, False, True]
+    assert packed.rollout_logprobs.tolist() == [0, -0.5, 0, -1.5, 0, -2]
+    assert packed.cu_seqlens.tolist() == [0, 2, 6]
+    columns = (packed.token_ids, packed.response_mask, packed.rollout_logprobs, packed.cu_seqlens)
+    assert [column.dtype for column in columns] == [np.int32, np.bool_, np.float32, np.int64]
+
+
+def test_bare_sequences_are_masked_from_their_second_token_on():
+    packed = pack([np.array([7, 8]), np.array([1, 2, 3])])
+    assert packed.response_mask.tolist() == [False, True, False, True, True]
+    assert not packed.rollout_logprobs.any()
 
 
 def test_a_filler_is_two_tokens_with_nothing_to_train():
-    packed = pack([], [])
-    assert packed.rows.tolist() == [-1]
-    assert packed.cu_seqlens.tolist() == [0, 2]
-    assert len(packed.token_ids) == len(packed.position_ids) == 2
+    packed = filler()
+    assert packed.cu_seqlens.tolist() == [0, FILLER_TOKENS] == [0, 2]
+    assert len(packed.token_ids) == len(packed.rollout_logprobs) == 2
     assert not packed.response_mask.any()
-
-
-def test_scatter_and_gather_are_inverse_on_response_tokens():
-    rollouts = [rollout(4, [2, 3], seed=1), rollout(5, [1, 4], seed=2)]
-    packed = pack(rollouts, [1, 0])
-    values = [np.arange(4) + 10.0, np.arange(5) + 20.0]
-    spread = scatter(values, packed)
-    assert spread.tolist() == [0, 21, 0, 0, 24, 0, 0, 12, 13]
-    assert spread.dtype == np.float32
-    back = gather(spread, packed)
-    assert back[0].tolist() == [0, 0, 12, 13]
-    assert back[1].tolist() == [0, 21, 0, 0, 24]
-
-
-def test_scatter_spreads_one_number_over_a_response_and_leaves_fillers_at_zero():
-    rollouts = [rollout(4, [2, 3], seed=1)]
-    assert scatter([0.5], pack(rollouts, [0])).tolist() == [0, 0, 0.5, 0.5]
-    assert scatter({}, pack(rollouts, [])).tolist() == [0, 0]
-    assert gather(np.ones(2), pack(rollouts, [])) == {}

@@ -18,9 +18,9 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.load import load_config
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.checkpoint import MOMENTS
-from rlhf.step import batching
+from rlhf.step.batch import make_batch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2,
@@ -134,11 +134,10 @@ def test_a_checkpoint_from_before_the_first_update_gets_moments_of_zero(tmp_path
 
 
 def test_the_reported_kl_is_k3_over_response_tokens() -> None:
-    samples = batching.flatten(make_groups(groups=1, samples=2, vocabulary=9, longest=5, seed=0))
+    batch = make_batch(make_groups(groups=1, samples=2, vocabulary=9, longest=5, seed=0), mask_truncated=False)
     d = 0.3
-    old = {row: np.where(s.rollout.response_mask, -1.0, np.nan) for row, s in enumerate(samples)}
-    ref = {row: values - d for row, values in old.items()}
-    assert kl.measured_kl(samples, old, ref) == pytest.approx(math.exp(-d) - 1 + d)
+    old = np.where(batch.tokens.response_mask, -1.0, np.nan)
+    assert kl.measured_kl(batch, old, old - d) == pytest.approx(math.exp(-d) - 1 + d)
 
 
 def test_the_scan_is_every_estimator_with_every_coefficient_and_once_none() -> None:

@@ -26,7 +26,7 @@ from test_stack_grpo import read_steps, wait_for_step, write_config
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 DEVICE = "eth0"  # in both hosts, as on machines of one make
 SPREAD = ["cluster.learners=2", "cluster.cpus_per_learner=0.75", "cluster.cpus_per_engine=0.25"]  # learner | learner
@@ -127,7 +127,7 @@ def token(monkeypatch: pytest.MonkeyPatch, own_ray_folder: None) -> str:
 def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_doctor_names_it(
     token: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    script = Path(__file__).parent / "ray_cluster.py"
+    script = Path(__file__).parents[1] / "ray_cluster.py"
     cluster = subprocess.Popen([sys.executable, script, "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert cluster.stdin is not None
     assert cluster.stdout is not None

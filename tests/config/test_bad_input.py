@@ -165,7 +165,7 @@ def test_the_program_prints_one_message_and_exits_with_2(model: Path, tmp_path: 
 
 
 def test_an_evaluation_reads_the_config_of_a_ppo_run() -> None:
-    config = Path(__file__).parent.parent / "configs" / "ppo_quickstart.yaml"
+    config = Path(__file__).parents[2] / "configs" / "ppo_quickstart.yaml"
     flags = ["--config", str(config), "data.eval=[]"]
     with pytest.raises(ValueError, match=r"^data\.eval is empty"):
         evaluate.main(["--program", "ppo", *flags])

@@ -15,7 +15,7 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.config.run import GRPOConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MATH, CPU = str(ROOT / "configs/math.yaml"), str(ROOT / "configs/cpu.yaml")
 
 

@@ -18,7 +18,7 @@ from rlhf.config.reward import RewardConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import LearnerConfig, RolloutConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # files -> the paper, and the value of each key that the paper gives
 RECIPES: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {

@@ -341,7 +341,7 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def test_a_config_that_is_not_valid_is_the_users_error() -> None:
-    found = doctor("--config", str(Path(__file__).parent.parent / "configs/quickstart.yaml"), "run.stepz=3")
+    found = doctor("--config", str(Path(__file__).parents[2] / "configs/quickstart.yaml"), "run.stepz=3")
     assert found.returncode == 2
     assert "run.stepz" in found.stderr
 

@@ -20,7 +20,7 @@ import yaml
 from rlhf.config.load import load_config
 from rlhf.config.run import GRPOConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 IMAGE_ROOT = "/srv/rlhf/"

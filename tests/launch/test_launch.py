@@ -23,7 +23,7 @@ from rlhf.cluster.node_report import differences
 
 pytestmark = pytest.mark.scripts
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"])
 TOKEN = "5ecret" * 8

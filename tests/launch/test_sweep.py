@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.scripts
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "launch"))
 import resume  # noqa: E402
 import sweep  # noqa: E402

@@ -26,6 +26,7 @@ from transformers import (
     Qwen2ForSequenceClassification,
     Qwen3MoeConfig,
 )
+from worlds import pack_rows
 
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.learner.attention import PACKED, UnpackableError, packed_attention, segments_of, take_rows
@@ -85,9 +86,14 @@ BATCHES = {
 }
 
 
+def test_positions_restart_at_every_sequence() -> None:
+    tokens = DeviceTokens.of(pack([np.arange(3), np.arange(4)]), torch.device("cpu"))
+    assert tokens.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("name", BATCHES)
-def test_every_computed_token_is_laid_out_and_found_again(name: str) -> None:
-    packed = pack(*BATCHES[name])
+def test_every_computed_token_is_laid_out_and_put_back(name: str) -> None:
+    packed = pack_rows(*BATCHES[name])
     lengths, shared = np.diff(packed.cu_seqlens), shared_beginnings(packed)
     segments = segments_of(packed.cu_seqlens, shared, torch.device("cpu"))
     assert sum(n * longest for n, longest in segments.blocks) == len(segments.gather)
@@ -102,7 +108,7 @@ def test_every_computed_token_is_laid_out_and_found_again(name: str) -> None:
 
 def test_in_the_order_of_their_tokens_no_beginning_is_computed_twice() -> None:
     rollouts, order = BATCHES["siblings"]
-    packed = pack(rollouts, order)
+    packed = pack_rows(rollouts, order)
     beginnings = {r.token_ids[: n + 1].tobytes() for r in rollouts for n in range(len(r.token_ids))}
     computed = len(packed.token_ids) - int(shared_beginnings(packed).sum())
     twins = len(rollouts) - len({r.token_ids.tobytes() for r in rollouts})  # the last token of each is its own
@@ -113,20 +119,20 @@ def test_in_the_order_of_their_tokens_no_beginning_is_computed_twice() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
 @pytest.mark.parametrize("batch", BATCHES)
 def test_on_a_gpu_attention_and_its_gradients_are_those_of_the_cpu(batch: str) -> None:
-    packed = pack(*BATCHES[batch])
+    packed = pack_rows(*BATCHES[batch])
     shared = shared_beginnings(packed)
     computed = len(packed.token_ids) - int(shared.sum())
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(1, heads, computed, 64, generator=generator) for heads in (4, 2, 2)]
     pull = torch.randn(1, computed, 4, 64, generator=generator)
-    found = []
+    results = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
         segments = segments_of(packed.cu_seqlens, shared, torch.device(device))
         q, k, v = (x.to(device, dtype).requires_grad_() for x in states)
         out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, segments=segments)
         out.backward(pull.to(device, dtype))
-        found.append([out, *(x.grad for x in (q, k, v))])
-    for exact, half in zip(*found, strict=True):
+        results.append([out, *(x.grad for x in (q, k, v))])
+    for exact, half in zip(*results, strict=True):
         assert exact is not None
         assert half is not None
         assert (half.double().cpu() - exact).norm() < 0.02 * exact.norm()
@@ -152,13 +158,13 @@ def test_packed_logprobs_and_gradients_are_those_of_each_sequence_alone(name: st
     packed_model.load_state_dict(plain.state_dict())
     packed_model.set_attn_implementation(PACKED)
     rollouts, order = BATCHES[batch]
-    packed = pack(rollouts, order)
+    packed = pack_rows(rollouts, order)
     tokens = DeviceTokens.of(packed, torch.device("cpu"))
-    found = PolicyModel(packed_model, temperature=0.7)(tokens).logprobs
-    weights = torch.linspace(0.5, 1.5, len(found), dtype=found.dtype)
-    (found * weights).sum().backward()
+    packed_logprobs = PolicyModel(packed_model, temperature=0.7)(tokens).logprobs
+    weights = torch.linspace(0.5, 1.5, len(packed_logprobs), dtype=packed_logprobs.dtype)
+    (packed_logprobs * weights).sum().backward()
 
-    expected = torch.zeros_like(found)
+    expected = torch.zeros_like(packed_logprobs)
     for i, row in enumerate(order):
         rollout = rollouts[row]
         ids = torch.from_numpy(rollout.token_ids).long()
@@ -167,7 +173,7 @@ def test_packed_logprobs_and_gradients_are_those_of_each_sequence_alone(name: st
         start = int(packed.cu_seqlens[i])
         logprobs = torch.where(mask[1:], log_softmax.gather(-1, ids[1:, None])[:, 0], 0.0)
         expected = expected.index_add(0, start + 1 + torch.arange(len(logprobs)), logprobs.to(expected.dtype))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(packed_logprobs, expected, rtol=0, atol=1e-12)
     (expected * weights).sum().backward()
     for (parameter, value), other in zip(packed_model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(
@@ -193,18 +199,18 @@ def test_packed_values_and_gradients_of_a_critic_are_those_of_each_sequence_alon
     packed_model.load_state_dict(plain.state_dict())
     packed_model.set_attn_implementation(PACKED)
     rollouts, order = BATCHES[batch]
-    packed = pack(rollouts, order)
-    found = ValueModel(packed_model)(DeviceTokens.of(packed, torch.device("cpu")))
-    weights = torch.linspace(0.5, 1.5, len(found), dtype=found.dtype)
-    (found * weights).sum().backward()
+    packed = pack_rows(rollouts, order)
+    packed_values = ValueModel(packed_model)(DeviceTokens.of(packed, torch.device("cpu")))
+    weights = torch.linspace(0.5, 1.5, len(packed_values), dtype=packed_values.dtype)
+    (packed_values * weights).sum().backward()
 
-    expected = torch.zeros_like(found)
+    expected = torch.zeros_like(packed_values)
     for start, rollout in zip(packed.cu_seqlens.tolist(), [rollouts[row] for row in order], strict=False):
         ids = torch.from_numpy(rollout.token_ids).long()
         values = plain.score(plain.model(input_ids=ids[None]).last_hidden_state[0, :-1]).squeeze(-1)
         values = torch.where(torch.from_numpy(rollout.response_mask)[1:], values, 0.0)
         expected = expected.index_add(0, start + 1 + torch.arange(len(values)), values)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(packed_values, expected, rtol=0, atol=1e-12)
     (expected * weights).sum().backward()
     for (parameter, value), other in zip(packed_model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(
@@ -221,7 +227,7 @@ def test_gradient_checkpointing_changes_neither_logprobs_nor_gradients() -> None
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         policy = PolicyModel(model.train(), temperature=1.0)
-        logprobs = policy(DeviceTokens.of(pack(make_rollouts(), range(10)), torch.device("cpu"))).logprobs
+        logprobs = policy(DeviceTokens.of(pack_rows(make_rollouts(), range(10)), torch.device("cpu"))).logprobs
         logprobs.sum().backward()
         grads.append([logprobs.detach(), *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
@@ -233,7 +239,7 @@ def test_a_window_shorter_than_a_sequence_is_refused() -> None:
     model.set_attn_implementation(PACKED)
     policy = PolicyModel(model, temperature=1.0)
     with pytest.raises(UnpackableError, match="sequences of 64 tokens exceed its attention window of 16"):
-        policy(DeviceTokens.of(pack(make_rollouts(), range(10)), torch.device("cpu")))
+        policy(DeviceTokens.of(pack_rows(make_rollouts(), range(10)), torch.device("cpu")))
 
 
 def test_a_window_shorter_than_the_sequences_to_come_is_refused_when_the_model_is_loaded(tmp_path: Path) -> None:

@@ -8,24 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import make_groups, make_ppo_config, run_world
+from worlds import make_groups, make_ppo_config, rows_of_minibatch, run_world
 
 from rlhf.config.ppo import PPOConfig
-from rlhf.learner.messages import Place, ValueMinibatch
-from rlhf.step import batching, credit
-from rlhf.types import RolloutGroup
+from rlhf.learner.messages import Place
+from rlhf.step.batch import make_batch
+from rlhf.step.minibatches import plan_epochs
+from rlhf.types import Minibatch, ValueTargets
 
 pytestmark = pytest.mark.stack
 
-GROUPS = {"groups": 4, "samples": 4, "vocabulary": 250, "longest": 60, "seed": 3}
+GROUPS: dict[str, Any] = {"groups": 4, "samples": 4, "vocabulary": 250, "longest": 60, "seed": 3}
 BUDGETS = (128, 4096)
 STAGES = (0, 1, 2, 3)
-
-
-def random_rows(groups: list[RolloutGroup], seed: int) -> dict[int, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    rollouts = [sample.rollout for group in groups for sample in group.samples]
-    return {i: rng.normal(size=len(r.token_ids)).astype(np.float32) for i, r in enumerate(rollouts)}
 
 
 def config_for(model: Path, *, learners: int, budget: int, stage: int) -> PPOConfig:
@@ -37,14 +32,17 @@ def config_for(model: Path, *, learners: int, budget: int, stage: int) -> PPOCon
     )
 
 
-def work_of(config: PPOConfig, groups: list[RolloutGroup], rank: int) -> list[ValueMinibatch]:
-    samples = batching.flatten(groups)
-    minibatches = batching.plan_epochs(samples, np.ones(len(samples), bool), config, step=0)[0]
-    return credit.value_minibatches(minibatches, random_rows(groups, 1), random_rows(groups, 2))[rank]
+BATCH = make_batch(make_groups(**GROUPS), mask_truncated=False)
+OLD_VALUES, RETURNS = np.random.default_rng(1).normal(size=(2, len(BATCH.tokens.token_ids))).astype(np.float32)
+TARGETS = ValueTargets(OLD_VALUES, RETURNS)
+
+
+def minibatches_of(config: PPOConfig) -> list[Minibatch]:
+    return plan_epochs(BATCH, config, step=0)[0]
 
 
 def collect_gradients(place: Place, model: Path) -> Any:
-    """(stage, budget) -> gradients of the second minibatch: after the first update no weight of the head is 0."""
+    """(stage, budget) -> gradients of the first minibatch by name, on this rank, through the real DeepSpeed engine."""
     from rlhf.learner.checkpoint import OptimizerView
     from rlhf.learner.critic import Critic
 
@@ -54,15 +52,15 @@ def collect_gradients(place: Place, model: Path) -> Any:
             self.seen = {name: view.gradient(param).float().clone() for name, param in self.names.items()}
             return super()._apply()
 
-    found = {}
-    groups = make_groups(**GROUPS)
+    by_case = {}
     for stage in STAGES:
         for budget in BUDGETS:
             config = config_for(model, learners=place.world_size, budget=budget, stage=stage)
             critic = Probe(config, place)
-            critic.update(work_of(config, groups, place.rank)[:1])
-            found[stage, budget] = {name: grad.numpy() for name, grad in critic.seen.items()}
-    return found
+            critic.start_step(BATCH.tokens, [minibatches_of(config)[:1]])
+            critic.update(TARGETS)
+            by_case[stage, budget] = {name: grad.numpy() for name, grad in critic.seen.items()}
+    return by_case
 
 
 def save_critic(model: Path, folder: Path) -> Path:
@@ -81,13 +79,11 @@ def plain_gradients(model: Path) -> dict[str, np.ndarray]:
     from transformers import AutoModelForSequenceClassification
 
     config = config_for(model, learners=1, budget=4096, stage=0)
-    groups = make_groups(**GROUPS)
-    rollouts = [sample.rollout for group in groups for sample in group.samples]
-    old, returns = random_rows(groups, 1), random_rows(groups, 2)
-    rows = [int(row) for packed in work_of(config, groups, 0)[0].microbatches for row in packed.rows]
+    rollouts = [sample.rollout for group in make_groups(**GROUPS) for sample in group.samples]
+    old, returns = (np.split(column, BATCH.tokens.cu_seqlens[1:-1]) for column in (OLD_VALUES, RETURNS))
     net = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
     total, tokens = torch.zeros(()), 0
-    for row in rows:
+    for row in rows_of_minibatch(minibatches_of(config)[0]):
         rollout = rollouts[row]
         states = net.base_model(input_ids=torch.from_numpy(rollout.token_ids).long()[None]).last_hidden_state[0]
         mask = torch.from_numpy(rollout.response_mask)[1:]
@@ -100,9 +96,9 @@ def plain_gradients(model: Path) -> dict[str, np.ndarray]:
     return {name: p.grad.numpy() for name, p in net.named_parameters()}
 
 
-def relative_error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    assert found.keys() == expected.keys()
-    error = sum(float(((found[n] - expected[n]) ** 2).sum()) for n in expected) ** 0.5
+def relative_error(gradients: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    assert gradients.keys() == expected.keys()
+    error = sum(float(((gradients[n] - expected[n]) ** 2).sum()) for n in expected) ** 0.5
     return error / sum(float((g**2).sum()) for g in expected.values()) ** 0.5
 
 
@@ -113,9 +109,9 @@ def test_the_critics_gradient_is_the_plain_one_for_1_and_2_learners_2_budgets_an
     expected = plain_gradients(model)
     assert all(np.abs(g).max() > 0 for g in expected.values())
     for learners in (1, 2):
-        for rank, found in enumerate(run_world(collect_gradients, learners, model)):
-            assert len(found) == len(BUDGETS) * len(STAGES)
-            for case, gradients in found.items():
+        for rank, by_case in enumerate(run_world(collect_gradients, learners, model)):
+            assert len(by_case) == len(BUDGETS) * len(STAGES)
+            for case, gradients in by_case.items():
                 assert relative_error(gradients, expected) < 2e-5, (learners, rank, case)
 
 
@@ -123,8 +119,9 @@ def first_values(place: Place, model: Path) -> np.ndarray:
     from rlhf.learner.critic import Critic
 
     config = config_for(model, learners=1, budget=4096, stage=2)
-    packed = [m.microbatches for m in work_of(config, make_groups(**GROUPS), place.rank)]
-    return np.concatenate([v for m in Critic(config, place).values(packed) for v in m])
+    critic = Critic(config, place)
+    critic.start_step(BATCH.tokens, [minibatches_of(config)])
+    return critic.values()[0]
 
 
 def test_a_critic_from_a_reward_model_starts_with_its_head_over_the_recorded_std(
@@ -142,22 +139,21 @@ def train_save_resume(place: Place, model: Path, folder: Path) -> dict[str, Any]
     from rlhf.learner.critic import Critic
 
     config = config_for(model, learners=1, budget=4096, stage=2)
-    groups = make_groups(**GROUPS)
     critic = Critic(config, place)
-    work = work_of(config, groups, place.rank)
-    packed = [minibatch.microbatches for minibatch in work]
-    before = critic.values(packed)
-    critic.update(work)
+    critic.start_step(BATCH.tokens, [minibatches_of(config)])
+    (before,) = critic.values()
+    critic.update(TARGETS)
     folder.mkdir()
     critic.save(str(folder))
-    critic.update(work)
+    critic.update(TARGETS)
     resumed = Critic(config, place)
     resumed.load(str(folder), 2)
-    (metrics, _) = resumed.update(work)
+    resumed.start_step(BATCH.tokens, [minibatches_of(config)])
+    (metrics, _) = resumed.update(TARGETS)
     return {
-        "before": np.concatenate([v for m in before for v in m]),
-        "whole": np.concatenate([v for m in critic.values(packed) for v in m]),
-        "resumed": np.concatenate([v for m in resumed.values(packed) for v in m]),
+        "before": before,
+        "whole": critic.values()[0],
+        "resumed": resumed.values()[0],
         "steps": resumed.adam_steps,
         "metrics": list(metrics),
     }
@@ -166,9 +162,9 @@ def train_save_resume(place: Place, model: Path, folder: Path) -> dict[str, Any]
 def test_a_critic_from_a_language_model_starts_at_value_0_and_resumes_where_its_checkpoint_stood(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    (found,) = run_world(train_save_resume, 1, tiny_model_dir / "model", tmp_path / "checkpoint")
-    assert np.all(found["before"] == 0.0)
-    assert np.abs(found["whole"]).max() > 0
-    np.testing.assert_allclose(found["resumed"], found["whole"], rtol=0, atol=1e-5)
-    assert found["steps"] == 4
-    assert {"critic/lr", "critic/grad_norm", "critic/loss", "critic/updates_taken"} <= set(found["metrics"])
+    (results,) = run_world(train_save_resume, 1, tiny_model_dir / "model", tmp_path / "checkpoint")
+    assert np.all(results["before"] == 0.0)
+    assert np.abs(results["whole"]).max() > 0
+    np.testing.assert_allclose(results["resumed"], results["whole"], rtol=0, atol=1e-5)
+    assert results["steps"] == 4
+    assert {"critic/lr", "critic/grad_norm", "critic/loss", "critic/updates_taken"} <= set(results["metrics"])

@@ -8,22 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import make_config, make_groups, plan_first_epoch, run_world, work_of_rank
+from worlds import make_config, make_groups, plan_first_epoch, random_column, rows_of_minibatch, run_world
 
 from rlhf.learner.messages import Place
+from rlhf.step.batch import at_every_token
+from rlhf.types import PolicyTargets
 
 pytestmark = pytest.mark.stack
 
 GROUPS = {"groups": 4, "samples": 4, "vocabulary": 250, "longest": 60, "seed": 3}
 BUDGETS = (128, 300, 4096)
 STAGES = (0, 1, 2, 3)
-
-
-def random_rows(groups: list[Any], seed: int) -> dict[int, np.ndarray]:
-    """Log-probs of some other policy, one array a rollout."""
-    rng = np.random.default_rng(seed)
-    rollouts = [sample.rollout for group in groups for sample in group.samples]
-    return {i: (-rng.random(len(r.token_ids)) * 6).astype(np.float32) for i, r in enumerate(rollouts)}
 
 
 def config_for(model: Path, *, learners: int, budget: int, stage: int, dtype: str = "float32") -> Any:
@@ -52,18 +47,20 @@ def collect_gradients(place: Place, model: Path, budgets: tuple[int, ...], stage
             self.seen = {name: view.gradient(param).float().clone() for name, param in self.names.items()}
             return super()._apply()
 
-    found = {}
+    by_case = {}
     groups = make_groups(**GROUPS)
-    old, ref = random_rows(groups, 1), random_rows(groups, 2)
     for stage in stages:
         for budget in budgets:
             config = config_for(model, learners=place.world_size, budget=budget, stage=stage, dtype=dtype)
             learner = Probe(config, place)
             loaded = learner._load_model(trains=False)  # at stage 3 a share of each parameter, from the first byte on
             assert all((p.numel() == 0) == (stage == 3) for p in loaded.parameters())
-            learner.update(work_of_rank(config, groups, place.rank, old, ref)[:1])
-            found[stage, budget] = {name: grad.numpy() for name, grad in learner.seen.items()}
-    return found
+            batch, minibatches, advantages = plan_first_epoch(config, groups)
+            old, ref = random_column(batch, 1), random_column(batch, 2)
+            learner.start_step(batch.tokens, [minibatches[:1]])
+            learner.update(PolicyTargets(at_every_token(batch, advantages), old, ref))
+            by_case[stage, budget] = {name: grad.numpy() for name, grad in learner.seen.items()}
+    return by_case
 
 
 def plain_gradients(model: Path, dtype: torch.dtype = torch.float32) -> dict[str, np.ndarray]:
@@ -72,10 +69,10 @@ def plain_gradients(model: Path, dtype: torch.dtype = torch.float32) -> dict[str
 
     config = config_for(model, learners=1, budget=4096, stage=2)
     groups = make_groups(**GROUPS)
-    old, ref = random_rows(groups, 1), random_rows(groups, 2)
     rollouts = [sample.rollout for group in groups for sample in group.samples]
-    minibatches, advantages = plan_first_epoch(config, groups)
-    rows = [int(row) for packed in minibatches[0].microbatches[0] for row in packed.rows]
+    batch, minibatches, advantages = plan_first_epoch(config, groups)
+    old, ref = (np.split(random_column(batch, seed), batch.tokens.cu_seqlens[1:-1]) for seed in (1, 2))
+    rows = rows_of_minibatch(minibatches[0])
     net = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     total = torch.zeros(())
     for row in rows:
@@ -98,9 +95,9 @@ def plain_gradients(model: Path, dtype: torch.dtype = torch.float32) -> dict[str
     return {name: p.grad.float().numpy() for name, p in net.named_parameters()}
 
 
-def relative_error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    assert found.keys() == expected.keys()
-    error = sum(float(((found[n] - expected[n]) ** 2).sum()) for n in expected) ** 0.5
+def relative_error(gradients: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    assert gradients.keys() == expected.keys()
+    error = sum(float(((gradients[n] - expected[n]) ** 2).sum()) for n in expected) ** 0.5
     return error / sum(float((g**2).sum()) for g in expected.values()) ** 0.5
 
 
@@ -111,9 +108,9 @@ def test_the_gradient_is_the_plain_one_for_1_and_2_learners_3_budgets_and_every_
     expected = plain_gradients(model)
     assert all(np.abs(g).max() > 0 for g in expected.values())
     for learners in (1, 2):
-        for rank, found in enumerate(run_world(collect_gradients, learners, model, BUDGETS, STAGES, "float32")):
-            assert len(found) == len(BUDGETS) * len(STAGES)
-            for case, gradients in found.items():
+        for rank, by_case in enumerate(run_world(collect_gradients, learners, model, BUDGETS, STAGES, "float32")):
+            assert len(by_case) == len(BUDGETS) * len(STAGES)
+            for case, gradients in by_case.items():
                 assert relative_error(gradients, expected) < 2e-5, (learners, rank, case)
 
 
@@ -123,6 +120,6 @@ def test_with_two_learners_and_bf16_the_gradient_of_the_head_is_the_plain_one(ti
     expected = plain_gradients(model, torch.bfloat16)[head]
     exact = plain_gradients(model)[head]
     noise = np.linalg.norm(expected - exact) / np.linalg.norm(exact)  # what bf16 itself costs
-    for found in run_world(collect_gradients, 2, model, (300,), (1, 2, 3), "bfloat16"):
-        for case, gradients in found.items():
+    for by_case in run_world(collect_gradients, 2, model, (300,), (1, 2, 3), "bfloat16"):
+        for case, gradients in by_case.items():
             assert np.linalg.norm(gradients[head] - exact) / np.linalg.norm(exact) < 1.5 * noise + 1e-3, case

@@ -27,6 +27,7 @@ from rlhf.learner.attention import PACKED
 from rlhf.learner.model import DeviceTokens, PolicyModel
 from rlhf.learner.update import PolicyObjective, policy_microbatch
 from rlhf.log.metrics import StepMetrics, merge_metrics
+from rlhf.step.batch import at_every_token
 from rlhf.types import Denominators, PackedTokens, PolicyTargets
 
 RATIO = np.array([1.5, 0.6, 2.0, 1.0])
@@ -60,19 +61,17 @@ def spread(values: np.ndarray, elsewhere: float) -> Tensor:
     return torch.from_numpy(row)
 
 
-def microbatch(algo: dict[str, Any]) -> tuple[float, StepMetrics, Tensor]:
-    """Loss, metrics and gradient under these choices; two minibatches, so that old log-probs are their own."""
-    algo = {"importance_correction": "none", **algo}
-    config = make_config(NOWHERE, algo=algo, learner={"minibatches_per_epoch": 2})
+def microbatch(algo: dict[str, Any], *, old: bool = True) -> tuple[float, StepMetrics, Tensor]:
+    """Loss, metrics and gradient under these choices; without `old` the current policy is the old one."""
+    config = make_config(NOWHERE, algo={"importance_correction": "none", **algo})
     rollout = spread(OLD - np.log(IMPORTANCE), math.nan).numpy()
     packed = PackedTokens(
-        token_ids=np.zeros(6, np.int32), position_ids=np.array([0, 1, 0, 1, 2, 3], np.int32), response_mask=MASK,
-        rollout_logprobs=rollout, cu_seqlens=np.array([0, 2, 6], np.int32), rows=np.array([0, 1], np.int32),
-    )  # fmt: skip
+        token_ids=np.zeros(6, np.int32), response_mask=MASK, rollout_logprobs=rollout, cu_seqlens=np.array([0, 2, 6])
+    )
     targets = PolicyTargets(
         advantages=spread(np.array([1.0, -1, -1, -1]), math.nan).numpy(),
-        old_logprobs=spread(np.full(4, OLD), math.nan).numpy(),
-        ref_logprobs=spread(NEW - D, math.nan).numpy(),
+        old_logprobs=spread(np.full(4, OLD), math.nan).numpy() if old else None,
+        ref_logprobs=spread(NEW - D, math.nan).numpy() if config.needs_reference else None,
     )
     model = Fixed(spread(NEW, math.nan), spread(ENTROPY, 0.0))
     tokens = DeviceTokens.of(packed, torch.device("cpu"))
@@ -151,6 +150,14 @@ def test_entropy_ratio_clipping_and_the_distance_to_the_engine_are_logged_whatev
     assert "policy/kl_k1" not in values  # no reference is loaded
 
 
+def test_without_old_logprobs_every_ratio_is_1_and_the_gradient_that_of_the_policy_gradient() -> None:
+    loss, metrics, gradient = microbatch({}, old=False)
+    assert loss == pytest.approx((-1 + 1 + 1 + 1) / 4)
+    assert gradient[torch.from_numpy(MASK)].tolist() == pytest.approx([-0.25, 0.25, 0.25, 0.25])
+    assert metrics["policy/ratio_max"].value() == 1.0
+    assert metrics["policy/kl_old"].value() == 0.0
+
+
 def test_the_corrections_report_their_weights_and_what_was_outside() -> None:
     _, metrics, _ = microbatch({"importance_correction": "masked"})
     assert metrics["policy/importance_weight"].value() == pytest.approx((1.5 + 1) / 4)
@@ -178,11 +185,11 @@ def logged_of_a_step(policies: list[np.ndarray], ref: np.ndarray) -> dict[str, f
     config = make_config(NOWHERE, algo={"log_kl": True}, learner={"epochs_per_step": len(policies)})
     old, ref = (x[SAMPLED].astype(np.float32) for x in (OLD_POLICY, ref))
     packed = PackedTokens(
-        token_ids=SAMPLED.astype(np.int32), position_ids=np.arange(8, dtype=np.int32), response_mask=np.ones(8, bool),
-        rollout_logprobs=old, cu_seqlens=np.array([0, 8], np.int32), rows=np.array([0], np.int32),
+        token_ids=SAMPLED.astype(np.int32), response_mask=np.ones(8, bool), rollout_logprobs=old,
+        cu_seqlens=np.array([0, 8]),
     )  # fmt: skip
-    # With one update a step nobody computes the old log-probs before it.
-    targets = PolicyTargets(np.ones(8, np.float32), old if config.needs_old_logprobs_pass else np.zeros_like(old), ref)
+    # With one update per step the old log-probs are not computed before it.
+    targets = PolicyTargets(np.ones(8, np.float32), old if config.needs_old_logprobs_pass else None, ref)
     updates = []
     for policy in policies:
         model = Fixed(torch.from_numpy(policy[SAMPLED].astype(np.float32)), torch.zeros(8))
@@ -224,22 +231,25 @@ def microbatches(config: GRPOConfig, *, old_is_given: bool) -> list[tuple[Tensor
     transformer = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
     transformer.set_attn_implementation(PACKED)
     model = PolicyModel(transformer, temperature=1.0)
-    objective = dataclasses.replace(PolicyObjective.of(config), old_is_current=not old_is_given)
-    groups = make_groups(groups=4, samples=4, vocabulary=61, longest=30, seed=2)
-    (minibatch,), advantages = plan_first_epoch(config, groups)
-    found = []
-    for packed in minibatch.microbatches[0]:
+    objective = PolicyObjective.of(config)
+    batch, (minibatch,), advantages = plan_first_epoch(
+        config, make_groups(groups=4, samples=4, vocabulary=61, longest=30, seed=2)
+    )
+    targets = PolicyTargets(at_every_token(batch, advantages), None, None)
+    results = []
+    for rows in minibatch.microbatches[0]:
+        packed, own = batch.tokens.take(rows), targets.take(batch.tokens.token_indices(rows))
         near = packed.rollout_logprobs * 0.01 - np.float32(np.log(61))  # to the nearly uniform policy: ratios around 1
         tokens = DeviceTokens.of(dataclasses.replace(packed, rollout_logprobs=near), torch.device("cpu"))
-        with torch.no_grad():
-            old = model(tokens).logprobs.numpy() if old_is_given else np.full(len(packed.token_ids), np.nan, np.float32)
-        targets = dataclasses.replace(batching.policy_targets(packed, advantages, {}, {}), old_logprobs=old)
+        if old_is_given:
+            with torch.no_grad():
+                own = dataclasses.replace(own, old_logprobs=model(tokens).logprobs.numpy())
         model.zero_grad(set_to_none=True)
-        loss, metrics = policy_microbatch(model, tokens, targets, minibatch.denominators, objective)
+        loss, metrics = policy_microbatch(model, tokens, own, minibatch.denominators, objective)
         loss.backward()
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        found.append((loss.detach(), gradients, {name: metric.value() for name, metric in metrics.items()}))
-    return found
+        results.append((loss.detach(), gradients, {name: metric.value() for name, metric in metrics.items()}))
+    return results
 
 
 @pytest.mark.parametrize("correction", ["truncated", "masked"])
@@ -264,5 +274,4 @@ def test_with_one_update_a_step_the_correction_needs_no_pass_and_differs_by_no_b
         assert metrics["policy/importance_weight"] != 1.0
         assert torch.equal(loss, other_loss)
         assert any(bool(g.abs().max() > 0) for g in gradients)
-        for one, other in zip(gradients, other_gradients, strict=True):
-            assert torch.equal(one, other)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True))

@@ -1,4 +1,4 @@
-"""The reference policy beside a real learner: it stays, is replaced, or follows as an average, also after a resume."""
+"""The reference policy of a real learner: it stays, is replaced, or follows as an average, also after a resume."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import make_config, make_groups, plan_first_epoch, run_world, work_of_rank
+from worlds import make_config, make_groups, plan_first_epoch, run_world
 
 from rlhf.learner.messages import Place
-from rlhf.step import batching
+from rlhf.step.batch import at_every_token
+from rlhf.types import PolicyTargets
 
 pytestmark = pytest.mark.stack
 
@@ -22,62 +23,64 @@ def move_and_look(place: Place, model: Path, folder: Path) -> dict[str, Any]:
     """Weights of policy and reference after an update, a replacement, and an average with a decay of 0.75."""
     from rlhf.learner.worker import Learner
 
+    kl = {"kl_coef": 0.1, "kl_estimator": "k1", "kl_place": "reward"}  # in the reward, so that both passes are made
     config = make_config(
-        model, algo={"kl_coef": 0.1, "ref_update": "average", "ref_decay": 0.75}, learner={"optimizer": {"lr": 1e-2}}
+        model, algo={**kl, "ref_update": "average", "ref_decay": 0.75}, learner={"optimizer": {"lr": 1e-2}}
     )
     learner = Learner(config, place)
     assert learner.reference is not None
-    groups = make_groups(**GROUPS)
-    minibatches, _ = plan_first_epoch(config, groups)
-    row = {i: np.zeros(len(s.rollout.token_ids), np.float32) for i, s in enumerate(batching.flatten(groups))}
+    batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
+    learner.start_step(batch.tokens, [minibatches])
 
     def weights(module: Any) -> torch.Tensor:
         return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
 
     def update() -> None:
-        learner.update(work_of_rank(config, groups, place.rank, row, row))
+        learner.update(PolicyTargets(at_every_token(batch, advantages), None, None))
 
     def largest_kl() -> float:
-        passes = learner.logprobs([m.microbatches[place.rank] for m in minibatches], True)
-        return float(max(np.abs(one.old - one.ref).max() for found in passes for one in found))
+        old, ref = learner.logprobs()
+        assert old is not None
+        assert ref is not None
+        return float(np.abs(old - ref).max())
 
     policy, reference = learner.engine.module, learner.reference.model
-    found = {"kl at the start": largest_kl()}
+    seen = {"kl at the start": largest_kl()}
     start = weights(reference)
     update()
-    found["moved by an update"] = float((weights(reference) - start).abs().max())
-    found["kl after an update"] = largest_kl()
+    seen["moved by an update"] = float((weights(reference) - start).abs().max())
+    seen["kl after an update"] = largest_kl()
     learner.blend_reference(0.0)
-    found["kl after a replacement"] = largest_kl()
+    seen["kl after a replacement"] = largest_kl()
     replaced = weights(reference)
     update()
     target = 0.75 * replaced + 0.25 * weights(policy)
     learner.blend_reference(0.75)
-    found["off the average"] = float((weights(reference) - target).abs().max())
-    found["average moved by"] = float((weights(reference) - replaced).abs().max())
+    seen["off the average"] = float((weights(reference) - target).abs().max())
+    seen["average moved by"] = float((weights(reference) - replaced).abs().max())
     averaged = weights(reference)
     learner.save(str(folder))
     learner.blend_reference(0.0)
     learner.load(str(folder), 2)
-    found["off after a resume"] = float((weights(reference) - averaged).abs().max())
+    seen["off after a resume"] = float((weights(reference) - averaged).abs().max())
     learner.blend_reference(0.0)  # the policy as it was saved, which has moved on from the average
     replaced = weights(reference)
     learner.save(str(folder))
     learner.load(str(folder), 2)
-    found["moved by the replacement"] = float((replaced - averaged).abs().max())
-    found["off after a second resume"] = float((weights(reference) - replaced).abs().max())
+    seen["moved by the replacement"] = float((replaced - averaged).abs().max())
+    seen["off after a second resume"] = float((weights(reference) - replaced).abs().max())
     learner.close()
-    return found
+    return seen
 
 
 def test_a_reference_stays_is_replaced_or_follows_as_an_average_and_comes_back_from_a_checkpoint(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    (found,) = run_world(move_and_look, 1, tiny_model_dir / "model", tmp_path)
-    assert found["kl at the start"] == 0.0
-    assert found["moved by an update"] == 0.0
-    assert found["kl after an update"] > 1e-3
-    assert found["kl after a replacement"] == 0.0
-    assert found["off the average"] < 1e-6 < 1e-3 < found["average moved by"]
-    assert found["off after a resume"] == 0.0
-    assert found["off after a second resume"] == 0.0 < 1e-3 < found["moved by the replacement"]
+    (seen,) = run_world(move_and_look, 1, tiny_model_dir / "model", tmp_path)
+    assert seen["kl at the start"] == 0.0
+    assert seen["moved by an update"] == 0.0
+    assert seen["kl after an update"] > 1e-3
+    assert seen["kl after a replacement"] == 0.0
+    assert seen["off the average"] < 1e-6 < 1e-3 < seen["average moved by"]
+    assert seen["off after a resume"] == 0.0
+    assert seen["off after a second resume"] == 0.0 < 1e-3 < seen["moved by the replacement"]

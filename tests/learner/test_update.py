@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from worlds import make_config, make_groups, plan_first_epoch, run_world, work_of_rank
+from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world
 
 from rlhf.learner.messages import Place
 from rlhf.log.metrics import StepMetrics
-from rlhf.step import batching
+from rlhf.step.batch import at_every_token
 from rlhf.types import PolicyTargets
 
 pytestmark = pytest.mark.stack
@@ -21,18 +22,19 @@ pytestmark = pytest.mark.stack
 GROUPS: dict[str, Any] = {"groups": 4, "samples": 4, "vocabulary": 250, "longest": 60, "seed": 5}
 
 
-def step(learner: Any, config: Any, groups: Any, place: Place) -> list[StepMetrics]:
+def step(learner: Any, config: Any) -> list[StepMetrics]:
     """Log-prob passes and updates of one training step, as the loop makes them, on one rank."""
-    minibatches, _ = plan_first_epoch(config, groups)
-    passes = learner.logprobs([m.microbatches[place.rank] for m in minibatches], True)
-    old = {}
-    ref = {}
-    for minibatch, found in zip(minibatches, passes, strict=True):
-        for packed, one in zip(minibatch.microbatches[place.rank], found, strict=True):
-            old |= batching.gather(one.old, packed)
-            ref |= batching.gather(one.ref, packed)
-    everything = {row: np.zeros(len(s.rollout.token_ids), np.float32) for row, s in enumerate(batching.flatten(groups))}
-    return learner.update(work_of_rank(config, groups, place.rank, everything | old, everything | ref))
+    batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
+    learner.start_step(batch.tokens, [minibatches])
+    old, ref = (column_of_rank(batch, minibatches, learner.place.rank, numbers) for numbers in learner.logprobs())
+    return learner.update(PolicyTargets(at_every_token(batch, advantages), old, ref))
+
+
+def start_step(learner: Any, config: Any) -> PolicyTargets:
+    """Give the learner the step; the targets of its updates, where the policy of each update is the old one."""
+    batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
+    learner.start_step(batch.tokens, [minibatches])
+    return PolicyTargets(at_every_token(batch, advantages), None, None)
 
 
 # --- the first step ---
@@ -70,8 +72,7 @@ def first_step_metrics(place: Place, model: Path, checkpointing: bool) -> list[d
         cluster={"device": "cpu", "learners": place.world_size},
     )
     learner = Learner(config, place)
-    metrics = step(learner, config, make_groups(**GROUPS), place)
-    return [{name: metric.value() for name, metric in update.items()} for update in metrics]
+    return [{name: metric.value() for name, metric in update.items()} for update in step(learner, config)]
 
 
 @pytest.mark.parametrize(("learners", "checkpointing"), [(1, True), (2, False)])
@@ -140,10 +141,9 @@ def run_adam(place: Place, model: Path, variant: str, updates: int) -> dict[str,
     learner = Probe(config, place)
     names = ("model.norm.weight", "model.layers.0.self_attn.q_proj.bias", "model.layers.1.mlp.up_proj.weight")
     start = {name: learner.names[name].detach().numpy().copy() for name in names}
-    groups = make_groups(**GROUPS)
-    work = work_of_rank(config, groups, place.rank, {}, {})
+    targets = start_step(learner, config)
     for _ in range(updates):
-        learner.update(work)
+        learner.update(targets)
     group = learner.engine.optimizer.param_groups[0]
     return {
         "start": start,
@@ -158,19 +158,19 @@ def test_adam_through_zero_2_agrees_with_an_independent_implementation_over_100_
     tiny_model_dir: Path, variant: str
 ) -> None:
     reference, other = (adam_epsilon_hat, adam_torch) if variant == "tensorflow" else (adam_torch, adam_epsilon_hat)
-    (found,) = run_world(run_adam, 1, tiny_model_dir / "model", variant, 100)
-    held = found["held"]
+    (run,) = run_world(run_adam, 1, tiny_model_dir / "model", variant, 100)
+    held = run["held"]
     assert held["betas"] == (0.9, 0.95)
     assert held["weight_decay"] == 0.0
     assert held["lr"] == 1e-4
     assert held["eps"] == pytest.approx(1e-5 if variant == "torch" else 1e-5 / math.sqrt(1 - 0.95**100))
     differs = 0.0
-    for name, weights in found["start"].items():
-        start, grads = torch.from_numpy(weights), list(torch.from_numpy(found["grads"][name]))
+    for name, weights in run["start"].items():
+        start, grads = torch.from_numpy(weights), list(torch.from_numpy(run["grads"][name]))
         expected = reference(start, grads, lr=1e-4, eps=1e-5)
         moved = (expected - start).abs().max().item()
         assert moved > 1e-3
-        torch.testing.assert_close(torch.from_numpy(found["end"][name]).double(), expected, rtol=0, atol=1e-3 * moved)
+        torch.testing.assert_close(torch.from_numpy(run["end"][name]).double(), expected, rtol=0, atol=1e-3 * moved)
         differs = max(differs, (other(start, grads, lr=1e-4, eps=1e-5) - expected).abs().max().item())
     assert differs > 1e-5  # the two variants are not the same thing here
 
@@ -183,13 +183,7 @@ def whole_weights(learner: Any) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy().copy() for name, tensor in learner}
 
 
-def poison(targets: PolicyTargets) -> PolicyTargets:
-    return PolicyTargets(targets.advantages * np.float32("nan"), targets.old_logprobs, targets.ref_logprobs)
-
-
 def run_with_a_poisoned_update(place: Place, model: Path, stage: int) -> dict[str, Any]:
-    from dataclasses import replace
-
     from rlhf.learner.worker import Learner
 
     config = make_config(
@@ -204,23 +198,23 @@ def run_with_a_poisoned_update(place: Place, model: Path, stage: int) -> dict[st
         cluster={"device": "cpu", "learners": place.world_size},
     )
     learner = Learner(config, place)
-    (work,) = work_of_rank(config, make_groups(**GROUPS), place.rank, {}, {})
-    bad = replace(work, targets=tuple(poison(t) for t in work.targets))
+    targets = start_step(learner, config)
+    poisoned = replace(targets, advantages=targets.advantages * np.float32("nan"))
     rates, norms = [], []
-    before_bad: dict[str, np.ndarray] = {}
-    after_bad: dict[str, np.ndarray] = {}
+    before: dict[str, np.ndarray] = {}
+    after: dict[str, np.ndarray] = {}
     for update in range(4):
         if update == 1:
-            before_bad = whole_weights(learner)
-        (metrics,) = learner.update([bad if update == 1 else work])
+            before = whole_weights(learner)
+        (metrics,) = learner.update(poisoned if update == 1 else targets)
         if update == 1:
-            after_bad = whole_weights(learner)
+            after = whole_weights(learner)
         rates.append(metrics["learner/lr"].value())
         norms.append(metrics["learner/grad_norm"].value())
     return {
         "rates": rates,
         "norms": norms,
-        "unmoved": all(np.array_equal(before_bad[name], after_bad[name]) for name in learner.names),
+        "unmoved": all(np.array_equal(before[name], after[name]) for name in learner.names),
         "adam_steps": learner.adam_steps,
         "updates": learner.updates_done,
         "finite": all(np.isfinite(w).all() for w in whole_weights(learner).values()),
@@ -232,14 +226,14 @@ def run_with_a_poisoned_update(place: Place, model: Path, stage: int) -> dict[st
 def test_a_non_finite_gradient_is_skipped_consumes_the_schedule_but_not_adams_step(
     tiny_model_dir: Path, stage: int
 ) -> None:
-    for found in run_world(run_with_a_poisoned_update, 2, tiny_model_dir / "model", stage):
-        assert found["unmoved"]
-        assert found["finite"]
-        assert (found["updates"], found["adam_steps"]) == (4, 3)
-        assert not math.isfinite(found["norms"][1])
+    for run in run_world(run_with_a_poisoned_update, 2, tiny_model_dir / "model", stage):
+        assert run["unmoved"]
+        assert run["finite"]
+        assert (run["updates"], run["adam_steps"]) == (4, 3)
+        assert not math.isfinite(run["norms"][1])
         # u = 1..4, w = 1: warm-up to the peak, then (1 + cos(pi p)) / 2 at p = 1/3, 2/3, 1
-        assert found["rates"] == pytest.approx([1e-3, 0.75e-3, 0.25e-3, 0.0], abs=1e-12)
-        assert found["eps"] == pytest.approx(1e-8 / math.sqrt(1 - 0.95**3))
+        assert run["rates"] == pytest.approx([1e-3, 0.75e-3, 0.25e-3, 0.0], abs=1e-12)
+        assert run["eps"] == pytest.approx(1e-8 / math.sqrt(1 - 0.95**3))
 
 
 def weights_after_a_step_at_lr_0(place: Place, model: Path) -> bool:
@@ -248,7 +242,7 @@ def weights_after_a_step_at_lr_0(place: Place, model: Path) -> bool:
     config = make_config(model, learner={"optimizer": {"lr": 0.0, "weight_decay": 0.1}})
     learner = Learner(config, place)
     before = {name: p.detach().clone() for name, p in learner.names.items()}
-    learner.update(work_of_rank(config, make_groups(**GROUPS), place.rank, {}, {}))
+    learner.update(start_step(learner, config))
     return all(torch.equal(before[name], p) for name, p in learner.names.items())
 
 
@@ -277,9 +271,9 @@ def train_and_save(place: Place, model: Path, folder: Path) -> dict[str, np.ndar
 
     config = checkpoint_config(model, place.world_size, 2)
     learner = Learner(config, place)
-    work = work_of_rank(config, make_groups(**GROUPS), place.rank, {}, {})
+    targets = start_step(learner, config)
     for _ in range(2):
-        learner.update(work)
+        learner.update(targets)
     if place.rank == 0:
         (folder / "checkpoint").mkdir(parents=True)
     torch.distributed.barrier()
@@ -288,7 +282,7 @@ def train_and_save(place: Place, model: Path, folder: Path) -> dict[str, np.ndar
     sequence = np.arange(5, 60, dtype=np.int32)
     canary = learner.canary([sequence])[0]
     for _ in range(2):
-        learner.update(work)
+        learner.update(targets)
     return {"canary": canary} | whole_weights(learner)
 
 
@@ -298,9 +292,9 @@ def resume_and_train(place: Place, model: Path, folder: Path, stage: int) -> dic
     config = checkpoint_config(model, place.world_size, stage)
     learner = Learner(config, place)
     learner.load(str(folder / "checkpoint"), 2)
-    work = work_of_rank(config, make_groups(**GROUPS), place.rank, {}, {})
+    targets = start_step(learner, config)
     for _ in range(2):
-        learner.update(work)
+        learner.update(targets)
     return whole_weights(learner)
 
 

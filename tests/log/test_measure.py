@@ -13,9 +13,11 @@ import pytest
 from worlds import make_config, make_groups
 
 from rlhf.log.measure import FLAT_STEPS, Clock, LearnerSpeed, SignalWatch, peak_tflops, rollout_metrics, waiting_seconds
+from rlhf.log.metrics import Last, Mean, Sum, mean_over_updates
 from rlhf.plan.model import model_shape
 from rlhf.run.sampler import BusyMeter
-from rlhf.step import batching
+from rlhf.step.batch import make_batch
+from rlhf.step.minibatches import plan_epochs
 from rlhf.types import RolloutGroup, ScoredRollout, VersionSpan
 
 SHAPE = {
@@ -44,26 +46,35 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def speed_of(model: Path, device_name: str, **cluster: Any) -> dict[str, float]:
+def speed_of(model: Path, device_name: str, shared: tuple[int, int] = (0, 0), **cluster: Any) -> dict[str, float]:
+    """Of an update of 0.5 s on two rollouts by three learners; `shared` first tokens were computed only once."""
     config = make_config(
         model, learner={"max_tokens_per_microbatch": 128}, cluster={"device": "cpu", "learners": 3, **cluster}
     )
-    samples = batching.flatten(make_groups(groups=1, samples=2, vocabulary=9, longest=20, seed=0))
-    epochs = batching.plan_epochs(samples, np.ones(2, bool), config, step=0)
-    values = LearnerSpeed(config, device_name).of_step(epochs, 0.5)
-    lengths = [len(s.rollout.token_ids) for s in samples]
-    assert values["learner/shared_fraction"] == 0  # each of the two has a microbatch of its own
-    assert values["learner/tokens_per_second"] == sum(lengths) / 0.5
-    assert values["learner/packing_efficiency"] == sum(lengths) / (3 * 128)
-    assert values["learner/padding_fraction"] == pytest.approx(2 / (sum(lengths) + 2))  # two rows and a filler of two
-    flops = model_shape(SHAPE).training_flops(lengths, sum(s.rollout.response_length for s in samples), [])
-    return values | {"flops": flops}
+    batch = make_batch(make_groups(groups=1, samples=2, vocabulary=9, longest=20, seed=0), mask_truncated=False)
+    epochs = plan_epochs(batch, config, step=0)
+    values = LearnerSpeed(config, device_name).of_step(batch, epochs, np.array(shared), 0.5)
+    tokens = len(batch.tokens.token_ids)
+    computed = tokens - sum(shared)
+    assert values["learner/shared_fraction"] == pytest.approx(sum(shared) / tokens)
+    assert values["learner/tokens_per_second"] == tokens / 0.5
+    assert values["learner/packing_efficiency"] == computed / (3 * 128)
+    assert values["learner/padding_fraction"] == pytest.approx(2 / (computed + 2))  # two rows and a filler of two
+    order = [int(row) for rank in epochs[0][0].microbatches for rows in rank for row in rows]
+    lengths, responses = batch.tokens.lengths[order].tolist(), int(batch.tokens.response_mask.sum())
+    return values | {"flops": model_shape(SHAPE).training_flops(lengths, responses, list(shared))}
 
 
 def test_mfu_is_the_share_of_the_peak_of_the_named_device(model: Path) -> None:
     values = speed_of(model, "NVIDIA H100 80GB HBM3")
     assert values["learner/mfu"] == pytest.approx(values["flops"] / (0.5 * 989e12 * 3))
     assert speed_of(model, "NVIDIA H100 PCIe")["learner/mfu"] == pytest.approx(values["learner/mfu"] * 989 / 756)
+
+
+def test_tokens_that_were_computed_with_the_sequence_before_are_no_work(model: Path) -> None:
+    values = speed_of(model, "NVIDIA H100 80GB HBM3", shared=(0, 3))
+    assert values["learner/mfu"] == pytest.approx(values["flops"] / (0.5 * 989e12 * 3))
+    assert values["flops"] < speed_of(model, "NVIDIA H100 80GB HBM3")["flops"]
 
 
 def test_a_device_is_known_by_whole_words_of_its_name() -> None:
@@ -76,7 +87,8 @@ def test_a_device_is_known_by_whole_words_of_its_name() -> None:
 
 def test_a_step_in_which_only_the_critic_learns_says_nothing_of_the_policys_speed(model: Path) -> None:
     config = make_config(model, cluster={"device": "cpu"})
-    assert LearnerSpeed(config, "NVIDIA H100 80GB HBM3").of_step([], 0.5) == {}
+    batch = make_batch(make_groups(groups=1, samples=2, vocabulary=9, longest=20, seed=0), mask_truncated=False)
+    assert LearnerSpeed(config, "NVIDIA H100 80GB HBM3").of_step(batch, [], np.zeros(2, np.int64), 0.5) == {}
 
 
 def test_mfu_takes_the_peak_of_the_config_and_is_left_out_without_one(model: Path) -> None:
@@ -87,8 +99,7 @@ def test_mfu_takes_the_peak_of_the_config_and_is_left_out_without_one(model: Pat
 
 def test_who_waited_for_whom() -> None:
     phases = {"sampling": 3.0, "logprobs": 1.0, "update": 4.0, "transfer": 0.5, "evaluation": 1.0}
-    found = waiting_seconds(phases, 10.0, 6.5)
-    assert found == {"time/engine_idle": 3.5, "time/learner_idle": 4.5}
+    assert waiting_seconds(phases, 10.0, 6.5) == {"time/engine_idle": 3.5, "time/learner_idle": 4.5}
 
 
 def test_phases_between_two_logs_belong_to_the_later_step() -> None:
@@ -112,14 +123,23 @@ def test_the_start_is_no_waiting_and_every_part_of_the_reward_is_logged_whoever_
     phases, window_s = clock.take()
     assert phases["start-up"] >= 0.02 > window_s
 
-    one, other = make_groups(groups=2, samples=2, vocabulary=9, longest=20, seed=0)
+    first, second = make_groups(groups=2, samples=2, vocabulary=9, longest=20, seed=0)
 
     def graded(group: RolloutGroup, parts: dict[str, float]) -> RolloutGroup:
         return RolloutGroup(group.prompt, tuple(dataclasses.replace(s, reward_parts=parts) for s in group.samples))
 
-    metrics = rollout_metrics([graded(one, {"math": 1.0}), graded(other, {"f1": 0.5})], np.zeros(4), step=1)
+    metrics = rollout_metrics([graded(first, {"math": 1.0}), graded(second, {"f1": 0.5})], np.zeros(4), step=1)
     assert metrics["reward/part/math"].value() == 1.0
     assert metrics["reward/part/f1"].value() == 0.5
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_updates_and_its_learning_rate_the_last_one() -> None:
+    updates = [
+        {"policy/loss": Sum(1.0), "policy/entropy": Mean(3.0, 1.0), "learner/lr": Last(0.2)},
+        {"policy/loss": Sum(2.0), "policy/entropy": Mean(3.0, 2.0), "learner/lr": Last(0.1)},
+    ]
+    values = {name: metric.value() for name, metric in mean_over_updates(updates).items()}
+    assert values == {"policy/loss": 1.5, "policy/entropy": 2.0, "learner/lr": 0.1}
 
 
 def test_tokens_that_arrive_during_an_evaluation_are_in_the_rate_of_the_next_step() -> None:

@@ -20,7 +20,7 @@ from rlhf.plan import check_resources
 from rlhf.plan.layout import draw, place
 from rlhf.plan.report import plan_text
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LLAMA31_8B = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072,

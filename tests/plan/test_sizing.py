@@ -21,7 +21,7 @@ from rlhf.plan.memory import GIB, engine_memory, learner_memory, total
 from rlhf.plan.model import model_shape
 from rlhf.plan.report import plan_text
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SIZING = runpy.run_path(str(ROOT / "tools/sizing.py"))
 MODELS: dict[str, dict[str, Any]] = SIZING["MODELS"]
 

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf.rewards.pool import Pool
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 FUNCTION = "hostile_rewards:by_response"
 
 

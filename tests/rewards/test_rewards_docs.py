@@ -11,7 +11,7 @@ from rlhf.config.reward import OPTIONS_OF_REWARD, STEPS_OF_MODE, MathOptions, Re
 from rlhf.rewards.grade import STATUSES
 from rlhf.rewards.math import math_reward
 
-TEXT = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 
 
 def table_after(mark: str) -> list[list[str]]:

@@ -19,7 +19,7 @@ from rlhf.rewards.named import load_user_function
 from rlhf.rewards.scorer import Scorer
 from rlhf.types import Prompt
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 CONFIG = {
     "parts": [
         {"name": "math", "weight": 1.0},

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from worlds import make_config, make_groups, run_world
+from worlds import make_config, make_groups, rows_of_minibatch, run_world
 
+from rlhf.algo.packing import FILLER_TOKENS, filler
 from rlhf.learner.attention import PACKED
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, PolicyModel
 from rlhf.learner.update import PolicyObjective, policy_microbatch
-from rlhf.step import batching
-from rlhf.types import Minibatch, RolloutGroup
+from rlhf.step.batch import at_every_token, make_batch
+from rlhf.step.minibatches import plan_epochs, rows_with_gradient
+from rlhf.step.rewards import step_advantages
+from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
 NOWHERE = Path("nowhere/model")
 VOCABULARY = 61
@@ -25,69 +28,74 @@ VOCABULARY = 61
 
 def groups_with_equal_ones(equal: tuple[int, ...], *, groups: int = 5) -> list[RolloutGroup]:
     """Groups of 4 with random rewards, but the same reward throughout in some of them."""
-    found = make_groups(groups=groups, samples=4, vocabulary=VOCABULARY, longest=30, seed=2)
+    made = make_groups(groups=groups, samples=4, vocabulary=VOCABULARY, longest=30, seed=2)
     return [
         RolloutGroup(g.prompt, tuple(dataclasses.replace(s, reward=0.1) for s in g.samples)) if i in equal else g
-        for i, g in enumerate(found)
+        for i, g in enumerate(made)
     ]
 
 
-def plan(groups: list[RolloutGroup], config: Any, *, skip: bool) -> tuple[list[Minibatch], np.ndarray, np.ndarray]:
-    samples = batching.flatten(groups)
-    trains = batching.trained_rows(samples, mask_truncated=False)
-    advantages = batching.step_advantages(batching.penalized_rewards(samples, None, 0.0), groups, config.algo.advantage)
-    works = batching.work_rows(trains, advantages, config) if skip else trains
-    return batching.plan_epochs(samples, trains, config, step=0, works=works)[0], advantages, works
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    batch: StepBatch
+    minibatches: list[Minibatch]
+    advantages: np.ndarray
+    computed: np.ndarray
+
+    def targets(self, old_logprobs: np.ndarray | None) -> PolicyTargets:
+        return PolicyTargets(at_every_token(self.batch, self.advantages), old_logprobs, None)
 
 
-def rows_of(minibatch: Minibatch) -> set[int]:
-    return {int(row) for rank in minibatch.microbatches for packed in rank for row in packed.rows if row >= 0}
+def plan(groups: list[RolloutGroup], config: Any, *, skip: bool) -> Plan:
+    batch = make_batch(groups, mask_truncated=False)
+    advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
+    computed = rows_with_gradient(batch, advantages, config) if skip else batch.trained
+    return Plan(batch, plan_epochs(batch, config, step=0, computed=computed)[0], advantages, computed)
 
 
 def test_only_rollouts_with_an_advantage_are_packed_and_all_are_counted() -> None:
     config = make_config(NOWHERE, learner={"minibatches_per_epoch": 2})
     groups = groups_with_equal_ones((1, 3))
-    full, _, _ = plan(groups, config, skip=False)
-    lean, advantages, works = plan(groups, config, skip=True)
-    assert works.tolist() == [i // 4 not in (1, 3) for i in range(20)]
-    assert (advantages[~works] == 0).all()
-    for one, other in zip(full, lean, strict=True):
-        assert rows_of(other) == {row for row in rows_of(one) if works[row]}
-        assert one.denominators == other.denominators
+    full = plan(groups, config, skip=False)
+    lean = plan(groups, config, skip=True)
+    assert lean.computed.tolist() == [i // 4 not in (1, 3) for i in range(20)]
+    assert (lean.advantages[~lean.computed] == 0).all()
+    for with_all, with_some in zip(full.minibatches, lean.minibatches, strict=True):
+        assert rows_of_minibatch(with_some) == [row for row in rows_of_minibatch(with_all) if lean.computed[row]]
+        assert with_some.denominators == with_all.denominators
 
 
 @pytest.mark.parametrize("algo", [{"kl_coef": 0.1, "kl_estimator": "k3"}, {"entropy_coef": 0.01}, {"log_kl": True}])
 def test_with_a_kl_or_an_entropy_bonus_in_the_loss_or_a_kl_in_the_log_none_is_skipped(algo: Any) -> None:
     config = make_config(NOWHERE, algo=algo)
-    _, advantages, works = plan(groups_with_equal_ones((1, 3)), config, skip=True)
-    assert (advantages == 0).sum() == 8
-    assert works.all()
+    planned = plan(groups_with_equal_ones((1, 3)), config, skip=True)
+    assert (planned.advantages == 0).sum() == 8
+    assert planned.computed.all()
 
 
 def test_a_minibatch_without_any_advantage_keeps_a_filler_for_every_learner_so_that_it_still_steps() -> None:
     config = make_config(NOWHERE, cluster={"device": "cpu", "learners": 2})
-    (minibatch,), _, works = plan(groups_with_equal_ones((0, 1, 2, 3, 4)), config, skip=True)
-    assert not works.any()
+    planned = plan(groups_with_equal_ones((0, 1, 2, 3, 4)), config, skip=True)
+    (minibatch,) = planned.minibatches
+    assert not planned.computed.any()
     assert [len(rank) for rank in minibatch.microbatches] == [1, 1]
-    assert rows_of(minibatch) == set()
+    assert rows_of_minibatch(minibatch) == []
     assert minibatch.denominators.sequences == 20
 
 
 def gradients(model: PolicyModel, groups: list[RolloutGroup], config: Any, *, skip: bool) -> list[torch.Tensor]:
     """Of the whole step's loss, in float64."""
-    minibatches, advantages, _ = plan(groups, config, skip=skip)
-    rng = np.random.default_rng(7)
-    old = {
-        row: (s.rollout.rollout_logprobs + rng.normal(0, 0.3, len(s.rollout.token_ids))).astype(np.float32)
-        for row, s in enumerate(batching.flatten(groups))
-    }
+    planned = plan(groups, config, skip=skip)
+    tokens = planned.batch.tokens
+    noise = np.random.default_rng(7).normal(0, 0.3, len(tokens.token_ids))
+    targets = planned.targets((tokens.rollout_logprobs + noise).astype(np.float32))
     objective = PolicyObjective.of(config)
     model.zero_grad(set_to_none=True)
-    for minibatch in minibatches:
-        for packed in minibatch.microbatches[0]:
-            tokens = DeviceTokens.of(packed, torch.device("cpu"))
-            targets = batching.policy_targets(packed, advantages, old, {})
-            loss, _ = policy_microbatch(model, tokens, targets, minibatch.denominators, objective)
+    for minibatch in planned.minibatches:
+        for rows in minibatch.microbatches[0]:
+            packed = DeviceTokens.of(tokens.take(rows) if len(rows) else filler(), torch.device("cpu"))
+            own = targets.take(tokens.token_indices(rows) if len(rows) else np.zeros(FILLER_TOKENS, np.int64))
+            loss, _ = policy_microbatch(model, packed, own, minibatch.denominators, objective)
             loss.backward()
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
@@ -113,8 +121,8 @@ def test_the_gradient_is_the_same_to_the_last_digits_of_float64(policy_loss: str
     full = gradients(model, groups, config, skip=False)
     lean = gradients(model, groups, config, skip=True)
     assert all(bool(g.abs().max() > 0) for g in full)
-    for one, other in zip(full, lean, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-14)
+    for of_all, of_some in zip(full, lean, strict=True):
+        torch.testing.assert_close(of_all, of_some, rtol=1e-9, atol=1e-14)
 
 
 def steps_without_and_with_advantages(place: Place, model: Path) -> list[tuple[float, float, bool]]:
@@ -127,18 +135,16 @@ def steps_without_and_with_advantages(place: Place, model: Path) -> list[tuple[f
         cluster={"device": "cpu", "learners": place.world_size},
     )
     learner = Learner(config, place)
-    found = []
+    steps = []
     for equal in ((0, 1, 2, 3, 4), (1, 3)):
-        groups = groups_with_equal_ones(equal)
-        minibatches, advantages, works = plan(groups, config, skip=True)
-        assert works.sum() == 4 * (5 - len(equal))
-        old = {row: s.rollout.rollout_logprobs for row, s in enumerate(batching.flatten(groups))}
+        planned = plan(groups_with_equal_ones(equal), config, skip=True)
+        assert planned.computed.sum() == 4 * (5 - len(equal))
         before = [p.detach().clone() for p in learner.names.values()]
-        (metrics,) = learner.update(batching.learner_minibatches(minibatches, advantages, old, {})[place.rank])
-        moved = any(not torch.equal(one, p) for one, p in zip(before, learner.names.values(), strict=True))
-        norm, taken = metrics["learner/grad_norm"].value(), metrics["learner/updates_taken"].value()
-        found.append((norm, taken, moved))
-    return found
+        learner.start_step(planned.batch.tokens, [planned.minibatches])
+        (metrics,) = learner.update(planned.targets(None))
+        moved = any(not torch.equal(old, p) for old, p in zip(before, learner.names.values(), strict=True))
+        steps.append((metrics["learner/grad_norm"].value(), metrics["learner/updates_taken"].value(), moved))
+    return steps
 
 
 @pytest.mark.stack

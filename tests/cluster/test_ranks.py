@@ -1,0 +1,109 @@
+"""Columns into the ranks of a step and back, over real ranks in this process: no Ray, no DeepSpeed engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from worlds import make_config, make_groups, rows_of_minibatch
+
+from rlhf.algo.packing import shared_beginnings
+from rlhf.cluster import ranks
+from rlhf.cluster.ranks import RankGroup
+from rlhf.learner.messages import Place
+from rlhf.learner.step import StepRank
+from rlhf.log.metrics import StepMetrics, Sum, merge_metrics
+from rlhf.step.batch import make_batch
+from rlhf.step.minibatches import plan_epochs
+from rlhf.types import Minibatch, PolicyTargets, StepBatch
+
+LEARNERS = 3
+
+
+class Rank(StepRank):
+    """Computes each token's id, and trains it towards its id: the advantages that it is given."""
+
+    def __init__(self, rank: int) -> None:
+        self.place, self.device = Place(rank, LEARNERS, rank, "nowhere", 0, threads=1), torch.device("cpu")
+
+    def token_ids(self) -> tuple[np.ndarray, None]:
+        return self.passes(lambda tokens: tokens.token_ids), None
+
+    def update(self, targets: PolicyTargets) -> list[StepMetrics]:
+        def loss(tokens: Any, own: PolicyTargets, denominators: Any) -> tuple[torch.Tensor, StepMetrics]:
+            mask = tokens.response_mask
+            ids = tokens.token_ids[mask]
+            assert own.advantages[mask.numpy()].tolist() == ids.tolist()
+            return torch.zeros(()), {"ids": Sum(float(ids.sum())), "tokens": Sum(float(mask.sum()))}
+
+        return self.updates(targets, loss)
+
+    def take_step(self, microbatches: int, forward: Callable[[int], tuple[Any, StepMetrics]]) -> StepMetrics:
+        return merge_metrics([forward(i)[1] for i in range(microbatches)])
+
+
+class LocalRanks(RankGroup):
+    def __init__(self) -> None:
+        self._ranks = [Rank(rank) for rank in range(LEARNERS)]
+
+    async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> list[Any]:
+        return [getattr(rank, method)(*arguments) for rank in self._ranks]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalRanks, StepBatch, list[list[Minibatch]], np.ndarray]:
+    """Two epochs of two minibatches, of 12 rollouts of which three are not computed; some ranks get fillers."""
+    monkeypatch.setattr(ranks.ray, "put", lambda value: value)
+    config = make_config(
+        Path("nowhere/model"),
+        data={"max_prompt_tokens": 12},
+        rollout={"max_response_tokens": 40},
+        learner={"epochs_per_step": 2, "minibatches_per_epoch": 2, "max_tokens_per_microbatch": 64},
+        cluster={"device": "cpu", "learners": LEARNERS},
+    )
+    batch = make_batch(make_groups(groups=2, samples=6, vocabulary=99, longest=40, seed=1), mask_truncated=False)
+    computed = np.arange(12) >= 3
+    epochs = plan_epochs(batch, config, step=0, computed=computed)
+    assert any(not len(rows) for minibatch in epochs[0] for rank in minibatch.microbatches for rows in rank)
+    group = LocalRanks()
+    asyncio.run(group.start_step(batch, epochs))
+    return group, batch, epochs, computed
+
+
+def test_what_the_ranks_compute_comes_back_at_the_tokens_it_was_computed_for(started: Any) -> None:
+    group, batch, _, computed = started
+    ids, nothing = asyncio.run(group.columns("token_ids"))
+    assert nothing is None
+    np.testing.assert_array_equal(ids, np.where(np.repeat(computed, batch.tokens.lengths), batch.tokens.token_ids, 0))
+
+
+def test_every_update_trains_its_minibatch_with_the_targets_of_its_own_tokens_on_some_rank_once(started: Any) -> None:
+    group, batch, epochs, _ = started
+    targets = PolicyTargets(batch.tokens.token_ids.astype(np.float32), None, None)
+    updates = asyncio.run(group.update(targets))
+    minibatches = [minibatch for epoch in epochs for minibatch in epoch]
+    assert len(updates) == len(minibatches) == 4
+    for update, minibatch in zip(updates, minibatches, strict=True):
+        tokens = batch.tokens.take(np.array(rows_of_minibatch(minibatch)))
+        assert update["ids"].value() == tokens.token_ids[tokens.response_mask].sum()
+        assert update["tokens"].value() == tokens.response_mask.sum()
+
+
+def test_what_is_computed_with_the_sequence_before_is_told_of_every_sequence_rank_after_rank(started: Any) -> None:
+    group, batch, epochs, _ = started
+    expected = [
+        shared_beginnings(batch.tokens.take(rows)).tolist()
+        for rank in range(LEARNERS)
+        for epoch in epochs
+        for minibatch in epoch
+        for rows in minibatch.microbatches[rank]
+        if len(rows)
+    ]
+    assert group.shared.tolist() == list(itertools.chain(*expected))
+    assert group.shared.any()
