@@ -16,9 +16,17 @@ os.environ.pop("RAY_ADDRESS", None)  # a run of a test never joins a cluster tha
 
 import pytest
 from processes import Watch
+from waiting import STACK_WAIT_S
 
 # Small enough for a test, and still with several layers and heads; vLLM on CPU takes heads of 32 or more.
 TINY_MODEL = {"hidden_size": 64, "num_layers": 2, "num_heads": 2}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A `stack` test may start several programs, one after another, next to other jobs of the machine."""
+    for item in items:
+        if item.get_closest_marker("stack"):
+            item.add_marker(pytest.mark.timeout(3 * STACK_WAIT_S))
 
 
 @pytest.fixture(scope="session")
