@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -13,20 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from waiting import STACK_WAIT_S, WAIT_S, free_port
 
 from rlhf import batching
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import LearnerMinibatch, Place
 from rlhf.types import Minibatch, Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
-
-DEADLINE_S = 540.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_world(target: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -42,7 +34,7 @@ def run_world(target: Callable[..., Any], world_size: int, *arguments: Any) -> l
         found = _collect(results, ranks)
     finally:
         for process in ranks:
-            process.join(timeout=20)
+            process.join(timeout=WAIT_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -54,14 +46,14 @@ def run_world(target: Callable[..., Any], world_size: int, *arguments: Any) -> l
 def _collect(results: Any, ranks: list[Any]) -> dict[int, Any]:
     """What every rank put; a rank that ended without a word (a crash, a result that does not pickle) ends the wait."""
     found: dict[int, Any] = {}
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + STACK_WAIT_S
     while len(found) < len(ranks):
         silent = not any(process.is_alive() for process in ranks)
         try:
             rank, value = results.get(timeout=2.0)
         except queue.Empty:
             assert not silent, f"ranks ended without a result, exit codes {[process.exitcode for process in ranks]}"
-            assert time.monotonic() < end, f"no result within {DEADLINE_S:.0f} s"
+            assert time.monotonic() < end, f"no result within {STACK_WAIT_S:.0f} s"
             continue
         found[rank] = value
     return found
