@@ -179,6 +179,6 @@ def test_a_failed_sample_ends_the_wait_with_its_own_error() -> None:
         stream = tickets()
         buffer = RolloutBuffer(fail, lambda: next(stream), groups_per_step=1, total_steps=1, staleness=Staleness(0))
         with pytest.raises(RuntimeError, match="engine 0 died while sampling p0"):
-            await asyncio.wait_for(buffer.take(), 5)
+            await asyncio.wait_for(buffer.take(), WAIT_S)
 
     asyncio.run(run())

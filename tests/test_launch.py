@@ -755,7 +755,7 @@ def test_two_real_ray_nodes_run_a_program_and_end(place: Place) -> None:
     del place.environment["RAY"]
     port = free_port()
     with ray_folder() as folder:  # logs of a failed run stay; this one fails on purpose
-        ray = {"RAY_TMPDIR": folder, "DEADLINE": str(STACK_WAIT_S)}
+        ray = {"RAY_TMPDIR": folder, "DEADLINE": str(STACK_WAIT_S), "RAY_raylet_start_wait_time_s": "1200"}
         nodes = [place.node(rank, 2, port, "--ray-args", "--num-cpus=1", **ray) for rank in (0, 1)]
         outputs = [process.communicate(timeout=STACK_WAIT_S)[0] for process in nodes]
     assert [process.returncode for process in nodes] == [6, 6], outputs

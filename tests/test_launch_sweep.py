@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import all_processes
 from waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.scripts
@@ -140,9 +141,7 @@ def test_a_signal_ends_the_run_that_is_under_way(scan: Sweep) -> None:
     process.communicate(timeout=WAIT_S)
     assert process.returncode == 143
     assert len(scan.calls()) == 1
-    mark = str(scan.output).encode()
-    commands = [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not any(mark in path.read_bytes() for path in commands if path.exists())
+    assert not any(str(scan.output) in process.command for process in all_processes().values())
 
 
 def test_the_table_of_an_unfinished_scan_says_what_is_not_there(scan: Sweep) -> None:
