@@ -20,14 +20,18 @@ from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import LearnerMinibatch, Place
 from rlhf.types import Minibatch, Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
 
+# Ranks are forks of a server that has only imported this: fresh processes, without 5 s of imports each.
+PRELOADED = ["rlhf.learner.worker", "rlhf.learner.critic", "transformers.models.qwen2.modeling_qwen2"]
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(PRELOADED)
+
 
 def run_world(target: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """Call target(place, *arguments) on every rank of a new world; the results by rank."""
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
+    results: Any = FORKED.Queue()
     port = free_port()
     places = [Place(rank, world_size, rank, "127.0.0.1", port, threads=1) for rank in range(world_size)]
-    ranks = [context.Process(target=_rank, args=(results, target, place, arguments)) for place in places]
+    ranks = [FORKED.Process(target=_rank, args=(results, target, place, arguments)) for place in places]
     for process in ranks:
         process.start()
     try:
