@@ -156,40 +156,50 @@ def exported_model_agrees_in_transformers(run: Path) -> None:
         torch.testing.assert_close(parameters[name].detach(), value, rtol=0, atol=0)
 
 
-def test_with_a_lag_of_1_no_token_is_older_than_that_and_the_correction_is_on(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    config = write_config(
-        tmp_path,
-        tiny_model_dir,
-        run={"steps": 6},
-        rollout={"max_policy_lag": 1},
-        learner={"epochs_per_step": 2},
-        model={"dtype": "bfloat16"},
-        checkpoint={"every": None},
-        logging={"wandb": {"mode": "disabled"}},
-    )
-    done = run_grpo("--config", config)
-    assert done.returncode == 0, done.stderr[-3000:]
-    steps = read_steps(tmp_path / "run")
-    check_account(steps)
-    assert steps[0]["rollout/lag_max"] == 0
-    assert max(row["rollout/lag_max"] for row in steps) == 1
-    assert all(0 < row["policy/effective_sample_fraction"] <= 1 for row in steps)
-    assert all(row["sync/canary_difference"] < 0.02 for row in steps)
-    for row in steps:
-        lines = (tmp_path / "run" / "rollouts" / f"step-{row['step']:06d}.jsonl").read_text().splitlines()
-        versions = [span[2] for line in lines for span in json.loads(line)["versions"]]
-        assert all(row["step"] - 1 - version <= 1 for version in versions)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates_taken"] == 24
-
-
 def wait_for_step(run: Path, step: int, program: subprocess.Popen[str]) -> None:
     def reached() -> bool:
         assert program.poll() is None, program.communicate()[1][-3000:]
         return (run / "metrics.jsonl").exists() and any(row["step"] >= step for row in read_steps(run))
 
     assert eventually(reached, STACK_WAIT_S), f"step {step} was not reached"
+
+
+def test_with_a_lag_of_1_no_token_is_older_the_correction_is_on_and_sigterm_ends_the_run_and_every_process(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        tiny_model_dir,
+        run={"steps": 100000},
+        rollout={"max_policy_lag": 1},
+        learner={"epochs_per_step": 2},
+        model={"dtype": "bfloat16"},
+        logging={"wandb": {"mode": "disabled"}},
+    )
+    program = subprocess.Popen(
+        [sys.executable, "-m", "rlhf.grpo", "--config", str(config)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for_step(tmp_path / "run", 6, program)  # checkpoints are of every second step: that of step 4 is complete
+    started = below({program.pid})
+    program.terminate()
+    _, stderr = program.communicate(timeout=STACK_WAIT_S)
+    assert program.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in stderr
+    assert outliving(started) == []
+    assert [path.suffix for path in (tmp_path / "run" / "checkpoints").iterdir()].count("") >= 1
+
+    steps = read_steps(tmp_path / "run")
+    check_account(steps)
+    assert steps[0]["rollout/lag_max"] == 0
+    assert max(row["rollout/lag_max"] for row in steps) == 1
+    assert all(0 < row["policy/effective_sample_fraction"] <= 1 for row in steps)
+    assert all(row["sync/canary_difference"] < 0.02 for row in steps)
+    assert [row["learner/updates_taken"] for row in steps] == [4 * row["step"] for row in steps]
+    for row in steps:
+        lines = (tmp_path / "run" / "rollouts" / f"step-{row['step']:06d}.jsonl").read_text().splitlines()
+        versions = [span[2] for line in lines for span in json.loads(line)["versions"]]
+        assert all(row["step"] - 1 - version <= 1 for version in versions)
 
 
 def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_nothing(
@@ -211,22 +221,6 @@ def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_not
     assert any("EngineCore" in log.read_text() for log in (tmp_path / "run" / "logs").iterdir())
     assert "Traceback" not in stderr
     assert outliving(started) == []
-
-
-def test_sigterm_ends_the_run_and_every_process(tiny_model_dir: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, tiny_model_dir, run={"steps": 100000}, logging={"wandb": {"mode": "disabled"}})
-    program = subprocess.Popen(
-        [sys.executable, "-m", "rlhf.grpo", "--config", str(config)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    wait_for_step(tmp_path / "run", 3, program)  # checkpoints are of every second step: that of step 2 is complete
-    started = below({program.pid})
-    program.terminate()
-    _, stderr = program.communicate(timeout=STACK_WAIT_S)
-    assert program.returncode == 128 + signal.SIGTERM
-    assert "Traceback" not in stderr
-    assert outliving(started) == []
-    assert [path.suffix for path in (tmp_path / "run" / "checkpoints").iterdir()].count("") >= 1
 
 
 def test_sigterm_while_the_engine_starts_ends_every_process(tiny_model_dir: Path, tmp_path: Path) -> None:
