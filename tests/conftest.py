@@ -16,8 +16,13 @@ os.environ["RAY_raylet_start_wait_time_s"] = "1200"  # noqa: SIM112 - Ray spells
 os.environ.pop("RAY_ADDRESS", None)  # a run of a test never joins a cluster that happens to be there
 
 import pytest
+from hypothesis import HealthCheck, settings
 from processes import Watch
 from waiting import STACK_WAIT_S
+
+# Random cases state nothing about time: hypothesis would fail an example that takes 0.2 s on a busy machine.
+settings.register_profile("without time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("without time")
 
 # Small enough for a test, and still with several layers and heads; vLLM on CPU takes heads of 32 or more.
 TINY_MODEL = {"hidden_size": 64, "num_layers": 2, "num_heads": 2}
