@@ -40,7 +40,7 @@ CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU the KV cache has a key of its own, rol
 
 HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
-DEATH_NOTICE_S = 5  # how long after a failed transfer an engine may still be found dead
+DEATH_NOTICE_S = 30  # after a failed transfer; vLLM hears of a dead worker within 5 s, later on busy cores
 
 CRITIC_FOLDER = "critic"  # in a checkpoint
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from waiting import WAIT_S, free_port
 
 from rlhf import transfer
-from rlhf.actors import free_port
 from rlhf.transfer import CPUSender, Inbox, ParameterMeta, Rendezvous, SharedMemory, bucket_starts, buckets
 
 SHAPES = {"embed": (7, 3), "layer.weight": (5,), "norm": (1,), "head": (4, 4)}
@@ -66,7 +66,7 @@ class Engine:
 
 
 def connect(source: Weights, engine: Any, *, one_node: bool) -> CPUSender:
-    rendezvous = Rendezvous("127.0.0.1", free_port(), "test", 2, 20.0, one_node=one_node)
+    rendezvous = Rendezvous("127.0.0.1", free_port(), "test", 2, WAIT_S, one_node=one_node)
     return CPUSender(source, engine, rendezvous, rank=0)
 
 
