@@ -54,8 +54,9 @@ $(quickstart_data)/test.jsonl: rlhf/quickstart.py | environment
 	@rm -rf $(quickstart_data)
 	@$(PY) -m rlhf.quickstart --output $(quickstart_data) --seed $(SEED)
 
+# Two at a time: a start of the stack imports for long on one core. A module's tests stay together, for their fixtures.
 test: environment  ## every test, those on Ray, vLLM and DeepSpeed too
-	$(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope $(PYTEST_ARGS)
 
 test-fast: environment  ## the tests that start no engine and no launch script and ask no registry, in under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack and not scripts and not registry" $(PYTEST_ARGS)

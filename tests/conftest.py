@@ -12,13 +12,27 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["WANDB_SILENT"] = "true"
+os.environ["RAY_raylet_start_wait_time_s"] = "1200"  # noqa: SIM112 - Ray spells it so; 30 are too few on a busy machine
 os.environ.pop("RAY_ADDRESS", None)  # a run of a test never joins a cluster that happens to be there
 
 import pytest
+from hypothesis import HealthCheck, settings
 from processes import Watch
+from waiting import STACK_WAIT_S
+
+# Random cases state nothing about time: hypothesis would fail an example that takes 0.2 s on a busy machine.
+settings.register_profile("without time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("without time")
 
 # Small enough for a test, and still with several layers and heads; vLLM on CPU takes heads of 32 or more.
 TINY_MODEL = {"hidden_size": 64, "num_layers": 2, "num_heads": 2}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A `stack` test may start several programs, one after another, next to other jobs of the machine."""
+    for item in items:
+        if item.get_closest_marker("stack"):
+            item.add_marker(pytest.mark.timeout(3 * STACK_WAIT_S))
 
 
 @pytest.fixture(scope="session")

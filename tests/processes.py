@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOOK_EVERY_S = 0.3
-GRACE_S = 15.0  # vLLM's workers notice within seconds that their parent is gone
+GRACE_S = 60.0  # vLLM's workers notice within seconds that their parent is gone, later where others take the cores
 LIVES_AS_LONG_AS_THIS_PROCESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 

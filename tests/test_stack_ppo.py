@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ import numpy as np
 import pytest
 from processes import below, outliving, running
 from test_stack_grpo import CANARY_BOUND, check_account, read_steps
+from waiting import STACK_WAIT_S, eventually
 
 from rlhf.quickstart import BOX_TOKEN
 from rlhf.run.folder import RunFolder
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.stack
 
 KL_COEF, KL_HORIZON = 0.1, 320
 ROLLOUTS = 8 * 4
@@ -27,7 +27,7 @@ ROLLOUTS = 8 * 4
 def run_program(module: str, *arguments: str | Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
-        capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL, check=False,
+        capture_output=True, text=True, timeout=STACK_WAIT_S, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -67,13 +67,16 @@ def test_sigterm_ends_the_training_of_a_reward_model_and_its_ranks(tiny_model_di
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     metrics = tmp_path / "reward" / "metrics.jsonl"
-    while not metrics.exists() or not metrics.read_text():
+
+    def has_logged() -> bool:
         assert program.poll() is None, program.communicate()[1][-3000:]
-        time.sleep(0.2)
+        return metrics.exists() and metrics.read_text() != ""
+
+    assert eventually(has_logged, STACK_WAIT_S)
     started = running(below({program.pid}))
     assert any("spawn_main" in command for command in started.values())
     program.terminate()
-    _, stderr = program.communicate(timeout=60)
+    _, stderr = program.communicate(timeout=STACK_WAIT_S)
     assert program.returncode == 128 + signal.SIGTERM, stderr[-3000:]
     assert outliving(started) == []
 

@@ -16,7 +16,7 @@ import numpy as np
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from rlhf.cluster.actors import DEATH_NOTICE_S, ActorGroup, Location, RemoteCall, wait_for
+from rlhf.cluster.actors import ActorGroup, Location, RemoteCall, wait_for
 from rlhf.cluster.placement import Placed, create, shared_gpus
 from rlhf.cluster.ranks import RankGroup
 from rlhf.cluster.session import RaySession
@@ -32,6 +32,7 @@ CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU the KV cache has a key of its own, rol
 
 HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
+ENGINE_DEATH_NOTICE_S = 30  # after a failed transfer; vLLM hears of a dead worker within 5 s, later on busy cores
 
 
 class Cluster:
@@ -250,7 +251,7 @@ class Cluster:
             if not task.done():
                 await self._check_engines()
         if task.exception() is not None:
-            for _ in range(int(DEATH_NOTICE_S)):  # the learner may hear of a death before the engine itself does
+            for _ in range(ENGINE_DEATH_NOTICE_S):  # the learner may hear of a death before the engine itself does
                 await self._check_engines()
                 await asyncio.sleep(1)
         await task

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -82,7 +83,7 @@ def ask_nodes(
 
     Args:
         nodes: as `ray.nodes()` gives them.
-        deadline_s: seconds for each answer.
+        deadline_s: seconds for all answers; the nodes are asked at the same time.
 
     Returns:
         Ray's id of each node -> the answer and "", or None and why there is none.
@@ -98,9 +99,10 @@ def ask_nodes(
         for node in nodes
     }
     answers: dict[str, tuple[Any, str]] = {}
+    end = time.monotonic() + deadline_s
     for key, reference in asked.items():
         try:
-            answers[key] = (ray.get(reference, timeout=deadline_s), "")
+            answers[key] = (ray.get(reference, timeout=max(0.0, end - time.monotonic())), "")
         except ray.exceptions.RayError as error:
             answers[key] = (None, (str(error).strip().splitlines() or [type(error).__name__])[-1])
     return answers

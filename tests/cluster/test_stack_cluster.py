@@ -14,24 +14,22 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from ray_cluster import ray_folder
-from test_launch import free_port
 from test_stack_grpo import read_steps, wait_for_step, write_config
+from waiting import STACK_WAIT_S, eventually, free_port, read_until
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.stack
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 DEVICE = "eth0"  # in both hosts, as on machines of one make
 SPREAD = ["cluster.learners=2", "cluster.cpus_per_learner=0.75", "cluster.cpus_per_engine=0.25"]  # learner | learner
 APART = ["cluster.learners=2", "cluster.cpus_per_learner=0.5", "cluster.cpus_per_engine=0.5"]  # learners | engine
-WAIT_S = 900
 
 
 @dataclass(frozen=True)
@@ -78,17 +76,17 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 def end(*processes: subprocess.Popen[str]) -> tuple[list[int], list[str]]:
     try:
-        outputs = [process.communicate(timeout=WAIT_S)[0] for process in processes]
+        outputs = [process.communicate(timeout=STACK_WAIT_S)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
     return [process.returncode for process in processes], outputs
 
 
-@pytest.fixture
-def own_ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What Ray writes below /tmp otherwise, sockets and logs, goes when the test has ended."""
-    with ray_folder() as folder:
+@pytest.fixture(scope="module")
+def own_ray_folder() -> Iterator[None]:
+    """What Ray writes below /tmp otherwise, sockets and logs, goes when the tests have ended."""
+    with ray_folder() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("RAY_TMPDIR", folder)
         yield
 
@@ -114,19 +112,20 @@ def test_two_hosts_train_together_and_end_with_the_programs_status(
     assert all(row["sync/canary_difference"] < 1e-4 for row in steps)
 
 
-@pytest.fixture
-def token(monkeypatch: pytest.MonkeyPatch, own_ray_folder: None) -> str:
-    made = secrets.token_hex(16)
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", made)
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")  # 30 are too few where other tests take the cores
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # as the launch scripts do; at Ray's 15 any neighbour starves them
-    return made
+@pytest.fixture(scope="module")
+def token(own_ray_folder: None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
+        monkeypatch.setenv("RAY_worker_niceness", "0")  # as the launch scripts do; at Ray's 15 neighbours starve them
+        yield
 
 
+@pytest.mark.usefixtures("token")
 def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_doctor_names_it(
-    token: str, tiny_model_dir: Path, tmp_path: Path
+    tiny_model_dir: Path, tmp_path: Path
 ) -> None:
+    """Whichever is seen first: that an actor is gone, that a connection broke, or that Ray calls the node dead."""
     script = Path(__file__).parents[1] / "ray_cluster.py"
     cluster = subprocess.Popen([sys.executable, script, "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert cluster.stdin is not None
@@ -139,13 +138,20 @@ def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_do
             [sys.executable, "-m", "rlhf.grpo", "--config", config, *APART],
             env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        wait_for_step(tmp_path / "run", 1, program, WAIT_S)
+        wait_for_step(tmp_path / "run", 1, program)
         print("kill 0", file=cluster.stdin, flush=True)
         assert cluster.stdout.readline() == "killed\n"
-        _, stderr = program.communicate(timeout=180)
+        # Asked at once: Ray lists the node as alive until it has missed five health checks.
+        command = [sys.executable, "-m", "rlhf.doctor.nodes", about["address"], str(STACK_WAIT_S)]
+        asked = subprocess.run(command, capture_output=True, text=True, check=True)
+        answers = json.loads(asked.stdout.splitlines()[-1])
+        (lost,) = [name for name, answer in answers.items() if "installed" not in answer]
+        assert answers[lost].keys() == {"replaced"}, answers[lost]  # a `silent` node would fail the check of the nodes
+        _, stderr = program.communicate(timeout=STACK_WAIT_S)
         assert program.returncode == 1, stderr[-3000:]
         (message,) = stderr.strip().splitlines()
         (dead, address), _ = about["nodes"]
+        assert f", {dead[:8]})" in lost
         assert f" on node {address} ({dead[:8]}) is lost: " in message
 
         command = [sys.executable, "-m", "rlhf.doctor", "--config", str(config), *APART]
@@ -156,11 +162,11 @@ def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_do
         assert f", {dead[:8]}) died: " in examined.stdout  # a warning: other nodes are alive at its address
         assert "reserve 1.5 CPUs" in examined.stdout
     finally:
-        cluster.communicate(timeout=120)  # its input ends, and with it the cluster
+        cluster.communicate(timeout=STACK_WAIT_S)  # its input ends, and with it the cluster
 
 
-@pytest.fixture
-def cluster_with_dashboard(token: str) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def cluster_with_dashboard(token: None) -> Iterator[str]:
     """Two nodes by `ray start`, the first with the dashboard; its URL."""
     ray = str(Path(sys.executable).parent / "ray")
     port, dashboard = free_port(), free_port()
@@ -177,21 +183,17 @@ def cluster_with_dashboard(token: str) -> Iterator[str]:
                 text=True,
             )
             processes.append(started)
-            assert started.stdout is not None
-            seen = []
-            while not any("Ray runtime started" in line for line in seen):
-                seen.append(started.stdout.readline())
-                assert seen[-1], "".join(seen)
+            read_until(started, "Ray runtime started")
         url = f"http://127.0.0.1:{dashboard}"
         submit = [ray, "job", "submit", "--address", url, "--no-wait", "--", "true"]
-        end = time.monotonic() + WAIT_S / 2  # the agent that takes jobs comes up some time after Ray says that it is up
-        while subprocess.run(submit, capture_output=True, check=False).returncode:
-            assert time.monotonic() < end, "Ray takes no jobs"
+        # the agent that takes jobs comes up some time after Ray says that it is up
+        takes_jobs = eventually(lambda: not subprocess.run(submit, capture_output=True).returncode, STACK_WAIT_S)
+        assert takes_jobs, "Ray takes no jobs"
         yield url
     finally:
         for process in reversed(processes):
             process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
+            process.communicate(timeout=STACK_WAIT_S)
 
 
 def submission(url: str) -> tuple[list[str], dict[str, str]]:
@@ -209,7 +211,7 @@ def test_a_job_trains_across_both_nodes_and_its_log_and_status_come_back(
     def job(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*submit, "--config", "configs/quickstart.yaml", "--config", str(made), *arguments],
-            env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False,
+            env=environment, capture_output=True, text=True, timeout=STACK_WAIT_S, check=False,
         )  # fmt: skip
 
     done = job(*APART[1:])
@@ -228,12 +230,8 @@ def test_an_id_that_is_taken_leaves_its_job_alone_and_a_job_that_is_stopped_is_n
     submit, environment = submission(cluster_with_dashboard)
     command = [*submit, "--id", "busy", "--module", "timeit", "--", "-n", "1", "import time; time.sleep(1000)"]
     first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output = read_until(first, "node(s), all with rlhf")  # then it runs
     assert first.stdout is not None
-    output = ""
-    while "node(s), all with rlhf" not in output:  # then it runs
-        line = first.stdout.readline()
-        assert line, output
-        output += line
     second = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert second.returncode == 1
     assert "already exists" in second.stdout + second.stderr
@@ -241,5 +239,5 @@ def test_an_id_that_is_taken_leaves_its_job_alone_and_a_job_that_is_stopped_is_n
     ray = Path(sys.executable).parent / "ray"
     subprocess.run([ray, "job", "stop", "--address", cluster_with_dashboard, "busy"], check=True, capture_output=True)
     output += first.stdout.read()
-    assert first.wait(timeout=60) == 143, output
+    assert first.wait(timeout=STACK_WAIT_S) == 143, output
     assert "job busy was stopped" in output

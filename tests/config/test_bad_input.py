@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import WAIT_S
 from worlds import make_config, make_ppo_config
 
 from rlhf import evaluate
@@ -155,7 +156,7 @@ def test_the_program_prints_one_message_and_exits_with_2(model: Path, tmp_path: 
         ("cluster.learners=999", "reserve 500 CPUs"),
     ):
         command = [sys.executable, "-m", "rlhf.grpo", "--config", str(config), override]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
         assert done.returncode == 2
         assert part in done.stderr
         assert done.stderr.startswith("error: ")

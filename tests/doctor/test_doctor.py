@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from test_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
+from waiting import STACK_WAIT_S
 
 from rlhf.config.load import load_config
 from rlhf.config.run import GRPOConfig
@@ -208,7 +209,7 @@ def test_wandb_online_needs_a_key_and_a_host_that_answers(make: Any, monkeypatch
 
 
 def test_a_reward_that_hangs_is_killed_and_named_and_the_others_are_still_tried(make: Any) -> None:
-    bounds = ["reward.wall_seconds=0.5", "reward.cpu_seconds=0.5", "reward.workers=2"]
+    bounds = ["reward.wall_seconds=2", "reward.workers=2"]
     patient = make(f'reward.parts=["math", "{grading.HANGING}"]', *bounds)
     patient.prompts = [PROMPTS[0].__class__("p/0", 0, PROMPTS[0].token_ids, (), "12", "p")]
     found = finding(grading.check_rewards, patient)
@@ -336,7 +337,7 @@ def test_an_engine_that_keeps_old_weights_is_named(make: Any) -> None:
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rlhf.doctor", *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=900, env=os.environ | environment, check=False
+        command, capture_output=True, text=True, timeout=STACK_WAIT_S, env=os.environ | environment, check=False
     )
 
 
@@ -351,7 +352,6 @@ NAMES += ["agreement"]
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(900)
 def test_a_healthy_machine_passes_with_two_learners_and_an_engine() -> None:
     found = doctor("--json")
     assert found.returncode == 0, found.stdout + found.stderr[-3000:]
@@ -373,7 +373,6 @@ def install():
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(900)
 def test_everything_that_is_broken_at_once_is_named_and_the_rest_is_fine(tmp_path: Path) -> None:
     seems_installed(tmp_path, "stale", "1", plugin="stale = stale_receiver:install")
     seems_installed(tmp_path, "datasets", "0.1")

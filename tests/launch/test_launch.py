@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from ray_cluster import ray_folder
+from waiting import STACK_WAIT_S, WAIT_S, eventually, free_port, read_until
 
 from rlhf.cluster.node_report import differences
 
@@ -29,7 +29,8 @@ SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"])
 TOKEN = "5ecret" * 8
 AWKWARD = ["run.dir=my runs/a b", 'model.path=it\'s "quoted" $HOME `x` \\', "reward=[{name: math}]", ""]
 
-# `ray start --block` stays until it is ended; RAY_ENDS_AFTER makes it die. `ray job submit` takes a job or refuses it.
+# `ray start --block` stays until it is ended, `ray job submit` takes a job or refuses it. With RAY_WAITS, the one dies
+# and the other answers when the test says so (`Place.go_on`).
 RAY = """\
 #!/usr/bin/env bash
 printf '%s|%s|%s\\n' "$RAY_AUTH_MODE" "$RAY_AUTH_TOKEN" "$*" >>"$RECORD/ray"
@@ -37,16 +38,17 @@ case "$1 $2" in
   "job submit")
     while [ "$1" != -- ]; do shift; done
     printf '%s\\0' "${@:2}" >"$RECORD/entrypoint"
-    sleep "${SUBMISSION_SLEEPS:-0}"
+    while [ -n "${RAY_WAITS:-}" ] && [ ! -e "$RECORD/ray.go" ]; do sleep 0.05; done
     [ -n "${JOB_IS_REFUSED:-}" ] || exit 0
     echo "RuntimeError: Request failed with status code 400: Job with submission_id job-1 already exists."
     exit 1 ;;
   "job stop") exit 0 ;;
 esac
 echo "Ray runtime started."
-sleep "${RAY_ENDS_AFTER:-1000}" &
+sleep 1000 &
 trap 'kill $!' EXIT
-wait $!
+[ -n "${RAY_WAITS:-}" ] || wait $!
+while [ ! -e "$RECORD/ray.go" ]; do sleep 0.05; done
 exit 1
 """
 PROGRAM = """\
@@ -55,19 +57,11 @@ with open(os.environ["RECORD"] + "/program", "a") as file:
     file.write(json.dumps({"arguments": sys.argv[1:], "address": os.environ["RAY_ADDRESS"],
                            "token": os.environ["RAY_AUTH_TOKEN"], "pid": os.getpid()}) + "\\n")
 print("the program speaks", flush=True)
-time.sleep(float(os.environ.get("PROGRAM_SLEEPS", "0")))
+end = time.monotonic() + float(os.environ.get("PROGRAM_SLEEPS", "0"))
+while time.monotonic() < end and not os.path.exists(os.environ["RECORD"] + "/program.go"):
+    time.sleep(0.05)
 sys.exit(int(os.environ.get("PROGRAM_STATUS", "0")))
 """
-
-
-def free_port() -> int:
-    """A port that is free together with the next one; below those that the system gives to clients."""
-    while True:
-        port = random.randrange(20000, 29998, 2)
-        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
-            first.bind(("", port))
-            second.bind(("", port + 1))
-            return port
 
 
 @dataclass
@@ -103,7 +97,7 @@ class Place:
 
     def node(self, rank: int, nodes: int, port: int, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         flags = ["--rank", str(rank), "--nodes", str(nodes), "--head", "127.0.0.1", "--port", str(port)]
-        more = ["--deadline", environment.pop("DEADLINE", "60"), "--module", "stand_in_program"]
+        more = ["--deadline", environment.pop("DEADLINE", str(WAIT_S)), "--module", "stand_in_program"]
         return self.start(LAUNCH / "ray_node_setup.sh", *flags, *more, *arguments, **environment)
 
     def other_version(self, name: str = "rlhf", version: str = "9.9.9") -> str:
@@ -124,16 +118,17 @@ class Place:
     def programs(self) -> list[dict[str, object]]:
         return [json.loads(line) for line in self.recorded("program")]
 
-    def wait_for(self, name: str, lines: int = 1) -> None:
-        end = time.monotonic() + 60
-        while len(self.recorded(name)) < lines:
-            assert time.monotonic() < end, f"{name} was not called"
-            time.sleep(0.05)
+    def wait_for(self, name: str) -> None:
+        assert eventually(lambda: self.recorded(name)), f"{name} was not called"
+
+    def go_on(self, name: str) -> None:
+        """Let a stand-in that waits or sleeps end: `ray` or `program`."""
+        (self.folder / f"record/{name}.go").touch()
 
 
 def ending(*processes: subprocess.Popen[str]) -> tuple[list[int], str]:
     """Exit statuses, and all that was printed."""
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=WAIT_S)[0] for process in processes]
     return [process.returncode for process in processes], "".join(outputs)
 
 
@@ -220,7 +215,9 @@ def test_a_node_with_another_version_is_named_before_anything_starts(place: Plac
 def test_a_worker_whose_ray_dies_ends_the_run_and_is_named(place: Place) -> None:
     port = free_port()
     head = place.node(0, 2, port, PROGRAM_SLEEPS="1000")
-    worker = place.node(1, 2, port, RAY_ENDS_AFTER="1")
+    worker = place.node(1, 2, port, RAY_WAITS="1")
+    place.wait_for("program")
+    place.go_on("ray")
     statuses, output = ending(head, worker)
     assert statuses == [1, 1]
     assert f"node {socket.gethostname()} (rank 1): Ray ended on this node" in output
@@ -247,10 +244,7 @@ def test_workers_end_when_the_head_is_killed_and_so_does_the_program(place: Plac
     statuses, output = ending(worker)
     assert statuses == [1]
     assert "the head 127.0.0.1 is gone without a word" in output
-    end = time.monotonic() + 10
-    while is_alive(place.programs()[0]["pid"]):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    assert eventually(lambda: not is_alive(place.programs()[0]["pid"]))
 
 
 @pytest.mark.parametrize(("how", "status"), [("TERM", 143), ("INT", 130), ("stdin", 129)])
@@ -292,10 +286,7 @@ def test_a_head_names_who_did_not_come_in_time(place: Place) -> None:
 def test_two_nodes_of_one_rank_are_told_apart(place: Place) -> None:
     port = free_port()
     head, *twins = place.node(0, 3, port), place.node(1, 3, port), place.node(1, 3, port)
-    end = time.monotonic() + 60
-    while all(twin.poll() is None for twin in twins):
-        assert time.monotonic() < end, "nobody was refused"
-        time.sleep(0.05)
+    assert eventually(lambda: any(twin.poll() is not None for twin in twins)), "nobody was refused"
     head.terminate()
     statuses, output = ending(head, *twins)
     assert "rank 1 is taken by" in output
@@ -353,7 +344,7 @@ def slurm(
     place.add("scontrol", SCONTROL)
     place.environment.pop("RAY_AUTH_TOKEN", None)
     job = {"SLURM_JOB_ID": str((free_port() - 20000) // 2), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
-    program = ["--module", module, "--deadline", "60", "--config", str(place.folder / "run.yaml")]
+    program = ["--module", module, "--deadline", str(WAIT_S), "--config", str(place.folder / "run.yaml")]
     (place.folder / "run.yaml").write_text(f"run: {{dir: '{place.folder}/the run'}}\n")
     job["SLURM_SUBMIT_DIR"] = str(ROOT)
     return place.start("bash", LAUNCH / "slurm.sbatch", *program, *arguments, **job, **environment)
@@ -450,22 +441,23 @@ def test_near_the_time_limit_the_job_requeues_itself_if_it_can_go_on(place: Plac
 
 
 def test_near_the_time_limit_a_job_without_a_new_checkpoint_goes_on(place: Place) -> None:
-    job = slurm(place, PROGRAM_SLEEPS="3", PROGRAM_STATUS="4")
+    job = slurm(place, PROGRAM_SLEEPS="1000", PROGRAM_STATUS="4")
     place.wait_for("program")
     job.send_signal(signal.SIGUSR1)
-    statuses, output = ending(job)
-    assert statuses == [4]
-    assert "not requeueing" in output
+    assert "no checkpoint since the start" in read_until(job, "not requeueing")
+    place.go_on("program")
+    assert ending(job)[0] == [4]
     assert not any(line.startswith("requeue") for line in place.recorded("scontrol"))
 
 
 def test_near_the_time_limit_a_job_that_cannot_look_for_checkpoints_says_so(place: Place) -> None:
-    job = slurm(place, PROGRAM_SLEEPS="3", PROGRAM_STATUS="4")
+    job = slurm(place, PROGRAM_SLEEPS="1000", PROGRAM_STATUS="4")
     place.wait_for("program")
     (place.folder / "run.yaml").unlink()
     job.send_signal(signal.SIGUSR1)
-    statuses, output = ending(job)
-    assert statuses == [4]
+    output = read_until(job, "not requeueing")
+    place.go_on("program")
+    assert ending(job)[0] == [4]
     assert "no answer to whether there is a checkpoint" in output
     assert "No such file" in output
 
@@ -629,9 +621,10 @@ def test_interrupting_the_log_stops_the_job(place: Place) -> None:
 def test_interrupting_the_submission_stops_the_job_only_if_ray_took_it(
     place: Place, refused: str, stopped: int
 ) -> None:
-    job = submit(place, "--config", "x", SUBMISSION_SLEEPS="1", JOB_IS_REFUSED=refused)
+    job = submit(place, "--config", "x", RAY_WAITS="1", JOB_IS_REFUSED=refused)
     place.wait_for("ray")
     job.terminate()
+    place.go_on("ray")
     statuses, _ = ending(job)
     assert statuses == [143]
     assert len(stops(place)) == stopped
@@ -759,7 +752,6 @@ def test_commands_of_ray_are_called_with_flags_that_it_has() -> None:
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(600)
 def test_two_real_ray_nodes_run_a_program_and_end(place: Place) -> None:
     (place.folder / "python/stand_in_program.py").write_text(
         "import logging, os, ray, sys\n"
@@ -771,8 +763,8 @@ def test_two_real_ray_nodes_run_a_program_and_end(place: Place) -> None:
     del place.environment["RAY"]
     port = free_port()
     with ray_folder() as folder:  # logs of a failed run stay; this one fails on purpose
-        ray = {"RAY_TMPDIR": folder, "DEADLINE": "300"}
+        ray = {"RAY_TMPDIR": folder, "DEADLINE": str(STACK_WAIT_S), "RAY_raylet_start_wait_time_s": "1200"}
         nodes = [place.node(rank, 2, port, "--ray-args", "--num-cpus=1", **ray) for rank in (0, 1)]
-        outputs = [process.communicate(timeout=500)[0] for process in nodes]
+        outputs = [process.communicate(timeout=STACK_WAIT_S)[0] for process in nodes]
     assert [process.returncode for process in nodes] == [6, 6], outputs
     assert "alive 2" in outputs[0]

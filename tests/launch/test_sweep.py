@@ -8,10 +8,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from processes import all_processes
+from waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.scripts
 
@@ -62,7 +63,7 @@ class Sweep:
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
         process = self.start(*arguments, **environment)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=WAIT_S)
         return process.returncode, output, errors
 
     def calls(self) -> list[list[str]]:
@@ -136,17 +137,12 @@ def test_a_dry_run_prints_commands_that_a_shell_reads_back_and_makes_nothing(sca
 
 def test_a_signal_ends_the_run_that_is_under_way(scan: Sweep) -> None:
     process = scan.start(PROGRAM_SLEEPS="1000")
-    end = time.monotonic() + 30
-    while not scan.calls():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    assert eventually(scan.calls)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=WAIT_S)
     assert process.returncode == 143
     assert len(scan.calls()) == 1
-    mark = str(scan.output).encode()
-    commands = [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not any(mark in path.read_bytes() for path in commands if path.exists())
+    assert not any(str(scan.output) in process.command for process in all_processes().values())
 
 
 def test_the_table_of_an_unfinished_scan_says_what_is_not_there(scan: Sweep) -> None:

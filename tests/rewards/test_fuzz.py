@@ -23,7 +23,7 @@ TEXTS = st.lists(st.sampled_from(PIECES.split()) | st.text(max_size=3), max_size
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXTS)
 def test_any_text_can_be_searched_and_cleaned(text: str) -> None:
     stated = extract(text, list(STEPS))
@@ -31,20 +31,20 @@ def test_any_text_can_be_searched_and_cleaned(text: str) -> None:
     clean(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXTS)
 def test_any_text_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(UnsupportedError):
         parse(clean(text))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXTS, TEXTS)
 def test_any_two_texts_are_equal_different_or_undecided(answer: str, gold: str) -> None:
     assert compare(answer, gold) in (True, False, None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(-(10**30), 10**30), st.integers(1, 10**6))
 def test_a_fraction_is_itself_and_not_its_neighbour(numerator: int, denominator: int) -> None:
     gold = rf"\frac{{{numerator}}}{{{denominator}}}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_S, eventually
 
 from rlhf.rewards.pool import Pool
 
@@ -60,24 +61,21 @@ def descendants() -> set[int]:
     return below
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return holds()
-
-
-def assert_next_answer_is_quick(pool: Pool) -> None:
-    """Within half a second, on a machine whose cores are not all taken by others."""
-    crowding = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-    started = time.monotonic()
-    assert pool.submit(math_job(r"\boxed{5}")).result(timeout=30).value == 1.0
-    assert time.monotonic() - started < 0.5 * crowding
+def next_answer_is_quick_after(pool: Pool, kill: Callable[[], None]) -> bool:
+    """Within half a second, after one of five kills: other jobs of the machine may hold up a single answer."""
+    for _ in range(5):
+        assert pool.wait_full(WAIT_S) == pool.full_size
+        kill()
+        started = time.monotonic()
+        assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
+        if time.monotonic() - started < 0.5:
+            return True
+    return False
 
 
 def test_answers_come_back_for_the_jobs_they_belong_to(pool: Pool) -> None:
     futures = [pool.submit(math_job(rf"\boxed{{{k}}}")) for k in range(200)]
-    grades = [future.result(timeout=30) for future in futures]
+    grades = [future.result(timeout=WAIT_S) for future in futures]
     assert [grade.extracted for grade in grades] == [str(k) for k in range(200)]
     assert [grade.value for grade in grades].count(1.0) == 1
 
@@ -98,7 +96,7 @@ def test_answers_come_back_for_the_jobs_they_belong_to(pool: Pool) -> None:
 def test_what_a_user_function_does_wrong_is_a_status_of_its_sample(
     pool: Pool, response: str, status: str, detail: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    grade = pool.submit(job(response)).result(timeout=30)
+    grade = pool.submit(job(response)).result(timeout=WAIT_S)
     assert grade.status == status
     assert detail in grade.detail
 
@@ -110,40 +108,47 @@ def test_what_a_user_function_does_wrong_is_a_status_of_its_sample(
 def test_a_worker_that_exceeds_a_limit_is_gone_and_the_next_answer_is_quick(
     pool: Pool, response: str, status: str
 ) -> None:
-    assert pool.wait_full(30) == pool.full_size
-    before = set(pool.worker_pids())
-    assert pool.submit(job(response)).result(timeout=30).status == status
-    assert_next_answer_is_quick(pool)
-    assert pool.wait_full(10) == pool.full_size
+    before: set[int] = set()
+
+    def kill() -> None:
+        before.clear()
+        before.update(pool.worker_pids())
+        assert pool.submit(job(response)).result(timeout=WAIT_S).status == status
+
+    assert next_answer_is_quick_after(pool, kill)
+    assert pool.wait_full(WAIT_S) == pool.full_size
     assert eventually(lambda: len(before & descendants()) == pool.full_size - 1)
 
 
 def test_what_a_killed_worker_forked_is_killed_however_detached(pool: Pool) -> None:
-    assert pool.wait_full(30) == pool.full_size
+    assert pool.wait_full(WAIT_S) == pool.full_size
     before = descendants()
-    assert pool.submit(job("fork")).result(timeout=30).status == "timeout"
-    assert_next_answer_is_quick(pool)
-    assert pool.wait_full(10) == pool.full_size
+
+    def kill() -> None:
+        assert pool.submit(job("fork")).result(timeout=WAIT_S).status == "timeout"
+
+    assert next_answer_is_quick_after(pool, kill)
+    assert pool.wait_full(WAIT_S) == pool.full_size
     assert eventually(lambda: len(descendants()) == len(before))
 
 
 def test_jobs_behind_a_killed_one_are_graded_by_another_worker(pool: Pool) -> None:
     futures = [pool.submit(job("spin" if k in (3, 40) else "fine")) for k in range(60)]
-    statuses = [future.result(timeout=30).status for future in futures]
+    statuses = [future.result(timeout=WAIT_S).status for future in futures]
     assert [k for k, status in enumerate(statuses) if status != "ok"] == [3, 40]
 
 
 def test_a_response_that_hangs_among_quick_ones_is_the_only_one_to_pay(pool: Pool) -> None:
     hard = r"\boxed{\int_0^\infty \frac{\sin(x^7 + x^5)}{x^3 + \ln(x+2)} \, dx}"
     futures = [pool.submit(math_job(hard if k == 30 else r"\boxed{5}")) for k in range(100)]
-    statuses = [future.result(timeout=60).status for future in futures]
+    statuses = [future.result(timeout=WAIT_S).status for future in futures]
     assert [k for k, status in enumerate(statuses) if status != "ok"] == [30]
 
 
 def test_a_comparison_is_paid_for_once(pool: Pool) -> None:
     before = pool.comparisons_remembered
     hard = math_job(r"\boxed{\int_0^1 x^3 \, dx}", r"\frac{1}{4}")
-    assert [pool.submit(hard).result(timeout=30).value for _ in range(3)] == [1.0, 1.0, 1.0]
+    assert [pool.submit(hard).result(timeout=WAIT_S).value for _ in range(3)] == [1.0, 1.0, 1.0]
     assert pool.comparisons_remembered == before + 1
 
 
@@ -153,8 +158,8 @@ def test_a_killed_keeper_is_started_again() -> None:
         worker = pool.worker_pids()[0]
         keeper = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(keeper, signal.SIGKILL)
-        assert pool.submit(math_job(r"\boxed{5}")).result(timeout=60).value == 1.0
-        assert pool.wait_full(60) == pool.full_size
+        assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
+        assert pool.wait_full(WAIT_S) == pool.full_size
 
 
 def test_closing_leaves_no_process_and_answers_every_job() -> None:
@@ -177,16 +182,13 @@ def test_a_driver_killed_by_sigkill_takes_every_process_along(tmp_path: Path) ->
         "from rlhf.rewards.pool import Pool\n"
         f"pool = Pool(workers=2, cpu_seconds=60, wall_seconds=60, user_functions=[{FUNCTION!r}])\n"
         f"pool.submit({job('fork')!r})\n"
-        "time.sleep(1)\n"
-        "print('ready', flush=True)\n"
         "time.sleep(1000)\n"
     )
     before = descendants()
-    driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    assert driver.stdout is not None
-    assert driver.stdout.readline().strip() == "ready"
+    driver = subprocess.Popen([sys.executable, str(script)])
+    grown = eventually(lambda: len(descendants() - before) >= 6)  # driver, keeper, two workers, a spare and a fork
     group = descendants() - before
-    assert len(group) >= 5
+    assert grown, group
     driver.kill()
     driver.wait()
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in group))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_S
 
 from rlhf.rewards.confine import RefusedError, confined
 
@@ -90,7 +91,7 @@ def test_no_payload_runs_code_or_passes_for_an_answer(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=WAIT_S,
     )
     assert json.loads(done.stdout) == [[], []]
     assert not canary.exists()

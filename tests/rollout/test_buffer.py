@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from waiting import WAIT_S
 
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
@@ -133,7 +134,7 @@ def test_a_stale_group_of_the_last_step_is_replaced_too() -> None:
         await asyncio.sleep(0.01)
         assert not waiting.done()  # all that is left to come is p1, which is of version 0
         engines.gates["p1"].set()
-        taken = await asyncio.wait_for(waiting, 5)
+        taken = await asyncio.wait_for(waiting, WAIT_S)
         assert all(2 - g.oldest_version <= 1 for g in taken)
         assert buffer.account.stale == SAMPLES
         consume(buffer, taken)
@@ -178,6 +179,6 @@ def test_a_failed_sample_ends_the_wait_with_its_own_error() -> None:
         stream = tickets()
         buffer = RolloutBuffer(fail, lambda: next(stream), groups_per_step=1, total_steps=1, staleness=Staleness(0))
         with pytest.raises(RuntimeError, match="engine 0 died while sampling p0"):
-            await asyncio.wait_for(buffer.take(), 5)
+            await asyncio.wait_for(buffer.take(), WAIT_S)
 
     asyncio.run(run())

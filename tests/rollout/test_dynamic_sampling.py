@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+from waiting import WAIT_S
 
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
@@ -63,14 +64,14 @@ def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts_and_counted_as
     async def run() -> None:
         task = Task(differing={3, 5, 6, 7})
         buffer = make(task, max_replacements=64)
-        taken = await asyncio.wait_for(buffer.take(), 5)
+        taken = await asyncio.wait_for(buffer.take(), WAIT_S)
         assert [g.prompt.id for g in taken] == ["3", "5"]
         assert buffer.account.filtered == 2 * 4
         book(buffer, taken)
         assert balanced(buffer)
         task.version = 1
         buffer.step_done()
-        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), 5)] == ["6", "7"]
+        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), WAIT_S)] == ["6", "7"]
         await buffer.close()
 
     asyncio.run(run())
@@ -81,7 +82,7 @@ def test_when_the_bound_is_spent_equal_groups_are_handed_out_and_the_next_step_m
         task = Task(differing=set())
         buffer = make(task, max_replacements=3)
         for step in range(3):
-            taken = await asyncio.wait_for(buffer.take(), 5)
+            taken = await asyncio.wait_for(buffer.take(), WAIT_S)
             assert len(taken) == 2
             assert buffer.account.filtered == 2 * 3 * (step + 1)
             book(buffer, taken)
@@ -110,7 +111,7 @@ def test_one_part_of_the_reward_can_decide_whatever_the_others_add() -> None:
             sample, lambda: next(tickets), groups_per_step=2, total_steps=1, staleness=Staleness(0),
             max_replacements=8, deciding_part=part,
         )  # fmt: skip
-        taken = await asyncio.wait_for(buffer.take(), 5)
+        taken = await asyncio.wait_for(buffer.take(), WAIT_S)
         await buffer.close()
         return [g.prompt.id for g in taken]
 
@@ -122,7 +123,7 @@ def test_a_group_that_cannot_be_scored_at_all_is_replaced_too() -> None:
     async def run() -> None:
         task = Task(differing={1, 2}, equal=(None, None))
         buffer = make(task, max_replacements=8)
-        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), 5)] == ["1", "2"]
+        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), WAIT_S)] == ["1", "2"]
         await buffer.close()
 
     asyncio.run(run())
@@ -131,7 +132,7 @@ def test_a_group_that_cannot_be_scored_at_all_is_replaced_too() -> None:
 def test_without_replacements_equal_groups_train() -> None:
     async def run() -> None:
         buffer = make(Task(differing=set()), max_replacements=0)
-        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), 5)] == ["0", "1"]
+        assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), WAIT_S)] == ["0", "1"]
         assert buffer.account.filtered == 0
         await buffer.close()
 
@@ -143,7 +144,7 @@ def test_with_a_lag_replacements_keep_to_the_staleness_rule() -> None:
         task = Task(differing=set(range(0, 100, 3)))
         buffer = make(task, max_replacements=64, lag=1)
         for step in range(5):
-            taken = await asyncio.wait_for(buffer.take(), 5)
+            taken = await asyncio.wait_for(buffer.take(), WAIT_S)
             assert all(int(g.prompt.id) % 3 == 0 and step - g.oldest_version <= 1 for g in taken)
             book(buffer, taken)
             task.version = step + 1

@@ -13,7 +13,7 @@ from worlds import make_config
 from rlhf.rollout.sampling import SamplingSettings
 from rlhf.types import Prompt, Rollout
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.stack
 
 # An untrained model ends a response with a probability of 1/262 at every token: when a later request of 32 tokens has
 # been answered, one in eight of the others has ended, and never all of them.

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from waiting import WAIT_S, free_port
 
-from rlhf.cluster.actors import free_port
 from rlhf.weights import transfer
 from rlhf.weights.transfer import CPUSender, Inbox, ParameterMeta, Rendezvous, SharedMemory, bucket_starts, buckets
 
@@ -66,7 +66,7 @@ class Engine:
 
 
 def connect(source: Weights, engine: Any, *, one_node: bool) -> CPUSender:
-    rendezvous = Rendezvous("127.0.0.1", free_port(), "test", 2, 20.0, one_node=one_node)
+    rendezvous = Rendezvous("127.0.0.1", free_port(), "test", 2, WAIT_S, one_node=one_node)
     return CPUSender(source, engine, rendezvous, rank=0)
 
 
