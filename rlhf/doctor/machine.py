@@ -184,7 +184,6 @@ def _load(patient: Patient) -> Finding:
     check_context(config)
     tokenizer = load_tokenizer(config.model)
     loaded = load_prompts(config.data, "train", tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
-    patient.vocabulary = len(tokenizer)
     patient.prompts = [prompt for rows in loaded.prompts.values() for prompt in rows[:PROMPTS_EACH]]
     counts = ", ".join(f"{source} {len(rows):,}" for source, rows in loaded.prompts.items())
-    return Finding("ok", f"model.path={config.model.path}, a tokenizer of {patient.vocabulary:,}; prompts: {counts}")
+    return Finding("ok", f"model.path={config.model.path}, a tokenizer of {len(tokenizer):,}; prompts: {counts}")
