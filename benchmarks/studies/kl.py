@@ -165,9 +165,9 @@ class Stack:
         self.cluster = await self._exit_stack.enter_async_context(Cluster(config))
         self.sampler = Sampler(config, self.cluster, scorer, self.tokenizer)
         self.canary = Canary(
-            next(iter(self.prompts.prompts.values())), vocabulary=len(self.tokenizer), dtype=config.model.dtype,
-            max_tokens=config.max_sequence_tokens, seed=config.run.seed,
-        )  # fmt: skip
+            next(iter(self.prompts.prompts.values())), dtype=config.model.dtype, max_tokens=config.max_sequence_tokens
+        )
+        await self.canary.measure_noise(self.cluster)
         await self.canary.check_start(self.cluster, self.version)
         await self.cluster.save(self._start_state)
         add_empty_moments(self._start_state)

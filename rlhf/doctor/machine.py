@@ -178,7 +178,6 @@ def _load(patient: Patient) -> Finding:
     tokenizer = load_tokenizer(config.model)
     longest = config.data.max_prompt_tokens
     loaded = load_prompts(config.data, "train", tokenizer, gold_answer, max_prompt_tokens=longest)
-    patient.vocabulary = len(tokenizer)
     patient.prompts = [prompt for rows in loaded.prompts.values() for prompt in rows[:PROMPTS_EACH]]
     counts = ", ".join(f"{source} {len(rows):,}" for source, rows in loaded.prompts.items())
-    return Finding("ok", f"model.path={config.model.path}, a tokenizer of {patient.vocabulary:,}; prompts: {counts}")
+    return Finding("ok", f"model.path={config.model.path}, a tokenizer of {len(tokenizer):,}; prompts: {counts}")

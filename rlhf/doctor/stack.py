@@ -72,13 +72,7 @@ async def check_agreement(patient: Patient) -> Finding:
 
     cluster, config = _started(patient), patient.config
     assert patient.prompts is not None
-    canary = Canary(
-        patient.prompts,
-        vocabulary=patient.vocabulary,
-        dtype=config.model.dtype,
-        max_tokens=config.max_sequence_tokens,
-        seed=config.run.seed,
-    )
+    canary = Canary(patient.prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens)
     await canary.measure_noise(cluster)
     metrics = await canary.check_start(cluster, 0)
     difference = metrics["sync/canary_difference"]

@@ -127,10 +127,8 @@ class TrainingRun(Generic[C]):
         self.sampler = Sampler(config, self.cluster, self.scorer, self.tokenizer)
         self.canary = Canary(
             next(iter(self.prompts.prompts.values())),
-            vocabulary=len(self.tokenizer),
             dtype=config.model.dtype,
             max_tokens=config.max_sequence_tokens,
-            seed=config.run.seed,
         )
         self.speed = LearnerSpeed(config, (await self.cluster.learners.call("device_name"))[0])
         await self.canary.measure_noise(self.cluster)  # before a checkpoint: both sides hold model.path now

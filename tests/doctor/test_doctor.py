@@ -318,7 +318,7 @@ def examined(patient: Patient, transfer: Any) -> Patient:
     """With engines and learners that hold two numbers; `transfer` says what a transfer carries over."""
     cluster: Any = FakeCluster(transfer)
     cluster.learners, cluster.engines = Side(cluster, cluster.trained), Side(cluster, cluster.served)
-    patient.cluster, patient.prompts, patient.vocabulary = cluster, PROMPTS, 50
+    patient.cluster, patient.prompts = cluster, PROMPTS
     return patient
 
 

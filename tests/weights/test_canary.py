@@ -11,25 +11,33 @@ import pytest
 from rlhf.cluster.actors import ClusterError
 from rlhf.types import Prompt
 from rlhf.weights.canary import SEQUENCES, Canary
+from rlhf.actors import ClusterError
+from rlhf.canary import SEQUENCES, Canary
+from rlhf.rollout.sampling import SamplingSettings
+from rlhf.transfer import ParameterMeta
+from rlhf.types import Prompt, Rollout
 
 PROMPTS = [Prompt(f"p/{i}", 0, np.arange(i + 3, dtype=np.int32), (), "", "p") for i in range(20)]
 
 
 class Weights:
-    """Two tensors; log-probs are a fixed function of both and of the token."""
+    """Two tensors; log-probs are a fixed function of both and of the token, each off by `rounding`."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounding: float = 0.0) -> None:
         self.body, self.head = 1.0, 1.0
+        self.rounding = rounding
 
-    def logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        return [np.where(np.arange(len(s)) > 0, -self.body - 0.01 * self.head * s, 0.0) for s in sequences]
+    def logprobs(self, sequences: list[np.ndarray], in_float32: bool = False) -> list[np.ndarray]:
+        rounding = 0.0 if in_float32 else self.rounding
+        exact = (-self.body - 0.01 * self.head * ids for ids in sequences)
+        return [np.where(np.arange(len(x)) > 0, x + rounding * (-1.0) ** np.arange(len(x)), 0.0) for x in exact]
 
 
 class FakeCluster:
     """Learners and engines that hold weights; `transfer` says what a transfer carries over."""
 
-    def __init__(self, transfer: Any) -> None:
-        self.trained, self.served = Weights(), Weights()
+    def __init__(self, transfer: Any, *, rounding: float = 0.0) -> None:
+        self.trained, self.served = Weights(rounding), Weights(-rounding)
         self.saved = (1.0, 1.0)
         self.transfer = transfer
         self.sent: list[int] = []
@@ -39,10 +47,13 @@ class FakeCluster:
         match method:
             case "canary":
                 raise AssertionError("told apart below")
+            case "metadata":
+                return [[ParameterMeta("body", "float32", ()), ParameterMeta("head", "float32", ())]]
             case "perturb_weights":
                 self.saved = (self.trained.body, self.trained.head)
-                self.trained.body += 0.3
-                self.trained.head += 0.3
+                body, head = (float(arguments[0] <= i < arguments[1]) for i in range(2))
+                self.trained.body += body
+                self.trained.head += 3 * head
             case "restore_weights":
                 self.trained.body, self.trained.head = self.saved
         return [None]
@@ -50,6 +61,16 @@ class FakeCluster:
     async def send_weights(self, version: int) -> None:
         self.sent.append(version)
         self.transfer(self.trained, self.served)
+
+    async def yield_gpus(self) -> None:
+        pass
+
+    async def sample_group(
+        self, engine: int, prompt: Prompt, samples: int, settings: SamplingSettings
+    ) -> list[Rollout]:
+        assert (engine, samples, settings.temperature) == (0, 1, 1.0)
+        ids = np.concatenate([prompt.token_ids, np.arange(49, 49 - settings.max_tokens, -1, dtype=np.int32)])
+        return [Rollout(prompt.id, 0, 0, ids, np.ones(len(ids), bool), np.zeros(len(ids)), (), "length")]
 
 
 class Side:
@@ -72,15 +93,24 @@ def all_but_the_head(trained: Weights, served: Weights) -> None:
     served.body = trained.body
 
 
-def make(transfer: Any) -> tuple[FakeCluster, Canary]:
-    cluster = FakeCluster(transfer)
+def make(transfer: Any, *, rounding: float = 0.0) -> tuple[FakeCluster, Canary]:
+    """With the rounding of a bfloat16 model, the learner's and the engine's opposite; a float32 run without."""
+    cluster = FakeCluster(transfer, rounding=rounding)
     cluster.learners, cluster.engines = Side(cluster, cluster.trained), Side(cluster, cluster.served)  # type: ignore[assignment]
-    return cluster, Canary(PROMPTS, vocabulary=50, dtype="float32", max_tokens=40, seed=0)
+    return cluster, Canary(PROMPTS, dtype="bfloat16" if rounding else "float32", max_tokens=40)
+
+
+def start(cluster: Any, canary: Canary) -> dict[str, float]:
+    async def measured() -> dict[str, float]:
+        await canary.measure_noise(cluster)
+        return await canary.check_start(cluster, 0)
+
+    return asyncio.run(measured())
 
 
 def test_an_engine_that_follows_passes_and_ends_with_the_true_weights() -> None:
     cluster, canary = make(everything)
-    metrics = asyncio.run(canary.check_start(cluster, 0))  # type: ignore[arg-type]
+    metrics = start(cluster, canary)
     assert metrics == {"sync/canary_difference": 0.0}
     assert (cluster.served.body, cluster.served.head) == (1.0, 1.0)
     assert cluster.sent == [0, 0]
@@ -91,13 +121,25 @@ def test_an_engine_that_keeps_its_old_head_stops_the_run_at_start_up_although_th
     with pytest.raises(
         ClusterError, match=r"engine 0 does not hold the perturbed weights.*worst at token \d+"
     ) as caught:
-        asyncio.run(canary.check_start(cluster, 0))  # type: ignore[arg-type]
+        start(cluster, canary)
     assert "tolerance 0.001" in str(caught.value)
     assert (cluster.trained.body, cluster.trained.head) == (1.0, 1.0)  # restored all the same
 
 
+def test_tensors_are_perturbed_a_run_at_a_time_and_the_message_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.canary.RUN_TENSORS", 1)
+    cluster, canary = make(all_but_the_head)
+    with pytest.raises(ClusterError, match="perturbed weights at start-up, head to head:"):
+        start(cluster, canary)
+    assert cluster.sent == [0, 0]
+    cluster, canary = make(everything)
+    start(cluster, canary)
+    assert cluster.sent == [0, 0, 0]
+
+
 def test_a_stale_engine_is_named_with_its_worst_token_and_both_values() -> None:
     cluster, canary = make(everything)
+    start(cluster, canary)
     cluster.trained.head = 2.0
     with pytest.raises(ClusterError) as caught:
         asyncio.run(canary.check(cluster, 7))  # type: ignore[arg-type]
@@ -107,30 +149,32 @@ def test_a_stale_engine_is_named_with_its_worst_token_and_both_values() -> None:
     assert "engine -1.49" in message
 
 
-def test_what_engine_and_learner_differ_by_on_the_same_weights_widens_the_tolerance() -> None:
-    cluster, canary = make(everything)
-    cluster.served.body += 0.01
-    asyncio.run(canary.measure_noise(cluster))  # type: ignore[arg-type]
-    assert canary.tolerance == pytest.approx(0.03)
+def test_what_the_learners_own_type_costs_is_no_disagreement() -> None:
+    cluster, canary = make(everything, rounding=0.07)  # engine and learner differ by 0.14
+    assert start(cluster, canary) == {"sync/canary_difference": pytest.approx(0.14)}
+    assert canary.tolerance == pytest.approx(0.21)
 
 
-def test_a_difference_on_untouched_weights_that_is_no_rounding_stops_the_run() -> None:
-    cluster, canary = make(everything)
-    cluster.served.head = 3.0
-    with pytest.raises(ClusterError, match=r"disagree on the untouched weights.*worst at token"):
+@pytest.mark.parametrize(("rounding", "wrong"), [(0.0, 0.002), (0.07, 0.2)])
+def test_a_difference_that_this_models_rounding_does_not_explain_stops_the_run(rounding: float, wrong: float) -> None:
+    cluster, canary = make(everything, rounding=rounding)
+    cluster.served.body += wrong
+    with pytest.raises(ClusterError, match=r"engine 0 disagree on the untouched weights.*worst at token"):
         asyncio.run(canary.measure_noise(cluster))  # type: ignore[arg-type]
 
 
 def test_nan_never_passes() -> None:
     cluster, canary = make(everything)
+    start(cluster, canary)
     cluster.trained.head = float("nan")
     with pytest.raises(ClusterError, match="nan"):
         asyncio.run(canary.check(cluster, 1))  # type: ignore[arg-type]
 
 
-def test_the_sequences_begin_like_prompts_and_go_on_over_the_whole_vocabulary() -> None:
-    _, canary = make(everything)
+def test_the_sequences_are_the_shortest_prompts_each_with_a_response_that_the_engine_samples() -> None:
+    cluster, _ = make(everything)
+    canary = Canary(PROMPTS[::-1], dtype="float32", max_tokens=40)
+    asyncio.run(canary.measure_noise(cluster))  # type: ignore[arg-type]
     assert len(canary.sequences) == SEQUENCES
     assert all(len(s) == 39 for s in canary.sequences)
-    assert canary.sequences[3][:6].tolist() == [0, 1, 2, 3, 4, 5]
-    assert len({int(t) for s in canary.sequences for t in s}) > 40
+    assert canary.sequences[3].tolist() == [0, 1, 2, 3, 4, 5, *range(49, 16, -1)]
