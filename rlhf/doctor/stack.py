@@ -68,7 +68,7 @@ async def check_transfer(patient: Patient) -> Finding:
 
 async def check_agreement(patient: Patient) -> Finding:
     """The canary of a run: log-probs of engines and learners on the model, and after weights that all moved."""
-    from rlhf.weights.canary import Canary
+    from rlhf.cluster.canary import Canary
 
     cluster, config = _started(patient), patient.config
     assert patient.prompts is not None

@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
+from rlhf.cluster.canary import Canary
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.run import GRPOConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, load_prompts, show_prompt
@@ -33,7 +34,6 @@ from rlhf.run.evaluation import evaluate
 from rlhf.run.folder import RunFolder
 from rlhf.run.sampler import Sampler
 from rlhf.types import Minibatch, RolloutGroup, StepBatch
-from rlhf.weights.canary import Canary
 
 C = TypeVar("C", bound=GRPOConfig)
 

@@ -17,7 +17,7 @@ import torch
 from test_doctor import seems_installed
 from worlds import make_config, run_world
 
-from rlhf.actors import ClusterError
+from rlhf.cluster.actors import ClusterError
 from rlhf.learner.messages import Place
 from rlhf.types import Prompt, Rollout
 
@@ -134,7 +134,8 @@ class Calls:
 
 def refusals(place: Place, path: Path, dtype: str) -> dict[str, str]:
     """What the canary says of each case; "" where it is content."""
-    from rlhf.canary import Canary
+    from rlhf.weights.canary import Canary
+
     from rlhf.learner.worker import Learner
 
     config = make_config(path, model={"dtype": dtype}, learner={"zero_stage": 1})
@@ -179,7 +180,7 @@ STALE_RECEIVER = """\
 import os, pathlib
 first = {}
 def install():
-    from rlhf.transfer import Inbox
+    from rlhf.weights.transfer import Inbox
     receive = Inbox.receive
     def receive_all_but_one(self, bucket, start):
         stale = pathlib.Path(os.environ["STALE_TENSOR"]).read_text()
@@ -192,8 +193,9 @@ def install():
 
 async def refused_by_vllm(config: Any, prompts: list[Prompt], file: Path, stale: list[str]) -> dict[str, str]:
     """What the canary says of an engine of vLLM that keeps each of these tensors; "" where it is content."""
-    from rlhf.canary import Canary
-    from rlhf.cluster import Cluster
+    from rlhf.weights.canary import Canary
+
+    from rlhf.cluster.cluster import Cluster
 
     found = {}
     async with Cluster(config) as cluster:

@@ -16,9 +16,7 @@ from torch import Tensor
 from waiting import WAIT_S, free_port
 
 from rlhf.weights import transfer
-from rlhf.weights.transfer import CPUSender, Inbox, ParameterMeta, Rendezvous, SharedMemory, bucket_starts, buckets
-from rlhf import transfer
-from rlhf.transfer import (
+from rlhf.weights.transfer import (
     CPUSender,
     Inbox,
     ParameterMeta,

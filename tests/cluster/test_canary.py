@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 
 from rlhf.cluster.actors import ClusterError
-from rlhf.types import Prompt
-from rlhf.weights.canary import SEQUENCES, Canary
-from rlhf.actors import ClusterError
-from rlhf.canary import SEQUENCES, Canary
+from rlhf.cluster.canary import SEQUENCES, Canary
 from rlhf.rollout.sampling import SamplingSettings
-from rlhf.transfer import ParameterMeta
 from rlhf.types import Prompt, Rollout
+from rlhf.weights.transfer import ParameterMeta
 
 PROMPTS = [Prompt(f"p/{i}", 0, np.arange(i + 3, dtype=np.int32), (), "", "p") for i in range(20)]
 
@@ -127,7 +124,7 @@ def test_an_engine_that_keeps_its_old_head_stops_the_run_at_start_up_although_th
 
 
 def test_tensors_are_perturbed_a_run_at_a_time_and_the_message_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf.canary.RUN_TENSORS", 1)
+    monkeypatch.setattr("rlhf.weights.canary.RUN_TENSORS", 1)
     cluster, canary = make(all_but_the_head)
     with pytest.raises(ClusterError, match="perturbed weights at start-up, head to head:"):
         start(cluster, canary)

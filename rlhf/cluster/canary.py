@@ -22,8 +22,6 @@ import numpy as np
 
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
-from rlhf.actors import ClusterError
-from rlhf.cluster import Cluster
 from rlhf.rollout.sampling import SamplingSettings
 from rlhf.types import Prompt
 
