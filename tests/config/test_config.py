@@ -276,7 +276,7 @@ def test_a_contradiction_names_both_keys_and_the_remedy(base: str, overrides: li
 
 def test_a_warm_up_as_a_fraction_suits_even_a_run_of_one_update(base: str) -> None:
     config = load_config(GRPOConfig, [base], ["run.steps=1", "learner.schedule.warmup_fraction=0.02"])
-    assert (config.total_updates, config.warmup_updates) == (1, 1)
+    assert (config.total_updates, config.training.warmup_updates) == (1, 1)
 
 
 # --- warnings ---
@@ -349,7 +349,7 @@ def test_a_warm_up_fraction_is_of_all_optimizer_steps_and_rounds_up(base: str) -
     config = load_config(
         GRPOConfig, [base], ["learner.minibatches_per_epoch=4", "learner.schedule.warmup_fraction=0.03"]
     )
-    assert config.warmup_updates == 2  # 0.03 x 40 = 1.2
+    assert config.training.warmup_updates == 2  # 0.03 x 40 = 1.2
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -89,19 +89,23 @@ def test_passes_before_the_update_are_named(make: Any) -> None:
 # --- placement ---
 
 
+def layout(config: GRPOConfig) -> list[list[str]]:
+    return place(config.roles(), config.cluster)
+
+
 def test_learners_come_first_and_engines_fill_the_rest_of_the_node(make: Any) -> None:
-    assert place(make().cluster) == [
+    assert layout(make()) == [
         ["learner 0", "learner 1", "learner 2", "learner 3", "engine 0", "engine 0", "engine 1", "engine 1"]
     ]
 
 
 def test_an_engine_never_lies_across_two_nodes(make: Any) -> None:
-    nodes = place(make("cluster.learners=6", "cluster.engines=1", "cluster.tensor_parallel=4").cluster)
+    nodes = layout(make("cluster.learners=6", "cluster.engines=1", "cluster.tensor_parallel=4"))
     assert nodes == [[f"learner {rank}" for rank in range(6)] + ["-"] * 2, ["engine 0"] * 4 + ["-"] * 4]
 
 
 def test_16_nodes_hold_64_learners_and_8_engines_of_8(make: Any) -> None:
-    nodes = place(make("cluster.learners=64", "cluster.engines=8", "cluster.tensor_parallel=8").cluster)
+    nodes = layout(make("cluster.learners=64", "cluster.engines=8", "cluster.tensor_parallel=8"))
     assert len(nodes) == 16
     assert nodes[7] == [f"learner {rank}" for rank in range(56, 64)]
     assert [set(node) for node in nodes[8:]] == [{f"engine {engine}"} for engine in range(8)]
@@ -109,13 +113,13 @@ def test_16_nodes_hold_64_learners_and_8_engines_of_8(make: Any) -> None:
 
 def test_colocated_engines_share_the_gpus_of_the_learners(make: Any) -> None:
     config = make("cluster.placement=colocated")
-    assert place(config.cluster) == [["L0 + E0", "L1 + E0", "L2 + E1", "L3 + E1", "-", "-", "-", "-"]]
+    assert layout(config) == [["L0 + E0", "L1 + E0", "L2 + E1", "L3 + E1", "-", "-", "-", "-"]]
     assert "GPUs                        4 on 1 node of 8" in plan_text(config)
 
 
 def test_a_node_may_have_another_number_of_gpus(make: Any) -> None:
-    assert [len(node) for node in place(make("cluster.gpus_per_node=4").cluster)] == [4, 4]
-    wide = draw(place(make("cluster.gpus_per_node=16", "cluster.learners=12").cluster))
+    assert [len(node) for node in layout(make("cluster.gpus_per_node=4"))] == [4, 4]
+    wide = draw(layout(make("cluster.gpus_per_node=16", "cluster.learners=12")))
     assert len(wide) == 4  # two rows of eight, a header above each
 
 
