@@ -135,7 +135,6 @@ class Calls:
 def refusals(place: Place, path: Path, dtype: str) -> dict[str, str]:
     """What the canary says of each case; "" where it is content."""
     from rlhf.cluster.canary import Canary
-
     from rlhf.learner.worker import Learner
 
     config = make_config(path, model={"dtype": dtype}, learner={"zero_stage": 1})
@@ -194,7 +193,6 @@ def install():
 async def refused_by_vllm(config: Any, prompts: list[Prompt], file: Path, stale: list[str]) -> dict[str, str]:
     """What the canary says of an engine of vLLM that keeps each of these tensors; "" where it is content."""
     from rlhf.cluster.canary import Canary
-
     from rlhf.cluster.cluster import Cluster
 
     found = {}
