@@ -217,7 +217,7 @@ def test_a_reward_that_hangs_is_killed_and_named_and_the_others_are_still_tried(
 
 
 def test_a_reward_that_raises_is_told_with_its_line(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = Path(__file__).parent / "fixtures/hostile_rewards.py"
+    file = Path(__file__).parents[1] / "fixtures/hostile_rewards.py"
     monkeypatch.syspath_prepend(str(file.parent))
     patient = make('reward.parts=["hostile_rewards:fails_in_its_helper"]', "reward.workers=1")
     patient.prompts = [PROMPTS[0].__class__(f"p/{i}", 0, PROMPTS[0].token_ids, (), "{}", "p") for i in range(20)]
