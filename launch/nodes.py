@@ -72,7 +72,7 @@ def say(text: str) -> None:
 
 def _beside_this_file() -> Any:
     """rlhf/cluster/node_report.py of this checkout; by its path, since the package may not be installed."""
-    path = Path(__file__).resolve().parent.parent / "rlhf" / "node_report.py"
+    path = Path(__file__).resolve().parent.parent / "rlhf" / "cluster" / "node_report.py"
     spec = importlib.util.spec_from_file_location("node_report", path)
     assert spec is not None
     assert spec.loader is not None

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from rlhf.config.load import load_config, resolved_yaml
 from rlhf.config.run import GRPOConfig
+from rlhf.config.sections import ScheduleConfig
 
 BASE: dict[str, Any] = {
     "run": {"dir": "runs/test", "steps": 10},
@@ -104,7 +105,7 @@ def test_a_value_may_refer_to_another_key(base: str) -> None:
         ("run.export=1", "run.export=1: input should be a valid boolean"),
         ("learner.optimizer.lr='1e-6'", "learner.optimizer.lr=1e-6: input should be a valid number"),
         ("learner.optimizer.lr=.inf", "learner.optimizer.lr="),
-        ("algo.kl_estimator=k5", "algo.kl_estimator=k5: input should be 'k1', 'k2', 'k3' or 'k4'"),
+        ("algo.kl_estimator=k5", "algo.kl_estimator=k5: it has to be 'k1', 'k2', 'k3' or 'k4' (estimator of KL"),
         ("run.dir=2024", "run.dir=2024: text is expected"),
         ("learner.optimizer=adam", "learner.optimizer=adam: "),
         ("learner=3", "learner=3: "),
@@ -131,8 +132,8 @@ def test_every_wrong_value_is_named_on_a_line_of_its_own(base: str) -> None:
 
 
 def test_every_contradiction_is_named_on_a_line_of_its_own(base: str) -> None:
-    lines = refusal(base, "rollout.top_p=0.9", "algo.clip_low=1.5").splitlines()
-    assert [line.split("=")[0] for line in lines] == ["rollout.top_p", "algo.clip_low"]
+    lines = refusal(base, "evaluation.max_response_tokens=64", "algo.clip_low=1.5").splitlines()
+    assert [line.split("=")[0] for line in lines] == ["evaluation.max_response_tokens", "algo.clip_low"]
 
 
 def test_what_is_required_is_named_key_by_key_when_a_section_is_missing(tmp_path: Path) -> None:
@@ -190,7 +191,6 @@ CONTRADICTIONS = [
         ["rollout.truncate_after=28", "rollout.truncate_token=."],
         ["rollout.truncate_after=28", "rollout.max_response_tokens=28", "stay below"],
     ),
-    (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "Leave it at 1.0"]),
     (
         ["rollout.max_policy_lag=1", "algo.importance_correction=none"],
         ["algo.importance_correction=none", "rollout.max_policy_lag=1", "Use truncated or masked, or a lag of 0"],
@@ -277,6 +277,21 @@ def test_a_contradiction_names_both_keys_and_the_remedy(base: str, overrides: li
 def test_a_warm_up_as_a_fraction_suits_even_a_run_of_one_update(base: str) -> None:
     config = load_config(GRPOConfig, [base], ["run.steps=1", "learner.schedule.warmup_fraction=0.02"])
     assert (config.total_updates, config.training.warmup_updates) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("total", "settings", "expected"),
+    [
+        (200, {"warmup_fraction": 0.1}, 20),
+        (30, {"warmup_fraction": 0.01}, 1),
+        (30, {"warmup_steps": 10}, 10),
+        (30, {}, 0),
+    ],
+)
+def test_a_warm_up_is_a_number_of_optimizer_steps_or_a_fraction_of_all_rounded_up(
+    total: int, settings: dict[str, Any], expected: int
+) -> None:
+    assert ScheduleConfig(**settings).warmup_updates(total) == expected
 
 
 # --- warnings ---

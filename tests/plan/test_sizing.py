@@ -125,9 +125,8 @@ def test_a_critic_and_a_reward_model_that_do_not_fit_are_named(make: Any, tmp_pa
     assert "a reward model needs about" in text
     assert "a critic needs about" not in text
     # weights and moments of both, 12 bytes a parameter; a critic has one number a token in the place of the head
-    assert (
-        f"{12 * (P8 + P8 - 128_256 * 4_096 + 4_096) / GIB:.1f} GiB (float32 weights and moments, the critic's" in text
-    )
+    size = 12 * (P8 + P8 - 128_256 * 4_096 + 4_096) / GIB
+    assert f"{size:.1f} GiB (float32 weights and moments of all that is trained); " in text
     overrides = ["cluster.learners=16", "algo.ref_update=average", f"critic.path={large}"]
     text = " ".join(plan_text(load_config(PPOConfig, [str(tmp_path / "run.yaml")], overrides)).split())
     assert "a critic needs about" in text
