@@ -27,8 +27,9 @@ from transformers import (
     Qwen3MoeConfig,
     SmolLM3Config,
 )
-from worlds import make_config, make_ppo_config, pack_rows
+from worlds import make_config, make_ppo_config
 
+from rlhf.algo.packing import pack
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.data.model_checks import check_models, check_pairs_window
 from rlhf.data.model_files import attention_window
@@ -94,8 +95,7 @@ def test_a_config_json_tells_of_the_window_that_the_models_attention_is_asked_fo
     window = attention_window(json.loads((written(tmp_path, CONFIGS[name]) / "config.json").read_text()))
     model = AutoModelForCausalLM.from_config(CONFIGS[name].get_text_config())
     model.set_attn_implementation(PACKED)
-    rollout = Rollout("p", 0, 0, np.zeros(40, np.int32), np.arange(40) > 0, np.zeros(40, np.float32), (), "stop")
-    row = DeviceTokens.of(pack_rows([rollout], [0]), torch.device("cpu"))
+    row = DeviceTokens.of(pack([np.zeros(40, np.int32)]), torch.device("cpu"))
     if window is None:
         hidden_states(model, row)
     else:

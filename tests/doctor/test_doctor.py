@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
+from fake_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
+from installed import seems_installed
 from waiting import STACK_WAIT_S
 
 from rlhf.config.load import load_config
@@ -24,8 +25,6 @@ from rlhf.doctor import grading, machine, nodes, stack
 from rlhf.doctor.__main__ import checks
 from rlhf.doctor.examination import Check, Finding, Patient, examine_all, in_thread, lines
 from rlhf.plan.memory import GIB
-
-PLUGIN = "[vllm.general_plugins]\n{}\n"
 
 
 @pytest.fixture
@@ -51,15 +50,6 @@ def make(tiny_model_dir: Path, tmp_path: Path) -> Any:
 def finding(check: Any, patient: Patient) -> Finding:
     found: Finding = asyncio.run(check(patient))
     return found
-
-
-def seems_installed(folder: Path, name: str, version: str, *, more: str = "", plugin: str = "") -> None:
-    """A distribution of this name, for a folder on the path of Python."""
-    info = folder / f"{name}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}")
-    if plugin:
-        (info / "entry_points.txt").write_text(PLUGIN.format(plugin))
 
 
 # --- the list of checks ---

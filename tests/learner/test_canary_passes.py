@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from worlds import make_config, make_groups, run_world, work_of_rank
+from worlds import make_config, make_groups, plan_first_epoch, run_world
 
 from rlhf.learner.messages import Place
+from rlhf.step.batch import at_every_token
+from rlhf.types import PolicyTargets
 
 pytestmark = pytest.mark.stack
 
@@ -52,8 +54,10 @@ def float32_pass(place: Place, model: Path, stage: int) -> None:
         cluster={"device": "cpu", "learners": place.world_size},
     )
     learner = Learner(config, place)
-    work = work_of_rank(config, make_groups(**GROUPS), place.rank, {}, {})
-    learner.update(work)
+    batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
+    learner.start_step(batch.tokens, [minibatches])
+    targets = PolicyTargets(at_every_token(batch, advantages), None, None)
+    learner.update(targets)
     before = weights(learner)
     own, exact = learner.canary(SEQUENCES), learner.canary(SEQUENCES, True)
     for mine, rounded, expected in zip(exact, own, in_transformers(model, before), strict=True):
@@ -61,7 +65,7 @@ def float32_pass(place: Place, model: Path, stage: int) -> None:
         assert np.abs(rounded[1:] - expected).mean() > 1e-3
     assert changed(learner, before) == []
     assert all(np.array_equal(a, b) for a, b in zip(learner.canary(SEQUENCES), own, strict=True))
-    learner.update(work)
+    learner.update(targets)
     assert changed(learner, before)
 
 

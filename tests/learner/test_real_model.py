@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_doctor import seems_installed
+from installed import seems_installed
 from worlds import make_config, run_world
 
 from rlhf.cluster.actors import ClusterError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from processes import cpu_seconds
 
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
@@ -331,14 +331,6 @@ def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: 
 @pytest.mark.parametrize("files", OWN_CONFIGS[:3], ids=" ".join)
 def test_a_plan_takes_less_than_a_second(files: list[str]) -> None:
     assert cpu_seconds([sys.executable, "-m", "rlhf.grpo", *flags_of(files), "--plan"]) < 1.0
-
-
-def cpu_seconds(command: list[str]) -> float:
-    """Of a core, by a process that waits for nothing; by the clock it is more on a machine that is busy."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:

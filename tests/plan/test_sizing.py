@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_plan import cpu_seconds
+from processes import cpu_seconds
 
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
