@@ -199,7 +199,7 @@ def test_wandb_online_needs_a_key_and_a_host_that_answers(make: Any, monkeypatch
 
 
 def test_a_reward_that_hangs_is_killed_and_named_and_the_others_are_still_tried(make: Any) -> None:
-    bounds = ["reward.wall_seconds=2", "reward.workers=2"]
+    bounds = ["reward.cpu_seconds=0.5", "reward.wall_seconds=60", "reward.workers=2"]
     patient = make(f'reward.parts=["math", "{grading.HANGING}"]', *bounds)
     patient.prompts = [PROMPTS[0].__class__("p/0", 0, PROMPTS[0].token_ids, (), "12", "p")]
     found = finding(grading.check_rewards, patient)
