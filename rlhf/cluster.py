@@ -51,12 +51,16 @@ class Cluster:
     Args:
         first_step: training steps done before this start; engines of a resumed run sample with other noise.
         trains: False starts engines alone, for an evaluation.
+        compare_nodes: False lets nodes with other versions take part.
     """
 
-    def __init__(self, config: GRPOConfig, *, first_step: int = 0, trains: bool = True) -> None:
+    def __init__(
+        self, config: GRPOConfig, *, first_step: int = 0, trains: bool = True, compare_nodes: bool = True
+    ) -> None:
         self.config = config
         self.first_step = first_step
         self.trains = trains
+        self.compare_nodes = compare_nodes
         self.learners: ActorGroup
         self.critics: ActorGroup  # of PPO
         self.reward_models: ActorGroup  # where the config names one by its path
@@ -84,6 +88,8 @@ class Cluster:
 
     async def _start(self) -> None:
         self._session.start(self.config.cluster.ray_address)
+        if self.compare_nodes:
+            await self._session.compare_nodes(deadline_s=self.config.cluster.start_deadline_s)
         check_resources(self.config, ray.cluster_resources(), trains=self.trains)
         starts = []
         locations: list[Location] = []

@@ -20,6 +20,11 @@ STATE_FILE = "driver.json"
 PARTIAL = ".partial"
 
 
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in this folder that were written to their end, oldest first; none where there is no folder."""
+    return sorted(path for path in folder.glob("step-*") if path.suffix != PARTIAL)
+
+
 class RunFolder:
     """Paths and files of one run.
 
@@ -57,13 +62,8 @@ class RunFolder:
     # --- checkpoints ---
 
     def latest_checkpoint(self) -> Path | None:
-        complete = self._complete_checkpoints()
+        complete = complete_checkpoints(self.checkpoints)
         return complete[-1] if complete else None
-
-    def _complete_checkpoints(self) -> list[Path]:
-        if not self.checkpoints.is_dir():
-            return []
-        return sorted(path for path in self.checkpoints.glob("step-*") if path.suffix != PARTIAL)
 
     def begin_checkpoint(self, step: int) -> Path:
         folder = self.checkpoints / f"step-{step:06d}{PARTIAL}"
@@ -77,7 +77,7 @@ class RunFolder:
         final = folder.with_suffix("")
         shutil.rmtree(final, ignore_errors=True)
         folder.rename(final)
-        for old in self._complete_checkpoints()[:-keep]:
+        for old in complete_checkpoints(self.checkpoints)[:-keep]:
             shutil.rmtree(old)
         return final
 

@@ -124,13 +124,12 @@ def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:
 
     check_address(address)
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    ray.cloudpickle.register_pickle_by_value(node_report)  # the package may be missing where it runs
-    ray.cloudpickle.register_pickle_by_value(sys.modules[describe.__module__])
     nodes = ray.nodes()
     names = node_report.node_names(nodes)
     found = {names[key]: why for key, why in died(nodes).items()}
     alive = [node for node in nodes if node["Alive"]]
-    for key, (answer, problem) in node_report.ask_nodes(alive, describe, deadline_s=deadline_s).items():
+    answers = asyncio.run(node_report.ask_nodes(alive, describe, deadline_s=deadline_s))
+    for key, (answer, problem) in answers.items():
         found[names[key]] = {SILENT: problem} if problem else answer
     ray.shutdown()
     return found
