@@ -31,7 +31,6 @@ The token is that of the cluster: RAY_AUTH_TOKEN, or the file RAY_AUTH_TOKEN_PAT
 Ray uploads what git does not ignore (at most 500 MiB): configs and code, but not runs/. Data, model and run.dir are
 paths or hub names that every node of the cluster reads. The package itself must be installed on every node, which is
 checked before the program starts anything. JOB_PYTHON is the interpreter there (default python), PYTHON the one here.
-The first argument that is not listed below begins the arguments of the program, and so does `--`.
 """
 
 
@@ -63,7 +62,7 @@ def hand_over(options: argparse.Namespace) -> None:
     command = ["job", "submit", "--address", options.address, "--submission-id", options.id, "--no-wait"]
     command += ["--working-dir", str(ROOT), "--runtime-env-json", '{"excludes": [".git", "/runs", "/tests"]}', "--"]
     entry = [os.environ.get("JOB_PYTHON", "python"), "launch/nodes.py", "run", "--nodes", str(options.nodes)]
-    entry += ["--module", options.module, "--", *options.program]
+    entry += ["--module", options.module, "--deadline", str(options.deadline), "--", *options.program]
     submission = launcher.start([launcher.ray_command(), *command, *entry])
     while submission.poll() is None and not launcher.interrupts:
         time.sleep(launcher.POLL_S)

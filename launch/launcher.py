@@ -136,8 +136,10 @@ def exit_status(returncode: int) -> int:
 
 def command_line(description: str) -> argparse.ArgumentParser:
     """A parser with the flags that every launcher has."""
+    rest = "The first argument that is not listed here begins the arguments of the program, and so does `--`."
+    shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage=argparse.SUPPRESS, description=description, epilog=rest, formatter_class=shape
     )
     parser.add_argument("--module", default="rlhf.grpo", help="the program; default: rlhf.grpo")
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds to wait for the nodes; default: 600")

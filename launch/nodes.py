@@ -267,7 +267,7 @@ One node of a cluster: run it on every node, by hand or from any launcher.
 
 Rank 0 is the head: it starts Ray, waits for the others and runs the program, which compares the versions on all nodes
 before it starts anything. All nodes end when the program ends, with its exit status. When a node is lost, the run ends
-with 1. The first argument that is not listed below begins the arguments of the program, and so does `--`.
+with 1.
 
 RAY_AUTH_TOKEN, or the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, is the token that all nodes share. Where neither
 is, rank 0 makes the file; the others wait for it, which is enough where the home folder is shared.

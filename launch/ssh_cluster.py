@@ -27,7 +27,6 @@ One run on machines that are reached by ssh, each with this checkout in the same
 
 A new Ray token goes to every machine through ssh's standard input. The exit status is the program's. When this script
 ends, in whatever way, or the connection breaks, so does everything that it started. SSH is the ssh command with flags.
-The first argument that is not listed below begins the arguments of the program, and so does `--`.
 """
 
 
@@ -55,12 +54,11 @@ def run(options: argparse.Namespace) -> int:
             script = f"cd {shlex.quote(str(options.dir))} && {script}"
             # A shell of its own reads it, whichever the login shell is.
             command = [*os.environ.get("SSH", SSH).split(), host, f"bash -c {shlex.quote(script)}"]
-            node = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            node = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
             nodes.append(node)
             assert node.stdin is not None
             with contextlib.suppress(OSError):  # ssh has ended already
                 node.stdin.write(f"{token}\n".encode())
-                node.stdin.flush()
         head = nodes[0]
         launcher.wait_until(lambda: any(node.poll() is not None for node in nodes))
         # A node that is lost once the run is under way is the head's business; one that never came is seen here.
@@ -77,8 +75,7 @@ def close(nodes: list[subprocess.Popen[bytes]]) -> None:
     """Close all inputs, which ends the far sides, and then ssh itself."""
     for node in nodes:
         assert node.stdin is not None
-        with contextlib.suppress(OSError):
-            node.stdin.close()
+        node.stdin.close()
     end = time.monotonic() + GRACE_S
     for node in nodes:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -640,7 +640,8 @@ def test_a_job_gets_the_arguments_and_its_exit_status_comes_back(place: Place) -
     assert (mode, token) == ("token", TOKEN)
     assert f"--submission-id job-1 --no-wait --working-dir {ROOT}" in called
     entry = (place.folder / "record/entrypoint").read_text().split("\0")[:-1]
-    assert entry == ["python", "launch/nodes.py", "run", "--nodes", "2", "--module", "rlhf.grpo", "--", *arguments]
+    flags = ["--nodes", "2", "--module", "rlhf.grpo", "--deadline", "600.0"]
+    assert entry == ["python", "launch/nodes.py", "run", *flags, "--", *arguments]
     assert stops(place) == []
     assert "it ran\n" in output
     assert TOKEN not in output
