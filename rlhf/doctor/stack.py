@@ -25,7 +25,8 @@ async def check_start(patient: Patient) -> Finding:
     if patient.nodes is None:
         raise NotCheckedError("the nodes did not answer")
     config = patient.config.cluster
-    patient.cluster = await patient.at_end.enter_async_context(Cluster(patient.config))
+    cluster = Cluster(patient.config, compare_nodes=False)  # `check_nodes` has done so
+    patient.cluster = await patient.at_end.enter_async_context(cluster)
     return Finding("ok", f"{config.engines} engine(s), {config.learners} learner(s) on {config.device}")
 
 

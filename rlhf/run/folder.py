@@ -27,6 +27,12 @@ CHUNK_BYTES = 2**24
 BEFORE_A_STEP = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|logs|\.lock")
 
 
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in this folder that are complete by the sizes of their files, oldest first."""
+    found = (path for path in folder.glob("step-*") if path.suffix != PARTIAL)
+    return sorted(path for path in found if not find_damage(path, contents=False))
+
+
 class RunFolder:
     """Paths and files of one run.
 
@@ -122,7 +128,8 @@ class RunFolder:
 
     def latest_checkpoint(self) -> Path | None:
         """The newest that is complete, by the sizes of its files."""
-        return next((path for path in self._newest_first() if not find_damage(path, contents=False)), None)
+        complete = complete_checkpoints(self.checkpoints)
+        return complete[-1] if complete else None
 
     def _newest_first(self) -> list[Path]:
         return sorted((path for path in self.checkpoints.glob("step-*") if path.suffix != PARTIAL), reverse=True)
@@ -158,8 +165,8 @@ class RunFolder:
         shutil.rmtree(final, ignore_errors=True)
         folder.rename(final)
         self.damaged.pop(final, None)
-        complete = [p for p in self._newest_first() if p not in self.damaged and not find_damage(p, contents=False)]
-        for old in complete[keep:]:
+        complete = [path for path in complete_checkpoints(self.checkpoints) if path not in self.damaged]
+        for old in complete[:-keep]:
             shutil.rmtree(old)
         return final
 
