@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
-from rlhf.learner.messages import Place
+from rlhf.learner.messages import Place, free_port
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.step.rewards import step_advantages
@@ -32,12 +31,6 @@ from rlhf.types import (
 )
 
 DEADLINE_S = 540.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_world(target: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.cluster.actors import free_port
+from rlhf.learner.messages import free_port
 from rlhf.weights import transfer
 from rlhf.weights.transfer import CPUSender, Inbox, ParameterMeta, Rendezvous, SharedMemory, bucket_starts, buckets
 
