@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from rlhf.config.load import load_config, resolved_yaml
+from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import ScheduleConfig
 
@@ -96,8 +97,8 @@ def test_a_value_may_refer_to_another_key(base: str) -> None:
         ("run.stepss=3", "run.stepss=3: there is no such key. Did you mean run.steps?"),
         ("learner.optimizer.learning_rate=1", "learner.optimizer.learning_rate=1: there is no such key."),
         ("rnu.steps=3", "there is no such key. Did you mean run?"),
-        ("data.trian=x", "data.trian='x': there is no such key. Did you mean data.train?"),
-        ("reward={part: []}", "reward.part=[]: there is no such key. Did you mean 'parts'?"),
+        ("data.trian=x", "data.trian=x: there is no such key. Did you mean data.train?"),
+        ("reward={part: []}", "reward.part=[]: there is no such key. Did you mean reward.parts?"),
         ("run.steps=1.5", "run.steps=1.5: "),
         ("run.steps=ten", "run.steps=ten: input should be a valid integer"),
         ("run.steps=true", "run.steps=true: input should be a valid integer"),
@@ -411,3 +412,25 @@ def test_checkpoints_are_a_tenth_of_the_run_apart_unless_told_otherwise(
 def test_a_bad_number_of_steps_between_checkpoints_is_one_message(base: str, value: str) -> None:
     with pytest.raises(ValueError, match=r"^checkpoint\.every=\w.*: set a whole number of steps.*auto or null\.$"):
         load_config(GRPOConfig, [base], [f"checkpoint.every={value}"])
+
+
+# --- the config of a reward model ---
+
+REWARD_MODEL_FILE = Path(__file__).parents[2] / "configs" / "reward_model_quickstart.yaml"
+
+
+def test_a_reward_model_is_trained_from_the_same_sections_as_a_policy() -> None:
+    config = load_config(RewardTrainingConfig, [str(REWARD_MODEL_FILE)], ["cluster.learners=2"])
+    assert (config.cluster.device, config.cluster.learners, config.cluster.threads_per_learner) == ("cpu", 2, None)
+    shared = set(RewardTrainingConfig.model_fields) & set(GRPOConfig.model_fields)
+    assert shared == set(RewardTrainingConfig.model_fields) == {"run", "model", "data", "learner", "cluster"}
+
+
+def test_a_key_that_another_section_has_is_refused_with_its_whole_name(base: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        load_config(RewardTrainingConfig, [str(REWARD_MODEL_FILE)], ["learners=2", "device=cuda"])
+    assert str(caught.value).splitlines() == [
+        "learners=2: there is no such key. Did you mean cluster.learners?",
+        "device=cuda: there is no such key. Did you mean cluster.device?",
+    ]
+    assert refusal(base, "learner.lr=1e-6").endswith("Did you mean learner.optimizer.lr?")

@@ -152,4 +152,4 @@ def test_critics_and_reward_models_are_looked_at_too(tiny_model_dir: Path, tmp_p
     check_models(make_config(model, reward_model={**judge, "max_tokens_per_batch": 16}))
     training = {"run": {"dir": "runs/judge"}, "model": judge, "data": {"train": "pairs.jsonl", "max_tokens": 64}}
     with pytest.raises(ValueError, match=r"^model\.path=.*the last 16 tokens.*data\.max_tokens=64 allows"):
-        check_pairs_window(RewardTrainingConfig.model_validate({**training, "device": "cpu", "learners": 1}))
+        check_pairs_window(RewardTrainingConfig.model_validate({**training, "cluster": {"device": "cpu"}}))
