@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -183,7 +183,7 @@ class TerminalSink:
         self.start()
 
     def start(self) -> None:
-        """From here on the remaining time is reckoned."""
+        """Estimate the remaining time from here on."""
         self._started = time.monotonic()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -199,9 +199,8 @@ class TerminalSink:
         shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items())
         self._console.print(f"[bold]eval at step {step}[/bold]  {shown}", highlight=False)
 
-    def warn(self, messages: Iterable[str]) -> None:
-        for message in messages:
-            self._console.print(f"[yellow]warning:[/yellow] {escape(message)}", highlight=False)
+    def warn(self, message: str) -> None:
+        self._console.print(f"[yellow]warning:[/yellow] {escape(message)}", highlight=False)
 
     def close(self, *, failed: bool = False) -> None:
         return
