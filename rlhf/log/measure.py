@@ -14,7 +14,7 @@ from rlhf.types import RolloutGroup, ScoredRollout
 
 
 class Clock:
-    """Seconds by phase, of the whole run (a resumed one goes on counting) and since the last step was logged."""
+    """Seconds by phase, of the whole run (a resumed run continues the count) and since the last logged step."""
 
     def __init__(self, spent: Mapping[str, float]) -> None:
         self.total: dict[str, float] = defaultdict(float, spent)
@@ -22,7 +22,7 @@ class Clock:
         self._step_started = self._window_started = time.monotonic()
 
     def start_window(self) -> None:
-        """Waiting is counted from here on: nothing could be waited for before everything was up."""
+        """Count waiting from now on; call this when engines and learners have started."""
         self._window_started = time.monotonic()
 
     def start_step(self) -> None:
@@ -42,7 +42,7 @@ class Clock:
         return time.monotonic() - self._step_started
 
     def take(self) -> tuple[dict[str, float], float]:
-        """Seconds by phase and seconds in all since the last call; evaluation and checkpoint are part of them."""
+        """(seconds by phase, seconds in total) since the last call; evaluation and checkpoint are included."""
         now = time.monotonic()
         phases, window_s = self.step, now - self._window_started
         self.step, self._window_started = {}, now
@@ -53,7 +53,7 @@ LEARNER_PHASES = ("logprobs", "update", "transfer", "canary", "checkpoint")
 
 
 def waiting_seconds(phases: Mapping[str, float], window_s: float, engines_busy_s: float) -> dict[str, float]:
-    """Who waited for whom: seconds in which no request was with any engine, and in which the learners had no work."""
+    """Seconds in which no engine had a request, and seconds in which the learners had no work."""
     learners_busy_s = sum(phases.get(phase, 0.0) for phase in LEARNER_PHASES)
     return {
         "time/engine_idle": max(0.0, window_s - engines_busy_s),
@@ -62,7 +62,7 @@ def waiting_seconds(phases: Mapping[str, float], window_s: float, engines_busy_s
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], advantages: np.ndarray, *, step: int) -> StepMetrics:
-    """What the rollouts of a step say of themselves, before any update."""
+    """Metrics of the rollouts of a step, before any update."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [s.reward for s in samples if s.reward is not None]
     metrics: StepMetrics = {
@@ -87,7 +87,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: np.ndarray, *, s
 
 
 def _lag_of_tokens(samples: Sequence[ScoredRollout], step: int) -> StepMetrics:
-    """rollout/tokens_at_lag/L: the share of the sampled tokens whose weights were L training steps behind."""
+    """rollout/tokens_at_lag/L: fraction of the sampled tokens whose weights were L training steps old."""
     tokens: dict[int, int] = defaultdict(int)
     for sample in samples:
         for span in sample.rollout.version_spans:

@@ -10,11 +10,11 @@ from rlhf.config.run import GRPOConfig
 from rlhf.rewards.grade import NO_ANSWER
 from rlhf.types import RolloutGroup, ScoredRollout
 
-FLAT_STEPS = 3  # one step of few prompts can be without a signal by chance
+FLAT_STEPS = 3  # a single step of few prompts can have equal rewards by chance
 
 
 class SignalWatch:
-    """Notices, once, that the rewards of several steps in a row gave nothing to learn from."""
+    """Gives one warning when the rewards of several steps in a row were equal within every group."""
 
     def __init__(self, config: GRPOConfig, *, steps: int) -> None:
         self._config = config
@@ -23,9 +23,9 @@ class SignalWatch:
         self._warned = False
 
     def after_step(self, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> str | None:
-        """The warning, after the last of the first steps in a row in which no group had a signal; else None.
+        """The warning, once enough steps in a row had no signal; else None.
 
-        PPO's advantages are of the critic too: there, no signal means that all rewards of the step are equal.
+        PPO's advantages also depend on the critic: there a step has no signal if all of its rewards are equal.
         """
         rewards = {sample.reward for group in groups for sample in group.samples}
         if self._warned or (advantages.any() and len(rewards) > 1):
@@ -41,23 +41,23 @@ class SignalWatch:
         )
 
     def _advice(self, samples: Sequence[ScoredRollout]) -> str:
-        """How many responses held an answer, and which key to turn."""
+        """How many responses had an answer, and which key to change."""
         rollout = self._config.rollout
         answered = sum(s.extracted != "" for s in samples)
-        wanted = answered + sum(s.extracted == "" and s.status == NO_ANSWER for s in samples)
+        asked_for_answer = answered + sum(s.extracted == "" and s.status == NO_ANSWER for s in samples)
         cut_off = sum(s.rollout.finish_reason == "length" for s in samples)
-        held = f"{answered} of {len(samples)} responses held an answer. " if wanted else ""
-        if 2 * answered < wanted and 2 * cut_off > len(samples):
-            return f"{held}{cut_off} were cut off: raise rollout.max_response_tokens={rollout.max_response_tokens}."
-        if 2 * answered < wanted:
+        counted = f"{answered} of {len(samples)} responses held an answer. " if asked_for_answer else ""
+        if 2 * answered < asked_for_answer and 2 * cut_off > len(samples):
+            return f"{counted}{cut_off} were cut off: raise rollout.max_response_tokens={rollout.max_response_tokens}."
+        if 2 * answered < asked_for_answer:
             return (
-                f"{held}Ask for the form that the reward reads with data.prompt_suffix, such as 'Put your final answer "
-                "within \\boxed{}.'; rollouts/ has the responses."
+                f"{counted}Ask for the form that the reward reads with data.prompt_suffix, such as 'Put your final "
+                "answer within \\boxed{}.'; rollouts/ has the responses."
             )
         rewards = [s.reward for s in samples if s.reward is not None]
         mean = f"The mean reward was {np.mean(rewards):.3g}" if rewards else "No response could be scored"
         dynamic = "" if rollout.dynamic_sampling else ", or rollout.dynamic_sampling=true"
         return (
-            f"{held}{mean}: use data that the model gets right now and then (data.train), a larger "
+            f"{counted}{mean}: use data that the model gets right now and then (data.train), a larger "
             f"rollout.samples_per_prompt{dynamic}."
         )

@@ -12,7 +12,7 @@ from rlhf.data.model_files import local_model_config
 from rlhf.plan.model import SUPPORTED, ModelShape, model_shape
 from rlhf.types import Minibatch, StepBatch
 
-# Dense bf16 TFLOP/s by the name of the device, from NVIDIA's data sheets; the first entry whose words the name has.
+# Dense bf16 TFLOP/s from NVIDIA's data sheets. The first entry whose words are all in the device name is used.
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -36,7 +36,7 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Of a device by the name that its driver gives, such as `NVIDIA H100 80GB HBM3` or `NVIDIA A100-SXM4-80GB`."""
+    """Peak of a device by its driver name, such as `NVIDIA H100 80GB HBM3`; None if it is not in the table."""
     words = set(device_name.replace("-", " ").split())
     return next((peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.split())), None)
 
@@ -56,16 +56,16 @@ class LearnerSpeed:
     def of_step(
         self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]], shared: np.ndarray, update_s: float
     ) -> dict[str, float]:
-        """Metrics of one step's updates; none where the policy took none, as while a critic warms up.
+        """Metrics of the policy's updates in one step; empty if it had none, as while a critic warms up.
 
-        learner/mfu, the share of the learners' peak that forward and backward of the computed tokens take, is left out
-        where the peak or the model's shape is not known; a critic next to the policy is not counted.
-        learner/shared_fraction is the share of the tokens that were computed as the beginning of another sequence.
-        learner/padding_fraction is the share of computed positions that belong to no rollout: a packed row has none,
-        fillers are nothing else.
+        learner/mfu: forward and backward FLOPs of the computed tokens over the peak of the learners; left out if the
+            peak or the shape of the model is not known. A critic is not counted.
+        learner/shared_fraction: tokens that were computed only once, as the beginning of several sequences.
+        learner/padding_fraction: computed positions that belong to no rollout, which only fillers have.
 
         Args:
-            shared: [S] of each sequence, in the order of the ranks' work: tokens computed with the sequence before.
+            shared: [S] first tokens of each sequence that were computed with the sequence before it, in the order in
+                which the ranks compute.
         """
         if not epochs:
             return {}
