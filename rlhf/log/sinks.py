@@ -55,15 +55,15 @@ def keep_lines_up_to(path: Path, step: int) -> None:
     """Drop the lines of later steps, and a last line that a kill cut short."""
     if not path.exists():
         return
-    kept = []
+    kept_lines = []
     for line in path.read_text().splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
         if row[STEP] <= step:
-            kept.append(line)
-    path.write_text("".join(line + "\n" for line in kept))
+            kept_lines.append(line)
+    path.write_text("".join(line + "\n" for line in kept_lines))
 
 
 class WandbSink:

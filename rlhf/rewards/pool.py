@@ -1,4 +1,4 @@
-"""Killable processes that compute rewards: the only place where model text is parsed or run through anything.
+"""Killable processes that compute rewards: model text is parsed nowhere else.
 
     driver                                   keeper (python -m rlhf.rewards.worker)
       caller ── submit(job) ──> Future         loads sympy once, never sees a response

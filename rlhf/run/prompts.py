@@ -1,4 +1,4 @@
-"""The prompts of a run, one ticket after the other; a resumed run first repeats those that were under way."""
+"""The prompts of a run in their order; a resumed run first repeats those that were dispatched and not trained on."""
 
 from __future__ import annotations
 

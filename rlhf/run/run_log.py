@@ -1,4 +1,4 @@
-"""Where a run writes its metrics and warnings: metrics.jsonl, wandb and the terminal, opened and closed together."""
+"""The outputs of a run: metrics.jsonl, wandb and the terminal, opened and closed together."""
 
 from __future__ import annotations
 

@@ -36,9 +36,8 @@ class SignalWatch:
             return None
         self._warned = True
         samples = [sample for step in self._flat for group in step for sample in group.samples]
-        return f"in the last {len(self._flat)} steps no group had a signal, its rewards being equal. " + self._advice(
-            samples
-        )
+        flat = f"in the last {len(self._flat)} steps no group had a signal, its rewards being equal. "
+        return flat + self._advice(samples)
 
     def _advice(self, samples: Sequence[ScoredRollout]) -> str:
         """How many responses had an answer, and which key to change."""

@@ -42,7 +42,7 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 class LearnerSpeed:
-    """Speed of the learners and how well their microbatches are filled, from what they were given to compute."""
+    """Speed of the learners, and how full their microbatches are."""
 
     def __init__(self, config: GRPOConfig, device_name: str) -> None:
         self._budget = config.learner.max_tokens_per_microbatch

@@ -1,4 +1,4 @@
-"""What a run checks and says before anything is started: whether it can resume, its data and its gold answers."""
+"""Checks before anything is started: whether the run can resume, its data and its gold answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_ROWS_SHOWN = 5
 
 
 def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) -> None:
-    """Refuse to resume what would not be the same run, or has nothing left to do.
+    """Refuse to resume a run that has changed or is finished.
 
     Raises:
         ValueError: the checkpoint is of the last step, of the other program, or of other optimizer steps.

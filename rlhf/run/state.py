@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides weights and optimizer: where the run stands and what it has counted so far."""
+"""The part of a checkpoint besides weights and optimizer: the progress and the counters of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RunState:
 
     Attributes:
         step: completed training steps.
-        updates: what the schedules count, by config key; a resumed run must have the same.
+        updates: the config keys that set the number of optimizer steps; a resumed run must have the same values.
         stream: the position in the order of the prompts.
         outstanding: positions of prompts that were dispatched and not trained on; a resumed run samples them again.
         updates_taken: optimizer steps of the policy. updates_skipped: those with a non-finite gradient.

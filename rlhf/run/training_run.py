@@ -1,4 +1,4 @@
-"""One training run around its loop: what `grpo.py` and `ppo.py` reach for, from start-up to the last checkpoint."""
+"""One training run without its loop: what `grpo.py` and `ppo.py` call, from start-up to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ C = TypeVar("C", bound=GRPOConfig)
 
 
 class TrainingRun(Generic[C]):
-    """Everything of a run but its loop; an async context from start-up to the end of the last process.
+    """Everything of a run except its loop; an async context from start-up to the end of the last process.
 
     The constructor checks what can be checked before anything is started, and raises ValueError.
 
@@ -118,7 +118,7 @@ class TrainingRun(Generic[C]):
         self.stream = self.tickets.stream
 
     async def _start_cluster(self) -> None:
-        """Start engines and learners with the weights of the run, and see that both hold the same."""
+        """Start engines and learners, load the checkpoint of a resumed run, and check that both hold the same weights."""
         config = self.config
         self.log.print(
             f"starting {config.cluster.engines} engine(s) and {config.cluster.learners} learner(s) on "
@@ -169,7 +169,7 @@ class TrainingRun(Generic[C]):
         self.log.terminal.evaluation(step, values)
 
     def account(self, batch: StepBatch) -> None:
-        """Count what became of the step's rollouts: unscorable ones failed, cut-off ones were filtered."""
+        """Count the rollouts of the step: unscorable ones as failed, cut-off ones as filtered, the others as trained."""
         unscorable = int(np.isnan(batch.rewards).sum())
         trained = int(batch.trained.sum())
         self.buffer.account.trained += trained
@@ -186,7 +186,7 @@ class TrainingRun(Generic[C]):
         updates: Sequence[StepMetrics],
         measured: dict[str, float],
     ) -> None:
-        """Reduce and write everything that is known about a finished step.
+        """Write the metrics and the rollouts of a finished step.
 
         Args:
             advantages: [B], one per response.
