@@ -118,7 +118,7 @@ class TrainingRun(Generic[C]):
         self.stream = self.tickets.stream
 
     async def _start_cluster(self) -> None:
-        """Start engines and learners, load the checkpoint of a resumed run, and check that both hold the same weights."""
+        """Start engines and learners, load a checkpoint, and check that both hold the same weights."""
         config = self.config
         self.log.print(
             f"starting {config.cluster.engines} engine(s) and {config.cluster.learners} learner(s) on "
@@ -169,7 +169,7 @@ class TrainingRun(Generic[C]):
         self.log.terminal.evaluation(step, values)
 
     def account(self, batch: StepBatch) -> None:
-        """Count the rollouts of the step: unscorable ones as failed, cut-off ones as filtered, the others as trained."""
+        """Count the rollouts of the step: unscorable as failed, cut-off as filtered, the others as trained."""
         unscorable = int(np.isnan(batch.rewards).sum())
         trained = int(batch.trained.sum())
         self.buffer.account.trained += trained
