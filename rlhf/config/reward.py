@@ -149,7 +149,6 @@ class RewardConfig(Section):
         10.0, gt=0, description="seconds by the clock for the same, not counting time spent waiting for a core"
     )
     memory_mb: int = Field(1024, ge=64, description="memory that a grading process may add to what it starts with, MiB")
-    start_seconds: float = Field(120.0, gt=0, description="seconds for the grading processes to load")
     bad_gold: Literal["fail", "skip"] = Field(
         "fail", description="rows whose gold answer cannot be graded: stop the run, or leave the rows out"
     )
@@ -159,7 +158,6 @@ class RewardConfig(Section):
     failures_always_allowed: int = Field(
         10, ge=0, description="failures of a user function that never stop the run, however few the calls"
     )
-    cache_size: int = Field(100_000, ge=0, description="symbolic comparisons remembered by answer and gold")
 
     @model_validator(mode="before")
     @classmethod

@@ -95,7 +95,7 @@ def test_a_folder_that_only_has_the_name_of_a_checkpoint_is_passed_over(tmp_path
     assert "step-000009: manifest.json is missing, as where it was not finished" in resumed.warnings[0]
 
 
-def test_a_checkpoint_that_is_not_damaged_costs_no_word(tmp_path: Path) -> None:
+def test_no_warning_is_given_where_no_checkpoint_is_damaged(tmp_path: Path) -> None:
     written = write_checkpoints(tmp_path, 2, 4)
     resumed = RunFolder(tmp_path, resume=True)
     assert resumed.restored == written.checkpoints / "step-000004"
