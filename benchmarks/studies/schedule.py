@@ -94,7 +94,7 @@ def our_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -> list[
             optimizer=OptimizerConfig(lr=PEAK),
             schedule=ScheduleConfig(name=run.schedule, warmup_fraction=WARMUP_FRACTION),  # type: ignore[arg-type]
         )
-        training = Training("learner", section, run.updates, run.warmup, "float32", "cpu", trust_remote_code=False)
+        training = Training("learner", section, run.updates, "float32", "cpu", trust_remote_code=False)
         trained = TrainedRank(training, place)
         trained.wrap(torch.nn.Linear(4, 1))
         rates = []

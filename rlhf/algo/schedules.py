@@ -11,26 +11,6 @@ import math
 SCHEDULES = ("constant", "linear", "cosine", "polynomial")
 
 
-def warmup_updates(warmup: int | float, total_updates: int) -> int:
-    """How many updates the warm-up takes: an int is a number of updates, a float in (0, 1) a fraction of the run.
-
-    A fraction is rounded up, so that asking for a warm-up always gives one. 0 and 0.0 mean none.
-
-    Raises:
-        ValueError: a negative number, or a float that is no fraction.
-    """
-    if warmup < 0:
-        raise ValueError(f"learner.schedule.warmup_steps={warmup}: a warm-up cannot be negative. Use 0 for none.")
-    if isinstance(warmup, int):
-        return warmup
-    if warmup >= 1:
-        raise ValueError(
-            f"learner.schedule.warmup_steps={warmup}: a float is a fraction of all updates and lies below 1. "
-            f"Write {math.ceil(warmup)} for a number of updates."
-        )
-    return math.ceil(warmup * total_updates)
-
-
 def learning_rate(
     update: int,
     *,

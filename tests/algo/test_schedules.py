@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.algo import schedules
-from rlhf.algo.schedules import SCHEDULES, learning_rate, warmup_updates
+from rlhf.algo.schedules import SCHEDULES, learning_rate
 
 
 def curve(total: int, **options: object) -> list[float]:
@@ -65,19 +65,6 @@ def test_more_cycles_make_the_cosine_rise_again():
 
 def test_a_warmup_longer_than_the_run_is_a_ramp_that_never_ends():
     assert curve(3, lr=1.0, name="cosine", warmup_steps=10) == pytest.approx([0.1, 0.2, 0.3])
-
-
-def test_a_float_warmup_is_a_fraction_and_an_int_a_number_of_updates():
-    assert warmup_updates(0.1, 200) == 20
-    assert warmup_updates(0.01, 30) == 1
-    assert warmup_updates(10, 30) == 10
-    assert warmup_updates(0, 30) == warmup_updates(0.0, 30) == 0
-
-
-@pytest.mark.parametrize("warmup", [-1, -0.5, 1.0, 20.0])
-def test_a_warmup_that_is_neither_is_refused(warmup):
-    with pytest.raises(ValueError, match=r"learner\.schedule\.warmup_steps"):
-        warmup_updates(warmup, 100)
 
 
 def test_unknown_name_and_updates_outside_of_the_run_are_refused():
