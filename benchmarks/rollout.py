@@ -156,7 +156,7 @@ class Trainer:
 
     def close(self) -> None:
         self._scorer.close()
-        self._loop.run_until_complete(self._cluster.__aexit__())
+        self._loop.run_until_complete(self._cluster.__aexit__(None, None, None))
 
 
 def serve(case: Case) -> Row:

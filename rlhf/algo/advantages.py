@@ -152,20 +152,10 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
         x, mask: [T], any shape; outside of the mask the result is 0 and the input does not matter.
         shift_mean: False keeps the mean (rewards are whitened so), and only the spread becomes 1.
     """
-    kept = full_precision(x)[mask]
-    if not len(kept):
+    values = full_precision(x)[mask]
+    if not len(values):
         return torch.zeros_like(full_precision(x))
-    return whiten_from_moments(
-        x, mask, mean=float(kept.mean()), variance=float(kept.var(correction=0)), shift_mean=shift_mean
-    )
-
-
-def whiten_from_moments(x: Tensor, mask: Tensor, *, mean: float, variance: float, shift_mean: bool = True) -> Tensor:
-    """`whiten` with the moments of a larger batch, so that every part of it is treated alike.
-
-    Args:
-        mean, variance: over all True tokens of all parts; the variance is the mean squared deviation (n, not n - 1).
-    """
+    mean, variance = float(values.mean()), float(values.var(correction=0))
     whitened = (masked(x, mask) - mean) * (variance + WHITEN_EPS) ** -0.5
     return torch.where(mask, whitened if shift_mean else whitened + mean, 0.0)
 

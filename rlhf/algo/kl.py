@@ -81,18 +81,6 @@ def kl_per_token(
     return ratio * (difference if estimator == "k4" else bounded_exp(-difference) - 1 + difference)
 
 
-@torch.no_grad()
-def kl_metrics(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums of all four estimators over the True tokens of mask [T]: k1..k4 -> scalar; divide by the token count.
-
-    No gradient is kept, and what stands at masked positions does not matter.
-    """
-    return {
-        name: kl_per_token(logprobs, ref_logprobs, estimator=name, old_logprobs=old_logprobs, response_mask=mask).sum()
-        for name in KL_ESTIMATORS
-    }
-
-
 class FixedKLController:
     """A coefficient that stays what the config says, also after a resume."""
 

@@ -98,12 +98,15 @@ class Cluster:
         if self._compare_nodes:
             await self._session.compare_nodes(deadline_s=config.start_deadline_s)
         check_resources(self.config, ray.cluster_resources(), trains=self.trains)
-        shares = self._shares_gpus
-        own = [role for role in self.roles if not (role.name == ENGINE and shares)]
-        placed = await asyncio.gather(*(create(role, config) for role in own))
-        self._placed = {of_role.role.name: of_role for of_role in placed}
-        if shares:
-            (engine,) = (role for role in self.roles if role.name == ENGINE)
+        roles = {role.name: role for role in self.roles}
+        engine = roles.pop(ENGINE) if self._shares_gpus else None
+        # Every creation ends before the first failure is raised: none may go on while the rest is stopped.
+        created = await asyncio.gather(*(create(role, config) for role in roles.values()), return_exceptions=True)
+        self._placed = {placed.role.name: placed for placed in created if isinstance(placed, Placed)}
+        for failure in created:
+            if isinstance(failure, BaseException):
+                raise failure
+        if engine is not None:
             self._placed[ENGINE] = await create(engine, config, beside=self._placed[LEARNER])
         starts = [self._build(role.name) for role in self.roles if role.name != ENGINE]
         if self._shares_gpus:
@@ -252,15 +255,18 @@ class Cluster:
         A transfer that fails because an engine died is that engine's failure, whatever the learner saw of it.
         """
         task = asyncio.ensure_future(sending)
-        while not task.done():
-            await asyncio.wait({task}, timeout=HEALTH_PERIOD_S)
-            if not task.done():
-                await self._check_engines()
-        if task.exception() is not None:
-            for _ in range(ENGINE_DEATH_NOTICE_S):  # the learner may hear of a death before the engine itself does
-                await self._check_engines()
-                await asyncio.sleep(1)
-        await task
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=HEALTH_PERIOD_S)
+                if not task.done():
+                    await self._check_engines()
+            if task.exception() is not None:
+                for _ in range(ENGINE_DEATH_NOTICE_S):  # the learner may hear of a death before the engine itself does
+                    await self._check_engines()
+                    await asyncio.sleep(1)
+            await task
+        finally:
+            task.cancel()
 
     async def _check_engines(self) -> None:
         await self.engines.call("check_health", deadline_s=HEALTH_DEADLINE_S)

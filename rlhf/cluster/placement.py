@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf.cluster.actors import ActorGroup, ClusterError, HostedActor, HostedAsyncActor, Location, wait_for
@@ -53,26 +53,51 @@ async def create(role: Role, cluster: ClusterConfig, *, beside: Placed | None = 
     Raises:
         ClusterError: the resources were not to be had in time.
     """
-    if beside is None:
-        # On shared GPUs an engine has no bundle of its own: its CPUs are part of its first learner's.
-        shared = cluster.cpus_per_engine if role.name == LEARNER and cluster.placement == "colocated" else 0.0
-        bundle = {"CPU": role.cpus + shared} | ({GPU: role.gpus} if role.gpus else {})
-        reserved = bundles = await _reserve([bundle] * role.count, f"{role.name}s", cluster.start_deadline_s)
-        order = list(range(role.count))
-    else:
+    if beside is not None:
         assert beside.bundles is not None
-        reserved, bundles, order = beside.bundles, None, beside.order[:: cluster.tensor_parallel]
-    actors = [_actor(role, reserved, index) for index in order]
-    kind = ActorGroup if role.training is None else RankGroup
-    group = kind(
-        role.name, actors, deadline_s=cluster.step_deadline_s, ends_by="shutdown" if role.name == ENGINE else "close"
+        order = beside.order[:: cluster.tensor_parallel]
+        return await _start_actors(role, cluster, beside.bundles, order, cpus=_shared_cpus(cluster), owns_bundles=False)
+    shared = _shared_cpus(cluster) if role.name == LEARNER and cluster.placement == "colocated" else 0.0
+    bundle = {"CPU": role.cpus + shared} | ({GPU: role.gpus} if role.gpus else {})
+    bundles = placement_group([bundle] * role.count, strategy="PACK")
+    try:
+        await _wait_until_reserved(bundles, f"{role.count} {role.name}s of {bundle} each", cluster.start_deadline_s)
+        return await _start_actors(role, cluster, bundles, range(role.count), cpus=role.cpus, owns_bundles=True)
+    except BaseException:
+        remove_placement_group(bundles)
+        raise
+
+
+async def _start_actors(
+    role: Role,
+    cluster: ClusterConfig,
+    bundles: PlacementGroup,
+    order: Sequence[int],
+    *,
+    cpus: float,
+    owns_bundles: bool,
+) -> Placed:
+    """Create the actors of a role in these bundles; ranks of a trained role that share a node become neighbours."""
+    group = (ActorGroup if role.training is None else RankGroup)(
+        role.name,
+        [_actor(role, cpus, bundles, index) for index in order],
+        deadline_s=cluster.step_deadline_s,
+        ends_by="shutdown" if role.name == ENGINE else "close",
     )
     locations = await group.locate(deadline_s=cluster.start_deadline_s)
     if role.training is not None:
         neighbours = _neighbours_together(locations)
         group.reorder(neighbours, locations)
         locations, order = [locations[i] for i in neighbours], [order[i] for i in neighbours]
-    return Placed(role, group, locations, bundles, order)
+    return Placed(role, group, locations, bundles if owns_bundles else None, list(order))
+
+
+def _shared_cpus(cluster: ClusterConfig) -> float:
+    """What each learner's bundle holds for the engine on its GPU: an engine's CPUs, divided among its learners.
+
+    Any learner may become the first of its engine, whose bundle the engine's actor joins, so all bundles are equal.
+    """
+    return cluster.cpus_per_engine / cluster.tensor_parallel
 
 
 def shared_gpus(learners: Sequence[Location], engine: int, tensor_parallel: int) -> str:
@@ -87,24 +112,22 @@ def shared_gpus(learners: Sequence[Location], engine: int, tensor_parallel: int)
     return ",".join(gpu for location in own for gpu in location.gpu_ids)
 
 
-async def _reserve(bundles: list[dict[str, float]], what: str, deadline_s: float) -> PlacementGroup:
-    reserved = placement_group(bundles, strategy="PACK")
+async def _wait_until_reserved(bundles: PlacementGroup, what: str, deadline_s: float) -> None:
     available = {name: count for name, count in ray.cluster_resources().items() if name in ("CPU", GPU)}
     await wait_for(
-        reserved.ready(),
-        what=f"resources for {len(bundles)} {what} of {bundles[0]} each, the whole cluster having {available}",
+        bundles.ready(),
+        what=f"resources for {what}, the whole cluster having {available}",
         deadline_s=deadline_s,
     )
-    return reserved
 
 
-def _actor(role: Role, reserved: PlacementGroup, bundle: int) -> Any:
+def _actor(role: Role, cpus: float, bundles: PlacementGroup, index: int) -> Any:
     hosts_coroutines = role.name == ENGINE
     options: dict[str, Any] = {"max_concurrency": 10_000} if hosts_coroutines else {}
     actor: Any = ray.remote(HostedAsyncActor if hosts_coroutines else HostedActor).options(
-        num_cpus=role.cpus,
+        num_cpus=cpus,
         num_gpus=role.gpus,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=index),
         **options,
     )
     return actor.remote(*HOSTED[role.name].split(":"))

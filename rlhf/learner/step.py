@@ -58,6 +58,7 @@ class StepRank(TrainedRank):
         Returns:
             [S] int64: of each sequence, epoch after epoch, the first tokens that are computed with the one before it.
         """
+        self._epochs = []  # the previous step's microbatches give their memory back first
         self._epochs = [[self._hold(tokens, minibatch) for minibatch in epoch] for epoch in epochs]
         held = [x for epoch in self._epochs for minibatch in epoch for x in minibatch.microbatches if not x.is_filler]
         return np.concatenate([np.zeros(0, np.int64), *(x.tokens.segments.shared for x in held)])

@@ -46,7 +46,7 @@ class PolicyObjective:
             dual_clip=algo.dual_clip,
             aggregation=algo.loss_aggregation,
             constant_length=algo.constant_length or config.rollout.max_response_tokens,
-            kl_coef=algo.kl_coef if algo.kl_place == "loss" else 0.0,
+            kl_coef=0.0 if config.kl_in_reward else algo.kl_coef,
             kl_estimator=algo.kl_estimator,
             kl_ratio_weighted=algo.kl_ratio_weighted,
             entropy_coef=algo.entropy_coef,

@@ -75,7 +75,7 @@ def assign_credit(
     """
     rows = np.flatnonzero(batch.trained)
     advantages, returns = np.zeros_like(values), np.zeros_like(values)
-    if not len(rows):
+    if not batch.response_lengths[rows].any():
         return Credit(advantages, returns, {})
     index, tokens = batch.tokens.token_indices(rows), batch.tokens.take(rows)
 

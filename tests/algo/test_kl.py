@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.algo.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, kl_metrics, kl_per_token
+from rlhf.algo.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, kl_per_token
 from rlhf.algo.numerics import MAX_LOG_RATIO
 
 V = 5
@@ -253,7 +253,7 @@ def test_garbage_outside_of_the_mask_changes_no_bit(garbage):
             logprobs = logprobs.clone().requires_grad_()
             value = kl_per_token(logprobs, ref, estimator=estimator, old_logprobs=old, response_mask=mask)
             value.sum().backward()
-            outcomes.append((value.detach(), logprobs.grad, kl_metrics(logprobs, ref, old, mask)[estimator]))
+            outcomes.append((value.detach(), logprobs.grad))
         for a, b in zip(*outcomes, strict=True):
             assert torch.equal(a, b)
         assert (outcomes[0][1][~mask] == 0).all()
@@ -266,17 +266,6 @@ def test_nothing_to_measure_is_zero_with_a_zero_gradient():
         value = kl_per_token(logprobs, nan, estimator=estimator, old_logprobs=nan, response_mask=nothing)
         value.sum().backward()
         assert value.tolist() == logprobs.grad.tolist() == [0, 0, 0]
-    assert {float(total) for total in kl_metrics(nan, nan, nan, nothing).values()} == {0.0}
-
-
-def test_metrics_are_the_four_sums_over_the_mask_without_gradient():
-    logprobs = torch.tensor([-1.0, -2.0, -3.0]).requires_grad_()
-    ref = torch.tensor([-2.0, -2.0, 50.0])
-    sums = kl_metrics(logprobs, ref, logprobs.detach(), torch.tensor([True, True, False]))
-    assert {name: float(total) for name, total in sums.items()} == pytest.approx(
-        {"k1": 1.0, "k2": 0.5, "k3": math.exp(-1), "k4": 1.0}
-    )
-    assert not any(total.requires_grad for total in sums.values())
 
 
 def test_refusals_name_the_key():

@@ -150,6 +150,14 @@ def test_entropy_ratio_clipping_and_the_distance_to_the_engine_are_logged_whatev
     assert "policy/kl_k1" not in values  # no reference is loaded
 
 
+def test_every_estimator_of_the_old_policys_kl_is_logged_and_garbage_outside_of_the_mask_leaves_no_trace() -> None:
+    _, metrics, _ = microbatch({"log_kl": True})
+    d = D - np.log(RATIO)  # old policy against reference
+    expected = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d, "k4": d}
+    for name, values in expected.items():
+        assert metrics[f"policy/kl_{name}"].value() == pytest.approx(values.mean(), rel=1e-5), name
+
+
 def test_without_old_logprobs_every_ratio_is_1_and_the_gradient_that_of_the_policy_gradient() -> None:
     loss, metrics, gradient = microbatch({}, old=False)
     assert loss == pytest.approx((-1 + 1 + 1 + 1) / 4)

@@ -100,6 +100,19 @@ def test_a_step_of_which_no_rollout_is_trained_has_no_credit() -> None:
     assert credit.metrics == {}
 
 
+def test_a_step_whose_trained_responses_are_all_empty_has_no_credit_and_logs_no_nan() -> None:
+    empty = [
+        Rollout("p/0", 0, row, np.zeros(3, np.int32), np.zeros(3, bool), np.zeros(3, np.float32), (), "abort")
+        for row in range(2)
+    ]
+    batch = make_batch([group_of(empty)], mask_truncated=False)
+    assert batch.trained.all()
+    credit = assign_credit(batch, np.ones(6, np.float32), None, None, kl_coef=0.0, algo=PPOAlgoConfig())
+    assert not credit.advantages.any()
+    assert not credit.returns.any()
+    assert credit.metrics == {}
+
+
 # --- the details of the original RLHF code, by hand: two responses of 2 tokens and 1 token after a prompt of 1 ---
 
 

@@ -1,0 +1,64 @@
+"""Reservations of the roles on a Ray with pretended GPUs: what they take together, and what a failure leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+from ray.util import placement_group_table
+from ray_cluster import ray_folder
+
+from rlhf.cluster.actors import ClusterError
+from rlhf.cluster.placement import create, shared_gpus
+from rlhf.config.roles import ENGINE, LEARNER, Role, Training
+from rlhf.config.sections import ClusterConfig, TrainedConfig
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+
+CPUS, GPUS = 3, 2
+COLOCATED = {"placement": "colocated", "engines": 1, "learners": 2, "tensor_parallel": 2, "cpus_per_engine": 1.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with ray_folder() as folder:
+        ray.init(
+            address="local", num_cpus=CPUS, num_gpus=GPUS, include_dashboard=False, log_to_driver=False,
+            _temp_dir=folder,
+        )  # fmt: skip
+        yield
+        ray.shutdown()
+
+
+def learners(count: int) -> Role:
+    training = Training(TrainedConfig(), epochs_per_step=1, minibatches_per_epoch=1, steps=1)
+    return Role(LEARNER, "learner", "model.path", "m", count, cpus=1.0, gpus=1, training=training)
+
+
+def engines(cpus: float) -> Role:
+    return Role(ENGINE, "rollout", "model.path", "m", 1, cpus=cpus, gpus=0)
+
+
+def test_colocated_roles_fit_a_machine_that_has_what_the_resource_check_counts() -> None:
+    config = ClusterConfig(**COLOCATED, start_deadline_s=60.0)  # type: ignore[arg-type]
+    assert sum(role.count * role.cpus for role in (learners(2), engines(1.0))) == CPUS
+
+    async def place() -> tuple[Any, Any]:
+        ranks = await create(learners(2), config)
+        return ranks, await create(engines(1.0), config, beside=ranks)
+
+    ranks, engine = asyncio.run(place())
+    assert shared_gpus(ranks.locations, 0, config.tensor_parallel) == "0,1"
+    assert engine.bundles is None
+    for actor in (*ranks.group.actors, *engine.group.actors):
+        ray.kill(actor)
+    ray.util.remove_placement_group(ranks.bundles)
+
+
+def test_a_role_that_finds_no_resources_in_time_leaves_no_reservation() -> None:
+    with pytest.raises(ClusterError, match=r"resources for 3 learners of .* no answer within 2 s"):
+        asyncio.run(create(learners(GPUS + 1), ClusterConfig(start_deadline_s=2.0)))
+    assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
