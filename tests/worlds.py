@@ -16,7 +16,7 @@ from waiting import STACK_WAIT_S, WAIT_S, free_port
 
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
-from rlhf.learner.messages import Place, free_port
+from rlhf.learner.messages import Place
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.step.rewards import step_advantages
