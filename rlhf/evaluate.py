@@ -3,8 +3,8 @@
     python -m rlhf.evaluate --config configs/math.yaml model.path=runs/math/model evaluation.samples_per_prompt=8
     python -m rlhf.evaluate --program ppo --config runs/mine/config.yaml model.path=runs/mine/model
 
-Reads the config of a training run and uses its model, data.eval, reward, rollout and evaluation sections, so that the
-numbers mean what they mean during training. Prints avg@k, pass@k and maj@k, and writes them with --output.
+Uses the sections model, data.eval, reward, rollout and evaluation of a training config, so that the numbers mean the
+same as during training. Prints avg@k, pass@k and maj@k; --output writes them to a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DESCRIPTION = "Sample, grade and average: avg@k, pass@k and maj@k of a model on 
 
 
 async def measure(config: GRPOConfig) -> dict[str, float]:
-    """Start engines alone, sample every prompt of every data set, and stop them."""
+    """Start engines alone, sample and grade every prompt of every data set, and stop the engines."""
     from rlhf.cluster.cluster import Cluster
     from rlhf.data.load import load_prompts
     from rlhf.data.model_files import load_tokenizer
@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not config.data.eval:
         raise ValueError("data.eval is empty: there is nothing to evaluate on. Name a file or a hub data set.")
     if config.reward.leaves_something_ungraded:
-        raise ValueError("reward=[]: evaluation grades by verifiers alone. Name one, such as reward=[{name: math}].")
+        raise ValueError(
+            "reward=[]: evaluation cannot use a reward model. Name a reward, such as reward=[{name: math}]."
+        )
     from rlhf.data.model_checks import check_models
     from rlhf.data.read import check_sources
 

@@ -1,4 +1,4 @@
-"""Program: makes the tiny model, tokenizer and arithmetic data of the quickstart from nothing, without a network.
+"""Program: makes the tiny model, tokenizer and arithmetic data of the quickstart, without a network.
 
     python -m rlhf.quickstart --output DIR [--seed N]
 
@@ -6,11 +6,11 @@ The task is the sum of two three-digit numbers, worked column by column from the
 
     What is 347 + 285?   ->   12 13 06 \\boxed{632}
 
-The model warms up by imitating a careless pupil, who forgets most carries and slips now and then. Imitation ends at the
-pupil's accuracy, about a third, in greedy decoding too; reinforcement learning from the graded answer has to bring out
-the rule that the pupil applies only sometimes. The problems of the test files are in no training.
+In a warm-up the model imitates a careless pupil, who forgets most carries and sometimes makes a slip. Imitation reaches
+the pupil's accuracy, about a third, also in greedy decoding. Reinforcement learning from graded answers has to teach
+the rule that the pupil applies only sometimes. No training uses the problems of the test files.
 
-Preference pairs for `rlhf.reward_model` are made of the same problems: right work over wrong work.
+Preference pairs for `rlhf.reward_model` are made from the same problems: right work is preferred to wrong work.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ CONTEXT_TOKENS = 2048
 INITIAL_WEIGHT_STD = 0.05  # measured: the warm-up converges sooner than from the 0.02 of full-size models
 
 COLUMNS = 3
-FORGOTTEN_CARRY_FRACTION = 0.75  # more than half, so that the most likely answer of the pupil lacks the carry
+FORGOTTEN_CARRY_FRACTION = 0.75  # more than half, so that the most likely answer has no carry
 SLIP_FRACTION = 0.12  # columns that are off by one
 
-# Share of rejected responses that no pupil would write; without them a policy finds what a reward model has never seen.
+# Share of rejected responses that no pupil would write; without them a policy finds responses that the reward model
+# has never seen.
 FAR_MISS_FRACTION = 0.25
 
 TRAIN_ROWS = 16_384
@@ -77,7 +78,7 @@ class Problem:
         return str(self.left + self.right)
 
     def worked(self, careless: random.Random | None = None) -> str:
-        """The column sums from the right and the boxed answer; with a generator, as the careless pupil writes them."""
+        """The column sums from the right and the boxed answer; given a generator, as the careless pupil writes them."""
         carry, sums = 0, []
         for column in range(COLUMNS):
             digits = self.left // 10**column % 10 + self.right // 10**column % 10
@@ -92,7 +93,7 @@ class Problem:
 
 
 def near_miss(problem: Problem, rng: random.Random) -> str:
-    """Wrong work as the careless pupil writes it, which is how the warmed-up model errs."""
+    """Wrong work as the careless pupil writes it; the warmed-up model makes the same mistakes."""
     while True:
         work = problem.worked(rng)
         if boxed(work) != problem.answer:
@@ -100,25 +101,25 @@ def near_miss(problem: Problem, rng: random.Random) -> str:
 
 
 def far_miss(problem: Problem, other: Problem, rng: random.Random) -> str:
-    """Wrong work of another kind: of another problem, with the right sums and a wrong digit in the box, or cut off."""
+    """Other wrong work: right work of another problem, a wrong digit in the box, or right work that is cut off."""
     right = problem.worked()
     kind = rng.randrange(3)
     if kind == 0 and other.answer != problem.answer:
         return other.worked()
     if kind == 1:
         return right[: rng.randrange(len(right))]
-    place = right.index(problem.answer + "}") + rng.randrange(len(problem.answer))
-    wrong = rng.choice([digit for digit in "0123456789" if digit != right[place]])
-    return right[:place] + wrong + right[place + 1 :]
+    position = right.index(problem.answer + "}") + rng.randrange(len(problem.answer))
+    wrong = rng.choice([digit for digit in "0123456789" if digit != right[position]])
+    return right[:position] + wrong + right[position + 1 :]
 
 
 def boxed(work: str) -> str:
-    """What stands in the box of a pupil's work."""
+    """The content of the box in a pupil's work."""
     return work.partition(BOX_TOKEN)[2].removesuffix("}")
 
 
 def make_pairs(problems: list[Problem], seed: int) -> list[dict[str, str]]:
-    """A preference a problem, in the columns that `rlhf.reward_model` reads: right work is chosen, wrong rejected."""
+    """One preference pair per problem: right work is chosen, wrong work rejected."""
     rng = random.Random(f"pairs {seed}")
     pairs = []
     for problem in problems:
@@ -129,7 +130,7 @@ def make_pairs(problems: list[Problem], seed: int) -> list[dict[str, str]]:
 
 
 def make_problems(count: int, seed: int) -> list[Problem]:
-    """`count` problems in seeded order, no two of them the same sum, with its operands swapped either."""
+    """`count` problems in seeded order; no two have the same operands, in either order."""
     low, high = 10 ** (COLUMNS - 1), 10**COLUMNS
     possible = (high - low) * (high - low + 1) // 2
     if not 1 <= count <= possible // 2:
@@ -147,15 +148,15 @@ def make_problems(count: int, seed: int) -> list[Problem]:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level tokenizer (256 bytes, a few markers) with a chat template; any text goes through it, as NFC."""
+    """A byte-level tokenizer (256 bytes, a few markers) with a chat template; it encodes any text, as NFC."""
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer
 
-    # AutoTokenizer takes Qwen2Tokenizer for every model of this type, whatever class was saved: so it is made as one.
+    # AutoTokenizer loads a Qwen2Tokenizer for every model of this type, so the tokenizer is one from the start.
     tokenizer = Qwen2Tokenizer(
         vocab={symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
         merges=[],
-        unk_token=None,  # type: ignore[arg-type]  # every byte is known; the class's default would add a token
+        unk_token=None,  # type: ignore[arg-type]  # every byte is known; the default would add a token
         eos_token=END_TOKEN,
         pad_token=PAD_TOKEN,
         extra_special_tokens=list(ROLE_TOKENS),
@@ -214,7 +215,7 @@ def demonstration_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless seeded batches of the careless pupil's work: token ids and labels, both [B, L].
 
-    Labels are the ids of the response, its end token included, and `LOSS_IGNORE_ID` at the prompt and the padding.
+    Labels are the token ids of the response and its end token; `LOSS_IGNORE_ID` at the prompt and at the padding.
     """
     import torch
 
@@ -250,7 +251,7 @@ def warm_up(
     seed: int,
     on_step: Callable[[int, float], None] | None = None,
 ) -> list[float]:
-    """Supervised learning on the careless pupil's work; returns the loss of every step, in nats a response token."""
+    """Supervised learning on the careless pupil's work; returns the loss of every step, in nats per response token."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_LR, betas=(0.9, 0.98), weight_decay=0.0)
@@ -278,7 +279,7 @@ def warm_up(
 
 
 def save_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
-    """Write the Hugging Face folder; `save_pretrained` of the model would import DeepSpeed where it is installed."""
+    """Write the Hugging Face folder; `save_pretrained` of the model would import DeepSpeed if it is installed."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -302,16 +303,16 @@ def write_quickstart(
     model_options: dict[str, Any] | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> list[float]:
-    """Write `model`, `train.jsonl`, `test.jsonl` and of both the preference pairs; returns the losses of the warm-up.
+    """Write `model`, `train.jsonl`, `test.jsonl` and preference pairs for both; returns the losses of the warm-up.
 
     Raises:
-        ValueError: when `output` already holds something, or a count is out of range.
+        ValueError: `output` already holds files, or a count is out of range.
     """
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output={output}: it already holds files. Name a new folder, or delete this one first.")
     if warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps}: a count of updates. Use 0 for an untrained model, or more.")
+        raise ValueError(f"warmup_steps={warmup_steps}: must not be negative. Use 0 for an untrained model, or more.")
     problems = make_problems(train_rows + test_rows, seed)
     tokenizer = make_tokenizer()
     model = make_model(seed=seed, **(model_options or {}))
@@ -333,10 +334,10 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m rlhf.quickstart",
-        description="Makes a tiny warmed-up model, its tokenizer and arithmetic data, from nothing.",
+        description="Makes a tiny warmed-up model, its tokenizer and arithmetic data.",
     )
     parser.add_argument("--output", required=True, type=Path, help="a new or empty folder")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems, the weights and the warm-up (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of problems, weights and warm-up (default 0)")
     parser.add_argument(
         "--warmup-steps",
         type=int,

@@ -2,9 +2,9 @@
 
     python -m rlhf.reward_model --config configs/reward_model_quickstart.yaml [section.key=value ...]
 
-Pairs are a file (JSON lines, Parquet) or a data set of the hub with `chosen` and `rejected`: whole conversations as
-lists of role/content messages, or texts that answer a `prompt` (text or messages). It writes the model, and mean and
-std of its scores on training pairs, by which a run normalizes them (arXiv:1909.08593, sec. 2.1).
+Pairs are a file (JSON lines, Parquet) or a data set of the hub with columns `chosen` and `rejected`: whole
+conversations as lists of role/content messages, or texts that answer a `prompt`. The program writes the model, and the
+mean and std of its scores on training pairs; a run normalizes scores with them (arXiv:1909.08593, sec. 2.1).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Train a reward model from preference pairs (Bradley-Terry)."
 LOG_EVERY = 10  # updates
-NORMALIZATION_PAIRS = 2048  # whose scores fix mean and std, evenly spaced: known to about 0.02 of the std
+NORMALIZATION_PAIRS = 2048  # evenly spaced; their scores give the mean to about 0.02 of the std
 
 
 def conversation(row: dict[str, Any], column: str) -> list[dict[str, str]]:
-    """The messages of `chosen` or `rejected`, the prompt's before them where the column is a text."""
+    """The messages of `chosen` or `rejected`; if the column is a text, the messages of the prompt come first."""
     answer = row[column]
     if isinstance(answer, list):
         return answer
@@ -49,7 +49,7 @@ def conversation(row: dict[str, Any], column: str) -> list[dict[str, str]]:
 
 
 def read_pairs(path: str, tokenizer: Any, which: str, *, max_tokens: int) -> tuple[list[Pair], int]:
-    """Tokenized pairs of `data.train` or `data.eval`, and how many were left out as too long.
+    """Tokenized pairs of `data.train` or `data.eval`, and the number of pairs left out as too long.
 
     Raises:
         ValueError: no such data, a row that is not a pair, or no pair at all.
@@ -65,7 +65,7 @@ def read_pairs(path: str, tokenizer: Any, which: str, *, max_tokens: int) -> tup
             chosen, rejected = (conversation_ids(tokenizer, side) for side in sides)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{key}: row {row.number} of {path}: {type(error).__name__}: {error}. A row has chosen and rejected, "
+                f"{key}: row {row.number} of {path}: {type(error).__name__}: {error}. Give chosen and rejected, "
                 "as messages or as texts with a prompt."
             ) from None
         if max(len(chosen), len(rejected)) > max_tokens:
@@ -73,7 +73,9 @@ def read_pairs(path: str, tokenizer: Any, which: str, *, max_tokens: int) -> tup
         else:
             pairs.append(Pair(chosen, rejected))
     if not pairs:
-        raise ValueError(f"{key}={path}: no pair of at most data.max_tokens={max_tokens} tokens in it.")
+        raise ValueError(
+            f"{key}={path}: no pair has at most data.max_tokens={max_tokens} tokens. Raise it, or name other data."
+        )
     return pairs, too_long
 
 
@@ -120,10 +122,10 @@ def _rank(failures: Any, place: Place, config: RewardTrainingConfig, *pairs: lis
 
 
 def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
-    """Every rank in a process of its own; the first failure ends all.
+    """Run every rank in a process of its own; if one fails, all are killed.
 
     Raises:
-        RuntimeError: with the first rank's reason.
+        RuntimeError: with the error of the first rank that failed.
     """
     cluster, port = config.cluster, free_port()
     threads = cluster.threads_per_learner or max(1, (os.cpu_count() or 1) // cluster.learners)
@@ -151,12 +153,12 @@ def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
 def _first_reason(failures: Any, statuses: list[int | None]) -> str:
     try:
         return str(failures.get(timeout=5))
-    except queue.Empty:  # killed from outside, by the kernel for want of memory, say
-        return f"a learner ended without a word; exit statuses by rank: {statuses}"
+    except queue.Empty:  # killed from outside, for example by the kernel when memory ran out
+        return f"a learner exited without an error message; exit statuses by rank: {statuses}"
 
 
 def _cancel_on_sigterm() -> None:
-    """Let SIGTERM end the program through its `finally`, which ends the ranks; by default they would live on."""
+    """Let SIGTERM raise an exception, so that `finally` kills the ranks; by default they would go on."""
 
     def cancel(*_: object) -> None:
         raise asyncio.CancelledError
@@ -186,10 +188,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     longest = config.data.max_tokens
     train, too_long = read_pairs(config.data.train, tokenizer, "train", max_tokens=longest)
     total = count_updates(config, len(train))
-    problems = training_problems(
+    if problems := training_problems(
         "learner", config.learner, total_updates=total, dtype=config.model.dtype, counted_as=STEPS_OF_PAIRS
-    )
-    if problems:
+    ):
         raise ValueError("\n".join(problems))
     held_out: list[Pair] = []
     if config.data.eval is not None:

@@ -1,7 +1,7 @@
 """Grade a JSONL file of responses offline: python -m rlhf.score FILE.jsonl --output OUT.jsonl
 
-Every row gets `score`, `extracted` and `status`, in the order of the file. Answers are looked for leniently, as
-evaluation does; --strict grades as training does by default, boxed answers only.
+Every row gets `score`, `extracted` and `status`, in the order of the file. Answers are extracted leniently, as in
+evaluation; --strict accepts boxed answers only, as training does by default.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhf.rewards.scorer import Scorer
 
-MAX_AHEAD = 1024  # rows that wait for their grade at most, so that a file of any size fits in memory
+MAX_AHEAD = 1024  # rows that wait for their grade, at most
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -73,15 +73,12 @@ def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{path}:{number}: not JSON ({error}). Write one JSON object a line.") from None
+                raise ValueError(f"{path}:{number}: not JSON ({error}). Write one JSON object per line.") from None
             for key, option in ((options.response_key, "--response-key"), (options.answer_key, "--answer-key")):
-                if (
-                    not isinstance(row, dict)
-                    or not isinstance(row.get(key), str | int | float | None)
-                    or key not in row
-                ):
-                    known = ", ".join(row) if isinstance(row, dict) else "no columns"
-                    raise ValueError(f"{path}:{number}: no text in column {key!r}; it has {known}. Set {option}.")
+                columns = row if isinstance(row, dict) else {}
+                if key not in columns or not isinstance(columns[key], str | int | float | None):
+                    names = ", ".join(columns) or "no columns"
+                    raise ValueError(f"{path}:{number}: no text in column {key!r}; it has {names}. Set {option}.")
             yield row
 
 
@@ -116,7 +113,7 @@ def _scorer(options: argparse.Namespace) -> Scorer:
 def _grade(
     scorer: Scorer, rows: list[dict[str, Any]], options: argparse.Namespace, progress: Callable[[range], Iterable[int]]
 ) -> None:
-    """Grade all rows in order, writing each as soon as it and those before it are done."""
+    """Grade all rows, and write each one as soon as it and all rows before it are graded."""
     output = open(options.output, "w", encoding="utf-8") if options.output else None  # noqa: SIM115
     waiting: list[list[Future[Any]]] = []
     try:
@@ -137,7 +134,7 @@ def _grade(
 
 
 def _progress_bar() -> Callable[[range], Iterable[int]]:
-    """On a terminal, a bar; the import takes long beside what a small file takes."""
+    """A progress bar on a terminal; imported late, since the import takes longer than grading a small file."""
     from rich.console import Console
     from rich.progress import track
 
@@ -150,7 +147,7 @@ def _text(value: Any) -> str:
 
 
 def _failures(scorer: Scorer) -> list[str]:
-    """What user functions failed with; a built-in reward that fails blames the response, which its status says."""
+    """The errors of user functions. A built-in reward fails only because of a response, which its status shows."""
     return [scorer.failures(part) for part in scorer.config.parts if part.is_user_function and scorer.failures(part)]
 
 

@@ -2,8 +2,8 @@
 
     python tools/sizing.py
 
-Half of the GPUs learn, half sample. Of what fits, the first of: ZeRO 2, ZeRO 3, ZeRO 3 with the optimizer in host
-memory; and the narrowest engine whose KV cache holds 4 groups at full length.
+Half of the GPUs train, half sample. Each row has the first that fits of ZeRO 2, ZeRO 3 and ZeRO 3 with the optimizer in
+host memory, and the smallest engine whose KV cache holds 4 groups at full length.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rlhf.config.run import GRPOConfig
 from rlhf.plan.memory import GIB, engine_memory, learner_memory, total
 from rlhf.plan.model import ModelShape, model_shape
 
-NODES_OF = 8
+GPUS_PER_NODE = 8
 GPUS = (8, 16, 32, 64, 128)
-GROUPS = 4  # at once in an engine, at full length
+GROUPS = 4  # in an engine at once, at full length
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen2.5 1.5B": {
         "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
@@ -40,7 +40,7 @@ ZERO = ((2, False), (3, False), (3, True))  # stage, optimizer in host memory
 
 
 def config(*, learners: int, engines: int, tensor_parallel: int, stage: int, offload: bool) -> GRPOConfig:
-    """1,024 + 3,072 tokens, 16 samples a prompt, microbatches of 8,192 tokens, a reference, checkpointing."""
+    """1,024 + 3,072 tokens, 16 samples per prompt, microbatches of 8,192 tokens, a reference, checkpointing."""
     return GRPOConfig.model_validate(
         {
             "run": {"dir": "runs/x", "steps": 100},
@@ -55,26 +55,26 @@ def config(*, learners: int, engines: int, tensor_parallel: int, stage: int, off
 
 
 def layout(shape: ModelShape, gpus: int) -> GRPOConfig | None:
-    """The first layout that fits; None where none does."""
+    """The first layout that fits; None if there is none."""
     half = gpus // 2
-    room = None
+    sampling = None
     for width in (1, 2, 4, 8):
-        if width <= min(half, NODES_OF):
-            room = config(learners=half, engines=half // width, tensor_parallel=width, stage=2, offload=False)
-            held = engine_memory(shape, room).kv_tokens
-            if held >= GROUPS * room.rollout.samples_per_prompt * room.max_sequence_tokens:
+        if width <= min(half, GPUS_PER_NODE):
+            sampling = config(learners=half, engines=half // width, tensor_parallel=width, stage=2, offload=False)
+            kv_tokens = engine_memory(shape, sampling).kv_tokens
+            if kv_tokens >= GROUPS * sampling.rollout.samples_per_prompt * sampling.max_sequence_tokens:
                 break
-            room = None
-    if room is None:
+            sampling = None
+    if sampling is None:
         return None
-    cluster = room.cluster
+    cluster = sampling.cluster
     for stage, offload in ZERO:
-        tried = config(
+        candidate = config(
             learners=half, engines=cluster.engines, tensor_parallel=cluster.tensor_parallel, stage=stage,
             offload=offload,
         )  # fmt: skip
-        if total(learner_memory(shape, tried)) <= cluster.gpu_memory_gib * GIB:
-            return tried
+        if total(learner_memory(shape, candidate)) <= cluster.gpu_memory_gib * GIB:
+            return candidate
     return None
 
 

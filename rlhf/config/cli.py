@@ -30,26 +30,28 @@ KEYS_HEADER = """\
 Keys of the YAML: key = default, type, meaning.
 
 --config may be repeated; later files win key by key, and a list is replaced as a whole. Overrides
-come after all files, wherever they stand on the command line. Their values are read as YAML:
+win over all files, in any position on the command line. Their values are read as YAML:
 
   run.steps=10   learner.optimizer.lr=1e-6   data.eval=null   'rollout.stop=["</answer>"]'"""
-REWARD_HEADER = "reward options, beside name and weight of a part: reward=[{name: math, mode: lenient}]"
+REWARD_HEADER = "reward options, next to name and weight of a part: reward=[{name: math, mode: lenient}]"
 
 
 def training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="print the run's arithmetic, layout and memory, and stop")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.dir")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
 
 
 PROGRAMS: dict[str, type[GRPOConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
 
 
 def program_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--program", choices=PROGRAMS, default="grpo", help="whose config it is (default: grpo)")
+    parser.add_argument(
+        "--program", choices=PROGRAMS, default="grpo", help="the program that the config is for (default: grpo)"
+    )
 
 
 def program_schema(argv: Sequence[str] | None) -> type[GRPOConfig]:
-    """The schema that --program names, before the arguments are parsed by it."""
+    """The schema that --program names; the other arguments are parsed later, with this schema."""
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     program_flag(chooser)
     return PROGRAMS[chooser.parse_known_args(argv)[0].program]
@@ -66,7 +68,7 @@ def parse(
     """Arguments -> the config and the flags; --help lists every key of the schema.
 
     Args:
-        add_flags: adds what the program takes beside --config and overrides.
+        add_flags: adds the program's own flags.
 
     Raises:
         ValueError: from the config, or from arguments that are neither a flag nor an override.
@@ -105,8 +107,9 @@ def _list_keys(schema: type[Section]) -> str:
             section = key.name.split(".")[0]
             lines.append(f"\n{section}")
         lines += _key_lines(key)
-    lines.append(f"\n{REWARD_HEADER}")
-    lines += [line for key in describe_options(OPTIONS_OF_REWARD) for line in _key_lines(key)]
+    if "reward" in schema.model_fields:
+        lines.append(f"\n{REWARD_HEADER}")
+        lines += [line for key in describe_options(OPTIONS_OF_REWARD) for line in _key_lines(key)]
     return "\n".join(lines)
 
 
@@ -119,7 +122,7 @@ def _key_lines(key: Key) -> Iterable[str]:
 
 
 def run_async(main: Coroutine[Any, Any, R]) -> R:
-    """asyncio.run of a task that SIGTERM cancels, so that its `finally` clauses end what it started."""
+    """asyncio.run of a task; SIGTERM cancels the task, so its `finally` clauses end what it started."""
 
     async def cancellable() -> R:
         task = asyncio.current_task()
@@ -131,7 +134,7 @@ def run_async(main: Coroutine[Any, Any, R]) -> R:
 
 
 def run_program(main: Callable[[], None]) -> int:
-    """Run and turn what a user can act on into one message and an exit status."""
+    """Call `main`; print an expected error as one message and return the exit status."""
     try:
         main()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Contradictions between keys that every trained or loaded model has: policy, critic, reward model."""
+"""Contradictions between keys that policy, critic and reward model have in common."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ STEPS_OF_PAIRS = "run.epochs x pairs / learner.pairs_per_update"
 def training_problems(
     key: str, trained: TrainedConfig, *, total_updates: int | None, dtype: str, counted_as: str = STEPS_OF_A_RUN
 ) -> list[str]:
-    """What cannot be trained as one section says.
+    """Contradictions within the section of one trained model.
 
     Args:
-        key: of the section, for messages.
-        total_updates: optimizer steps of the module; None where they are not known before the data.
-        counted_as: what they are the product of, for messages.
+        key: name of the section, for messages.
+        total_updates: planned optimizer steps; None if they depend on data that is not read yet.
+        counted_as: the product that gives them, for messages.
     """
     schedule, problems = trained.schedule, []
     if schedule.warmup_steps and schedule.warmup_fraction:
@@ -46,7 +46,7 @@ def training_problems(
 
 
 def dtype_problems(key: str, dtype: str, device: str) -> list[str]:
-    """Whether a model can compute packed rows in its dtype on a device."""
+    """A problem if the attention for packed rows does not support the dtype on the device."""
     if device == "cuda" and dtype == "float32":
         return [
             f"{key}=float32 with cluster.device=cuda: flash attention on packed rows takes bfloat16. Set "

@@ -1,8 +1,8 @@
 """The `data` section: which rows become prompts, how they are rendered, and which of their columns is the answer.
 
-`data.train` and `data.eval` take a string, a mapping, or a list of either; all three become a tuple of `SourceConfig`,
-so `data.train=some/train.jsonl` on a command line replaces whatever stood in the file and is read with the columns
-that the section sets for all sources.
+`data.train` and `data.eval` take a string, a mapping, or a list of either; all three become a tuple of `SourceConfig`.
+So `data.train=some/train.jsonl` on a command line replaces the value in the file, and uses the columns that the section
+sets for all sources.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class SourceConfig(Section):
     weight: float | None = Field(
         None,
         gt=0,
-        description="relative share of an epoch; the scarcest source is used up, the others are drawn anew each epoch",
+        description="relative share of an epoch, drawn anew each epoch; the scarcest source is used up",
     )
     rows: int | None = Field(
-        None, ge=1, description="rows of an epoch, drawn anew each epoch (eval: the first ones); null: all"
+        None, ge=1, description="rows per epoch, drawn anew each epoch (data.eval: the first rows); null: all"
     )
     prompt_column: str | None = Field(None, description="this source's own data.prompt_column; null: the section's")
     answer_column: str | None = Field(None, description="this source's own data.answer_column; null: the section's")
@@ -57,13 +57,13 @@ class SourceConfig(Section):
         if self.weight is not None and self.rows is not None:
             raise ValueError(
                 f"weight={self.weight:g} and rows={self.rows} of {self.path} contradict each other: "
-                "both say how much of an epoch comes from it. Keep one."
+                "both set its share of an epoch. Keep one."
             )
         return self
 
     @property
     def label(self) -> str:
-        """What `Prompt.source` carries."""
+        """The value of `Prompt.source`."""
         path = PurePath(self.path)
         return self.source or (path.stem if path.suffix in FILE_SUFFIXES else path.name)
 
@@ -80,16 +80,16 @@ class DataConfig(Section):
     prompt_column: str | None = Field(
         None,
         description="column of the prompt, text or role/content messages, a.b for nested ones; "
-        "null: the first there is of question, problem, prompt, messages, instruction, query",
+        "null: the first that exists of question, problem, prompt, messages, instruction, query",
     )
     answer_column: str | None = Field(
         None,
         description="column of the answer, a.b for nested ones; "
-        "null: the first there is of answer, ground_truth, final_answer, expected_answer, solution",
+        "null: the first that exists of answer, ground_truth, final_answer, expected_answer, solution",
     )
     answer_format: AnswerFormat = Field(
         "auto",
-        description="where the answer stands in its column: gsm8k (after the last ####), boxed (last \\boxed{}), "
+        description="where the answer is in its column: gsm8k (after the last ####), boxed (last \\boxed{}), "
         "text (all of it), auto (the first of these that fits), none (the data has no answers)",
     )
     template: TemplateName = Field(
@@ -97,13 +97,13 @@ class DataConfig(Section):
         description="model (the tokenizer's chat template), chatml, qwen-math, tulu, qa (Question:/Answer:), raw",
     )
     system_prompt: str | None = Field(
-        None, min_length=1, description="system message before prompts that bring none of their own; null: none"
+        None, min_length=1, description="system message for prompts that have none; null: none"
     )
     prompt_suffix: str | None = Field(
-        None, min_length=1, description="text put on a line of its own after the prompt; null: none"
+        None, min_length=1, description="text added to the prompt on a line of its own; null: none"
     )
     max_prompt_tokens: int = Field(
-        1024, ge=1, description="tokens; longer prompts, template included, are left out and counted"
+        1024, ge=1, description="longest prompt, template included, tokens; longer prompts are left out and counted"
     )
     eval_rows: int | None = Field(None, ge=1, description="first rows of each evaluation set to use; null: all")
 
@@ -140,13 +140,13 @@ class DataConfig(Section):
             label, count = next(iter(Counter(source.label for source in sources).most_common(1)), ("", 0))
             if count > 1:
                 raise ValueError(
-                    f"{key}: {count} sources are labelled {label!r}, so their prompts could not be told apart. "
+                    f"{key}: {count} sources are labelled {label!r}, so their prompts would have the same ids. "
                     "Give each its own `source`."
                 )
-        without = [source.path for source in self.train if source.weight is None]
-        if without and len(without) < len(self.train):
+        unweighted = [source.path for source in self.train if source.weight is None]
+        if unweighted and len(unweighted) < len(self.train):
             raise ValueError(
-                f"data.train: {without[0]} has no weight while other sources have one, so its share is not defined. "
+                f"data.train: {unweighted[0]} has no weight while other sources have one, so its share is not defined. "
                 "Give every source a weight, or none."
             )
         for source in self.eval:

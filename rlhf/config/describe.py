@@ -17,7 +17,7 @@ TYPE_NAMES = {int: "integer", float: "number", str: "text", bool: "true | false"
 
 @dataclass(frozen=True)
 class Key:
-    """One line of the list; `default` is None where the key has to be given."""
+    """One key of the list; `default` is None if the key is required."""
 
     name: str
     default: str | None
@@ -53,7 +53,7 @@ def describe_options(schemas: Mapping[str, type[BaseModel]]) -> Iterator[Key]:
 
 
 def submodel(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of a nested section, if the field is one, or one or null."""
+    """The model of a nested section (or of a section that may be null); None for any other field."""
     union = get_origin(field.annotation) in (Union, types.UnionType)
     kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)] if union else [field.annotation]
     first = kinds[0]
@@ -61,7 +61,7 @@ def submodel(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def kind_of(field: FieldInfo) -> str:
-    """The type in a user's words, with its bounds: `integer > 0`, `text | null`, `ppo | gspo`."""
+    """The type and its bounds, as --help shows them: `integer > 0`, `text | null`, `ppo | gspo`."""
     return _with_bounds(_name(field.annotation), field.metadata)
 
 
@@ -84,7 +84,7 @@ def _name(annotation: Any) -> str:
 
 
 def _with_bounds(name: str, metadata: list[Any]) -> str:
-    """`integer | null` and what pydantic keeps of gt=0 -> `integer > 0 | null`."""
+    """`integer | null` with the bound gt=0 -> `integer > 0 | null`."""
     bounds = []
     for item in metadata:
         match item:

@@ -1,4 +1,4 @@
-"""YAML files and dotted overrides -> one frozen config, with messages that a user can act on."""
+"""YAML files and dotted overrides -> one frozen config; every problem is a message with its key and remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Section)
 
-# Sections that accept several shapes normalize themselves, so their own models name what is unknown in them.
+# Sections that accept several shapes; their own validators refuse unknown keys.
 FREE_FORM_KEYS = ("reward", "data")
 
 
@@ -60,7 +60,7 @@ def resolved_yaml(config: Section) -> str:
     """The whole config with every default, as YAML that loads to the same config."""
     from omegaconf import OmegaConf
 
-    # JSON's numbers are YAML's; text with ${ in it must not become a reference on the way back.
+    # Numbers are written alike in JSON and YAML. Text with ${ must not become a reference when it is read back.
     plain = _escaped(config.model_dump(mode="json"))
     return OmegaConf.to_yaml(OmegaConf.create(plain))
 
@@ -81,7 +81,7 @@ def _read(file: str) -> dict[str, Any]:
         raise ValueError(f"--config {file}: there is no such file. Give the path of a YAML file.")
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:  # the YAML parser raises many types, all of them about the file
+    except Exception as error:  # the YAML parser raises many types, all about the file
         raise ValueError(f"--config {file}: not readable as YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(
@@ -101,7 +101,7 @@ def _parse_override(override: str) -> dict[str, Any]:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
     except OmegaConfBaseException as error:
         raise ValueError(f"{override!r}: {_first_line(error)}") from error
-    except Exception as error:  # the YAML parser, about what stands after the equals sign
+    except Exception as error:  # the YAML parser, about the value
         raise ValueError(
             f"{override!r}: the value is not readable as YAML ({_first_line(error)}). Quote it: {key}='\"...\"'."
         ) from error
@@ -134,7 +134,7 @@ def _unknown_keys(schema: type[BaseModel], values: Any, path: tuple[str, ...], k
 
 
 def _explain(schema: type[BaseModel], error: ValidationError) -> str:
-    """One line for each problem that pydantic found."""
+    """One line for each problem that pydantic reports."""
     lines = [line for problem in error.errors() for line in _problem(schema, problem)]
     return "\n".join(dict.fromkeys(lines))
 
@@ -161,7 +161,7 @@ def _problem(schema: type[BaseModel], problem: ErrorDetails) -> Iterator[str]:
 
 
 def _field_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> str:
-    """The description of the field at this place of the schema; see --help where a list or a mapping is on the way."""
+    """The description of a field; a pointer to --help for fields within lists and mappings."""
     model: type[BaseModel] | None = schema
     field: FieldInfo | None = None
     for name in loc:

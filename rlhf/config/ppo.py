@@ -1,4 +1,4 @@
-"""The whole config of a PPO run: that of GRPO, with a critic, and rewards that are spread over tokens."""
+"""The whole config of a PPO run: the GRPO config with a critic and per-token rewards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from rlhf.config.contradictions import training_problems
 from rlhf.config.roles import CRITIC, Role, Training
 from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import AlgoConfig, ClusterConfig, Fraction, NonNegativeInt, TrainedConfig
@@ -17,53 +16,58 @@ class PPOAlgoConfig(AlgoConfig):
     """The policy loss as in GRPO; advantages by GAE, and by default the KL in the reward."""
 
     advantage: Literal["gae"] = Field(  # type: ignore[assignment]
-        "gae", description="generalized advantage estimation with the critic's values; the others are of rlhf.grpo"
+        "gae", description="generalized advantage estimation with the critic's values; for the others use rlhf.grpo"
     )
     kl_estimator: Literal["k1", "k2", "k3", "k4"] = Field("k1", description="estimator of KL(policy || reference)")
     kl_place: Literal["loss", "reward"] = Field(
-        "reward", description="where the KL penalty goes; in the reward, a token"
+        "reward", description="where the KL penalty goes; in the reward it is per token"
     )
-    gamma: Fraction = Field(1.0, description="discount a token")
+    gamma: Fraction = Field(1.0, description="discount per token")
     lam: Fraction = Field(0.95, description="GAE's lambda; 1 is the return minus the value, 0 one step ahead")
-    whiten_advantages: bool = Field(True, description="mean 0 and variance 1 over the tokens of the whole step")
+    whiten_advantages: bool = Field(True, description="give advantages mean 0 and variance 1 over the step's tokens")
     whiten_rewards: Literal["none", "scale", "shift"] = Field(
-        "none", description="per-token rewards to variance 1 with their mean kept (scale), or with mean 0 (shift)"
+        "none",
+        description="give per-token rewards variance 1: with the same mean (scale) or with mean 0 (shift)",
     )
-    reward_clip: PositiveFloat | None = Field(None, description="rewards of responses are cut to +-this, before the KL")
+    reward_clip: PositiveFloat | None = Field(
+        None, description="rewards are clipped to +-this, before the KL; null: no clipping"
+    )
     kl_controller: Literal["fixed", "adaptive"] = Field(
-        "fixed", description="kl_coef stays, or is steered so that the KL to the reference meets kl_target"
+        "fixed", description="keep kl_coef fixed, or adapt it so that the KL to the reference approaches kl_target"
     )
-    kl_target: PositiveFloat = Field(6.0, description="nats a response, of the adaptive controller")
-    kl_horizon: PositiveInt = Field(10_000, description="rollouts, of the adaptive controller; smaller reacts faster")
+    kl_target: PositiveFloat = Field(6.0, description="target of the adaptive controller, nats per response")
+    kl_horizon: PositiveInt = Field(
+        10_000, description="rollouts, of the adaptive controller; a smaller value reacts faster"
+    )
 
 
 class CriticConfig(TrainedConfig):
-    """The value function: a second model of as many ranks as the policy, on the same rollouts."""
+    """The value function: a second model with as many ranks as the policy, trained on the same rollouts."""
 
     path: str | None = Field(
         None,
-        description="model it starts from, e.g. a reward model, whose head it keeps, over the recorded std of its "
-        "scores; null: model.path, head of zeros",
+        description="start model; a reward model keeps its head, divided by the recorded std of its scores; "
+        "null: model.path with a head of zeros",
     )
     epochs_per_step: PositiveInt | None = Field(
-        None, description="its passes over the rollouts of a step; null: as many as the policy's"
+        None, description="passes of the critic over the rollouts of a step; null: as many as the policy"
     )
     minibatches_per_epoch: PositiveInt | None = Field(
-        None, description="its optimizer steps in a pass; null: as many as the policy's"
+        None, description="optimizer steps of the critic in a pass; null: as many as the policy"
     )
     value_clip: PositiveFloat | None = Field(
-        0.2, description="how far a value may move from its old one before the loss ignores it; null: no bound"
+        0.2, description="largest change of a value from its old value that the loss trains; null: no bound"
     )
     warmup_steps: NonNegativeInt = Field(
-        0, description="first training steps, in which the critic learns alone; the policy's schedule starts after them"
+        0, description="first training steps, in which only the critic learns; the policy's schedule starts after them"
     )
 
 
 class PPOClusterConfig(ClusterConfig):
-    """Critic and policy have GPUs of their own."""
+    """Policy, critic and engines never share GPUs."""
 
     placement: Literal["separate"] = Field(
-        "separate", description="engines, learners and critics on GPUs of their own; sharing them is of rlhf.grpo"
+        "separate", description="engines, learners and critics on different GPUs; to share GPUs use rlhf.grpo"
     )
 
 
@@ -80,7 +84,7 @@ class PPOConfig(GRPOConfig):
 
     @property
     def critic_training(self) -> Training:
-        """How the critic is trained: on the policy's counts where it has none of its own."""
+        """How the critic is trained: with the policy's epochs and minibatches where the critic sets none."""
         critic, learner = self.critic, self.learner
         return Training(
             critic,
@@ -109,18 +113,11 @@ class PPOConfig(GRPOConfig):
 
     @model_validator(mode="after")
     def _refuse_contradictions_of_ppo(self) -> PPOConfig:
-        algo, critic, training = self.algo, self.critic, self.critic_training
-        problems = training_problems("critic", critic, total_updates=training.total_updates, dtype=self.model.dtype)
+        algo, critic, problems = self.algo, self.critic, []
         if critic.warmup_steps >= self.run.steps:
             problems.append(
                 f"critic.warmup_steps={critic.warmup_steps}: the run has run.steps={self.run.steps}, so the policy "
                 "would never be updated. Shorten the warm-up or run longer."
-            )
-        if training.minibatches_per_epoch > self.rollouts_per_step:
-            problems.append(
-                f"critic.minibatches_per_epoch={training.minibatches_per_epoch}: there are only "
-                f"{self.rollouts_per_step} rollouts a step (rollout.prompts_per_step x rollout.samples_per_prompt). "
-                "Take fewer minibatches, or more rollouts."
             )
         if algo.kl_controller == "adaptive" and not self.kl_in_reward:
             problems.append(

@@ -1,4 +1,4 @@
-"""The `reward` section: which rewards grade a response, for which data sources, and the pool that runs them.
+"""The `reward` section: which rewards grade a response, by data source, and limits of the processes that run them.
 
 Two spellings mean the same. A list names the parts; a mapping adds settings and other parts for some sources:
 
@@ -32,7 +32,7 @@ class MathOptions(Section):
         "strict", description="strict takes a boxed answer only (training), lenient any stated answer (evaluation)"
     )
     extract: tuple[ExtractionStep, ...] | None = Field(
-        None, description="where an answer may stand, first match wins; null: the steps of the mode"
+        None, description="places to look for an answer, in order; null: those of the mode"
     )
 
     @field_validator("extract", mode="before")
@@ -71,9 +71,10 @@ class FormatOptions(Section):
     """The form of the response, whatever it answers."""
 
     style: Literal["think", "think_answer", "boxed"] = Field(
-        "think_answer", description="<think>..</think> first; the same and <answer>..</answer> last; exactly one box"
+        "think_answer",
+        description="<think>..</think> first; also <answer>..</answer> last; exactly one box",
     )
-    pattern: str | None = Field(None, description="a regular expression that the whole response must match, instead")
+    pattern: str | None = Field(None, description="regular expression for the whole response, in place of a style")
 
     @field_validator("pattern")
     @classmethod
@@ -86,21 +87,21 @@ class FormatOptions(Section):
 
 
 class LengthOptions(Section):
-    """0 within the bounds, falling linearly to -1 over the buffer outside of them."""
+    """0 within the bounds; outside them it falls linearly to -1 over the buffer."""
 
     min_tokens: int = Field(0, ge=0, description="shortest response without a penalty, tokens")
     max_tokens: int | None = Field(None, ge=1, description="longest response allowed, tokens; null: no upper bound")
-    buffer_tokens: int = Field(0, ge=0, description="the penalty grows over so many tokens before the bound")
+    buffer_tokens: int = Field(0, ge=0, description="tokens before a bound over which the penalty grows")
 
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> Self:
         if self.max_tokens is not None and self.min_tokens + self.buffer_tokens > self.max_tokens:
-            raise ValueError("min_tokens + buffer_tokens is above max_tokens, so every length would be penalized")
+            raise ValueError("min_tokens + buffer_tokens is above max_tokens, so every length would get a penalty")
         return self
 
 
 class RepetitionOptions(Section):
-    """The share of word n-grams that occurred before, as a penalty."""
+    """A penalty: the share of word n-grams that occurred before."""
 
     ngram: int = Field(8, ge=1, description="words in an n-gram")
     free_fraction: float = Field(0.1, ge=0, lt=1, description="share of repeated n-grams that costs nothing")
@@ -137,20 +138,22 @@ class RewardConfig(Section):
 
     parts: tuple[RewardPart, ...] = Field(
         (RewardPart(name="math", weight=1.0, options={}),),
-        description="rewards whose weighted sum is the reward of a response; [] leaves it to reward_model alone",
+        description="rewards whose weighted sum is the reward of a response; []: reward_model alone gives the reward",
     )
     by_source: dict[str, tuple[RewardPart, ...]] = Field(
-        default_factory=dict, description="other parts for the prompts of these data sources"
+        default_factory=dict, description="other parts for the prompts of the named data sources"
     )
     workers: int | None = Field(None, ge=1, description="grading processes; null: the cores, at most 8")
-    spares: int = Field(1, ge=0, description="loaded processes that wait to replace a killed one")
-    cpu_seconds: float = Field(2.0, gt=0, description="seconds of CPU that grading one part of one response may take")
+    spares: int = Field(1, ge=0, description="processes that are ready to replace a killed one")
+    cpu_seconds: float = Field(2.0, gt=0, description="CPU seconds that one part may take for one response")
     wall_seconds: float = Field(
-        10.0, gt=0, description="seconds by the clock for the same, not counting time spent waiting for a core"
+        10.0,
+        gt=0,
+        description="seconds that it may take by the clock, without the time spent waiting for a core",
     )
     memory_mb: int = Field(1024, ge=64, description="memory that a grading process may add to what it starts with, MiB")
     bad_gold: Literal["fail", "skip"] = Field(
-        "fail", description="rows whose gold answer cannot be graded: stop the run, or leave the rows out"
+        "fail", description="if the gold answer of a row cannot be graded: stop the run, or leave the row out"
     )
     failure_fraction: float = Field(
         0.02, ge=0, le=1, description="share of the calls of a user function that may fail before the run stops"
@@ -185,7 +188,7 @@ class RewardConfig(Section):
 
     @property
     def leaves_something_ungraded(self) -> bool:
-        """Whether the responses of some source are graded by no part, and so by a reward model or by nothing."""
+        """Whether a source has no parts, so that only a reward model can grade its responses."""
         return not all((self.parts, *self.by_source.values()))
 
     @property
@@ -213,7 +216,7 @@ def _parts(value: Any, key: str) -> tuple[RewardPart, ...]:
 
 
 def _part(value: Any, key: str) -> RewardPart:
-    """One entry of the list: its own keys, and every other key as an option of the reward it names."""
+    """One entry of the list; keys other than name and weight are options of the named reward."""
     if isinstance(value, RewardPart):
         return value
     if isinstance(value, str):
@@ -229,7 +232,7 @@ def _part(value: Any, key: str) -> RewardPart:
     ):
         raise ValueError(f"{key}.weight={weight!r}: not a finite number. Write a factor such as 1.0.")
     if not isinstance(options, dict):
-        raise ValueError(f"{key}.options={options!r}: not a mapping. Write the options beside the name.")
+        raise ValueError(f"{key}.options={options!r}: not a mapping. Write the options next to the name.")
     options = {**options, **{k: v for k, v in value.items() if k not in ("name", "weight", "options")}}
     if name in OPTIONS_OF_REWARD:
         _check_options(OPTIONS_OF_REWARD[name], options, key, name)
@@ -249,7 +252,7 @@ def _check_options(schema: type[Section], options: dict[str, Any], key: str, nam
         schema.model_validate(options)
     except ValidationError as error:
         problem = error.errors()[0]
-        place = ".".join([key, *(str(part) for part in problem["loc"])])
+        option_key = ".".join([key, *(str(part) for part in problem["loc"])])
         reason = problem["msg"].removeprefix("Value error, ")
         value = options if not problem["loc"] else problem["input"]
-        raise ValueError(f"{place}={value!r}: {reason[0].lower()}{reason[1:]}. See docs/rewards.md.") from None
+        raise ValueError(f"{option_key}={value!r}: {reason[0].lower()}{reason[1:]}. See docs/rewards.md.") from None

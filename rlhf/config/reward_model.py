@@ -19,13 +19,13 @@ class RewardModelConfig(Section):
         None, description='URL that takes {"conversations": [[{role, content}]]} and returns {"scores": [number]}'
     )
     weight: float = Field(1.0, description="factor in the sum with the parts of `reward`")
-    mean: float | None = Field(None, description="subtracted from scores; null: as recorded beside the model, else 0")
-    std: PositiveFloat | None = Field(None, description="divides them then; null: as recorded beside the model, else 1")
+    mean: float | None = Field(None, description="subtracted from scores; null: as recorded with the model, else 0")
+    std: PositiveFloat | None = Field(None, description="then divides scores; null: as recorded with the model, else 1")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="type of its weights")
-    replicas: PositiveInt = Field(1, description="copies of the model, a GPU each; or requests at once to the endpoint")
-    max_tokens_per_batch: PositiveInt = Field(16384, description="tokens in one forward of one copy")
+    replicas: PositiveInt = Field(1, description="copies of the model, a GPU each; or concurrent requests")
+    max_tokens_per_batch: PositiveInt = Field(16384, description="tokens in one forward pass of one copy")
     timeout_s: PositiveFloat = Field(60.0, description="seconds that one request to the endpoint may take")
-    retries: NonNegativeInt = Field(5, description="further tries of a failed request, each after twice the wait")
+    retries: NonNegativeInt = Field(5, description="further tries of a failed request; the wait doubles each time")
 
     @model_validator(mode="after")
     def _one_source(self) -> RewardModelConfig:
@@ -39,23 +39,23 @@ class RewardModelConfig(Section):
 class PairsConfig(Section):
     train: str = Field(
         min_length=1,
-        description="pairs, a file or a hub name; columns chosen, rejected: messages, or texts with a prompt",
+        description="pairs, a file or a hub name; columns chosen and rejected: messages, or texts with a prompt",
     )
     eval: str | None = Field(None, min_length=1, description="held-out pairs of the same form; null: none")
     max_tokens: PositiveInt = Field(
-        2048, description="longest conversation, tokens; longer pairs are left out, counted"
+        2048, description="longest conversation, tokens; pairs with a longer one are left out and counted"
     )
 
 
 class RewardTrainingRunConfig(Section):
     dir: str = Field(description="folder that the model, its normalization and metrics.jsonl are written to")
-    epochs: PositiveInt = Field(1, description="passes over the pairs; one is the field's habit, more overfit")
+    epochs: PositiveInt = Field(1, description="passes over the pairs; one is usual, more tend to overfit")
     seed: int = Field(0, ge=0, description="seeds the order of pairs and the head")
 
 
 class RewardTrainerConfig(TrainedConfig):
     pairs_per_update: PositiveInt = Field(64, description="preference pairs of one optimizer step, over all learners")
-    max_tokens_per_microbatch: PositiveInt = Field(16384, description="tokens in one forward and backward of a learner")
+    max_tokens_per_microbatch: PositiveInt = Field(16384, description="tokens in one forward and backward pass")
 
 
 class RewardTrainingConfig(Section):

@@ -1,6 +1,6 @@
-"""The roles of a run in one table: what computes, with which model, how many there are, and what each reserves.
+"""The roles of a run in one table: name, section, model, number of actors, and what each actor reserves.
 
-Whatever places, estimates, checks or examines a run walks this table; nothing else asks which program it belongs to.
+Cluster, plan, doctor and the checks walk this table, so they need not know which program a config belongs to.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ class Training:
     """How a role is trained during the run.
 
     Attributes:
-        section: its optimizer, schedule and ZeRO stage.
-        steps: training steps of the run. waits: the first of them, in which the role does not learn.
+        section: optimizer, schedule and ZeRO stage of the role.
+        steps: training steps of the run.
+        waits: first training steps, in which the role does not learn.
     """
 
     section: TrainedConfig
@@ -50,12 +51,12 @@ class Role:
     """One kind of actor.
 
     Attributes:
-        name: in messages and metrics; the plural takes an s.
-        section: of the config that describes it.
-        model_key, model: the key that names its model, and the model.
-        count: how many there are, over all nodes.
-        cpus, gpus: what each of them reserves; no GPUs on CPU, or where it shares those of the learners.
-        training: None where it is not trained.
+        name: as messages and metrics show it; the plural takes an s.
+        section: the section of the config that describes the role.
+        model_key, model: the key that names the model, and its value.
+        count: actors of the role, over all nodes.
+        cpus, gpus: what each actor reserves; 0 GPUs on CPU, or if it shares the GPUs of the learners.
+        training: None if the role is not trained.
     """
 
     name: str

@@ -36,7 +36,7 @@ class GRPOConfig(Section):
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig | None = Field(
-        None, description="a learned reward beside `reward`: path or endpoint, weight, mean, std; null: none"
+        None, description="a learned reward, added to `reward`: path or endpoint, weight, mean, std; null: none"
     )
     rollout: RolloutConfig
     algo: AlgoConfig = AlgoConfig()
@@ -67,28 +67,28 @@ class GRPOConfig(Section):
 
     @property
     def update_plan(self) -> dict[str, int]:
-        """What the counts of optimizer steps follow from, by key: a run keeps it when it is resumed."""
+        """The keys that the number of optimizer steps follows from; a resumed run must not change them."""
         return {
             "learner.epochs_per_step": self.learner.epochs_per_step,
             "learner.minibatches_per_epoch": self.learner.minibatches_per_epoch,
         }
 
     def roles(self, *, trains: bool = True) -> tuple[Role, ...]:
-        """Everything that the run starts, in the order of --plan.
+        """All roles of the run: learner, critic, reward model, engine.
 
         Args:
-            trains: False for engines alone, as an evaluation starts them; they have GPUs of their own then.
+            trains: False for an evaluation, which starts engines alone, on GPUs of their own.
         """
         cluster, on_gpu = self.cluster, int(self.cluster.device == "cuda")
-        shares = trains and cluster.placement == "colocated"
+        shares_gpus = trains and cluster.placement == "colocated"
         engine = Role(
             ENGINE, "rollout", "model.path", self.model.path, cluster.engines, cluster.cpus_per_engine,
-            gpus=0 if shares else on_gpu * cluster.tensor_parallel,
+            gpus=0 if shares_gpus else on_gpu * cluster.tensor_parallel,
         )  # fmt: skip
         return (*self._learning_roles(cluster.cpus_per_learner, on_gpu), engine) if trains else (engine,)
 
     def _learning_roles(self, cpus: float, gpus: int) -> tuple[Role, ...]:
-        """The roles besides the engines: one GPU each, the CPUs of a learner."""
+        """All roles except the engines; each actor has one GPU and the CPUs of a learner."""
         policy = Role(
             LEARNER, "learner", "model.path", self.model.path, self.cluster.learners, cpus, gpus, self.training
         )
@@ -102,7 +102,7 @@ class GRPOConfig(Section):
 
     @property
     def reference_moves(self) -> bool:
-        """Whether the reference policy is state of the run: replaced now and then, or an average."""
+        """Whether the reference policy changes during the run, and so is part of a checkpoint."""
         return self.needs_reference and self.algo.ref_update != "fixed"
 
     @property
@@ -117,7 +117,7 @@ class GRPOConfig(Section):
 
     @property
     def evaluation_groups_at_once(self) -> int:
-        """Prompts under way in an evaluation: what the engines run at once, and as much again to follow."""
+        """Prompts that an evaluation keeps in the engines: twice what they run at once, so that they never wait."""
         sequences = self.cluster.engines * self.rollout.max_concurrent_sequences
         return max(1, 2 * sequences // self.evaluation.samples_per_prompt)
 
@@ -127,46 +127,46 @@ class GRPOConfig(Section):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether a KL penalty is part of the reward, so that advantages wait for the log-probs."""
+        """Whether a KL penalty is part of the reward, so that advantages are computed after the log-probs."""
         return self.algo.kl_place == "reward" and self.algo.kl_coef > 0
 
     @property
     def needs_old_logprobs_pass(self) -> bool:
-        """Whether the policy before the first update differs from the one of some loss, or the driver reads it."""
+        """Whether a pass before the update computes log-probs: for later updates, or for the KL in the reward."""
         return self.updates_per_step > 1 or self.kl_in_reward
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed and still likely a mistake, one sentence each."""
-        found = []
+        """Settings that are allowed but likely a mistake, one sentence each."""
+        warnings = []
         algo = self.algo
         if self.kl_in_reward and algo.kl_estimator in ("k2", "k3"):
             blow_up = "; k3 grows like exp(-d) and can blow up" if algo.kl_estimator == "k3" else ""
-            found.append(
+            warnings.append(
                 f"algo.kl_estimator={algo.kl_estimator} with algo.kl_place=reward: biased in the reward{blow_up}. "
                 "Only k1 is exact there."
             )
         if algo.kl_place == "loss" and algo.kl_coef > 0 and algo.kl_estimator == "k1":
-            found.append(
+            warnings.append(
                 "algo.kl_estimator=k1 with algo.kl_place=loss: its expected gradient is zero, it will not hold the "
                 "policy near the reference. Use k2 or k4 in the loss, or k1 in the reward."
             )
         if self.rollouts_per_step % self.learner.minibatches_per_epoch:
-            found.append(
-                f"{self.rollouts_per_step} rollouts a step do not divide by learner.minibatches_per_epoch="
+            warnings.append(
+                f"{self.rollouts_per_step} rollouts per step do not divide by learner.minibatches_per_epoch="
                 f"{self.learner.minibatches_per_epoch}: minibatches differ by one rollout."
             )
         if self.evaluation.every is not None and not self.data.eval:
-            found.append(
+            warnings.append(
                 f"evaluation.every={self.evaluation.every} without data.eval: there is nothing to evaluate on. "
                 "Name a data set, or leave it out."
             )
         if self.evaluation.temperature == 0 and self.evaluation.samples_per_prompt > 1:
-            found.append(
+            warnings.append(
                 f"evaluation.samples_per_prompt={self.evaluation.samples_per_prompt} with evaluation.temperature=0: "
                 "greedy samples of a prompt are all the same. Take one sample, or a temperature."
             )
-        return tuple(found)
+        return tuple(warnings)
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> GRPOConfig:
@@ -198,7 +198,7 @@ def _sampling_problems(config: GRPOConfig) -> list[str]:
         everywhere = config.reward.parts_of_every_source + ("reward_model",) * (config.reward_model is not None)
         named = f"rollout.dynamic_sampling_part={rollout.dynamic_sampling_part}"
         if not rollout.dynamic_sampling:
-            problems.append(f"{named} without rollout.dynamic_sampling: nothing reads it. Set that too, or drop it.")
+            problems.append(f"{named} without rollout.dynamic_sampling: nothing reads it. Set that too, or remove it.")
         elif rollout.dynamic_sampling_part not in everywhere:
             others = " and ".join(
                 ["reward.parts", *(f"reward.by_source.{source}" for source in config.reward.by_source)]
@@ -229,7 +229,8 @@ def _sampling_problems(config: GRPOConfig) -> list[str]:
     if longest is not None and longest > rollout.max_response_tokens:
         problems.append(
             f"evaluation.max_response_tokens={longest} with rollout.max_response_tokens={rollout.max_response_tokens}: "
-            "the engines are made for sequences of the latter, and would cut evaluations off. Raise it to as much."
+            "the engines would cut evaluation responses off at the latter. Raise it to at "
+            "least the former."
         )
     if algo.kl_place == "reward" and algo.kl_estimator == "k4":
         problems.append(
@@ -252,13 +253,18 @@ def _learner_problems(config: GRPOConfig) -> list[str]:
             f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} tokens. "
             "Raise the budget to at least that, or shorten prompts or responses."
         )
-    if learner.minibatches_per_epoch > config.rollouts_per_step:
-        problems.append(
-            f"learner.minibatches_per_epoch={learner.minibatches_per_epoch}: there are only "
-            f"{config.rollouts_per_step} rollouts a step (rollout.prompts_per_step x rollout.samples_per_prompt). "
-            "Take fewer minibatches, or more rollouts."
+    for role in config.roles():
+        if (training := role.training) is None:
+            continue
+        if training.minibatches_per_epoch > config.rollouts_per_step:
+            problems.append(
+                f"{role.section}.minibatches_per_epoch={training.minibatches_per_epoch}: there are only "
+                f"{config.rollouts_per_step} rollouts per step (rollout.prompts_per_step x samples_per_prompt). "
+                "Take fewer minibatches, or more rollouts."
+            )
+        problems += training_problems(
+            role.section, training.section, total_updates=training.total_updates, dtype=config.model.dtype
         )
-    problems += training_problems("learner", learner, total_updates=config.total_updates, dtype=config.model.dtype)
     if algo.constant_length is not None and algo.loss_aggregation != "constant":
         problems.append(
             f"algo.constant_length={algo.constant_length} with algo.loss_aggregation={algo.loss_aggregation}: only "

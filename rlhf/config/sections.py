@@ -39,33 +39,34 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = Field(
         1.0, description="sampling temperature; the learner divides its logits by it too"
     )
-    stop: tuple[str, ...] = Field((), description="strings that end a response beside the model's eos ids")
+    stop: tuple[str, ...] = Field((), description="strings that end a response, in addition to the model's eos ids")
     truncate_token: str | None = Field(
-        None, description="a response also ends at its first such token, which stays and counts as a stop; null: none"
+        None, description="token that also ends a response: it is kept, and counts as a stop; null: none"
     )
     truncate_after: NonNegativeInt = Field(
-        0, description="first tokens of a response, among which truncate_token does not end it"
+        0, description="number of first tokens of a response in which truncate_token does not end it"
     )
     non_stop_reward: float | None = Field(
-        None, description="reward of a response that did not stop by itself, in place of its own; null leaves it"
+        None, description="reward that replaces the own reward of a response that did not stop; null: no replacement"
     )
     missing_eos_penalty: NonNegative = Field(
-        0.0, description="subtracted from the reward of a response that did not stop by itself"
+        0.0, description="subtracted from the reward of a response that did not stop"
     )
     dynamic_sampling: bool = Field(
-        False, description="replace groups whose rewards are all equal, which teach nothing, by other prompts' (DAPO)"
+        False,
+        description="replace groups whose rewards are all equal by groups of other prompts (DAPO)",
     )
     dynamic_sampling_part: str | None = Field(
-        None, description="part of the reward that decides what is equal, such as math; null: the whole reward"
+        None, description="part of the reward, such as math, that is compared for this; null: the whole reward"
     )
     max_replacements: NonNegativeInt = Field(
-        64, description="groups that dynamic sampling may replace before a step; after that equal groups are trained on"
+        64, description="groups that dynamic sampling may replace for one step; further equal groups are trained on"
     )
     max_policy_lag: NonNegativeInt = Field(
-        0, description="training steps that the oldest token of a rollout may be behind; 0 is synchronous"
+        0, description="maximum age of a rollout's oldest token, in training steps; 0 is synchronous"
     )
     on_weight_update: Literal["recompute", "keep_kv"] = Field(
-        "recompute", description="KV cache of running requests when weights change: prefill again, or keep"
+        "recompute", description="KV cache of running requests when weights change: recompute or keep it"
     )
     gpu_memory_utilization: Fraction = Field(0.85, description="share of a GPU that an engine takes")
     kv_cache_gib: PositiveInt = Field(1, description="KV cache of an engine on CPU, GiB")
@@ -83,7 +84,8 @@ class AlgoConfig(Section):
     clip_high: NonNegative = Field(0.2, description="the ratio is clipped above at 1 + clip_high")
     dual_clip: float | None = Field(None, gt=1.0, description="bound of the loss for negative advantages; null is off")
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
-        "token_mean", description="mean over tokens, over sequences of token means, or sum over a fixed length"
+        "token_mean",
+        description="mean over all tokens; mean over sequences of their token means; or sum divided by a fixed length",
     )
     constant_length: PositiveInt | None = Field(
         None, description="tokens, the fixed length of loss_aggregation=constant; null is max_response_tokens"
@@ -92,34 +94,35 @@ class AlgoConfig(Section):
     kl_place: Literal["loss", "reward"] = Field("loss", description="where the KL penalty goes")
     kl_coef: NonNegative = Field(0.0, description="beta; 0 loads no reference model")
     kl_ratio_weighted: bool = Field(
-        False, description="weight k3 in the loss by the ratio, which makes its gradient the reverse KL's"
+        False, description="multiply k3 in the loss by the ratio; its gradient is then that of the reverse KL"
     )
     ref_update: Literal["fixed", "replace", "average"] = Field(
-        "fixed", description="reference: the start model, replaced by the policy now and then, or a moving average"
+        "fixed",
+        description="reference: the fixed start model, replaced by the policy every ref_every steps, or an average",
     )
     ref_every: PositiveInt = Field(100, description="training steps between replacements (ref_update=replace)")
     ref_decay: float = Field(
-        0.99, gt=0, lt=1, description="share that the average keeps of itself each training step (ref_update=average)"
+        0.99, gt=0, lt=1, description="weight of the old average in each training step (ref_update=average)"
     )
     log_kl: bool = Field(False, description="load the reference and log the KL even when kl_coef is 0")
     entropy_coef: float = Field(0.0, description="bonus on the entropy of the policy, nats")
     importance_correction: Literal["none", "truncated", "masked"] = Field(
         "truncated",
-        description="weight of learner over engine log-probs: cut at importance_cap, or masked beyond it; none is for "
-        "lag 0 alone",
+        description="weight by the ratio of learner to engine probabilities: capped at importance_cap, or masked "
+        "above it; none needs max_policy_lag=0",
     )
-    importance_level: Literal["token", "sequence"] = Field("token", description="one weight a token or a response")
+    importance_level: Literal["token", "sequence"] = Field("token", description="one weight per token or per response")
     importance_cap: float = Field(2.0, ge=1.0, description="upper bound of the importance weight")
     mask_truncated: bool = Field(False, description="leave responses that did not stop out of the loss")
 
 
 class OptimizerConfig(Section):
     variant: Literal["torch", "tensorflow"] = Field(
-        "torch", description="where Adam's epsilon stands: outside the bias-corrected root, or inside (epsilon-hat)"
+        "torch", description="where Adam adds epsilon: outside the bias-corrected root, or inside (epsilon-hat)"
     )
     lr: NonNegative = Field(1e-6, description="peak learning rate")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of the first and second moment")
-    eps: PositiveFloat = Field(1e-8, description="epsilon, in the place that variant says")
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon, used as variant says")
     weight_decay: NonNegative = Field(0.0, description="decoupled weight decay, on every parameter")
 
 
@@ -137,10 +140,10 @@ class ScheduleConfig(Section):
 
 
 class TrainedConfig(Section):
-    """What every trained module has of its own: policy, critic, reward model."""
+    """Settings that policy, critic and reward model each have: optimizer, schedule, ZeRO stage."""
 
     zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
-    offload_optimizer: bool = Field(False, description="keep optimizer state in host memory")
+    offload_optimizer: bool = Field(False, description="keep the optimizer state in host memory")
     max_grad_norm: PositiveFloat | None = Field(1.0, description="global gradient norm is clipped to it; null is off")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -151,7 +154,7 @@ class LearnerConfig(TrainedConfig):
     minibatches_per_epoch: PositiveInt = Field(1, description="optimizer steps in a pass")
     max_tokens_per_microbatch: PositiveInt = Field(
         16384,
-        description="tokens computed in one forward and backward of one learner; memory and speed, never the result",
+        description="tokens in one forward and backward pass of a learner; changes memory and speed, never the result",
     )
 
 
@@ -174,27 +177,27 @@ class EvaluationConfig(Section):
     every: PositiveInt | None = Field(None, description="training steps between evaluations; null is off")
     at_start: bool = Field(True, description="evaluate before the first step")
     at_end: bool = Field(True, description="evaluate after the last step")
-    samples_per_prompt: PositiveInt = Field(1, description="responses a prompt; avg@k and pass@k with k = this")
+    samples_per_prompt: PositiveInt = Field(1, description="responses per prompt: the k of avg@k and pass@k")
     temperature: NonNegative = Field(1.0, description="sampling temperature; 0 is greedy")
     max_response_tokens: PositiveInt | None = Field(None, description="tokens; null is rollout.max_response_tokens")
 
 
 class WandbConfig(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = Field(
-        "auto", description="auto is online where a key is at hand and offline otherwise"
+        "auto", description="auto: online if an API key is found, else offline"
     )
     project: str = Field("rlhf", description="project name")
     entity: str | None = Field(None, description="team or user")
     group: str | None = Field(None, description="group of runs")
     name: str | None = Field(None, description="run name; null is the run folder's name")
     tags: tuple[str, ...] = Field((), description="tags")
-    run_id: str | None = Field(None, description="run id; null makes one, and --resume takes it up again")
+    run_id: str | None = Field(None, description="run id; null makes one, which --resume uses again")
 
 
 class LoggingConfig(Section):
     wandb: WandbConfig = WandbConfig()
-    rollouts: bool = Field(True, description="write every rollout trained on, with text, reward parts and advantage")
-    level: Literal["debug", "info", "warning"] = Field("warning", description="log level of the libraries underneath")
+    rollouts: bool = Field(True, description="write every trained rollout, with text, reward parts and advantage")
+    level: Literal["debug", "info", "warning"] = Field("warning", description="log level of the libraries")
 
 
 class LearnersConfig(Section):
@@ -203,7 +206,7 @@ class LearnersConfig(Section):
     device: Literal["cuda", "cpu"] = Field("cuda", description="where the models compute")
     learners: PositiveInt = Field(1, description="learner ranks, one GPU each")
     threads_per_learner: PositiveInt | None = Field(
-        None, description="threads of a learner on CPU; null shares the machine's cores among its learners"
+        None, description="threads of a learner on CPU; null: the machine's cores divided by its learners"
     )
 
 
@@ -211,33 +214,35 @@ class ClusterConfig(LearnersConfig):
     engines: PositiveInt = Field(1, description="vLLM engines")
     tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine")
     placement: Literal["separate", "colocated"] = Field(
-        "separate", description="engines and learners on GPUs of their own, or on the same"
+        "separate", description="engines and learners on different GPUs, or on the same GPUs"
     )
-    gpus_per_node: PositiveInt = Field(8, description="GPUs of a node, for the drawing of --plan; a run finds its own")
+    gpus_per_node: PositiveInt = Field(8, description="GPUs per node, for the layout of --plan; a run asks Ray")
     gpu_memory_gib: PositiveFloat = Field(
-        79.0, description="GiB of a GPU, for the estimates of --plan; 79 is what a card of 80 GB has"
+        79.0, description="memory of a GPU, GiB, for the estimates of --plan; a card of 80 GB has 79"
     )
     peak_tflops: PositiveFloat | None = Field(
         None,
-        description="bf16 TFLOP/s of a learner's device, for learner/mfu; null: by its name, CPU has none",
+        description="bf16 TFLOP/s of a learner's device, for learner/mfu; null: by the GPU's name, none on CPU",
     )
     ray_address: str | None = Field(None, description="address of a running Ray cluster; null starts one here")
-    cpus_per_learner: PositiveFloat = Field(0.5, description="CPU cores that are reserved for a learner")
-    cpus_per_engine: PositiveFloat = Field(0.5, description="CPU cores that are reserved for an engine")
+    cpus_per_learner: PositiveFloat = Field(0.5, description="CPU cores reserved for each learner")
+    cpus_per_engine: PositiveFloat = Field(0.5, description="CPU cores reserved for each engine")
     start_deadline_s: PositiveFloat = Field(900.0, description="seconds that start-up may take before the run fails")
     step_deadline_s: PositiveFloat = Field(3600.0, description="seconds that one wait in the loop may take")
 
 
 class PlanConfig(Section):
-    """Measured or hoped-for numbers from which --plan reckons hours; a run does not read them."""
+    """Measured or assumed numbers from which --plan estimates hours; a run does not read them."""
 
     engine_tokens_per_second: PositiveFloat | None = Field(
-        None, description="sampled tokens a second of one engine: rollout/tokens_per_second over cluster.engines"
+        None, description="sampled tokens per second of one engine: rollout/tokens_per_second / cluster.engines"
     )
     learner_tokens_per_second: PositiveFloat | None = Field(
-        None, description="tokens a second of one learner in an update: learner/tokens_per_second over cluster.learners"
+        None, description="tokens per second of one learner in an update: learner/tokens_per_second / cluster.learners"
     )
-    prompt_tokens: PositiveInt | None = Field(None, description="mean prompt, tokens; null is data.max_prompt_tokens")
+    prompt_tokens: PositiveInt | None = Field(
+        None, description="mean prompt length, tokens; null: data.max_prompt_tokens"
+    )
     response_tokens: PositiveInt | None = Field(
-        None, description="mean response, tokens; null is rollout.max_response_tokens"
+        None, description="mean response length, tokens; null: rollout.max_response_tokens"
     )

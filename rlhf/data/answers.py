@@ -1,10 +1,10 @@
-"""Ground truth: the answer that a response is graded against, taken out of a data set's answer column.
+"""The gold answer that responses are compared with, extracted from a data set's answer column.
 
     GSM8K   ... She makes 9 * 2 = $18 every day.\n#### 18         -> 18
     MATH    ... so the sum is $\boxed{\frac{1}{2}}$.              -> \frac{1}{2}
     text    p - q                                                 -> p - q
 
-The grader's own extractor takes the string out, since it grades against what that finds; it is given as an argument.
+The grader's own extractor is passed as an argument, so that loading and grading use the same answer.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from typing import Any
 
 from rlhf.config.data import AnswerFormat
 
-GoldAnswer = Callable[[str, AnswerFormat], str | None]  # a cell's text and its form -> the answer, None without one
+GoldAnswer = Callable[
+    [str, AnswerFormat], str | None
+]  # text of a cell, format of the answer -> the answer; None if there is none
 
 
 def extract_answer(value: Any, answer_format: AnswerFormat, gold_answer: GoldAnswer) -> str:
-    """The ground truth in one cell of the answer column.
+    """The gold answer in one cell of the answer column.
 
     Args:
-        gold_answer: the grader's extractor: what it grades against is what is trained on.
+        gold_answer: the grader's extractor.
 
     Raises:
-        ValueError: the reason, without naming the row: no answer at all, not text or a number, or no such marker in it.
+        ValueError: the reason, without the row: no answer, neither text nor a number, or no marker of the format.
     """
     text = _as_text(value)
     answer = gold_answer(text, answer_format)
@@ -33,7 +35,7 @@ def extract_answer(value: Any, answer_format: AnswerFormat, gold_answer: GoldAns
         marker = "'#### ' and an answer on the last line" if answer_format == "gsm8k" else "complete '\\boxed{...}'"
         raise ValueError(f"has no {marker}: {_shortened(text)!r}")
     if not answer.strip():
-        raise ValueError(f"has nothing where its answer should be: {_shortened(text)!r}")
+        raise ValueError(f"has an empty answer: {_shortened(text)!r}")
     return answer.strip()
 
 

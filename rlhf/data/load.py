@@ -1,7 +1,7 @@
-"""Data sets -> `Prompt`: pick the columns, take out the ground truth, render, tokenize, leave out what is too long.
+"""Data sets -> `Prompt`: choose columns, extract the answer, render, tokenize, leave out prompts that are too long.
 
-Everything here happens once, before any model is loaded, and needs only the tokenizer. Nothing is skipped in silence:
-a row that cannot be used is an error that names it, a prompt that is too long is counted.
+This happens once, before any model is loaded, and needs only the tokenizer. Nothing is skipped silently: a row that
+cannot be used is an error that names it, and prompts that are too long are counted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LoadedPrompts:
 
     Attributes:
         prompts: by source; ids are `source/row`, rows counted from 1.
-        dropped_too_long: by source, how many rows were left out because they have more than `max_prompt_tokens`.
-        rows_per_epoch: by source, how many prompts an epoch takes of it (all, unless weights or row counts mix them).
+        dropped_too_long: by source, the number of rows left out because they have more than `max_prompt_tokens`.
+        rows_per_epoch: by source, the number of its prompts in an epoch; all, unless weights or row counts are set.
     """
 
     prompts: dict[str, list[Prompt]]
@@ -68,36 +68,36 @@ def load_prompts(
         if which == "eval":
             rows = rows[: source.rows or config.eval_rows]
         all_prompts = _make_prompts(config, source, rows, tokenizer, gold_answer, key)
-        kept = [prompt for prompt in all_prompts if len(prompt.token_ids) <= max_prompt_tokens]
-        if not kept:
+        short_prompts = [prompt for prompt in all_prompts if len(prompt.token_ids) <= max_prompt_tokens]
+        if not short_prompts:
             shortest = min(len(prompt.token_ids) for prompt in all_prompts)
             raise ValueError(
                 f"{key}={source.path}: all {len(rows)} prompts are too long: the shortest has {shortest} tokens, the "
                 f"limit is {max_prompt_tokens}. Raise data.max_prompt_tokens to at least {shortest}, if the model's "
-                "context leaves that beside rollout.max_response_tokens."
+                "context has room for that and rollout.max_response_tokens."
             )
-        prompts[source.label] = kept
-        dropped[source.label] = len(all_prompts) - len(kept)
+        prompts[source.label] = short_prompts
+        dropped[source.label] = len(all_prompts) - len(short_prompts)
     return LoadedPrompts(prompts, dropped, rows_per_epoch(sources, prompts))
 
 
 def leave_out(
     config: DataConfig, which: Literal["train", "eval"], loaded: LoadedPrompts, ids: set[str]
 ) -> LoadedPrompts:
-    """The same without the prompts of these ids, the mix of an epoch reckoned anew.
+    """The same without the prompts of these ids; the mix of an epoch is computed again.
 
     Raises:
-        ValueError: nothing is left of a source.
+        ValueError: a source has no prompt left.
     """
-    kept = {source: [p for p in prompts if p.id not in ids] for source, prompts in loaded.prompts.items()}
-    for source, prompts in kept.items():
+    remaining = {source: [p for p in prompts if p.id not in ids] for source, prompts in loaded.prompts.items()}
+    for source, prompts in remaining.items():
         if not prompts:
-            raise ValueError(f"data.{which}: nothing is left of {source} after leaving out rows. Remove the source.")
-    return LoadedPrompts(kept, loaded.dropped_too_long, rows_per_epoch(config_sources(config, which), kept))
+            raise ValueError(f"data.{which}: no row of {source} is left after leaving out bad rows. Remove the source.")
+    return LoadedPrompts(remaining, loaded.dropped_too_long, rows_per_epoch(config_sources(config, which), remaining))
 
 
 def show_prompt(prompt: Prompt, tokenizer: Any) -> str:
-    """A prompt as the model is given it, special tokens included, and the answer it is graded against."""
+    """A prompt as the model sees it, with special tokens, and the answer that responses are compared with."""
     text = tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return f"prompt {prompt.id} ({len(prompt.token_ids)} tokens):\n{text}\nanswer: {prompt.answer or 'none'}"
 
@@ -108,7 +108,7 @@ def first_prompt(loaded: LoadedPrompts) -> Prompt:
 
 
 def rows_per_epoch(sources: Sequence[SourceConfig], prompts: dict[str, list[Prompt]]) -> dict[str, int]:
-    """Prompts that an epoch takes of each source: by weight as many as the scarcest allows, by row count, or all."""
+    """Prompts of each source in an epoch: by weight, as many as the scarcest source allows; by row count; or all."""
     sizes = {source.label: len(prompts[source.label]) for source in sources}
     weights = {source.label: source.weight for source in sources if source.weight is not None}
     if weights:
@@ -138,7 +138,7 @@ def _make_prompts(
         if not len(ids):
             raise ValueError(
                 f"{key}: row {row.number} of {source.path} has no token: the tokenizer knows none of its characters. "
-                "Remove the row, or use the tokenizer that belongs to the data."
+                "Remove the row, or use a tokenizer for this data."
             )
     return [
         Prompt(f"{source.label}/{row.number}", 0, ids, conversation, answer, source.label, row.columns)
@@ -149,7 +149,7 @@ def _make_prompts(
 def _pick_column(
     explicit: str | None, usual: tuple[str, ...], columns: list[str], source: SourceConfig, key: str
 ) -> str:
-    """The column that the config names, or the first usual one there is, in upper or lower case."""
+    """The column that the config names, or the first usual one that exists, in upper or lower case."""
     if explicit is not None:
         if explicit in columns or explicit.split(".")[0] in columns:
             return explicit
@@ -167,7 +167,7 @@ def _pick_column(
 
 
 def _column_value(columns: dict[str, Any], column: str) -> Any:
-    """The value of a column, of `a.b` in a nested one; None where it is missing."""
+    """The value of a column, or of `a.b` in a nested one; None if it is missing."""
     if column in columns:
         return columns[column]
     value: Any = columns
@@ -200,7 +200,7 @@ def _read_answers(
 
 
 def _read_messages(config: DataConfig, row: Row, column: str, where: str) -> Messages:
-    """The prompt as messages: text becomes one of the user's; the config's system prompt and suffix are added."""
+    """The prompt as messages: a text becomes a user message; the config's system prompt and suffix are added."""
     value = _column_value(row.columns, column)
     match value:
         case None:
@@ -216,7 +216,7 @@ def _read_messages(config: DataConfig, row: Row, column: str, where: str) -> Mes
             )
     if messages[-1]["role"] == "assistant":
         raise ValueError(
-            f"{where}: the last message of `{column}` is the assistant's, so no response is asked for. Remove it."
+            f"{where}: the last message of `{column}` is the assistant's, so there is nothing to answer. Remove it."
         )
     if not messages[-1]["content"].strip():
         raise ValueError(f"{where} has no prompt: `{column}` is empty. Correct or remove the row.")

@@ -1,6 +1,6 @@
-"""Whether the models of a run can be trained as it says, from their config.json: for start-up, --plan and doctor.
+"""Checks of a run's models from their config.json, for the start of a run, --plan and the doctor.
 
-A hub name whose config.json is not in the cache is checked when it is loaded.
+A hub model whose config.json is not in the cache is checked when it is loaded.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rlhf.data.model_files import attention_window, local_model_config, looks_lo
 
 
 def check_models(config: GRPOConfig, *, trains: bool = True) -> None:
-    """Refuse models that are not there, or cannot be trained on what the config allows.
+    """Refuse models that do not exist, or that cannot be trained on sequences as long as the config allows.
 
     Args:
-        trains: False where engines alone compute, as in an evaluation.
+        trains: False for engines alone, as in an evaluation.
 
     Raises:
         ValueError: one line for each problem, with the key of the path.
@@ -31,7 +31,7 @@ def check_models(config: GRPOConfig, *, trains: bool = True) -> None:
 
 
 def check_folder(path: str, *, key: str = "model.path") -> None:
-    """Refuse a local model path that holds no model.
+    """Refuse a local path that is not a model folder.
 
     Raises:
         ValueError: no such folder, or no config.json in it.
@@ -46,10 +46,10 @@ def check_folder(path: str, *, key: str = "model.path") -> None:
 
 
 def model_problems(config: GRPOConfig, *, trains: bool = True, policy: Mapping[str, Any] | None = None) -> list[str]:
-    """Every reason why the run will be refused.
+    """All reasons to refuse the run.
 
     Args:
-        policy: config.json of model.path, where it is not to be looked up.
+        policy: config.json of model.path; None to read it from there.
     """
     policy = local_model_config(config.model.path) if policy is None else policy
     problems = [_context_problem(config, policy or {})]
@@ -73,18 +73,18 @@ def check_pairs_window(config: RewardTrainingConfig) -> None:
         raise ValueError(problem)
 
 
-def _asked(config: GRPOConfig) -> str:
+def _sequence_keys(config: GRPOConfig) -> str:
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     return f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
 
 
 def _longest(role: Role, config: GRPOConfig, model: Mapping[str, Any]) -> tuple[int, str]:
-    """Tokens of the longest sequence that a role may be given, and the keys that say so."""
+    """Tokens of the longest sequence that a role may compute, and the keys that set it."""
     if role.name == REWARD_MODEL and config.reward_model is not None:
         longest = config.reward_model.max_tokens_per_batch
-        held = min(longest, model.get("max_position_embeddings", longest))  # longer ones are not scored
-        return held, f"reward_model.max_tokens_per_batch={longest}"
-    return config.max_sequence_tokens, _asked(config)
+        scored = min(longest, model.get("max_position_embeddings", longest))  # longer sequences are not scored
+        return scored, f"reward_model.max_tokens_per_batch={longest}"
+    return config.max_sequence_tokens, _sequence_keys(config)
 
 
 def _context_problem(config: GRPOConfig, model: Mapping[str, Any]) -> str:
@@ -92,27 +92,27 @@ def _context_problem(config: GRPOConfig, model: Mapping[str, Any]) -> str:
     if context is None or config.max_sequence_tokens <= context:
         return ""
     return (
-        f"{_asked(config)}: {config.max_sequence_tokens} tokens exceed the context of model.path={config.model.path}, "
-        f"which is {context}. Shorten one of them."
+        f"{_sequence_keys(config)}: {config.max_sequence_tokens} tokens exceed the context of model.path="
+        f"{config.model.path}, which is {context}. Shorten one of them."
     )
 
 
-def _window_problem(key: str, path: str, model: Mapping[str, Any] | None, longest: int, asked: str) -> str:
+def _window_problem(key: str, path: str, model: Mapping[str, Any] | None, longest: int, keys: str) -> str:
     window = attention_window(model or {})
     if window is None or longest <= window:
         return ""
     return (
         f"{key}={path}: some layers attend to the last {window} tokens alone (a sliding window), which the learner "
-        f"does not compute, and {asked} allows sequences of {longest}. Use a model without a window, such as Qwen2, "
+        f"does not support, and {keys} allows sequences of {longest}. Use a model without a window, such as Qwen2, "
         f"Qwen3 or Llama, or allow at most {window} tokens."
     )
 
 
 def _vocabulary_problem(role: Role, config: GRPOConfig, critic: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
-    ours, theirs = critic.get("vocab_size"), policy.get("vocab_size")
-    if ours is None or theirs is None or ours >= theirs:
+    critic_size, policy_size = critic.get("vocab_size"), policy.get("vocab_size")
+    if critic_size is None or policy_size is None or critic_size >= policy_size:
         return ""
     return (
-        f"{role.model_key}={role.model}: its vocabulary of {ours} tokens is smaller than the {theirs} of "
+        f"{role.model_key}={role.model}: its vocabulary of {critic_size} tokens is smaller than the {policy_size} of "
         f"model.path={config.model.path}, whose token ids it reads. Start it from a model with the same tokenizer."
     )

@@ -1,4 +1,4 @@
-"""What a model folder says of itself before any weight is loaded: its config.json, its windows, its tokenizer."""
+"""Facts about a model before its weights are loaded: config.json, attention window, tokenizer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OFF_BY_DEFAULT = ("qwen", "smollm3")  # model types whose sliding_window counts 
 
 
 def looks_local(path: str) -> bool:
-    """Whether a model or data path means this machine rather than the hub."""
+    """Whether a model or data path is local; otherwise it is the name of a hub repository."""
     return path.startswith(("/", ".", "~")) or Path(path).exists() or path.count("/") > 1
 
 
 def local_model_config(path: str) -> dict[str, Any] | None:
-    """config.json of a local model or of one in the hub's cache; None where it is not at hand."""
+    """config.json of a local model or of a model in the hub's cache; None if it is in neither."""
     file = Path(path).expanduser() / "config.json"
     if not file.is_file() and not looks_local(path):
         file = _cached_config(path)
@@ -31,12 +31,14 @@ def local_model_config(path: str) -> dict[str, Any] | None:
     try:
         config: dict[str, Any] = json.loads(file.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"model.path={path}: {file} is not JSON ({error}). Fetch or save the model anew.") from None
+        raise ValueError(
+            f"model.path={path}: {file} is not JSON ({error}). Download or save the model again."
+        ) from None
     return config
 
 
 def _cached_config(name: str) -> Path:
-    """Where the hub's cache has config.json of a model, if anywhere; the hub's own look-up imports an HTTP client."""
+    """Where config.json of a model is in the hub's cache, if it is; the hub's own look-up imports an HTTP client."""
     from huggingface_hub import constants
 
     repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
@@ -46,26 +48,26 @@ def _cached_config(name: str) -> Path:
 
 
 def attention_window(model: Mapping[str, Any]) -> int | None:
-    """How many tokens some layer of a model attends to, from its config.json; None where all layers see everything."""
+    """The smallest attention window of a model's layers, tokens; None if all layers attend to the whole sequence."""
     text = model.get("text_config") or model
-    kind = str(text.get("model_type"))
+    model_type = str(text.get("model_type"))
     windows = {name: text.get(key) for name, key in WINDOW_OF_LAYERS.items()}
     if "sliding_window" not in text:
-        windows["sliding_attention"] = WINDOW_DEFAULT.get(kind)
-    if not text.get("use_sliding_window", not kind.startswith(OFF_BY_DEFAULT)):
+        windows["sliding_attention"] = WINDOW_DEFAULT.get(model_type)
+    if not text.get("use_sliding_window", not model_type.startswith(OFF_BY_DEFAULT)):
         windows["sliding_attention"] = None
     layers = text.get("layer_types")
     if layers is None:
-        full = kind in ("qwen2", "qwen3") and text.get("max_window_layers", 0) >= text.get("num_hidden_layers", 1)
+        full = model_type in ("qwen2", "qwen3") and text.get("max_window_layers", 0) >= text.get("num_hidden_layers", 1)
         layers = [] if full else ["sliding_attention"]
     return min((window for name in set(layers) if (window := windows.get(name)) is not None), default=None)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """The model's tokenizer.
+    """Load the model's tokenizer.
 
     Raises:
-        ValueError: it cannot be loaded, from the folder or from the hub.
+        ValueError: neither the folder nor the hub has it.
     """
     from transformers import AutoTokenizer
 
@@ -80,17 +82,17 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 
 def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:
-    """The id of rollout.truncate_token; None without one.
+    """The id of rollout.truncate_token; None if it is not set.
 
     Raises:
-        ValueError: the tokenizer makes none or several tokens of it.
+        ValueError: the tokenizer does not encode it as one token.
     """
     if rollout.truncate_token is None:
         return None
     ids = tokenizer.encode(rollout.truncate_token, add_special_tokens=False)
     if len(ids) != 1:
         raise ValueError(
-            f"rollout.truncate_token={rollout.truncate_token!r}: the model's tokenizer makes {len(ids)} tokens of it. "
+            f"rollout.truncate_token={rollout.truncate_token!r}: the tokenizer encodes it as {len(ids)} tokens. "
             "Name one token, or use rollout.stop for a string."
         )
     return int(ids[0])

@@ -1,10 +1,10 @@
-"""The order in which prompts are trained on: seeded, the same on every machine, resumable from one number.
+"""The order of training prompts: seeded, the same on every machine, resumable from one number.
 
     epoch 0: permutation(seed, 0) | epoch 1: permutation(seed, 1) | ...
              0 1 2 ... E-1        | E E+1 ...                     |      `drawn` counts along this line
 
-The whole position is `drawn`, so any earlier state can be restored as well. Permutations come from raw PCG64 output,
-which numpy promises never to change, unlike its shuffles.
+The position is `drawn` alone, so any earlier state can be restored. Permutations come from raw PCG64 output, which
+numpy promises never to change; it does not promise this for its shuffles.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rlhf.types import Prompt
 
 
 class PromptStream:
-    """An endless stream of prompts: each epoch a permutation of its own, none twice and none left out in an epoch.
+    """An endless stream of prompts: each epoch is a new permutation in which every prompt occurs once.
 
     Args:
-        prompts: by source; the mapping's order does not matter.
-        rows_per_epoch: prompts that an epoch takes of each source, drawn anew each epoch; all where it is not named.
+        prompts: by source; the order of the mapping does not matter.
+        rows_per_epoch: prompts of each source in an epoch, drawn anew each epoch; all for a source that is missing.
         seed: at least 0.
     """
 
@@ -62,16 +62,16 @@ class PromptStream:
         return self._drawn / self.epoch_size
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, on into the next epochs; each carries the epoch that it was drawn in."""
+        """The next `count` prompts, across epochs; each has the number of its epoch."""
         taken = []
         for position in range(self._drawn, self._drawn + count):
-            epoch, place = divmod(position, self.epoch_size)
-            taken.append(replace(self._flat[self._epoch_order(epoch)[place]], epoch=epoch))
+            epoch, index = divmod(position, self.epoch_size)
+            taken.append(replace(self._flat[self._epoch_order(epoch)[index]], epoch=epoch))
         self._drawn += count
         return taken
 
     def state(self) -> dict[str, Any]:
-        """JSON values from which `restore` goes on with the very next prompt."""
+        """JSON values from which `restore` continues with the next prompt."""
         return {
             "drawn": self._drawn,
             "seed": self._seed,
@@ -86,15 +86,15 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Continue where `state` was taken.
 
         Raises:
             ValueError: the prompts, the mix or the seed are not those that the state was saved with.
         """
         if state["seed"] != self._seed:
             raise ValueError(
-                f"run.seed={self._seed}: the run was started with {state['seed']}, and another seed is another order "
-                f"of the data. Resume with run.seed={state['seed']}, or start a new run."
+                f"run.seed={self._seed}: the run was started with {state['seed']}, and the seed sets the order of the "
+                f"data. Resume with run.seed={state['seed']}, or start a new run."
             )
         saved, present = state["sources"], self.state()["sources"]
         if sorted(saved) != sorted(present):
@@ -120,15 +120,15 @@ class PromptStream:
         return fingerprints
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        """[epoch_size] indices into all prompts, in the order of this epoch."""
+        """[epoch_size] indices into all prompts, in the order of the epoch."""
         if self._order_epoch != epoch:
             bits = np.random.PCG64([self._seed, epoch])
-            chosen, offset = [], 0
+            drawn_rows, offset = [], 0
             for source, prompts in self._prompts.items():
-                chosen.append(offset + _permutation(bits, len(prompts))[: self._rows_per_epoch[source]])
+                drawn_rows.append(offset + _permutation(bits, len(prompts))[: self._rows_per_epoch[source]])
                 offset += len(prompts)
-            together = np.concatenate(chosen)
-            self._order = together[_permutation(bits, len(together))]
+            all_rows = np.concatenate(drawn_rows)
+            self._order = all_rows[_permutation(bits, len(all_rows))]
             self._order_epoch = epoch
         return self._order
 
@@ -138,7 +138,7 @@ def _permutation(bits: np.random.PCG64, size: int) -> np.ndarray:
 
 
 def _check_unchanged(source: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raise where a source differs from the one that a state was saved with."""
+    """Raise if a source differs from the one in the saved state."""
     remedy = (
         "Resume with the data and settings of the run's config.yaml, or start a new run from the checkpoint's model."
     )
@@ -151,7 +151,7 @@ def _check_unchanged(source: str, saved: Mapping[str, Any], present: Mapping[str
         raise ValueError(
             f"data.train: source {source} still has {present['rows']} rows, but their prompts or answers changed "
             f"(fingerprint {saved['fingerprint']} when the run was saved, {present['fingerprint']} now): the file, "
-            f"its columns, data.template or the tokenizer is another. {remedy}"
+            f"its columns, data.template or the tokenizer changed. {remedy}"
         )
     if saved["rows_per_epoch"] != present["rows_per_epoch"]:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Rows of a data set, from a local file or folder or from the hub, each with the number that messages call it by.
+"""Rows of a data set, from a local file, a local folder or the hub, each with its number for messages.
 
-Rows are counted from 1; in a .jsonl file a row's number is its line's, blank lines included.
+Rows are counted from 1; in a .jsonl file the number of a row is its line number, blank lines included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
 
 def source_key(config: DataConfig, which: str, index: int) -> str:
-    """The config key of a source: `data.train`, or `data.train.1` where there are several."""
+    """The config key of a source: `data.train`, or `data.train.1` if there are several."""
     return f"data.{which}" if len(config_sources(config, which)) == 1 else f"data.{which}.{index}"
 
 
@@ -30,7 +30,7 @@ def config_sources(config: DataConfig, which: str) -> tuple[SourceConfig, ...]:
 
 
 def check_sources(config: DataConfig) -> None:
-    """Check what can be known about the data without reading it: that local files are there and can be read.
+    """Check the data without reading it: local files exist and have a known format.
 
     Raises:
         ValueError: the key, the path, the reason and the remedy.
@@ -57,7 +57,7 @@ def check_source(source: SourceConfig, key: str) -> None:
 
 
 def local_path(source: SourceConfig) -> Path | None:
-    """The file or folder that a source names; None where it can only be the name of a hub data set."""
+    """The file or folder that a source names; None for the name of a hub data set."""
     path = Path(source.path).expanduser()
     return path if path.suffix in FILE_SUFFIXES or looks_local(source.path) else None
 
@@ -83,7 +83,7 @@ def read_rows(source: SourceConfig, which: str, key: str) -> list[Row]:
 
 
 def _read_json(source: SourceConfig, path: Path, key: str) -> list[Row]:
-    """JSON lines, or one list of objects; a .json file may be either."""
+    """Read JSON lines or one list of objects; a .json file may be either."""
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
     if path.suffix == ".json" and content.lstrip().startswith(b"["):
         rows = list(enumerate(_parse(content, f"{key}: {source.path}", first_line=1), start=1))
@@ -111,8 +111,8 @@ def _parse(content: bytes, where: str, *, first_line: int) -> Any:
             f"{where} is not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8."
         ) from error
     except json.JSONDecodeError as error:
-        place = f"line {first_line + error.lineno - 1}, column {error.colno}"
-        raise ValueError(f"{where} is not JSON ({error.msg}, {place}). Correct or remove it.") from error
+        position = f"line {first_line + error.lineno - 1}, column {error.colno}"
+        raise ValueError(f"{where} is not JSON ({error.msg}, {position}). Correct or remove it.") from error
 
 
 def _read_parquet(source: SourceConfig, path: Path, key: str) -> list[Row]:
@@ -139,12 +139,12 @@ def _read_dataset(source: SourceConfig, folder: Path | None, split: str, key: st
         else:
             table = datasets.load_dataset(str(folder or source.path), source.name, split=split)
         return [Row(number, dict(columns)) for number, columns in enumerate(table, start=1)]
-    except Exception as error:  # the hub's client and the file readers raise whatever their libraries raise
+    except Exception as error:  # the hub's client and the file readers raise many types
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         remedy = (
             f"Check that the folder holds .jsonl, .json or .parquet files with a split {split!r}, or set `split`."
             if folder
-            else f"No file of that name is here either. Check the name, its configuration (`name`: {source.name}) and "
+            else f"There is no such local file either. Check the name, its configuration (`name`: {source.name}) and "
             f"its split ({split}), or, without a network, name a local .jsonl or .parquet file."
         )
         what = "the folder could not be loaded" if folder else "the hub did not give this data set"

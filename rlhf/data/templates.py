@@ -1,7 +1,7 @@
 """Messages -> prompt tokens: the tokenizer's own chat template, a named one, or plain text.
 
-A chat template says by itself whether a sequence begins with bos, so no special token is added to what it renders.
-Plain text (`raw`, `qa`) begins with bos where the tokenizer puts one before plain text.
+A chat template itself writes bos if its model needs it, so no special token is added to the rendered text. Plain text
+(`raw`, `qa`) begins with bos if the tokenizer adds one to plain text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from rlhf.config.data import TemplateName
 
 ROLES = ("system", "user", "assistant")
-ROWS_PER_BATCH = 1024  # enough for the tokenizer's threads, little memory
+ROWS_PER_BATCH = 1024  # keeps the tokenizer's threads busy with little memory
 
 CHATML = (
     "{% for message in messages %}"
@@ -38,10 +38,10 @@ CHAT_TEMPLATES = {"chatml": CHATML, "qwen-math": QWEN_MATH, "tulu": TULU}
 
 
 def render(messages: Sequence[dict[str, str]], template: TemplateName, tokenizer: Any) -> str:
-    """The text of a prompt, up to where the response begins.
+    """The text of a prompt, up to the start of the response.
 
-    `raw` joins the messages' contents with a blank line; `qa` frames the user's as questions and the assistant's as
-    answers.
+    `raw` joins the contents of the messages with blank lines; `qa` marks user messages as questions and assistant
+    messages as answers.
 
     Raises:
         ValueError: the model has no chat template, or its template refuses these messages.
@@ -63,7 +63,7 @@ def render(messages: Sequence[dict[str, str]], template: TemplateName, tokenizer
         return tokenizer.apply_chat_template(
             list(messages), chat_template=CHAT_TEMPLATES.get(template), add_generation_prompt=True, tokenize=False
         )
-    except TemplateError as error:  # templates raise this themselves, for a role that their model does not know
+    except TemplateError as error:  # templates raise it for a role that their model does not have
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(
             f"data.template={template}: the chat template refuses messages with the roles {roles} ({error}). "

@@ -1,9 +1,9 @@
-"""Program: will this run start, fit and be right here? Checks and times, one line each.
+"""Program: checks whether a run will start, fit and compute correctly on this machine or cluster, one line per check.
 
     python -m rlhf.doctor [--config FILE ...] [--program ppo] [--json] [section.key=value ...]
 
-Without --config it examines a tiny model that it makes on the spot. With one it starts that run's engines and learners,
-where the run would (RAY_ADDRESS, cluster.ray_address), and ends them. The exit status is 1 if anything failed.
+Without --config it makes and examines a tiny model. With --config it starts the engines and learners of that run, where
+the run would start them (RAY_ADDRESS, cluster.ray_address), and ends them. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rlhf.doctor import grading, machine, nodes, stack
 from rlhf.doctor.examination import Check, Patient, Result, examine_all, lines
 from rlhf.plan import GPU, local_resources
 
-DESCRIPTION = "Will this run start, fit and be right here? Checks and times; exit status 1 if anything failed."
+DESCRIPTION = "Check whether a run will start, fit and compute correctly here; exit status 1 if a check failed."
 
 _HANGS = "a process hangs: `ray stack`, or py-spy on the actors, shows where"
 
 
 def checks(config: GRPOConfig) -> tuple[Check, ...]:
-    """All of them, in order: what needs nothing comes first."""
+    """All checks in order; those that need no others come first."""
     wait_s = config.cluster.start_deadline_s
     same_network = "are the ports between the nodes open in both directions, and RAY_AUTH_TOKEN the same?"
-    start = "its message names the part; cluster.start_deadline_s is its bound"
-    canary = "do not train on this: an engine computes another model than the learner, or keeps old weights"
+    start = "the message names the part; raise cluster.start_deadline_s if it only needs more time"
+    canary = "do not train on this: an engine computes with another model than the learner, or with old weights"
     return (
         Check("versions", machine.check_versions, 60.0, "make setup"),
         Check("disk", machine.check_disk, 60.0, "a file system of run.dir hangs: is a network mount gone?"),
@@ -54,21 +54,21 @@ def checks(config: GRPOConfig) -> tuple[Check, ...]:
 
 @contextmanager
 def tiny_run() -> Iterator[list[str]]:
-    """Arguments for a run of a tiny model that exists for as long as this context."""
+    """Command-line arguments for a run of a tiny model, which exists within this context."""
     with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:
-        made = Path(folder) / "quickstart"
-        quickstart = [sys.executable, "-m", "rlhf.quickstart", "--output", str(made), "--warmup-steps", "0"]
-        subprocess.run(quickstart, check=True, stdout=subprocess.DEVNULL)
-        there = local_resources()
-        gpus = int(there[GPU])
-        cluster = {"device": "cpu", "learners": min(2, int(there["CPU"]))}
+        quickstart = Path(folder) / "quickstart"
+        command = [sys.executable, "-m", "rlhf.quickstart", "--output", str(quickstart), "--warmup-steps", "0"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        resources = local_resources()
+        gpus = int(resources[GPU])
+        cluster = {"device": "cpu", "learners": min(2, int(resources["CPU"]))}
         if gpus:
             placement = "separate" if gpus > 1 else "colocated"
             cluster = {"device": "cuda", "placement": placement, "learners": min(2, max(1, gpus - 1))}
         config = {
             "run": {"dir": str(Path(folder) / "run"), "steps": 1},
-            "model": {"path": str(made / "model"), "dtype": "bfloat16" if gpus else "float32"},
-            "data": {"train": str(made / "test.jsonl"), "max_prompt_tokens": 64},
+            "model": {"path": str(quickstart / "model"), "dtype": "bfloat16" if gpus else "float32"},
+            "data": {"train": str(quickstart / "test.jsonl"), "max_prompt_tokens": 64},
             "reward": ["math"],
             "rollout": {
                 "prompts_per_step": 4, "samples_per_prompt": 4, "max_response_tokens": 64,
@@ -85,17 +85,17 @@ def tiny_run() -> Iterator[list[str]]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     cli.program_flag(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON array instead of lines")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON array")
 
 
 async def diagnose(config: GRPOConfig, *, as_json: bool) -> list[Result]:
-    """All findings about a config; as lines, each is printed when it is there."""
+    """The results of all checks; unless they are printed as JSON at the end, each is printed at once."""
 
-    def tell(result: Result) -> None:
+    def report(result: Result) -> None:
         if not as_json:
             print("\n".join(lines(result)), flush=True)
 
-    return await examine_all(checks(config), Patient(config), tell)
+    return await examine_all(checks(config), Patient(config), report)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a check is, and how a list of them is gone through: each with a deadline, none hiding another."""
+"""The check runner: every check has a deadline, and a failed check does not stop the next ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found; `remedy` says what to do about a warning or a failure."""
+    """The result of a check; `remedy` says what to do about a warning or a failure."""
 
     status: Status
     text: str
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """A finding with the check it is of and the seconds that it took."""
+    """A finding with the name of its check and the seconds that the check took."""
 
     name: str
     status: Status
@@ -42,7 +42,7 @@ class Result:
 
 @dataclass
 class Patient:
-    """The run that is examined, and what earlier checks leave for later ones; None where they failed."""
+    """The run that is examined, and results of checks that later checks use; None if they failed."""
 
     config: GRPOConfig
     prompts: list[Prompt] | None = None  # the first of each source, tokenized
@@ -52,7 +52,7 @@ class Patient:
 
 
 class NotCheckedError(Exception):
-    """A check needs what an earlier one did not find; the message says which."""
+    """A check cannot run because an earlier one failed; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Check:
     """One line of the doctor's report.
 
     Attributes:
-        run: looks at the patient; an exception is a failure with its message.
-        remedy: what to do when it raises or does not answer in time.
+        run: examines the patient; an exception counts as a failure, with its message.
+        remedy: what to do if it raises an exception or exceeds its deadline.
     """
 
     name: str
@@ -71,14 +71,14 @@ class Check:
 
 
 async def examine(check: Check, patient: Patient) -> Result:
-    """Run one check to its finding, an error of its own or its deadline."""
+    """Run one check until it returns, fails or exceeds its deadline."""
     began = time.monotonic()
     try:
         async with asyncio.timeout(check.deadline_s) as limit:
             finding = await check.run(patient)
     except NotCheckedError as reason:
         finding = Finding("warn", f"not checked: {reason}")
-    except Exception as error:  # whatever breaks one check is its finding, and the others still run
+    except Exception as error:  # any error of a check is its result; the other checks still run
         if isinstance(error, TimeoutError) and limit.expired():
             finding = Finding("fail", f"no answer within {check.deadline_s:.0f} s", check.remedy)
         else:
@@ -87,18 +87,18 @@ async def examine(check: Check, patient: Patient) -> Result:
     return Result(check.name, finding.status, finding.text, finding.remedy, round(time.monotonic() - began, 2))
 
 
-async def examine_all(checks: Sequence[Check], patient: Patient, tell: Callable[[Result], None]) -> list[Result]:
-    """Run the checks in order; each result is told as soon as it is there."""
+async def examine_all(checks: Sequence[Check], patient: Patient, report: Callable[[Result], None]) -> list[Result]:
+    """Run the checks in order; each result is reported at once."""
     results = []
     async with patient.at_end:
         for check in checks:
             results.append(await examine(check, patient))
-            tell(results[-1])
+            report(results[-1])
     return results
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Call what blocks without blocking the deadlines; a thread that never ends does not keep the program."""
+    """Call a blocking function in a thread, so that deadlines hold; a thread that hangs does not keep the program."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -108,12 +108,12 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
     def work() -> None:
         try:
-            found = function(*arguments)
+            value = function(*arguments)
         except BaseException as error:
             outcome: tuple[Callable[[Any], None], Any] = (future.set_exception, error)
         else:
-            outcome = (future.set_result, found)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            outcome = (future.set_result, value)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the value
             loop.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=work, daemon=True).start()
@@ -121,7 +121,7 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def lines(result: Result) -> Iterator[str]:
-    """`ok    versions     20 packages ...   0.1 s`, and below it the remedy where there is one."""
+    """`ok    versions     20 packages ...  [0.1 s]`, and the remedy on a line below."""
     status = result.status if result.status != "fail" else "FAIL"
     first, *rest = result.text.splitlines() or [""]
     yield f"{status:<5} {result.name:<11} {first}  [{result.seconds:.1f} s]"

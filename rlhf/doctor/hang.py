@@ -1,4 +1,4 @@
-"""The grader that never answers, which the doctor has killed to see that it can be."""
+"""A reward function that never returns: the doctor checks that it is killed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Checks of the nodes: each answers, all have the same installed, and there are the GPUs that the config asks for.
+"""Checks of the nodes: each answers, all have the same packages, and they have the GPUs that the config asks for.
 
-    python -m rlhf.doctor.nodes ADDRESS SECONDS        what every node of that Ray cluster says, as JSON
+    python -m rlhf.doctor.nodes ADDRESS SECONDS        describe every node of that Ray cluster, as JSON
 
-The cluster is asked by a process of its own, which can be ended when Ray does not answer.
+A process of its own asks the cluster, so that it can be killed if Ray does not answer.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from rlhf.doctor.examination import Finding, NotCheckedError, Patient, in_thread
 from rlhf.plan import count_gpus, joins_a_cluster
 
 LEFT_ON_PURPOSE = (1, 4)  # Ray's NodeDeathInfo: expected termination, idle node drained by the autoscaler
-ANSWER_S = 60.0  # a node's answer imports nothing heavy
+ANSWER_S = 60.0  # enough, since a node imports nothing heavy for its answer
 DEAD, REPLACED, SILENT = "dead", "replaced", "silent"
 
 
 def describe() -> dict[str, Any]:
-    """What a node says about itself."""
+    """The installed packages and GPUs of the node that this runs on."""
     return {"installed": node_report.report(), "gpus": node_report.gpus()}
 
 
 async def check_nodes(patient: Patient) -> Finding:
-    """Every node answers and has what the driver has; a node that died is named."""
+    """Every node answers and has the driver's versions; nodes that died are named."""
     here = await in_thread(describe)
     patient.nodes = {here["installed"]["node"]: here}
     if not joins_a_cluster(patient.config):
@@ -47,21 +47,21 @@ async def check_nodes(patient: Patient) -> Finding:
     problems += [f"node {name} does not answer: {answer[SILENT]}" for name, answer in asked.items() if SILENT in answer]
     problems += node_report.differences([driver, *installed])
     if problems:
-        remedy = "start Ray on dead nodes again; install the package everywhere from one checkout (make setup-gpu)"
+        remedy = "start Ray again on dead nodes; install the package on all nodes from one checkout (make setup-gpu)"
         return Finding("fail", "\n".join(problems), remedy)
-    found = f"{len(installed)} node(s) at {address}, all with rlhf {driver['rlhf']} and ray {driver['ray']}"
+    text = f"{len(installed)} node(s) at {address}, all with rlhf {driver['rlhf']} and ray {driver['ray']}"
     if lost := [f"node {name} died: {answer[REPLACED]}" for name, answer in asked.items() if REPLACED in answer]:
         return Finding(
-            "warn", "\n".join([found, *lost]), "another node is at its address; if it took its place, all is well"
+            "warn", "\n".join([text, *lost]), "another node has its address now; if it is the replacement, all is well"
         )
-    return Finding("ok", found)
+    return Finding("ok", text)
 
 
 async def _ask(address: str) -> dict[str, dict[str, Any]]:
-    """What every node of a cluster says; ends the asking process with this call.
+    """The answer of every node of a cluster; the process that asks ends with this call.
 
     Raises:
-        RuntimeError: no cluster is reached; the last line of Ray's message.
+        RuntimeError: the cluster is not reached; with the last line of Ray's message.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rlhf.doctor.nodes", address, str(ANSWER_S),
@@ -76,23 +76,23 @@ async def _ask(address: str) -> dict[str, dict[str, Any]]:
     if process.returncode:
         reason = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
         raise RuntimeError(f"Ray at {address} is not reached: {reason}")
-    found: dict[str, dict[str, Any]] = json.loads(output.splitlines()[-1])
-    return found
+    answers: dict[str, dict[str, Any]] = json.loads(output.splitlines()[-1])
+    return answers
 
 
 async def check_gpus(patient: Patient) -> Finding:
-    """GPUs and drivers of all nodes, against what the config asks for."""
+    """The nodes have as many GPUs as the config asks for, with one driver version."""
     if patient.nodes is None:
         raise NotCheckedError("the nodes did not answer")
     by_node = {name: node["gpus"] for name, node in patient.nodes.items()}
-    there = sum(len(gpus) for gpus in by_node.values())
+    gpu_count = sum(len(gpus) for gpus in by_node.values())
     if patient.config.cluster.device == "cpu":
-        return Finding("ok", f"cluster.device=cpu: none needed, {there} there")
+        return Finding("ok", f"cluster.device=cpu: none needed, {gpu_count} found")
     need = count_gpus(patient.config.roles())
     listed = "; ".join(f"{name}: {_grouped(gpus)}" for name, gpus in by_node.items())
-    if there < need:
-        remedy = "`nvidia-smi` on each node says what is wrong; or ask for fewer, or use configs/cpu.yaml"
-        return Finding("fail", f"the config asks for {need} GPUs, there are {there} ({listed})", remedy)
+    if gpu_count < need:
+        remedy = "run `nvidia-smi` on each node to see why; or ask for fewer, or use configs/cpu.yaml"
+        return Finding("fail", f"the config asks for {need} GPUs, there are {gpu_count} ({listed})", remedy)
     drivers = {gpu.split(", ")[1] for gpus in by_node.values() for gpu in gpus}
     if len(drivers) > 1:
         return Finding("warn", f"drivers differ: {listed}", "install one driver on all nodes")
@@ -104,18 +104,18 @@ def _grouped(gpus: Sequence[str]) -> str:
 
 
 def died(nodes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By id, the nodes that ended by no intention: `dead`, or `replaced` where another is at their address."""
-    found = {}
+    """By id, the nodes that ended unexpectedly: `dead`, or `replaced` if a live node has their address."""
+    reasons = {}
     for node in nodes:
         if not node["Alive"] and node["DeathReason"] not in LEFT_ON_PURPOSE:
-            here = [other for other in nodes if other["NodeManagerAddress"] == node["NodeManagerAddress"]]
-            kind = REPLACED if any(other["Alive"] for other in here) else DEAD
-            found[node["NodeID"]] = {kind: node["DeathReasonMessage"] or "no reason given"}
-    return found
+            same_address = [other for other in nodes if other["NodeManagerAddress"] == node["NodeManagerAddress"]]
+            kind = REPLACED if any(other["Alive"] for other in same_address) else DEAD
+            reasons[node["NodeID"]] = {kind: node["DeathReasonMessage"] or "no reason given"}
+    return reasons
 
 
 def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:
-    """By name: `describe` of the node; or `silent`, `dead` or `replaced` with the reason."""
+    """By name of the node: the result of `describe`, or `silent`, `dead` or `replaced` with the reason."""
     import ray
 
     from rlhf.cluster.actors import check_address
@@ -126,11 +126,11 @@ def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:
     answers = asyncio.run(node_report.ask_nodes(alive, describe, deadline_s=deadline_s))
     nodes = ray.nodes()  # read after the answers: Ray lists a dead node as alive until it has missed five health checks
     names = node_report.node_names(nodes)
-    found = {names[key]: why for key, why in died(nodes).items()}
+    by_node = {names[key]: why for key, why in died(nodes).items()}
     for key, (answer, problem) in answers.items():
-        found.setdefault(names[key], {SILENT: problem} if problem else answer)
+        by_node.setdefault(names[key], {SILENT: problem} if problem else answer)
     ray.shutdown()
-    return found
+    return by_node
 
 
 if __name__ == "__main__":

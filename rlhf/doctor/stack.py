@@ -1,4 +1,4 @@
-"""Checks of the run's own engines and learners: they start, exchange gradients, take weights and agree."""
+"""Checks of the run's engines and learners: they start, reduce gradients, transfer weights and agree."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rlhf.plan.memory import BYTES
 if TYPE_CHECKING:
     from rlhf.cluster.cluster import Cluster
 
-REDUCED_ELEMENTS = 16 * 2**20  # float32: 64 MiB, what bandwidth and not latency decides
-SLOW_GB_A_SECOND = 5.0  # between GPUs; NVLink and InfiniBand carry many times that, TCP over a wrong interface less
+REDUCED_ELEMENTS = 16 * 2**20  # float32: 64 MiB, enough to measure bandwidth and not latency
+SLOW_GB_PER_SECOND = 5.0  # between GPUs; NVLink and InfiniBand are much faster, TCP over a wrong interface is slower
 SLOW_TRANSFER_S = 30.0
 
 
 async def check_start(patient: Patient) -> Finding:
-    """Ray, engines and learners of the config start; later checks use them."""
+    """Start Ray, engines and learners of the config; later checks use them."""
     from rlhf.cluster.cluster import Cluster
 
     if patient.prompts is None:
@@ -37,23 +37,25 @@ def _started(patient: Patient) -> Cluster:
 
 
 async def check_collective(patient: Patient) -> Finding:
-    """Bandwidth of an all-reduce between the learners: 2 (n - 1) / n x bytes / seconds, as NCCL's tests count it."""
+    """Bandwidth of an all-reduce between the learners: 2 (n - 1) / n x bytes / seconds, as in NCCL's tests."""
     cluster = _started(patient)
     ranks = len(cluster.learners.actors)
     if ranks == 1:
-        return Finding("ok", "one learner: nothing to exchange")
+        return Finding("ok", "one learner: nothing to reduce")
     seconds = max(await cluster.learners.call("time_all_reduce", REDUCED_ELEMENTS))
     size = 4 * REDUCED_ELEMENTS
     speed = 2 * (ranks - 1) / ranks * size / seconds / 1e9
-    found = f"{ranks} learners, all-reduce of {size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {speed:.2f} GB/s"
-    if patient.config.cluster.device == "cuda" and speed < SLOW_GB_A_SECOND:
-        remedy = "the wrong network? NCCL_SOCKET_IFNAME, NCCL_IB_HCA; NCCL_DEBUG=INFO says what it uses"
-        return Finding("warn", found, remedy)
-    return Finding("ok", found)
+    text = f"{ranks} learners, all-reduce of {size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {speed:.2f} GB/s"
+    if patient.config.cluster.device == "cuda" and speed < SLOW_GB_PER_SECOND:
+        remedy = (
+            "check the network: NCCL_DEBUG=INFO prints which one is used, NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose it"
+        )
+        return Finding("warn", text, remedy)
+    return Finding("ok", text)
 
 
 async def check_transfer(patient: Patient) -> Finding:
-    """Time of a weight transfer into all engines, from pause to resume, after one that warms up."""
+    """Seconds of a weight transfer into all engines, from pause to resume; a first transfer warms up."""
     cluster = _started(patient)
     metadata = (await cluster.learners.call("metadata"))[0]
     size = sum(meta.numel * BYTES[meta.dtype] for meta in metadata)
@@ -61,10 +63,10 @@ async def check_transfer(patient: Patient) -> Finding:
     began = time.monotonic()
     await cluster.send_weights(0)
     seconds = time.monotonic() - began
-    found = f"{size / 1e6:,.1f} MB by {cluster.transfer_backend} in {seconds:.2f} s: {size / seconds / 1e9:.3f} GB/s"
+    text = f"{size / 1e6:,.1f} MB by {cluster.transfer_backend} in {seconds:.2f} s: {size / seconds / 1e9:.3f} GB/s"
     if seconds > SLOW_TRANSFER_S:
-        return Finding("warn", found, "every step waits this long: a faster network between learners and engines")
-    return Finding("ok", found)
+        return Finding("warn", text, "every step waits this long: use a faster network between learners and engines")
+    return Finding("ok", text)
 
 
 async def check_agreement(patient: Patient) -> Finding:

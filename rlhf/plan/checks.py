@@ -1,4 +1,4 @@
-"""What is likely wrong with a run that its config alone allows: idle parts, sequences or memory that do not fit."""
+"""Warnings about a config that is valid but likely wrong: idle parts, and sequences or memory that do not fit."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from rlhf.plan.text import counted
 
 
 def arithmetic_warnings(config: GRPOConfig) -> list[str]:
-    """From sizes alone, whatever the model: the config's own warnings, and parts that would have nothing to do."""
+    """Warnings that need no model: those of the config, and learners or engines that would be idle."""
     cluster, rollout, learner = config.cluster, config.rollout, config.learner
-    found = list(config.warnings)
+    warnings = list(config.warnings)
     for role in config.roles():
-        training, smallest = role.training, 0
-        if training is not None:
-            smallest = config.rollouts_per_step // training.minibatches_per_epoch
-        if training is not None and smallest < role.count:
-            found.append(
+        if (training := role.training) is None:
+            continue
+        smallest = config.rollouts_per_step // training.minibatches_per_epoch
+        if smallest < role.count:
+            warnings.append(
                 f"{role.section}.minibatches_per_epoch={training.minibatches_per_epoch}: a minibatch has {smallest} "
                 f"rollouts (rollout.prompts_per_step x rollout.samples_per_prompt / minibatches_per_epoch), so "
                 f"{role.count - smallest} of {counted(role.count, role.name)} are idle. Use fewer cluster.learners or "
                 "minibatches, or more rollouts."
             )
     if rollout.prompts_per_step < cluster.engines:
-        found.append(
+        warnings.append(
             f"cluster.engines={cluster.engines}: a step has rollout.prompts_per_step={rollout.prompts_per_step} "
             f"groups, and a group stays on one engine, so {cluster.engines - rollout.prompts_per_step} engines are "
             "idle. Use fewer engines or more prompts."
         )
     if cluster.device == "cuda" and cluster.tensor_parallel > cluster.gpus_per_node:
-        found.append(
+        warnings.append(
             f"cluster.tensor_parallel={cluster.tensor_parallel}: an engine does not fit on a node of cluster."
             f"gpus_per_node={cluster.gpus_per_node} GPUs. Lower it, or set gpus_per_node to what a node has."
         )
     if config.algo.kl_coef > 0 and learner.optimizer.lr == 0:
-        found.append("learner.optimizer.lr=0 with algo.kl_coef above 0: nothing will be learned.")
-    return found
+        warnings.append("learner.optimizer.lr=0 with algo.kl_coef above 0: the policy will not change. Set lr.")
+    return warnings
 
 
 def model_warnings(config: GRPOConfig, model: Mapping[str, Any]) -> list[str]:
-    """From config.json as it is: what will be refused, and tensor parallelism against the heads."""
-    found = [f"{problem} The run will be refused." for problem in model_problems(config, policy=model)]
+    """Warnings from the model's config.json: why the run will be refused, by its checks or by an engine."""
+    warnings = [f"{problem} The run will be refused." for problem in model_problems(config, policy=model)]
     heads = model.get("num_attention_heads")
     if heads is not None and heads % config.cluster.tensor_parallel:
-        found.append(
+        warnings.append(
             f"cluster.tensor_parallel={config.cluster.tensor_parallel} does not divide the model's {heads} attention "
-            "heads: the engine will be refused. Use a divisor."
+            "heads, so vLLM will refuse it. Use a divisor."
         )
-    return found
+    return warnings
 
 
 def memory_warnings(
@@ -62,63 +62,61 @@ def memory_warnings(
     learner_state_bytes: float,
     host_gib: float | None,
 ) -> list[str]:
-    """From the estimate: what does not fit, and a KV cache that would preempt.
+    """Warnings from the estimate: roles that do not fit, and a KV cache that is too small.
 
     Args:
-        learner_state_bytes: what a learner holds between updates.
-        host_gib: memory of this machine, for runs on CPU; None where it is not known.
+        learner_state_bytes: memory that a learner holds between updates.
+        host_gib: memory of this machine, for runs on CPU; None if it is not known.
     """
-    cluster, rollout, found = config.cluster, config.rollout, []
-    group = rollout.samples_per_prompt * config.max_sequence_tokens
-    knob = "rollout.kv_cache_gib"
+    cluster, rollout, warnings = config.cluster, config.rollout, []
+    per_group = rollout.samples_per_prompt * config.max_sequence_tokens
+    keys = "rollout.kv_cache_gib"
     if cluster.device == "cuda":
-        knob = "rollout.gpu_memory_utilization or cluster.tensor_parallel"
+        keys = "rollout.gpu_memory_utilization or cluster.tensor_parallel"
     if engine.kv_tokens < config.max_sequence_tokens:
-        found.append(
+        warnings.append(
             f"KV cache: an engine holds {engine.kv_tokens:,} tokens, not even one sequence of "
-            f"{config.max_sequence_tokens:,} (data.max_prompt_tokens + rollout.max_response_tokens). Raise {knob}, or "
+            f"{config.max_sequence_tokens:,} (data.max_prompt_tokens + rollout.max_response_tokens). Raise {keys}, or "
             "shorten sequences."
         )
-    elif engine.kv_tokens < group:
-        found.append(
+    elif engine.kv_tokens < per_group:
+        warnings.append(
             f"KV cache: an engine holds {engine.kv_tokens:,} tokens, less than one group at full length "
-            f"(rollout.samples_per_prompt={rollout.samples_per_prompt} x {config.max_sequence_tokens:,} = {group:,}): "
-            f"sequences will be preempted and computed again. Raise {knob}, or shorten sequences."
+            f"(rollout.samples_per_prompt={rollout.samples_per_prompt} x {config.max_sequence_tokens:,} = {per_group:,}"
+            f"): sequences will be preempted and computed again. Raise {keys}, or shorten sequences."
         )
     if cluster.device == "cpu":
         need = sum(estimate.role.count * total(estimate.parts) for estimate in estimates) / GIB
         if host_gib is not None and need > host_gib:
-            found.append(
+            warnings.append(
                 f"memory: {', '.join(counted(e.role.count, e.role.name) for e in estimates)} need about {need:.1f} "
                 f"GiB, this machine has {host_gib:.1f}. Use a smaller model, learner.max_tokens_per_microbatch or "
                 "rollout.kv_cache_gib."
             )
-        return found
+        return warnings
     have = cluster.gpu_memory_gib
     for estimate in estimates:
         role, need = estimate.role, total(estimate.parts) / GIB
         if role.name != ENGINE and need > have:
-            relief = (
-                _relief(config)
-                if role.name == LEARNER
-                else (f"Take a smaller {role.section}.path, or fewer tokens at once.")
-            )
-            found.append(
-                f"memory: a {role.name} needs about {need:.1f} GiB, a GPU has cluster.gpu_memory_gib={have:g}. {relief}"
+            remedy = f"Use a smaller {role.section}.path, or fewer tokens at once."
+            if role.name == LEARNER:
+                remedy = _learner_remedy(config)
+            warnings.append(
+                f"memory: a {role.name} needs about {need:.1f} GiB, a GPU has cluster.gpu_memory_gib={have:g}. {remedy}"
             )
     state = learner_state_bytes / GIB
     awake = state + rollout.gpu_memory_utilization * have
     if cluster.placement == "colocated" and awake > have:
-        found.append(
+        warnings.append(
             f"memory: on a shared GPU the engine's rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} x "
-            f"{have:g} GiB stands beside {state:.1f} GiB of the learner's state: {awake:.1f} GiB. Lower it to "
+            f"{have:g} GiB plus {state:.1f} GiB of the learner's state are {awake:.1f} GiB. Lower it to "
             f"{max(0.0, 1 - state / have):.2f} or less."
         )
-    return found
+    return warnings
 
 
-def _relief(config: GRPOConfig) -> str:
-    """The keys that would lower a learner's memory and are not at their lowest yet."""
+def _learner_remedy(config: GRPOConfig) -> str:
+    """The keys that can still lower a learner's memory."""
     learner, remedies = config.learner, []
     if not config.model.gradient_checkpointing:
         remedies.append("model.gradient_checkpointing=true")

@@ -1,4 +1,4 @@
-"""How long a run takes, from throughputs that the config names; transfer, evaluation and checkpoints not counted."""
+"""How long a run takes, from the throughputs of `plan`; weight transfer, evaluation and checkpoints not included."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhf.config.roles import CRITIC
 from rlhf.config.run import GRPOConfig
 from rlhf.plan.resources import count_gpus
 
-FORWARD_SHARE = 1 / 3  # of forward and backward together: the backward pass is two products for each of the forward's
+FORWARD_SHARE = 1 / 3  # of forward and backward together: a backward pass costs two forward passes
 VALUE_PASSES = 1
 
 
@@ -17,9 +17,10 @@ class Expected:
     """Tokens and seconds of a training step, and hours of the run.
 
     Attributes:
-        tokens: prompts and responses. sampled: responses alone.
-        passes: before the update, each FORWARD_SHARE of one epoch: log-probs, or values where these are more.
-        epochs: passes of the update, of policy or critic, whichever takes more.
+        tokens: of prompts and responses.
+        sampled: of responses alone.
+        passes: before the update, for log-probs or values, whichever needs more; each costs FORWARD_SHARE of an epoch.
+        epochs: of the update, for policy or critic, whichever needs more.
     """
 
     tokens: int
@@ -35,7 +36,7 @@ class Expected:
 
 
 def expected(config: GRPOConfig) -> Expected | None:
-    """None unless both throughputs are given. A critic computes beside the policy, on GPUs of its own, as fast."""
+    """None unless both throughputs are given. A critic is assumed as fast as the policy, at the same time."""
     plan, cluster = config.plan, config.cluster
     if plan.engine_tokens_per_second is None or plan.learner_tokens_per_second is None:
         return None
@@ -47,9 +48,9 @@ def expected(config: GRPOConfig) -> Expected | None:
     passes = config.needs_old_logprobs_pass + config.needs_reference
     if any(role.name == CRITIC for role in roles):
         passes = max(passes, VALUE_PASSES)
-    learned = cluster.learners * plan.learner_tokens_per_second
+    learner_speed = cluster.learners * plan.learner_tokens_per_second
     sampling = sampled / (cluster.engines * plan.engine_tokens_per_second)
-    logprobs, update = passes * FORWARD_SHARE * tokens / learned, epochs * tokens / learned
+    logprobs, update = passes * FORWARD_SHARE * tokens / learner_speed, epochs * tokens / learner_speed
     step = max(sampling, logprobs + update) if config.rollout.max_policy_lag else sampling + logprobs + update
     hours = config.run.steps * step / 3600
     return Expected(tokens, sampled, passes, epochs, sampling, logprobs, update, step, hours, count_gpus(roles) * hours)

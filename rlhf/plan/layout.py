@@ -1,6 +1,7 @@
-"""A layout of the roles over GPUs, as an example: Ray decides at the start which nodes it takes.
+"""An example of how roles lie on GPUs; at the start Ray chooses the nodes.
 
-Certain are the GPUs of one engine, which share a node, and on shared GPUs which learners an engine sits with.
+Two things are certain: the GPUs of one engine are on one node, and a colocated engine shares the GPUs of the learners
+that are shown with it.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from rlhf.config.roles import ENGINE, REWARD_MODEL, Role
 from rlhf.config.sections import ClusterConfig
 
 FREE = "-"
-SHORT = {REWARD_MODEL: "reward"}  # names that do not fit a cell
-CELL = 10  # characters; eight of them and the node's name fit in 100 columns
-CELLS_A_LINE = 8
+SHORT_NAMES = {REWARD_MODEL: "reward"}  # names that are too long for a cell
+CELL_WIDTH = 10  # characters; eight cells and the node's name fit in 100 columns
+CELLS_PER_LINE = 8
 
 
-def place(roles: Sequence[Role], cluster: ClusterConfig) -> list[list[str]]:
-    """[node][GPU] -> what is there, nodes filled in the order of the roles; colocated engines share their GPUs."""
+def example_layout(roles: Sequence[Role], cluster: ClusterConfig) -> list[list[str]]:
+    """[node][GPU]: name and number of the actor there; nodes are filled in the order of the roles."""
     per_node = cluster.gpus_per_node
     gpus: list[str] = []
     for role in roles:
-        label = SHORT.get(role.name, role.name)
+        label = SHORT_NAMES.get(role.name, role.name)
         for number in range(role.count):
             if role.name == ENGINE and not role.gpus:
                 for gpu in range(number * cluster.tensor_parallel, (number + 1) * cluster.tensor_parallel):
@@ -35,16 +36,16 @@ def place(roles: Sequence[Role], cluster: ClusterConfig) -> list[list[str]]:
 
 
 def draw(nodes: list[list[str]]) -> list[str]:
-    """One line for each node (more, where a node has more GPUs than fit), a header above."""
+    """One line per node below a header; several lines if a node has more GPUs than fit in one."""
     lines = []
     for number, gpus in enumerate(nodes):
-        for start in range(0, len(gpus), CELLS_A_LINE):
-            cells = range(start, min(start + CELLS_A_LINE, len(gpus)))
-            if number == 0 or len(gpus) > CELLS_A_LINE:
+        for start in range(0, len(gpus), CELLS_PER_LINE):
+            cells = range(start, min(start + CELLS_PER_LINE, len(gpus)))
+            if number == 0 or len(gpus) > CELLS_PER_LINE:
                 lines.append(_row("", [f"GPU {i}" for i in cells]))
             lines.append(_row(f"node {number}" if start == 0 else "", [gpus[i] for i in cells]))
     return lines
 
 
 def _row(name: str, cells: list[str]) -> str:
-    return (f"  {name:<9} " + " ".join(f"{cell:<{CELL}}" for cell in cells)).rstrip()
+    return (f"  {name:<9} " + " ".join(f"{cell:<{CELL_WIDTH}}" for cell in cells)).rstrip()

@@ -1,6 +1,6 @@
-"""Memory of learner, critic, reward model and engine, by part, from the model's shape and the config. Bytes, estimated.
+"""Memory of learner, critic, reward model and engine, by part, estimated from model shape and config, in bytes.
 
-P parameters, n learners, b bytes of a weight (2 in bfloat16, 4 in float32). What ZeRO divides by n:
+P parameters, n learners, b bytes per weight (2 in bfloat16, 4 in float32). ZeRO divides by n:
 
     stage   weights   gradients (float32)   master weights and moments (4 + 8 bytes)
     0       b P       see below             12 P
@@ -8,7 +8,8 @@ P parameters, n learners, b bytes of a weight (2 in bfloat16, 4 in float32). Wha
     2       b P       4 P / n               12 P / n
     3       b P / n   4 P / n               12 P / n
 
-Stage 0 keeps gradients in the model's type, copies them to float32 for the step, and has no master beside float32.
+Stage 0 keeps gradients in the model's dtype and copies them to float32 for the step. It has no master weights for a
+float32 model.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
 REDUCE_BUCKET = 500_000_000
 ZERO3_MAX_LIVE_PARAMETERS = 1_000_000_000
 
-# tiles of logits in rlhf/algo/logprobs.py, tokens x vocabulary; a test holds the two together
+# tiles of logits in rlhf/algo/logprobs.py, tokens x vocabulary; a test compares them
 HEAD_TILE = {"cuda": (2048, 16384), "cpu": (1024, 2048)}
-WHOLE_TOKENS = 4  # of rlhf/algo/packing.py, likewise
+WHOLE_TOKENS = 4  # as in rlhf/algo/packing.py; a test compares them
 
 # Assumed, on GPU: CUDA context, NCCL and fragmentation of a learner; profile run, CUDA graphs and sampler of an engine.
 GPU_OVERHEAD = {"learner": 2 * GIB, "engine": 3 * GIB}
@@ -42,7 +43,7 @@ CPU_OVERHEAD = {"learner": 1 * GIB, "engine": 2 * GIB}
 
 @dataclass(frozen=True)
 class Part:
-    """One row of the estimate: what, how much, by which arithmetic."""
+    """One row of the estimate: name, bytes, and how they are computed."""
 
     name: str
     size: float
@@ -60,7 +61,7 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """What one copy of a role holds; no parts where nothing is known of its model."""
+    """Memory of one actor of a role; no parts if its model is not known."""
 
     role: Role
     shape: ModelShape | None
@@ -68,7 +69,7 @@ class RoleMemory:
 
 
 def memory_of_roles(config: GRPOConfig, policy: ModelShape) -> list[RoleMemory]:
-    """Every role of the run, each by its own model; `policy` is that of model.path."""
+    """The memory of every role of the run; `policy` is the shape of model.path."""
     estimates = []
     for role in config.roles():
         shape = policy if role.model == config.model.path else shape_at(role.model)
@@ -91,7 +92,7 @@ def _parts_of(role: Role, shape: ModelShape, config: GRPOConfig) -> tuple[Part, 
 
 
 def shape_at(path: str) -> ModelShape | None:
-    """The shape of a model whose config.json is at hand and known."""
+    """The shape of a model; None if its config.json is not found or not supported."""
     model = local_model_config(path)
     try:
         return None if model is None else model_shape(model)
@@ -100,13 +101,13 @@ def shape_at(path: str) -> ModelShape | None:
 
 
 def checkpoint_bytes(config: GRPOConfig, policy: ModelShape | None) -> int | None:
-    """One checkpoint: float32 weights and moments of what is trained, float32 weights of a reference that moves.
+    """One checkpoint: float32 weights and moments of all trained models, float32 weights of a changing reference.
 
     Args:
         policy: the shape of model.path.
 
     Returns:
-        None where a trained model's config.json is not at hand or not known.
+        None if the shape of a trained model is not known.
     """
     size = 0
     for role in config.roles():
@@ -142,10 +143,11 @@ def learner_state(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
 
 
 def critic_memory(shape: ModelShape, config: GRPOConfig, section: TrainedConfig) -> tuple[Part, ...]:
-    """The parts of one rank of the critic at the peak of an update; one number a token in the place of logits.
+    """The parts of one rank of the critic at the peak of an update; its head gives one number per token, not logits.
 
     Args:
-        shape: of the critic's model. section: of the config.
+        shape: the critic's model.
+        section: the critic's section of the config.
     """
     count = scalar_parameters(shape)
     head = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
@@ -153,17 +155,13 @@ def critic_memory(shape: ModelShape, config: GRPOConfig, section: TrainedConfig)
         *_trained_state(section, config, count),
         *_trained_work(section, config, count),
         _activations(shape, config),
-        Part("head: states in float32, gradient", float(head), "one number a token"),
+        Part("head: states in float32, gradient", float(head), "one number per token"),
         _overhead(config),
     )
 
 
 def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
-    """One copy of the reward model: weights, and what one layer of a batch takes without a backward pass.
-
-    Args:
-        shape: of config.reward_model.path.
-    """
+    """One copy of the reward model: its weights, and the activations of one layer, since there is no backward pass."""
     assert config.reward_model is not None
     dtype, tokens = config.reward_model.dtype, config.reward_model.max_tokens_per_batch
     b, count = BYTES[dtype], scalar_parameters(shape)
@@ -176,13 +174,13 @@ def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ..
 
 
 def scalar_parameters(shape: ModelShape) -> int:
-    """Parameters of the transformer with a head of one number, without bias, in the place of the language model's."""
+    """Parameters if a head of one number, without bias, replaces the language model's head."""
     head = 0 if shape.tied_embeddings else shape.embedding_parameters
     return shape.parameters - head + shape.hidden
 
 
 def _trained_state(learner: TrainedConfig, config: GRPOConfig, count: int) -> list[Part]:
-    """Weights and optimizer of one rank of a trained module of `count` parameters."""
+    """Weights and optimizer state of one rank of a trained model with `count` parameters."""
     dtype = config.model.dtype
     stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[dtype]
     sharded, by = (ranks if stage == 3 else 1), (ranks if stage >= 1 else 1)
@@ -199,7 +197,7 @@ def _trained_state(learner: TrainedConfig, config: GRPOConfig, count: int) -> li
 
 
 def learner_work(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
-    """What an update adds: gradients, their buffers, activations, the head."""
+    """What an update adds: gradients, their buffers, activations, and the buffers of the head."""
     work = _trained_work(config.learner, config, shape.parameters)
     return (*work, _activations(shape, config), _head(shape, config), _overhead(config))
 
@@ -235,7 +233,7 @@ def _overhead(config: GRPOConfig) -> Part:
 
 
 def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
-    """What one layer keeps of one token for its backward pass.
+    """Bytes that one layer keeps per token for its backward pass.
 
     A norm keeps its input in float32 and the normalized values: (4 + b) H, twice. The projections keep their inputs:
     2 b H. Attention keeps q, k, v and its output: b (2 n d + 2 k d), q and k once more before their norms if they have
@@ -258,9 +256,9 @@ def _activations(shape: ModelShape, config: GRPOConfig) -> Part:
     repeated = (WHOLE_TOKENS - 1) * 2 * b * shape.kv_heads * shape.head_dim
     layer = layer_activation_bytes(shape, b=b) + repeated
     if config.model.gradient_checkpointing:
-        kept = b * shape.hidden * shape.layers
-        how = f"{tokens:,} tokens x ({_kib(kept)} + {_kib(layer)})"
-        return Part("activations, checkpointed", float(tokens * (kept + layer)), how)
+        inputs = b * shape.hidden * shape.layers
+        how = f"{tokens:,} tokens x ({_kib(inputs)} + {_kib(layer)})"
+        return Part("activations, checkpointed", float(tokens * (inputs + layer)), how)
     how = f"{tokens:,} tokens x {shape.layers} layers x {_kib(layer)}"
     return Part("activations", float(tokens * shape.layers * layer), how)
 
@@ -281,17 +279,17 @@ def _head(shape: ModelShape, config: GRPOConfig) -> Part:
 
 
 def engine_memory(shape: ModelShape, config: GRPOConfig) -> EngineMemory:
-    """Weights, working memory, and the KV cache in what is left."""
+    """Weights, working memory, and the KV cache in the remaining memory."""
     cluster, rollout, dtype = config.cluster, config.rollout, config.model.dtype
     b, parallel = BYTES[dtype], cluster.tensor_parallel
-    kv_heads = max(1, -(-shape.kv_heads // parallel))  # fewer heads than GPUs are held more than once
+    kv_heads = max(1, -(-shape.kv_heads // parallel))  # fewer heads than GPUs: each GPU holds one
     per_token = 2 * shape.layers * kv_heads * shape.head_dim * b
     weights = b * shape.parameters / parallel
     parts = [Part(f"weights, {dtype}", weights, _share(shape.parameters, b, parallel))]
     if cluster.device == "cuda":
         parts.append(Part("working memory, CUDA graphs", GPU_OVERHEAD["engine"], "assumed"))
         room = rollout.gpu_memory_utilization * cluster.gpu_memory_gib * GIB - total(tuple(parts))
-        how = f"what is left of {rollout.gpu_memory_utilization:g} x {cluster.gpu_memory_gib:g} GiB"
+        how = f"rest of {rollout.gpu_memory_utilization:g} x {cluster.gpu_memory_gib:g} GiB"
     else:
         parts.append(Part("processes", CPU_OVERHEAD["engine"], "assumed"))
         room, how = float(rollout.kv_cache_gib * GIB), "rollout.kv_cache_gib"

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' own
-QWEN3_HEAD_DIM = 128  # where its config.json does not say
+QWEN3_HEAD_DIM = 128  # if its config.json has no head_dim
 SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that fix every parameter of a decoder with grouped-query attention and a gated MLP.
+    """The sizes of a decoder with grouped-query attention and a gated MLP.
 
     Letters as in the docstrings below: H hidden, V vocabulary, n query heads, k key/value heads of d each.
     """
@@ -38,12 +38,12 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """V H of the input; the head has as many of its own unless the two are tied."""
+        """V H of the input embedding; the head has as many more, unless the two are tied."""
         return self.vocabulary * self.hidden
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer: H n d for queries and output each, H k d for keys and values each, biases, norms of q and k."""
+        """Per layer: H n d for queries and output each, H k d for keys and values each, biases, norms of q and k."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = 2 * self.hidden * queries + 2 * self.hidden * keys
         biases = self.qkv_bias * (queries + 2 * keys) + self.output_bias * self.hidden
@@ -69,16 +69,16 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Those of the matrix products that one token goes through, the head not counted."""
+        """Parameters of the matrix products that one token goes through, without the head."""
         sparse = self.active_experts * 3 * self.hidden * self.expert_intermediate + self.experts * self.hidden
         mlps = self.sparse_layers * sparse + (self.layers - self.sparse_layers) * self.dense_mlp_parameters
         return self.layers * self.attention_parameters + mlps
 
     def training_flops(self, lengths: Sequence[int], response_tokens: int, shared: Sequence[int]) -> float:
-        """Floating-point operations of forward and backward, as model FLOPs are counted: nothing computed again.
+        """Floating-point operations of forward and backward, without recomputation (model FLOPs).
 
-        6 a computed token and parameter (2 forward, 4 backward), the head at the response tokens alone, and causal
-        attention: half of 12 L^2 n d a sequence of L tokens and layer.
+        6 per computed token and parameter (2 forward, 4 backward), the head at response tokens alone, and causal
+        attention: half of 12 L^2 n d per layer and sequence of L tokens.
 
         Args:
             shared: first tokens of each of `lengths` that were computed with another sequence.
@@ -125,7 +125,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _experts(kind: str, config: Mapping[str, Any], layers: int) -> dict[str, int]:
-    """The fields of ModelShape about experts; empty for a dense model."""
+    """The expert fields of ModelShape; empty for a dense model."""
     if kind == "mixtral":
         return {
             "experts": config["num_local_experts"],

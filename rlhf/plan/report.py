@@ -15,7 +15,7 @@ from rlhf.config.run import GRPOConfig
 from rlhf.data.model_files import local_model_config, looks_local
 from rlhf.plan.checks import arithmetic_warnings, memory_warnings, model_warnings
 from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
-from rlhf.plan.layout import draw, place
+from rlhf.plan.layout import draw, example_layout
 from rlhf.plan.memory import (
     GIB,
     EngineMemory,
@@ -33,7 +33,7 @@ from rlhf.plan.text import counted, rows, wrapped
 
 
 def print_plan(config: GRPOConfig) -> None:
-    """Print the resolved config and the plan; a reader that closes the pipe early, such as `head`, is no error."""
+    """Print the resolved config and the plan; a pipe that is closed early, as by `head`, is no error."""
     try:
         sys.stdout.write(resolved_yaml(config) + "\n" + plan_text(config))
         sys.stdout.flush()
@@ -45,7 +45,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
     """Everything after the config.
 
     Args:
-        model: the model's config.json, where it is not to be looked up at `model.path`.
+        model: config.json of the model, instead of the one at `model.path`.
     """
     model = local_model_config(config.model.path) if model is None else model
     warnings = arithmetic_warnings(config)
@@ -83,17 +83,17 @@ def _batches(config: GRPOConfig) -> list[str]:
     by_role = [_updates(role.name, role.training) for role in config.roles() if role.training is not None]
     passes = [name for name, on in (("old", config.needs_old_logprobs_pass), ("ref", config.needs_reference)) if on]
     return rows(
-        ("rollouts a step", f"{rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} = {per_step:,}"),
-        ("rollouts in all", f"{counted(config.run.steps, 'step')} x {per_step:,} = {config.run.steps * per_step:,}"),
+        ("rollouts per step", f"{rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} = {per_step:,}"),
+        ("rollouts in total", f"{counted(config.run.steps, 'step')} x {per_step:,} = {config.run.steps * per_step:,}"),
         ("minibatch", f"{per_step:,} / {learner.minibatches_per_epoch} = {per_step / learner.minibatches_per_epoch:,g}"
          " rollouts, one optimizer step each"),
         *by_role,
         ("longest sequence", f"{config.data.max_prompt_tokens:,} prompt + {rollout.max_response_tokens:,} response = "
          f"{longest:,} tokens"),
-        ("tokens a step, at most", f"{per_step:,} x {longest:,} = {per_step * longest:,}, of them sampled "
+        ("tokens per step, at most", f"{per_step:,} x {longest:,} = {per_step * longest:,}, of which sampled "
          f"{per_step * rollout.max_response_tokens:,}"),
-        ("microbatches, at most", f"{microbatches:,} of {budget:,} tokens a minibatch, "
-         f"{-(-microbatches // config.cluster.learners):,} a learner"),
+        ("microbatches, at most", f"{microbatches:,} of {budget:,} tokens per minibatch, "
+         f"{-(-microbatches // config.cluster.learners):,} per learner"),
         ("passes before the update", f"log-probs of {' and '.join(passes)} policy" if passes else "none"),
     )  # fmt: skip
 
@@ -104,8 +104,8 @@ def _updates(name: str, training: Training) -> tuple[str, str]:
         counted(training.epochs_per_step, "epoch"),
         counted(training.minibatches_per_epoch, "minibatch"),
     )
-    waits = f"; none in the first {counted(training.waits, 'step')}" if training.waits else ""
-    return f"optimizer steps, {name}", f"{steps} x {epochs} x {minibatches} = {training.total_updates:,}{waits}"
+    note = f"; none in the first {counted(training.waits, 'step')}" if training.waits else ""
+    return f"optimizer steps, {name}", f"{steps} x {epochs} x {minibatches} = {training.total_updates:,}{note}"
 
 
 def _learning_rate(config: GRPOConfig) -> list[str]:
@@ -138,7 +138,7 @@ def _placement(config: GRPOConfig) -> list[str]:
         cpus = sum(role.count * role.cpus for role in roles)
         who = ", ".join(counted(role.count, role.name) for role in roles)
         return rows(("on CPU", f"{who}; CPU cores reserved: {cpus:g}"))
-    nodes = place(roles, cluster)
+    nodes = example_layout(roles, cluster)
     kinds = [("GPUs", f"{count_gpus(roles)} on {counted(len(nodes), 'node')} of {cluster.gpus_per_node}")]
     for role in roles:
         each = f"{counted(role.gpus, 'GPU')} each" if role.gpus else "on the GPUs of the learners"
@@ -146,24 +146,26 @@ def _placement(config: GRPOConfig) -> list[str]:
         kinds.append((f"{role.name}s", f"{role.count}, {each}{stage}"))
     lines = rows(*kinds)
     if cluster.placement == "separate" and config.rollout.max_policy_lag == 0:
-        note = "rollout.max_policy_lag=0: engines and learners take turns, so one kind of GPU is always idle."
+        note = "rollout.max_policy_lag=0: engines and learners take turns, so one of the two is always idle."
         lines += wrapped("  ", note)
-    lines += wrapped("  ", "One possible layout; Ray chooses the nodes at the start, and keeps an engine on one node:")
+    lines += wrapped(
+        "  ", "One possible layout. Ray chooses the nodes at the start; the GPUs of one engine are on one node:"
+    )
     return [*lines, *draw(nodes)]
 
 
 def _hours(config: GRPOConfig, hours: Expected) -> list[str]:
     cluster, plan = config.cluster, config.plan
-    learned = f"({counted(cluster.learners, 'learner')} x {plan.learner_tokens_per_second:,g})"
-    how = "sampling and the rest side by side" if config.rollout.max_policy_lag else "one after the other"
+    speed = f"({counted(cluster.learners, 'learner')} x {plan.learner_tokens_per_second:,g})"
+    how = "sampling at the same time as the rest" if config.rollout.max_policy_lag else "one after the other"
     forward = f"{counted(hours.passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
     return rows(
-        ("tokens a step", f"{hours.tokens:,}, of them sampled {hours.sampled:,}"),
+        ("tokens per step", f"{hours.tokens:,}, of which sampled {hours.sampled:,}"),
         ("sampling", f"{hours.sampled:,} / ({counted(cluster.engines, 'engine')} x "
          f"{plan.engine_tokens_per_second:,g}) = {hours.sampling_s:,.1f} s"),
         ("log-probs", f"{forward} = {hours.logprobs_s:,.1f} s" if hours.passes else "none"),
-        ("update", f"{hours.tokens:,} x {counted(hours.epochs, 'epoch')} / {learned} = {hours.update_s:,.1f} s"),
-        ("a step", f"{hours.step_s:,.1f} s, {how}; transfer, evaluation, checkpoints not counted"),
+        ("update", f"{hours.tokens:,} x {counted(hours.epochs, 'epoch')} / {speed} = {hours.update_s:,.1f} s"),
+        ("one step", f"{hours.step_s:,.1f} s, {how}; transfer, evaluation, checkpoints not included"),
         ("the run", f"{counted(config.run.steps, 'step')} = {hours.hours:,.1f} hours, "
          f"{config.run.steps * hours.tokens:,} tokens, {hours.gpu_hours:,.0f} GPU-hours"),
     )  # fmt: skip
@@ -193,14 +195,14 @@ def _checkpoint(config: GRPOConfig, policy: ModelShape) -> str:
     size, every = checkpoint_bytes(config, policy), config.checkpoint_every
     if size is None:
         return "no estimate"
-    more = ", a reference that moves" if config.reference_moves else ""
+    reference = ", and a changing reference" if config.reference_moves else ""
     interval = "step" if every == 1 else f"{every} steps"
     when = f"one every {interval}, {config.checkpoint.keep} are kept" if every else "none is saved"
-    return f"{size / GIB:.1f} GiB (float32 weights and moments of all that is trained{more}); {when}"
+    return f"{size / GIB:.1f} GiB (float32 weights and moments of all trained models{reference}); {when}"
 
 
 def _unknown(name: str) -> list[str]:
-    return [f"  {name}: no estimate, its config.json is not at hand or of an unknown kind"]
+    return [f"  {name}: no estimate, its config.json is not found or not supported"]
 
 
 def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
@@ -220,7 +222,7 @@ def _no_model(path: str) -> str:
 
 
 def _host_gib() -> float | None:
-    """Memory of this machine, GiB; None where /proc does not say."""
+    """Memory of this machine, GiB; None if /proc/meminfo does not exist."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():
         return None

@@ -1,4 +1,4 @@
-"""What a run asks of the machines, against what there is."""
+"""The CPUs and GPUs that a run asks for, compared with those that exist."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ GPU = "GPU"
 
 
 def check_resources(config: GRPOConfig, available: Mapping[str, float], *, trains: bool = True) -> None:
-    """Refuse a run that asks for more than there is, both numbers named.
+    """Refuse a run that asks for more CPUs or GPUs than exist; the message names both numbers.
 
     Args:
-        available: CPU and GPU counts. trains: False for engines alone.
+        available: numbers of CPUs and GPUs.
+        trains: False for engines alone.
 
     Raises:
         ValueError: fewer CPUs or GPUs than the config asks for.
@@ -48,20 +49,20 @@ def count_gpus(roles: Sequence[Role]) -> int:
 
 
 def joins_a_cluster(config: GRPOConfig) -> bool:
-    """Whether the run uses a Ray cluster that is up already, by its config or by RAY_ADDRESS, and not this machine."""
+    """Whether the run uses a running Ray cluster (cluster.ray_address or RAY_ADDRESS), not just this machine."""
     return bool(config.cluster.ray_address or os.environ.get("RAY_ADDRESS"))
 
 
 def local_resources() -> dict[str, float]:
-    """What this machine has, without Ray and without torch."""
+    """Numbers of CPUs and GPUs of this machine, found without Ray and torch."""
     return {"CPU": float(os.cpu_count() or 1), GPU: float(len(visible_gpus()))}
 
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [name.strip() for name in chosen.split(",") if name.strip()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
     return [str(index) for index in range(_count_gpus())]
 
 

@@ -13,6 +13,7 @@ from rlhf.config.cli import RUN_ERROR, USER_ERROR, parse, run_program
 from rlhf.config.describe import describe_keys
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
+from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.run import GRPOConfig
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,14 @@ def test_help_lists_the_options_of_every_reward(help_text: str) -> None:
     for reward, options in OPTIONS_OF_REWARD.items():
         for name in options.model_fields:
             assert f"  {reward}: {name} = " in help_text
+
+
+def test_help_of_a_program_without_rewards_lists_no_reward_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("rlhf.reward_model", "", RewardTrainingConfig, ["--help"])
+    text = capsys.readouterr().out
+    assert "cluster.learners = 1" in text
+    assert "reward options" not in text
 
 
 def test_help_fits_in_100_columns(help_text: str) -> None:

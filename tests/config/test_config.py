@@ -168,7 +168,7 @@ CONTRADICTIONS = [
         ["rollout.samples_per_prompt=1"],
         ["rollout.samples_per_prompt=1", "algo.advantage=grpo", "at least 2, or algo.advantage=reinforce_pp"],
     ),
-    (["rollout.dynamic_sampling_part=math"], ["rollout.dynamic_sampling_part=math", "Set that too, or drop it"]),
+    (["rollout.dynamic_sampling_part=math"], ["rollout.dynamic_sampling_part=math", "Set that too, or remove it"]),
     (
         ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_part=maths"],
         ["rollout.dynamic_sampling_part=maths", "each of them has (math), or null"],

@@ -86,8 +86,8 @@ def test_a_format_that_is_named_is_the_only_one_that_is_looked_for() -> None:
         ("it is 5", "boxed", "has no complete"),
         (r"it is \boxed{5", "auto", "has no complete"),
         (r"not \boxed{4} but \boxed{5", "auto", "has no complete"),
-        (r"it is \boxed{ }", "auto", "has nothing where its answer should be"),
-        ("it is\n####", "auto", "has nothing where its answer should be"),
+        (r"it is \boxed{ }", "auto", "has an empty answer"),
+        ("it is\n####", "auto", "has an empty answer"),
     ],
 )
 def test_a_cell_without_an_answer_says_why(cell: object, answer_format: AnswerFormat, reason: str) -> None:

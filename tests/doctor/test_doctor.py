@@ -216,8 +216,11 @@ def test_a_reward_that_raises_is_told_with_its_line(make: Any, monkeypatch: pyte
     found = finding(grading.check_rewards, patient)
     line = file.read_text().splitlines().index('    return json.loads(text)["value"]') + 1
     assert found.status == "fail"
-    told = rf"reward hostile_rewards:fails_in_its_helper: (\d+) of \1 calls failed\n  \1 x {file}:{line}: KeyError: 'value'"
-    assert re.fullmatch(told, found.text)  # how many calls: those that were under way when the eleventh failed
+    assert re.fullmatch(  # from 11 failures on the run stops; more may have ended by then
+        r"reward hostile_rewards:fails_in_its_helper: (1[1-9]|20) of \1 calls failed\n"
+        rf"  \1 x {re.escape(str(file))}:{line}: KeyError: 'value'",
+        found.text,
+    )
 
 
 # --- nodes and GPUs ---

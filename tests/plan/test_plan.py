@@ -17,7 +17,7 @@ from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.plan import check_resources
-from rlhf.plan.layout import draw, place
+from rlhf.plan.layout import draw, example_layout
 from rlhf.plan.report import plan_text
 
 ROOT = Path(__file__).parents[2]
@@ -62,14 +62,14 @@ def line_of(text: str, label: str) -> str:
 
 def test_batches_are_spelled_out(make: Any) -> None:
     text = plan_text(make())
-    assert line_of(text, "rollouts a step") == "32 prompts x 8 = 256"
-    assert line_of(text, "rollouts in all") == "100 steps x 256 = 25,600"
+    assert line_of(text, "rollouts per step") == "32 prompts x 8 = 256"
+    assert line_of(text, "rollouts in total") == "100 steps x 256 = 25,600"
     assert line_of(text, "minibatch ").startswith("256 / 2 = 128 rollouts")
     assert line_of(text, "optimizer steps, learner") == "100 steps x 2 epochs x 2 minibatches = 400"
     assert line_of(text, "longest sequence") == "1,000 prompt + 1,000 response = 2,000 tokens"
-    assert line_of(text, "tokens a step, at most") == "256 x 2,000 = 512,000, of them sampled 256,000"
+    assert line_of(text, "tokens per step, at most") == "256 x 2,000 = 512,000, of which sampled 256,000"
     # 4,500 tokens hold two sequences of 2,000: 128 sequences are 64 microbatches, 16 for each of 4 learners
-    assert line_of(text, "microbatches, at most") == "64 of 4,500 tokens a minibatch, 16 a learner"
+    assert line_of(text, "microbatches, at most") == "64 of 4,500 tokens per minibatch, 16 per learner"
 
 
 def test_learning_rates_are_those_of_the_first_the_middle_and_the_last_optimizer_step(make: Any) -> None:
@@ -90,7 +90,7 @@ def test_passes_before_the_update_are_named(make: Any) -> None:
 
 
 def layout_of(config: GRPOConfig) -> list[list[str]]:
-    return place(config.roles(), config.cluster)
+    return example_layout(config.roles(), config.cluster)
 
 
 def test_learners_come_first_and_engines_fill_the_rest_of_the_node(make: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_node_may_have_another_number_of_gpus(make: Any) -> None:
 )
 def test_the_plan_says_how_often_a_checkpoint_is_saved(make: Any, override: str, words: str) -> None:
     text = " ".join(plan_text(make(override), model=LLAMA31_8B).split())
-    assert f"(float32 weights and moments of all that is trained); {words} " in text
+    assert f"(float32 weights and moments of all trained models); {words} " in text
 
 
 def test_a_model_that_is_not_at_hand_costs_one_sentence_that_says_what_to_do(make: Any) -> None:
@@ -183,7 +183,10 @@ def warnings_of(config: GRPOConfig, **changed: Any) -> str:
         ),
         (["cluster.tensor_parallel=16"], ["cluster.tensor_parallel=16: an engine does not fit", "gpus_per_node=8"]),
         (["cluster.tensor_parallel=3"], ["cluster.tensor_parallel=3 does not divide the model's 32 attention heads"]),
-        (["learner.minibatches_per_epoch=3"], ["256 rollouts a step do not divide by learner.minibatches_per_epoch=3"]),
+        (
+            ["learner.minibatches_per_epoch=3"],
+            ["256 rollouts per step do not divide by", "minibatches_per_epoch=3"],
+        ),
         (
             ["cluster.gpu_memory_gib=24"],
             ["memory: a learner needs about", "model.gradient_checkpointing=true", "learner.zero_stage=3"],
@@ -261,7 +264,7 @@ def test_a_critic_may_take_more_optimizer_steps_on_the_same_rollouts(make_ppo: A
     config = make_ppo("critic.epochs_per_step=1", "critic.minibatches_per_epoch=12")
     assert line_of(plan_text(config), "optimizer steps, critic") == "100 steps x 1 epoch x 12 minibatches = 1,200"
     assert (config.total_updates, config.critic_training.updates_per_step) == (400, 12)
-    with pytest.raises(ValueError, match=r"critic\.minibatches_per_epoch=257: there are only 256 rollouts a step"):
+    with pytest.raises(ValueError, match=r"critic\.minibatches_per_epoch=257: there are only 256 rollouts per step"):
         make_ppo("critic.minibatches_per_epoch=257")
 
 
