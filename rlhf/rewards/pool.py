@@ -2,7 +2,7 @@
 
     driver                                   keeper (python -m rlhf.rewards.worker)
       caller ── submit(job) ──> Future         loads sympy once, never sees a response
-      loop thread <── control socket ──────>   forks, kills and buries workers
+      loop thread <── control socket ──────>   forks, kills and reaps workers
            └──── one socket per worker ─────>  worker: one job after the other
 
 The keeper forks a worker in milliseconds, so the replacement of a killed worker has everything loaded. The keeper

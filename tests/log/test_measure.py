@@ -34,16 +34,18 @@ def test_phases_between_two_logs_belong_to_the_later_step() -> None:
     assert clock.total["update"] == 10.0 + first["update"]
 
 
-def test_the_start_is_no_waiting_and_every_part_of_the_reward_is_logged_whoever_has_it() -> None:
+def test_the_start_is_not_counted_as_waiting() -> None:
     clock = Clock({})
     with clock.phase("start-up"):
         time.sleep(0.02)
-    up = time.monotonic()
+    started = time.monotonic()
     clock.start_window()
     phases, window_s = clock.take()
     assert phases["start-up"] >= 0.02
-    assert window_s <= time.monotonic() - up
+    assert window_s <= time.monotonic() - started
 
+
+def test_every_part_of_the_reward_is_logged_over_the_responses_that_have_it() -> None:
     first, second = make_groups(groups=2, samples=2, vocabulary=9, longest=20, seed=0)
 
     def graded(group: RolloutGroup, parts: dict[str, float]) -> RolloutGroup:

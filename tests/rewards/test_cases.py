@@ -1,6 +1,6 @@
-r"""What counts as equal, as a table: (gold, answer, whether the answer is right). Read it as the specification.
+r"""The specification of equality as a table: (gold, answer, whether the answer is right).
 
-Answers stand in a box; `RESPONSES` below holds whole responses, for where an answer is looked for.
+These answers are put in a box; `RESPONSES` below holds whole responses, from which the answer is extracted.
 """
 
 from __future__ import annotations
@@ -525,10 +525,10 @@ def test_a_boxed_answer_is_right_exactly_when_the_table_says_so(gold: str, answe
 
 
 @pytest.mark.parametrize(("gold", "response", "right"), _cases(RESPONSES))
-def test_the_answer_is_found_where_the_table_says_it_stands(gold: str, response: str, right: bool) -> None:
+def test_a_response_is_graded_by_its_answer_exactly_as_the_table_says(gold: str, response: str, right: bool) -> None:
     assert _grade(gold, response, "lenient") is right
 
 
-def test_every_gold_answer_of_the_table_agrees_with_itself() -> None:
+def test_every_gold_answer_of_the_table_equals_itself() -> None:
     golds = {gold for cases in ANSWERS.values() for gold, _, _ in cases}
     assert [gold for gold in golds if not _grade(gold, rf"\boxed{{{gold}}}", "strict")] == []

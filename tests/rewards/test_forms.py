@@ -126,7 +126,7 @@ def test_f1_is_the_overlap_of_words_without_articles_and_punctuation() -> None:
         ("boxed", "so 5", 0.0),
     ],
 )
-def test_the_format_reward_looks_at_the_form_only(style: str, response: str, value: float) -> None:
+def test_the_format_reward_depends_on_the_form_alone(style: str, response: str, value: float) -> None:
     assert format_reward(response, FormatOptions(style=style)) == value  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Reading any text ends, and raises nothing but the two errors that say why there is no value."""
+"""Any text can be parsed or compared in finite time, with no exception but the two of errors.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_any_text_can_be_searched_and_cleaned(text: str) -> None:
 
 @settings(max_examples=300)
 @given(TEXTS)
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     with contextlib.suppress(UnsupportedError):
         parse(clean(text))
 
@@ -46,7 +46,7 @@ def test_any_two_texts_are_equal_different_or_undecided(answer: str, gold: str) 
 
 @settings(max_examples=200)
 @given(st.integers(-(10**30), 10**30), st.integers(1, 10**6))
-def test_a_fraction_is_itself_and_not_its_neighbour(numerator: int, denominator: int) -> None:
+def test_a_fraction_equals_itself_and_not_its_neighbour(numerator: int, denominator: int) -> None:
     gold = rf"\frac{{{numerator}}}{{{denominator}}}"
     assert compare(f"{2 * numerator}/{2 * denominator}", gold) is True
     assert compare(f"{numerator + 1}/{denominator}", gold) is False

@@ -1,4 +1,4 @@
-"""The pool: what is killed, what survives, and that nothing is left behind."""
+"""The pool: which processes are killed, which jobs survive, and that no process is left."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def next_answer_is_quick_after(pool: Pool, kill: Callable[[], None]) -> bool:
     return False
 
 
-def test_answers_come_back_for_the_jobs_they_belong_to(pool: Pool) -> None:
+def test_every_job_gets_its_own_grade(pool: Pool) -> None:
     futures = [pool.submit(math_job(rf"\boxed{{{k}}}")) for k in range(200)]
     grades = [future.result(timeout=WAIT_S) for future in futures]
     assert [grade.extracted for grade in grades] == [str(k) for k in range(200)]
@@ -92,7 +92,7 @@ def test_answers_come_back_for_the_jobs_they_belong_to(pool: Pool) -> None:
         ("print", "ok", ""),
     ],
 )
-def test_what_a_user_function_does_wrong_is_a_status_of_its_sample(
+def test_a_failing_user_function_gives_a_status_to_its_own_response(
     pool: Pool, response: str, status: str, detail: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     grade = pool.submit(job(response)).result(timeout=WAIT_S)
@@ -104,7 +104,7 @@ def test_what_a_user_function_does_wrong_is_a_status_of_its_sample(
     ("response", "status"),
     [("spin", "timeout"), ("ignore", "timeout"), ("sleep", "timeout"), ("allocate", "died"), ("crash", "died")],
 )
-def test_a_worker_that_exceeds_a_limit_is_gone_and_the_next_answer_is_quick(
+def test_a_worker_that_exceeds_a_limit_is_replaced_and_the_next_answer_is_quick(
     pool: Pool, response: str, status: str
 ) -> None:
     before: set[int] = set()
@@ -119,7 +119,7 @@ def test_a_worker_that_exceeds_a_limit_is_gone_and_the_next_answer_is_quick(
     assert eventually(lambda: len(before & descendants()) == pool.full_size - 1)
 
 
-def test_what_a_killed_worker_forked_is_killed_however_detached(pool: Pool) -> None:
+def test_detached_children_of_a_killed_worker_are_killed(pool: Pool) -> None:
     assert pool.wait_full(WAIT_S) == pool.full_size
     before = descendants()
 
@@ -137,14 +137,14 @@ def test_jobs_behind_a_killed_one_are_graded_by_another_worker(pool: Pool) -> No
     assert [k for k, status in enumerate(statuses) if status != "ok"] == [3, 40]
 
 
-def test_a_response_that_hangs_among_quick_ones_is_the_only_one_to_pay(pool: Pool) -> None:
+def test_of_many_quick_responses_only_the_one_that_hangs_fails(pool: Pool) -> None:
     hard = r"\boxed{\int_0^\infty \frac{\sin(x^7 + x^5)}{x^3 + \ln(x+2)} \, dx}"
     futures = [pool.submit(math_job(hard if k == 30 else r"\boxed{5}")) for k in range(100)]
     statuses = [future.result(timeout=WAIT_S).status for future in futures]
     assert [k for k, status in enumerate(statuses) if status != "ok"] == [30]
 
 
-def test_a_comparison_is_paid_for_once(pool: Pool) -> None:
+def test_a_costly_comparison_is_made_once(pool: Pool) -> None:
     before = pool.comparisons_remembered
     hard = math_job(r"\boxed{\int_0^1 x^3 \, dx}", r"\frac{1}{4}")
     assert [pool.submit(hard).result(timeout=WAIT_S).value for _ in range(3)] == [1.0, 1.0, 1.0]
@@ -173,7 +173,7 @@ def test_closing_leaves_no_process_and_answers_every_job() -> None:
 
 
 @pytest.mark.stack
-def test_a_driver_killed_by_sigkill_takes_every_process_along(tmp_path: Path) -> None:
+def test_every_process_ends_with_a_driver_that_is_killed_by_sigkill(tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(
         "import sys, time\n"

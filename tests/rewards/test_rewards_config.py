@@ -1,4 +1,4 @@
-"""The reward section: both spellings, and what is refused with which message."""
+"""The reward section: both spellings, and the messages for invalid values."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def test_a_list_and_a_mapping_mean_the_same() -> None:
     assert load(parts) == load({"parts": parts})
 
 
-def test_what_is_dumped_loads_to_the_same_config() -> None:
+def test_a_dumped_config_loads_to_the_same_config() -> None:
     config = load({"parts": ["math", "a.b:c"], "by_source": {"gsm8k": [{"name": "gsm8k", "weight": 2}]}, "workers": 3})
     assert load(config.model_dump(mode="json")) == config
 
 
-def test_sources_without_parts_of_their_own_use_the_common_ones() -> None:
+def test_sources_without_their_own_parts_use_the_common_parts() -> None:
     config = load({"parts": ["math"], "by_source": {"gsm8k": ["gsm8k"]}})
     assert [part.name for part in config.parts_of("gsm8k")] == ["gsm8k"]
     assert [part.name for part in config.parts_of("other")] == ["math"]
 
 
-def test_every_reward_that_can_be_named_exists_and_the_reverse() -> None:
+def test_the_config_knows_exactly_the_rewards_that_exist() -> None:
     assert set(OPTIONS_OF_REWARD) == set(REWARDS)
 
 
@@ -61,6 +61,6 @@ def test_every_reward_that_can_be_named_exists_and_the_reverse() -> None:
         ({"by_source": ["math"]}, "not a mapping"),
     ],
 )
-def test_a_wrong_section_is_refused_with_key_value_reason_and_remedy(value: Any, message: str) -> None:
+def test_an_invalid_section_is_refused_with_key_value_reason_and_remedy(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(value)

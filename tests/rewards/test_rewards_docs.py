@@ -1,4 +1,4 @@
-"""docs/rewards.md is true: its table of equalities is run, and what it names exists."""
+"""docs/rewards.md is correct: its table of equalities is graded, and the names in it exist."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ EQUALITIES = table_after("<!-- equalities")
 
 
 @pytest.mark.parametrize(("gold", "answer", "verdict"), [row[:3] for row in EQUALITIES])
-def test_the_table_of_equalities_is_what_the_grader_does(gold: str, answer: str, verdict: str) -> None:
+def test_the_grader_agrees_with_the_table_of_equalities(gold: str, answer: str, verdict: str) -> None:
     assert verdict in ("right", "wrong")
     grade = math_reward(rf"\boxed{{{answer}}}", gold, MathOptions(), lambda *_: None)
     assert grade.value == float(verdict == "right")
 
 
-def test_the_table_is_there() -> None:
+def test_the_table_is_not_empty() -> None:
     assert len(EQUALITIES) > 40
 
 

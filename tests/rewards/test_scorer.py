@@ -1,4 +1,4 @@
-"""The scorer: parts, weights, sources, what is unscorable, and the failure budget."""
+"""The scorer: parts, weights, sources, unscorable responses and the failure budget."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(scorer: Scorer) -> None:
     assert (result.status, result.extracted) == ("ok", "5")
 
 
-def test_a_response_without_an_answer_gets_no_credit_and_says_so(scorer: Scorer) -> None:
+def test_a_response_without_an_answer_gets_0_and_the_status_no_answer(scorer: Scorer) -> None:
     result = score(scorer, prompt("5"), "I think it is 5.")
     assert result.parts["math"] == 0.0
     assert (result.status, result.extracted) == ("no_answer", "")
@@ -87,7 +87,7 @@ def test_a_user_function_may_be_asynchronous(scorer: Scorer) -> None:
     assert score(scorer, prompt("5", "async"), "x").reward == 0.5
 
 
-def test_none_is_unscorable_and_no_failure(scorer: Scorer) -> None:
+def test_a_user_function_that_returns_none_is_unscorable_and_not_a_failure(scorer: Scorer) -> None:
     results = [score(scorer, prompt("5", "bad"), "none") for _ in range(5)]
     assert [(result.reward, result.status) for result in results] == [(None, "unscorable")] * 5
 
@@ -117,7 +117,7 @@ def test_gold_answers_that_cannot_be_graded_are_named(scorer: Scorer) -> None:
     assert bad[-1].reason == "gsm8k: gold answer 'a lot' is not a number"
 
 
-def test_counters_tell_what_happened_by_part_and_status(scorer: Scorer) -> None:
+def test_counters_count_by_part_and_status(scorer: Scorer) -> None:
     before = scorer.counters["math/no_answer"]
     score(scorer, prompt("5"), "nothing")
     assert scorer.counters["math/no_answer"] == before + 1

@@ -97,7 +97,7 @@ def test_no_payload_runs_code_or_passes_for_an_answer(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_what_is_confined_cannot_run_strings_write_start_or_connect(tmp_path: Path) -> None:
+def test_confined_code_cannot_run_strings_write_start_processes_or_connect(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("text")
     forbidden = [

@@ -144,7 +144,7 @@ def test_a_stale_group_of_the_last_step_is_replaced_too() -> None:
     asyncio.run(run())
 
 
-def test_nothing_is_sampled_that_no_step_would_take() -> None:
+def test_no_group_is_sampled_beyond_the_last_step() -> None:
     async def run() -> None:
         engines = Engines()
         buffer = make(engines, lag=4, steps=3)
@@ -159,7 +159,7 @@ def test_nothing_is_sampled_that_no_step_would_take() -> None:
     asyncio.run(run())
 
 
-def test_what_is_under_way_is_outstanding_until_it_is_taken() -> None:
+def test_a_dispatched_prompt_is_outstanding_until_its_group_is_taken() -> None:
     async def run() -> None:
         engines = Engines()
         engines.gates["p3"] = asyncio.Event()

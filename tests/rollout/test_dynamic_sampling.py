@@ -77,7 +77,7 @@ def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts_and_counted_as
     asyncio.run(run())
 
 
-def test_when_the_bound_is_spent_equal_groups_are_handed_out_and_the_next_step_may_replace_again() -> None:
+def test_after_the_last_replacement_equal_groups_train_and_the_next_step_may_replace_again() -> None:
     async def run() -> None:
         task = Task(differing=set())
         buffer = make(task, max_replacements=3)
@@ -94,7 +94,7 @@ def test_when_the_bound_is_spent_equal_groups_are_handed_out_and_the_next_step_m
     asyncio.run(run())
 
 
-def test_one_part_of_the_reward_can_decide_whatever_the_others_add() -> None:
+def test_one_part_of_the_reward_can_decide_alone() -> None:
     """DAPO: a group that is all wrong is replaced although its length penalties differ."""
 
     async def run(part: str | None) -> list[str]:
@@ -102,8 +102,8 @@ def test_one_part_of_the_reward_can_decide_whatever_the_others_add() -> None:
 
         async def sample(prompt: Prompt) -> RolloutGroup:
             rewards, right = wrong if int(prompt.id) < 2 else mixed
-            made = group(prompt, rewards, 0)
-            samples = [replace(s, reward_parts={"math": m}) for s, m in zip(made.samples, right, strict=True)]
+            graded = group(prompt, rewards, 0).samples
+            samples = [replace(s, reward_parts={"math": m}) for s, m in zip(graded, right, strict=True)]
             return RolloutGroup(prompt, tuple(samples))
 
         tickets = Task(differing=set()).tickets()

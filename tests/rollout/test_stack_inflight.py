@@ -1,4 +1,4 @@
-"""Weights that change while responses are under way: which version each token is of, and what it was sampled from."""
+"""Weights that change while responses are sampled: the version of each token, and the weights that sampled it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ async def sample_across_an_update(config: Any) -> tuple[list[Rollout], list[np.n
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep_kv"])
-def test_a_response_goes_on_under_new_weights_and_knows_which_token_is_of_which(
-    tiny_model_dir: Path, mode: str
-) -> None:
+def test_a_response_continues_with_new_weights_and_every_token_has_its_version(tiny_model_dir: Path, mode: str) -> None:
     config = make_config(
         tiny_model_dir / "model",
         rollout={"max_response_tokens": LONGEST, "max_policy_lag": 1, "on_weight_update": mode},

@@ -1,4 +1,4 @@
-"""A response ends at its truncate token: what stands behind it is gone, and it counts as stopped by itself."""
+"""A response ends at its truncate token: later tokens are removed, and its finish reason is stop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLED = Completion(
         (2, [5, 9, 5, 9], (VersionSpan(0, 3, 7), VersionSpan(3, 4, 8))),
     ],
 )
-def test_a_response_is_cut_behind_its_first_such_token_from_that_position_on(
+def test_a_response_is_cut_after_its_first_truncate_token_from_the_position_on(
     after: int, ids: list[int], spans: tuple[VersionSpan, ...]
 ) -> None:
     cut = truncate(SAMPLED, token=9, after=after)
@@ -40,7 +40,7 @@ def test_a_response_is_cut_behind_its_first_such_token_from_that_position_on(
 
 
 @pytest.mark.parametrize(("token", "after"), [(4, 0), (9, 4)])
-def test_a_response_without_it_stays_whole_and_does_not_count_as_stopped(token: int, after: int) -> None:
+def test_a_response_without_a_truncate_token_is_unchanged(token: int, after: int) -> None:
     assert truncate(SAMPLED, token=token, after=after) is SAMPLED
 
 

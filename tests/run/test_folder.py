@@ -30,7 +30,7 @@ def test_a_response_with_any_line_separator_stays_on_one_line(tmp_path: Path) ->
     assert json.loads(line)["text"] == text
 
 
-# --- checkpoints: what is damaged is passed over ---
+# --- damaged checkpoints are skipped ---
 
 
 def write_checkpoints(path: Path, *steps: int, keep: int = 9) -> RunFolder:
@@ -69,7 +69,7 @@ def remove(file: Path) -> None:
         ("manifest.json", empty, "manifest.json is not readable"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_taken(
+def test_a_damaged_checkpoint_is_named_and_the_newest_undamaged_one_is_used(
     tmp_path: Path, file: str, damage: Callable[[Path], None], reason: str
 ) -> None:
     written = write_checkpoints(tmp_path, 2, 4, 6)
@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_taken(
         assert f"step-00000{step}: {reason}" in str(caught.value)
 
 
-def test_a_folder_that_only_has_the_name_of_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_a_folder_that_only_has_the_name_of_a_checkpoint_is_skipped(tmp_path: Path) -> None:
     written = write_checkpoints(tmp_path, 2)
     (written.checkpoints / "step-000009").mkdir()
     resumed = RunFolder(tmp_path, resume=True)
@@ -102,7 +102,7 @@ def test_no_warning_is_given_where_no_checkpoint_is_damaged(tmp_path: Path) -> N
     assert resumed.warnings == ()
 
 
-def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_count_as_kept_ones(tmp_path: Path) -> None:
     write_checkpoints(tmp_path, 2, 8)
     flip_one_bit(tmp_path / "checkpoints" / "step-000008" / "weights-00000.safetensors")
     resumed = RunFolder(tmp_path, resume=True)
@@ -119,7 +119,7 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path: Pa
 CONFIG = make_config(Path("x/model"))
 
 
-def test_a_folder_in_which_no_step_was_finished_is_used_again_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_folder_without_a_finished_step_is_used_again_and_loses_no_file(tmp_path: Path) -> None:
     first = RunFolder(tmp_path, resume=False)
     first.create(CONFIG)
     (tmp_path / "wandb").mkdir()
@@ -148,7 +148,7 @@ def test_a_folder_in_which_no_step_was_finished_is_used_again_and_loses_nothing(
         "notes.md",
     ],
 )
-def test_a_folder_with_anything_of_a_step_or_of_a_person_is_refused(tmp_path: Path, file: str) -> None:
+def test_a_folder_with_files_of_a_step_or_of_a_person_is_refused(tmp_path: Path, file: str) -> None:
     RunFolder(tmp_path, resume=False).create(CONFIG)
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("x")
@@ -157,7 +157,7 @@ def test_a_folder_with_anything_of_a_step_or_of_a_person_is_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize("line", ['{"step": 1, "reward/mean": 0.5}', '{"step": 0}\n{"ste', "[]"])
-def test_metrics_of_a_step_or_of_something_else_are_not_taken_over(tmp_path: Path, line: str) -> None:
+def test_a_folder_with_other_metrics_than_those_of_step_0_is_refused(tmp_path: Path, line: str) -> None:
     folder = RunFolder(tmp_path, resume=False)
     folder.create(CONFIG)
     folder.metrics.write_text(line + "\n")
@@ -165,13 +165,13 @@ def test_metrics_of_a_step_or_of_something_else_are_not_taken_over(tmp_path: Pat
         RunFolder(tmp_path, resume=False)
 
 
-def test_a_persons_own_folder_with_a_config_is_not_taken_for_a_run(tmp_path: Path) -> None:
+def test_a_folder_with_only_a_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: {dir: x}\n")
     with pytest.raises(ValueError, match="already holds"):
         RunFolder(tmp_path, resume=False)
 
 
-def test_two_runs_that_start_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
+def test_a_second_run_cannot_start_in_the_folder_of_a_starting_run(tmp_path: Path) -> None:
     script = (
         "import sys; from test_folder import CONFIG; from rlhf.run.folder import RunFolder\n"
         f"folder = RunFolder({str(tmp_path)!r}, resume=False); folder.create(CONFIG); print('up', flush=True)\n"
@@ -188,7 +188,7 @@ def test_two_runs_that_start_in_one_folder_are_not_mixed(tmp_path: Path) -> None
     RunFolder(tmp_path, resume=False).create(CONFIG)
 
 
-def test_resume_is_offered_only_where_a_complete_checkpoint_is(tmp_path: Path) -> None:
+def test_resuming_is_suggested_only_if_there_is_a_complete_checkpoint(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, resume=False)
     folder.create(CONFIG)
     folder.metrics.write_text('{"step": 1}\n')

@@ -47,7 +47,7 @@ def warnings_of(*steps: tuple[list[RolloutGroup], np.ndarray], **rollout: Any) -
     ],
     ids=["no answer", "cut off", "all wrong", "all right", "a user's function", "unscorable"],
 )
-def test_steps_without_a_signal_are_warned_of_once_with_the_key_to_turn(
+def test_steps_without_a_signal_give_one_warning_with_the_key_to_change(
     graded: tuple[Any, ...], rollout: dict[str, Any], parts: list[str]
 ) -> None:
     flat = equal_groups(*graded), np.zeros(8)
@@ -56,17 +56,17 @@ def test_steps_without_a_signal_are_warned_of_once_with_the_key_to_turn(
     assert warnings_of(*[flat] * (FLAT_STEPS - 1), **rollout) == []
 
 
-def test_a_step_with_a_signal_ends_the_row_of_those_without() -> None:
+def test_only_steps_in_a_row_count() -> None:
     flat = equal_groups("", "no_answer", 0.0), np.zeros(8)
     mixed = make_groups(groups=2, samples=4, vocabulary=9, longest=20, seed=0), np.linspace(-1, 1, 8)
     assert warnings_of(*[flat, flat, mixed] * 3) == []
     assert len(warnings_of(mixed, flat, flat, flat)) == 1
 
 
-def test_equal_rewards_are_no_signal_to_a_critic_whose_advantages_are_not_zero() -> None:
+def test_equal_rewards_are_no_signal_even_if_a_critic_gives_advantages() -> None:
     assert len(warnings_of(*[(equal_groups("", "no_answer", 0.0), np.linspace(-1, 1, 8))] * FLAT_STEPS)) == 1
 
 
-def test_a_run_of_fewer_steps_is_warned_after_its_last() -> None:
+def test_a_shorter_run_is_warned_after_its_last_step() -> None:
     watch = SignalWatch(make_config(Path("x/model")), steps=1)
     assert watch.after_step(equal_groups("", "no_answer", 0.0), np.zeros(8)) is not None

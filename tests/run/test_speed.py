@@ -29,7 +29,7 @@ def test_training_flops_by_hand() -> None:
     assert model_shape(SHAPE).training_flops([3, 5], 4, [0, 2]) == expected - 6 * 2 * 480 * 2 - 2 * 6 * 8 * 4
 
 
-def test_of_experts_only_the_active_ones_are_counted() -> None:
+def test_only_active_experts_are_counted() -> None:
     sparse = {**SHAPE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     assert model_shape(sparse).active_parameters == 2 * (192 + 2 * 288 + 8 * 8)
 
@@ -60,13 +60,13 @@ def speed_of(model: Path, device_name: str, shared: tuple[int, int] = (0, 0), **
     return values | {"flops": model_shape(SHAPE).training_flops(lengths, responses, list(shared))}
 
 
-def test_mfu_is_the_share_of_the_peak_of_the_named_device(model: Path) -> None:
+def test_mfu_is_a_fraction_of_the_peak_of_the_named_device(model: Path) -> None:
     values = speed_of(model, "NVIDIA H100 80GB HBM3")
     assert values["learner/mfu"] == pytest.approx(values["flops"] / (0.5 * 989e12 * 3))
     assert speed_of(model, "NVIDIA H100 PCIe")["learner/mfu"] == pytest.approx(values["learner/mfu"] * 989 / 756)
 
 
-def test_tokens_that_were_computed_with_the_sequence_before_are_no_work(model: Path) -> None:
+def test_tokens_that_were_computed_with_the_previous_sequence_are_not_counted_as_work(model: Path) -> None:
     values = speed_of(model, "NVIDIA H100 80GB HBM3", shared=(0, 3))
     assert values["learner/mfu"] == pytest.approx(values["flops"] / (0.5 * 989e12 * 3))
     assert values["flops"] < speed_of(model, "NVIDIA H100 80GB HBM3")["flops"]
@@ -80,7 +80,7 @@ def test_a_device_is_known_by_whole_words_of_its_name() -> None:
     assert peak_tflops("NVIDIA RTX A1000") is peak_tflops("NVIDIA RTX A4000") is None
 
 
-def test_a_step_in_which_only_the_critic_learns_says_nothing_of_the_policys_speed(model: Path) -> None:
+def test_a_step_in_which_only_the_critic_learns_has_no_speed_of_the_policy(model: Path) -> None:
     config = make_config(model, cluster={"device": "cpu"})
     batch = make_batch(make_groups(groups=1, samples=2, vocabulary=9, longest=20, seed=0), mask_truncated=False)
     assert LearnerSpeed(config, "NVIDIA H100 80GB HBM3").of_step(batch, [], np.zeros(2, np.int64), 0.5) == {}

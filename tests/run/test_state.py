@@ -9,7 +9,7 @@ from rlhf.rollout.buffer import Account
 from rlhf.run.state import RunState
 
 
-def test_a_state_reads_back_as_it_was_written() -> None:
+def test_a_state_is_read_back_as_it_was_written() -> None:
     state = RunState(
         step=4,
         updates={"learner.epochs_per_step": 2},
@@ -29,5 +29,5 @@ def test_a_state_reads_back_as_it_was_written() -> None:
     assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
-def test_keys_that_a_checkpoint_of_another_version_lacks_or_has_more_do_no_harm() -> None:
+def test_unknown_keys_are_ignored_and_missing_keys_get_their_default() -> None:
     assert RunState.from_json({"step": 2, "of_another_version": 1}) == RunState(step=2)

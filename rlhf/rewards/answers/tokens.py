@@ -39,34 +39,10 @@ TOKEN = re.compile(
 )
 UNITS_OF_TWO_LETTERS = frozenset(
     [
-        "cm",
-        "mm",
-        "km",
-        "kg",
-        "mg",
-        "ft",
-        "yd",
-        "mi",
-        "oz",
-        "lb",
-        "ml",
-        "hr",
-        "gm",
-        "in",
-        "am",
-        "pm",
-        "sq",
-        "cc",
-        "hz",
-        "kw",
-        "mw",
-        "kv",
-        "db",
-        "gb",
-        "mb",
-        "kb",
+        "cm", "mm", "km", "kg", "mg", "ft", "yd", "mi", "oz", "lb", "ml", "hr", "gm", "in", "am", "pm", "sq", "cc",
+        "hz", "kw", "mw", "kv", "db", "gb", "mb", "kb",
     ]
-)
+)  # fmt: skip
 
 
 class Token(NamedTuple):
