@@ -7,8 +7,7 @@ A checkpoint is a folder:
     exp_avg_sq-00000...         second moments
     learner.json                Adam's own step count and the shard lists
 
-No pickle. Reading it needs safetensors alone. The driver writes what is its own beside it, and renames the folder when
-it is complete.
+No pickle; reading it needs only safetensors. The driver adds its own files and renames the folder when it is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SHARD_BYTES = 2 * 2**30
 
 
 class ShardWriter:
-    """Writes a stream of named tensors into shards of bounded size, so that no process holds the whole model twice."""
+    """Writes named tensors one by one into shards of bounded size, so that no process holds the whole model twice."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder, self._kind = folder, kind
@@ -59,7 +58,7 @@ def read_shards(folder: Path, files: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 class OptimizerView:
-    """Full fp32 weights and moments of each parameter, whatever DeepSpeed does with them.
+    """Full fp32 weights and moments of each parameter at every ZeRO stage.
 
     Reading is a collective at stages 1 to 3: every rank asks for the same parameters in the same order.
     """
@@ -117,7 +116,7 @@ class OptimizerView:
 def save_learner(
     folder: Path, names: dict[str, nn.Parameter], view: OptimizerView, *, adam_steps: int, write: bool
 ) -> None:
-    """Write weights, moments and Adam's step count. Every rank calls it; the one with `write` touches the disk."""
+    """Write weights, moments and Adam's step count. Every rank calls it; the rank with `write` writes."""
     files: dict[str, list[str]] = {}
     kinds = ("weights", *MOMENTS) if adam_steps else ("weights",)
     for kind in kinds:
