@@ -1,4 +1,4 @@
-# What a person does more than once. `make` alone lists it.
+# Targets for what people do more than once. `make` alone lists them.
 
 SHELL := bash
 VENV ?= .venv
@@ -26,13 +26,13 @@ help:  ## list the targets
 setup:  ## environment in .venv with everything for CPU
 	@tools/setup.sh cpu
 
-setup-gpu:  ## the same with the CUDA builds
+setup-gpu:  ## environment in .venv with everything for GPU
 	@tools/setup.sh gpu
 
-setup-bench:  ## add what the benchmarks compare with
+setup-bench:  ## add the packages that the benchmarks compare with
 	@tools/setup.sh "" bench
 
-# What the other targets need: the environment as it was set up, or a new one for CPU.
+# The other targets need this: the environment as it was set up, or a new one for CPU.
 environment:
 	@tools/setup.sh
 
@@ -49,29 +49,29 @@ quickstart: environment $(quickstart_data)/test.jsonl  ## learn three-digit addi
 	echo "  $$run/model/          the trained model, for transformers and vllm"; \
 	echo "  configs/quickstart.yaml, README.md: change the run, write your own"
 
-# Made anew when the program that makes it changed.
+# Remade when rlhf/quickstart.py changes.
 $(quickstart_data)/test.jsonl: rlhf/quickstart.py | environment
 	@rm -rf $(quickstart_data)
 	@$(PY) -m rlhf.quickstart --output $(quickstart_data) --seed $(SEED)
 
 # Two at a time: a start of the stack imports for long on one core. A module's tests stay together, for their fixtures.
-test: environment  ## every test, those on Ray, vLLM and DeepSpeed too
+test: environment  ## every test, including those on Ray, vLLM and DeepSpeed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope $(PYTEST_ARGS)
 
-test-fast: environment  ## the tests that start no engine and no launch script and ask no registry, in under a minute
+test-fast: environment  ## the tests without engines, launch scripts and package registries, in under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack and not scripts and not registry" $(PYTEST_ARGS)
 
-# One after the other. One that fails does not keep the others from running, and is named at the end.
+# They run one after the other. If one fails, the others still run, and the end names those that failed.
 define benchmarks
 failed=; for name in $(1); do $(PY) -m benchmarks.$$name $(bench_options) || failed="$$failed $$name,"; done; \
 [ -z "$$failed" ] || { echo "failed:$${failed%,}" >&2; exit 1; }
 endef
 
-# One machine's results belong together: all of a target in one go, on an otherwise idle machine.
-bench: setup-bench  ## speed and memory against the peers, without training runs; QUICK=1 only shows that they run
+# Compare only results of one machine: run all of a target at once, with nothing else running.
+bench: setup-bench  ## compare speed and memory with the peers, without training runs; QUICK=1 only checks that they run
 	@$(call benchmarks,packer simulator startup logprobs learner_step transfer rollout)
 
-bench-training: setup-bench  ## whole steps, asynchronous runs and time to accuracy against the peers
+bench-training: setup-bench  ## compare whole steps, asynchronous runs and time to accuracy with the peers
 	@$(call benchmarks,training_steps asynchronous \
 	    "simulator --replay runs/benchmarks/asynchronous.json" time_to_accuracy)
 
@@ -85,7 +85,7 @@ lint: environment  ## ruff, mypy, shellcheck, hadolint, the schemas of compose.y
 	$(PY) -c 'import json, yaml; print(json.dumps([*yaml.safe_load_all(open("launch/kuberay.yaml"))]))' \
 	    | $(VENV)/bin/check-jsonschema --schemafile tools/kuberay.schema.json -
 
-format: environment  ## ruff's fixes and format
+format: environment  ## apply ruff's fixes and format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 

@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python launch/nodes.py report | grep -q '"vLLM plug-in": "installed"'
+python -c 'import importlib.metadata as m, sys; sys.exit("rlhf" not in m.entry_points(group="vllm.general_plugins").names)'
 [ -z "${HEAD_ADDRESS:-}" ] || ray health-check --address "$HEAD_ADDRESS:${HEAD_PORT:-6379}"

@@ -7,14 +7,15 @@ With --newer-than (seconds since 1970) it moves nothing, and prints `newer` or `
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-MANIFEST = "manifest.json"  # the last file of a checkpoint that is written
-PARTIAL = ".partial"  # the name that it has until it is whole
+from rlhf.run.folder import complete_checkpoints
+
 RESUME = "--resume"
 
 
@@ -24,32 +25,21 @@ def run_dir(arguments: Sequence[str]) -> Path:
     Raises:
         ValueError: nothing sets it.
     """
-    waiting, overrides = list(arguments), []
-    layers = []
-    while waiting:
-        argument = waiting.pop(0)
-        if argument == "--config" and waiting:
-            layers.append(OmegaConf.load(waiting.pop(0)))
-        elif argument.startswith("--config="):
-            layers.append(OmegaConf.load(argument.removeprefix("--config=")))
-        elif "=" in argument and not argument.startswith("-"):
-            overrides.append(argument)
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--config", action="append", default=[])
+    parser.add_argument("overrides", nargs="*")
+    known, _ = parser.parse_known_intermixed_args(arguments)
+    layers = [OmegaConf.load(file) for file in known.config]
+    overrides = [argument for argument in known.overrides if "=" in argument]
     found = OmegaConf.select(OmegaConf.merge(*layers, OmegaConf.from_dotlist(overrides)), "run.dir")
     if found is None:
         raise ValueError("run.dir is set neither in the files nor as an override. Set run.dir=FOLDER.")
     return Path(str(found))
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    complete = sorted(
-        path for path in folder.glob("checkpoints/step-*") if path.suffix != PARTIAL and (path / MANIFEST).is_file()
-    )
-    return complete[-1] if complete else None
-
-
 def prepare(folder: Path) -> list[str]:
     """The flag to go on with; a run without a complete checkpoint is renamed, so that it can begin anew."""
-    if newest_checkpoint(folder) is not None:
+    if complete_checkpoints(folder / "checkpoints"):
         return [RESUME]
     if folder.is_dir() and any(folder.iterdir()):
         number = 1
@@ -63,8 +53,8 @@ def prepare(folder: Path) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     try:
         if argv[:1] == ["--newer-than"]:
-            newest = newest_checkpoint(run_dir(argv[2:]))
-            print("newer" if newest is not None and newest.stat().st_mtime > float(argv[1]) else "older")
+            times = [path.stat().st_mtime for path in complete_checkpoints(run_dir(argv[2:]) / "checkpoints")]
+            print("newer" if max(times, default=0.0) > float(argv[1]) else "older")
         else:
             print(" ".join(prepare(run_dir(argv))))
     except (ValueError, OSError) as error:

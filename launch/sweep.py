@@ -11,15 +11,12 @@ finished cells alone, goes on with interrupted ones from their checkpoints, and 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import itertools
 import json
 import os
 import re
 import secrets
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -28,12 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import launcher
 from resume import prepare
 
-USER_ERROR, RUN_ERROR = 2, 1
 GRACE_S = 90.0  # a run ends its engines on SIGTERM
 LOG_LINES = 5
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 DEFAULT_COLUMNS = ("evaluation_before.*", "evaluation_after.*", "updates_taken", "updates_skipped")
 
 
@@ -119,53 +115,23 @@ def command(cell: Cell, module: str, arguments: Sequence[str]) -> list[str]:
 # --- running ---
 
 
-class Interrupted(SystemExit):
-    """A signal ended the sweep; the code is what a shell reports for it."""
-
-
-def _interrupt(number: int, _: object) -> None:
-    raise Interrupted(128 + number)
-
-
-def _as_child() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a run and its session."""
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def run_cells(waiting: list[Cell], options: argparse.Namespace) -> list[Cell]:
     """Run what has no result yet, `--jobs` at a time, a line each; returns the cells that failed."""
-    environment = os.environ | {"RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)}
+    token = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
     waiting, total = list(waiting), len(waiting)
     running: list[tuple[Cell, subprocess.Popen[bytes], float]] = []
     failed: list[Cell] = []
     done = 0
     try:
-        while waiting or running:
+        while (waiting or running) and not launcher.interrupts:
             while waiting and len(running) < options.jobs:
                 cell = waiting.pop(0)
                 if cell.summary() is not None:
                     done += 1
                     print(f"[{done}/{total}] {cell.folder.name}: has its result", flush=True)
                     continue
-                with cell.log.open("ab") as log:
-                    process = subprocess.Popen(
-                        command(cell, options.module, [*options.program, *prepare(cell.folder)]),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=environment,
-                        start_new_session=True,
-                        preexec_fn=_as_child,
-                    )
+                arguments = [*options.program, *prepare(cell.folder)]
+                process = launcher.start(command(cell, options.module, arguments), cell.log, RAY_AUTH_TOKEN=token)
                 running.append((cell, process, time.monotonic()))
             for entry in list(running):
                 cell, process, began = entry
@@ -181,13 +147,13 @@ def run_cells(waiting: list[Cell], options: argparse.Namespace) -> list[Cell]:
             time.sleep(0.1)
     finally:
         for _, process, _ in running:
-            stop(process)
+            launcher.stop(process, GRACE_S)
     return failed
 
 
 def _ending(cell: Cell, returncode: int) -> str:
     if returncode != 0:
-        return f"failed with status {128 - returncode if returncode < 0 else returncode}"
+        return f"failed with status {launcher.exit_status(returncode)}"
     return "done" if cell.summary() is not None else "ended with 0 but wrote no summary.json"
 
 
@@ -223,9 +189,8 @@ def table(grid: Sequence[Cell], columns: Sequence[str]) -> str:
     for cell in grid:
         shown = [_show(flat[cell].get(name)) if flat[cell] else "-" for name in wanted]
         rows.append([*(value for _, value in cell.values), *shown])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
 def _show(value: Any) -> str:
@@ -266,24 +231,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         grid = cells([parse_axis(text) for text in options.grid], options.output)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+        return launcher.USER_ERROR
     if options.dry_run:
         for cell in grid:
             print(shlex.join(command(cell, options.module, options.program)))
         return 0
     failed: list[Cell] = []
     if not options.table:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, _interrupt)
+        launcher.end_on_signals()
         options.output.mkdir(parents=True, exist_ok=True)
         failed = run_cells(grid, options)
+        if launcher.interrupts:
+            return launcher.interrupts[0]
     text = table(grid, options.column or DEFAULT_COLUMNS)
     print(text)
     if not options.table:
         (options.output / "table.md").write_text(text + "\n")
     if failed:
         print(f"{len(failed)} of {len(grid)} runs failed; the same command tries them again.", file=sys.stderr)
-    return RUN_ERROR if failed else 0
+    return launcher.RUN_ERROR if failed else 0
 
 
 if __name__ == "__main__":

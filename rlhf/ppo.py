@@ -31,8 +31,8 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
 
     config = run.config
     controller = make_controller(config.algo)
-    if run.restored is not None:
-        controller.load_state_dict(run.state["kl_controller"])
+    if run.state.kl_controller is not None:
+        controller.load_state_dict(run.state.kl_controller)
     async with run:
         await run.evaluate(0, due=config.evaluation.at_start and run.first_step == 0)
         for step in range(run.first_step, config.run.steps):
@@ -41,7 +41,7 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
             last = done == config.run.steps
             every = config.evaluation.every
             await run.evaluate(done, due=config.evaluation.at_end if last else every is not None and done % every == 0)
-            await run.checkpoint(done, last=last, more_state={"kl_controller": controller.state_dict()})
+            await run.checkpoint(done, last=last, kl_controller=controller.state_dict())
         await run.finish()
 
 

@@ -16,7 +16,6 @@ import multiprocessing.connection
 import os
 import queue
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from rlhf.config.contradictions import STEPS_OF_PAIRS, training_problems
 from rlhf.config.data import SourceConfig
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.data.read import read_rows
-from rlhf.learner.messages import Place
+from rlhf.learner.messages import Place, free_port
 from rlhf.plan import visible_gpus
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ def train_rank(place: Place, config: RewardTrainingConfig, train: list[Pair], he
 
 
 def _rank(failures: Any, place: Place, config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
-    if config.device == "cuda":
+    if config.cluster.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[place.rank]
     try:
         train_rank(place, config, *pairs)
@@ -126,15 +125,13 @@ def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
     Raises:
         RuntimeError: with the first rank's reason.
     """
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = int(probe.getsockname()[1])
-    threads = max(1, (os.cpu_count() or 1) // config.learners)
+    cluster, port = config.cluster, free_port()
+    threads = cluster.threads_per_learner or max(1, (os.cpu_count() or 1) // cluster.learners)
     context = multiprocessing.get_context("spawn")
     failures: Any = context.Queue()
     ranks = []
-    for rank in range(config.learners):
-        place = Place(rank, config.learners, 0 if config.device == "cuda" else rank, "127.0.0.1", port, threads)
+    for rank in range(cluster.learners):
+        place = Place(rank, cluster.learners, 0 if cluster.device == "cuda" else rank, "127.0.0.1", port, threads)
         ranks.append(context.Process(target=_rank, args=(failures, place, config, *pairs), daemon=True))
     for process in ranks:
         process.start()
@@ -169,10 +166,11 @@ def _cancel_on_sigterm() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, add_flags=lambda parser: None)
-    if config.device == "cuda" and len(visible_gpus()) < config.learners:
+    cluster = config.cluster
+    if cluster.device == "cuda" and len(visible_gpus()) < cluster.learners:
         raise ValueError(
-            f"learners={config.learners} with device=cuda: this machine shows {len(visible_gpus())} GPUs "
-            "(CUDA_VISIBLE_DEVICES). Use fewer, or device=cpu."
+            f"cluster.learners={cluster.learners} with cluster.device=cuda: this machine shows {len(visible_gpus())} "
+            "GPUs (CUDA_VISIBLE_DEVICES). Use fewer learners, or cluster.device=cpu."
         )
     folder = Path(config.run.dir)
     if folder.exists() and any(folder.iterdir()):

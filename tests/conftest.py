@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,26 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("tiny") / "quickstart"
     write_quickstart(output, seed=0, warmup_steps=0, train_rows=256, test_rows=64, model_options=TINY_MODEL)
     return output
+
+
+@pytest.fixture(scope="session")
+def real_model_dir() -> Path:
+    """SmolLM2-135M-Instruct, made once per machine and kept in the user's cache; skips where it cannot be had."""
+    import fcntl
+
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+    import real_model
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlhf-tests"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:  # several workers of pytest may want it at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (cache / real_model.NAME).is_dir():
+            try:
+                real_model.write_real_model(cache / real_model.NAME)
+            except RuntimeError as error:
+                pytest.skip(str(error))
+    return cache / real_model.NAME
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ ON_THE_STACK = {
 }
 STACK = {"ray", "vllm", "deepspeed"}
 
-# The packages from the bottom up: each imports only packages of lower levels. Those of one level do not know each other.
+# The packages from the bottom up. Each imports packages of lower levels alone, so those of one level never meet.
 LEVELS = (
     {"types"},
     {"config", "algo"},

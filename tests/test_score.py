@@ -118,7 +118,7 @@ def test_a_reward_with_another_signature_is_pointed_at(
         ('{"response": "x"}\n', [], "no text in column 'ground_truth'; it has response. Set --answer-key"),
         ('{"response": ["x"], "ground_truth": "5"}\n', [], "no text in column 'response'"),
         ('{"response": \n', [], ":1: not JSON"),
-        ('{"response": "x", "ground_truth": "5"}\n', ["--reward", "maht"], "Did you mean 'math'?"),
+        ('{"response": "x", "ground_truth": "5"}\n', ["--reward", "maht"], "Did you mean math?"),
         ('{"response": "x", "ground_truth": "5"}\n', ["--output", "/no/such/folder/out.jsonl"], "cannot be written"),
     ],
 )

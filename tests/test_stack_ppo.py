@@ -46,7 +46,7 @@ def reward_config(folder: Path, data: Path) -> dict[str, Any]:
         "model": {"path": str(data / "model"), "dtype": "float32"},
         "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "test.jsonl"), "max_tokens": 128},
         "learner": {"pairs_per_update": 32, "max_tokens_per_microbatch": 1024, "optimizer": {"lr": 1e-3}},
-        "device": "cpu",
+        "cluster": {"device": "cpu"},
     }
 
 

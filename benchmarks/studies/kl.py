@@ -29,6 +29,7 @@ from torch import Tensor
 
 from benchmarks.studies import report
 from rlhf.algo.kl import KL_ESTIMATORS, kl_per_token
+from rlhf.cluster.canary import Canary
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.load import load_config
 from rlhf.config.run import GRPOConfig
@@ -45,7 +46,6 @@ from rlhf.step.batch import at_every_token, make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.step.rewards import step_advantages
 from rlhf.types import PolicyTargets, RolloutGroup, StepBatch
-from rlhf.weights.canary import Canary
 
 BETAS = (0.01, 0.1, 1.0)
 STEPS = 40
@@ -165,9 +165,9 @@ class Stack:
         self.cluster = await self._exit_stack.enter_async_context(Cluster(config))
         self.sampler = Sampler(config, self.cluster, scorer, self.tokenizer)
         self.canary = Canary(
-            next(iter(self.prompts.prompts.values())), vocabulary=len(self.tokenizer), dtype=config.model.dtype,
-            max_tokens=config.max_sequence_tokens, seed=config.run.seed,
-        )  # fmt: skip
+            next(iter(self.prompts.prompts.values())), dtype=config.model.dtype, max_tokens=config.max_sequence_tokens
+        )
+        await self.canary.measure_noise(self.cluster)
         await self.canary.check_start(self.cluster, self.version)
         await self.cluster.save(self._start_state)
         add_empty_moments(self._start_state)

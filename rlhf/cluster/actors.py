@@ -15,6 +15,8 @@ import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from rlhf.learner.messages import free_port
+
 CONNECT_S = 20.0
 END_S = 20.0
 DEATH_NOTICE_S = 5.0  # after a failure: time in which another actor's death may still be noticed
@@ -218,9 +220,3 @@ def check_address(address: str) -> None:
         socket.create_connection((host, int(port)), CONNECT_S).close()
     except OSError as error:
         raise ConnectionError(f"{host}, port {port}: {error.strerror or error}") from error
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

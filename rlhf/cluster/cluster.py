@@ -41,10 +41,14 @@ class Cluster:
     Args:
         first_step: training steps done before this start; a resumed run samples with new noise.
         trains: False starts only the engines, for an evaluation.
+        compare_nodes: False lets nodes with other versions take part.
     """
 
-    def __init__(self, config: GRPOConfig, *, first_step: int = 0, trains: bool = True) -> None:
+    def __init__(
+        self, config: GRPOConfig, *, first_step: int = 0, trains: bool = True, compare_nodes: bool = True
+    ) -> None:
         self.config = config
+        self._compare_nodes = compare_nodes
         self.first_step = first_step
         self.trains = trains
         self.roles = config.roles(trains=trains)
@@ -91,6 +95,8 @@ class Cluster:
     async def _start(self) -> None:
         config = self.config.cluster
         self._session.start(config.ray_address)
+        if self._compare_nodes:
+            await self._session.compare_nodes(deadline_s=config.start_deadline_s)
         check_resources(self.config, ray.cluster_resources(), trains=self.trains)
         roles = {role.name: role for role in self.roles}
         engine = roles.pop(ENGINE) if self._shares_gpus else None

@@ -5,6 +5,7 @@ Standard library alone, and its functions travel to other nodes by value: they h
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import importlib.util
@@ -12,7 +13,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -76,7 +76,7 @@ def node_names(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {key: f"{place}, {key[:8]})" if place in shared else f"{place})" for key, place in places.items()}
 
 
-def ask_nodes(
+async def ask_nodes(
     nodes: Sequence[Mapping[str, Any]], function: Callable[[], Any], *, deadline_s: float
 ) -> dict[str, tuple[Any, str]]:
     """Call a function on each of these nodes of the Ray cluster that this process has joined.
@@ -91,18 +91,23 @@ def ask_nodes(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    for module in (__name__, function.__module__):  # the package may be missing where the function runs
+        ray.cloudpickle.register_pickle_by_value(sys.modules[module])
     task = ray.remote(function)
-    asked = {
-        node["NodeID"]: task.options(
+    references = [
+        task.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote()
         for node in nodes
-    }
-    answers: dict[str, tuple[Any, str]] = {}
-    end = time.monotonic() + deadline_s
-    for key, reference in asked.items():
+    ]
+
+    async def answer(reference: Any) -> tuple[Any, str]:
         try:
-            answers[key] = (ray.get(reference, timeout=max(0.0, end - time.monotonic())), "")
+            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), deadline_s), ""
+        except TimeoutError:
+            return None, f"no answer within {deadline_s:.0f} s"
         except ray.exceptions.RayError as error:
-            answers[key] = (None, (str(error).strip().splitlines() or [type(error).__name__])[-1])
-    return answers
+            return None, (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+    answers = await asyncio.gather(*map(answer, references))
+    return {node["NodeID"]: found for node, found in zip(nodes, answers, strict=True)}

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from rlhf.cluster.actors import ClusterError, check_address
+from rlhf.cluster.node_report import ask_nodes, differences, node_names, report
 
 
 class RaySession:
@@ -53,6 +54,32 @@ class RaySession:
                 f"cluster.ray_address={address}: no Ray cluster answers there ({error}). Start one with `ray start "
                 "--head`, correct the address, or leave it out to run on this machine alone."
             ) from error
+
+    async def compare_nodes(self, *, deadline_s: float) -> None:
+        """Whether every node of a cluster that runs has the same installed as this process.
+
+        Raises:
+            ValueError: a node lacks something or has another version.
+            ClusterError: a node does not answer.
+        """
+        if self.temp:
+            return
+        folder = Path.cwd()
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        names = node_names(nodes)
+        reports = [report()]
+        reports[0]["node"] += " (driver)"
+        for key, (found, problem) in (await ask_nodes(nodes, report, deadline_s=deadline_s)).items():
+            if problem:
+                raise ClusterError(f"node {names[key]} does not answer: {problem}")
+            reports.append({**found, "node": names[key]})
+        # Every node unpacks the working directory of a job, and where several nodes share a machine, each of them
+        # removes it first: the path is now another folder than the one that this process began in.
+        os.chdir(folder)
+        if lines := differences(reports):
+            remedy = "All nodes need the package installed from the same checkout: run make setup-gpu on each."
+            raise ValueError("\n".join(["the nodes do not have the same installed:", *lines, remedy]))
+        print(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}", flush=True)
 
     def keep_logs(self, error: BaseException | None, run: Path) -> None:
         """After a failure: copy the actors' output from the temporary folder, and add a note that names the copy."""

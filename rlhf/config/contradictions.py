@@ -45,11 +45,11 @@ def training_problems(
     return problems
 
 
-def dtype_problems(key: str, dtype: str, device_key: str, device: str) -> list[str]:
+def dtype_problems(key: str, dtype: str, device: str) -> list[str]:
     """Whether a model can compute packed rows in its dtype on a device."""
     if device == "cuda" and dtype == "float32":
         return [
-            f"{key}=float32 with {device_key}=cuda: flash attention on packed rows takes bfloat16. Set "
-            f"{key}=bfloat16 (master weights are float32 anyway), or {device_key}=cpu."
+            f"{key}=float32 with cluster.device=cuda: flash attention on packed rows takes bfloat16. Set "
+            f"{key}=bfloat16 (master weights are float32 anyway), or cluster.device=cpu."
         ]
     return []

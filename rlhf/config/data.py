@@ -7,14 +7,13 @@ that the section sets for all sources.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from pathlib import PurePath
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from rlhf.config.base import Section
+from rlhf.config.base import Section, unknown_keys
 
 TemplateName = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
 AnswerFormat = Literal["auto", "gsm8k", "boxed", "text", "none"]
@@ -111,7 +110,8 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, values: Any) -> Any:
-        _refuse_unknown_keys(cls, values, "data")
+        if messages := unknown_keys(cls, values, "data"):
+            raise ValueError("\n".join(messages))
         return values
 
     @field_validator("train", "eval", mode="before")
@@ -123,7 +123,8 @@ class DataConfig(Section):
         entries = value if isinstance(value, list | tuple) else (value,)
         for index, entry in enumerate(entries):
             key = f"data.{info.field_name}" if len(entries) == 1 else f"data.{info.field_name}.{index}"
-            _refuse_unknown_keys(SourceConfig, entry, key)
+            if messages := unknown_keys(SourceConfig, entry, key):
+                raise ValueError("\n".join(messages))
             if not isinstance(entry, str | dict | SourceConfig):
                 raise ValueError(
                     f"{key}: {entry!r} names no data. "
@@ -155,12 +156,3 @@ class DataConfig(Section):
                     "Remove it, or use rows."
                 )
         return self
-
-
-def _refuse_unknown_keys(schema: type[BaseModel], values: Any, key: str) -> None:
-    """Raise for a key that the schema has not, with the nearest one that it has."""
-    for name in values if isinstance(values, dict) else ():
-        if name not in schema.model_fields:
-            near = difflib.get_close_matches(str(name), schema.model_fields, n=1, cutoff=0.5)
-            known = f"Did you mean {key}.{near[0]}?" if near else f"Known: {', '.join(schema.model_fields)}."
-            raise ValueError(f"{key}.{name}={values[name]!r:.80}: there is no such key. {known}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from rlhf.config.base import Section
-from rlhf.config.describe import submodel
+from rlhf.config.base import Section, short, unknown_keys
+from rlhf.config.describe import describe_keys, submodel
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -48,8 +47,8 @@ def load_config(schema: type[C], files: Sequence[str], overrides: Sequence[str] 
         raise ValueError(
             f"{_first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} where it is text."
         ) from None
-    unknown = list(_unknown_keys(schema, values, ()))
-    if unknown:
+    keys = [key.name for key in describe_keys(schema) if "[]" not in key.name]
+    if unknown := list(_unknown_keys(schema, values, (), keys)):
         raise ValueError("\n".join(unknown))
     try:
         return schema.model_validate_json(json.dumps(values))
@@ -125,19 +124,13 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _unknown_keys(schema: type[BaseModel], values: Any, path: tuple[str, ...]) -> Iterator[str]:
-    """A message for each key that the schema has not, with the nearest one that it has."""
+def _unknown_keys(schema: type[BaseModel], values: Any, path: tuple[str, ...], keys: Sequence[str]) -> Iterator[str]:
+    """A message for each key that the schema does not have, in this section and below; `keys` are those it has."""
+    yield from unknown_keys(schema, values, ".".join(path), elsewhere=keys)
     for key, value in values.items() if isinstance(values, dict) else ():
-        if key not in schema.model_fields:
-            near = difflib.get_close_matches(str(key), schema.model_fields, n=1, cutoff=0.5)
-            known = (
-                f"Did you mean {'.'.join((*path, near[0]))}?" if near else f"Known: {', '.join(schema.model_fields)}."
-            )
-            yield f"{'.'.join((*path, str(key)))}={_short(value)}: there is no such key. {known}"
-            continue
-        section = submodel(schema.model_fields[key])
+        section = submodel(schema.model_fields[key]) if key in schema.model_fields else None
         if section is not None and key not in FREE_FORM_KEYS:
-            yield from _unknown_keys(section, value, (*path, key))
+            yield from _unknown_keys(section, value, (*path, key), keys)
 
 
 def _explain(schema: type[BaseModel], error: ValidationError) -> str:
@@ -159,12 +152,12 @@ def _problem(schema: type[BaseModel], problem: ErrorDetails) -> Iterator[str]:
             text = json.dumps(problem["input"])
             yield f"{key}={text}: text is expected, and YAML reads this as another type. Quote it: {key}='\"{text}\"'."
         case "model_type" | "model_attributes_type":
-            yield f"{key}={_short(problem['input'])}: a section is expected. Set a key in it, such as {key}.KEY=VALUE."
+            yield f"{key}={short(problem['input'])}: a section is expected. Set a key in it, such as {key}.KEY=VALUE."
         case "literal_error":
             meaning = _field_at(schema, problem["loc"])
-            yield f"{key}={_short(problem['input'])}: it has to be {problem['ctx']['expected']} ({meaning})."
+            yield f"{key}={short(problem['input'])}: it has to be {problem['ctx']['expected']} ({meaning})."
         case _:
-            yield f"{key}={_short(problem['input'])}: {message[0].lower()}{message[1:]}. See --help for this key."
+            yield f"{key}={short(problem['input'])}: {message[0].lower()}{message[1:]}. See --help for this key."
 
 
 def _field_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> str:
@@ -187,8 +180,3 @@ def _required_below(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]
         return [".".join(path)]
     required = [name for name, field in model.model_fields.items() if field.is_required()]
     return [key for name in required for key in _required_below(schema, (*path, name))]
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -10,13 +10,12 @@ Keys of a part other than `name` and `weight` are options of that reward.
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from rlhf.config.base import Section
+from rlhf.config.base import Section, suggest, unknown_keys
 
 ExtractionStep = Literal["box", "answer_tag", "hash", "answer_is", "math_span", "last_number"]
 
@@ -150,7 +149,6 @@ class RewardConfig(Section):
         10.0, gt=0, description="seconds by the clock for the same, not counting time spent waiting for a core"
     )
     memory_mb: int = Field(1024, ge=64, description="memory that a grading process may add to what it starts with, MiB")
-    start_seconds: float = Field(120.0, gt=0, description="seconds for the grading processes to load")
     bad_gold: Literal["fail", "skip"] = Field(
         "fail", description="rows whose gold answer cannot be graded: stop the run, or leave the rows out"
     )
@@ -160,7 +158,6 @@ class RewardConfig(Section):
     failures_always_allowed: int = Field(
         10, ge=0, description="failures of a user function that never stop the run, however few the calls"
     )
-    cache_size: int = Field(100_000, ge=0, description="symbolic comparisons remembered by answer and gold")
 
     @model_validator(mode="before")
     @classmethod
@@ -169,9 +166,8 @@ class RewardConfig(Section):
             value = {"parts": value}
         if not isinstance(value, dict):
             return value
-        for key, setting in value.items():
-            if key not in cls.model_fields:
-                raise ValueError(f"reward.{key}={setting!r}: there is no such key. {_nearest(key, cls.model_fields)}")
+        if messages := unknown_keys(cls, value, "reward"):
+            raise ValueError("\n".join(messages))
         normalized = dict(value)
         prefix = "reward.parts" if value.keys() - {"parts"} else "reward"
         if "parts" in value:
@@ -239,7 +235,7 @@ def _part(value: Any, key: str) -> RewardPart:
         _check_options(OPTIONS_OF_REWARD[name], options, key, name)
     elif not USER_FUNCTION.fullmatch(name):
         reason = "not of the form package.module:function" if ":" in name else "there is no such reward"
-        raise ValueError(f"{key}.name={name!r}: {reason}. {_nearest(name, OPTIONS_OF_REWARD)}")
+        raise ValueError(f"{key}.name={name!r}: {reason}. {suggest(name, OPTIONS_OF_REWARD)}")
     return RewardPart(name=name, weight=float(weight), options=options)
 
 
@@ -247,7 +243,7 @@ def _check_options(schema: type[Section], options: dict[str, Any], key: str, nam
     for option, value in options.items():
         if option not in schema.model_fields:
             raise ValueError(
-                f"{key}.{option}={value!r}: {name} has no such option. {_nearest(option, schema.model_fields)}"
+                f"{key}.{option}={value!r}: {name} has no such option. {suggest(option, schema.model_fields)}"
             )
     try:
         schema.model_validate(options)
@@ -257,10 +253,3 @@ def _check_options(schema: type[Section], options: dict[str, Any], key: str, nam
         reason = problem["msg"].removeprefix("Value error, ")
         value = options if not problem["loc"] else problem["input"]
         raise ValueError(f"{place}={value!r}: {reason[0].lower()}{reason[1:]}. See docs/rewards.md.") from None
-
-
-def _nearest(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    if near:
-        return f"Did you mean {near[0]!r}?"
-    return f"Known: {', '.join(known)}." if known else "It has no options."

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlhf.config.base import Section
 from rlhf.config.contradictions import dtype_problems, training_problems
-from rlhf.config.sections import ModelConfig, NonNegativeInt, TrainedConfig
+from rlhf.config.sections import LearnersConfig, ModelConfig, NonNegativeInt, TrainedConfig
 
 
 class RewardModelConfig(Section):
@@ -65,13 +65,12 @@ class RewardTrainingConfig(Section):
     model: ModelConfig
     data: PairsConfig
     learner: RewardTrainerConfig = RewardTrainerConfig()
-    learners: PositiveInt = Field(1, description="learner ranks on this machine, a GPU each")
-    device: Literal["cuda", "cpu"] = Field("cuda", description="where they compute")
+    cluster: LearnersConfig = LearnersConfig()
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RewardTrainingConfig:
         problems = training_problems("learner", self.learner, total_updates=None, dtype=self.model.dtype)
-        problems += dtype_problems("model.dtype", self.model.dtype, "device", self.device)
+        problems += dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
         if self.learner.max_tokens_per_microbatch < 2 * self.data.max_tokens:
             problems.append(
                 f"learner.max_tokens_per_microbatch={self.learner.max_tokens_per_microbatch}: a pair may have 2 x "

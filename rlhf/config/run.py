@@ -276,9 +276,9 @@ def _learner_problems(config: GRPOConfig) -> list[str]:
 
 def _cluster_problems(config: GRPOConfig) -> list[str]:
     cluster, reward_model = config.cluster, config.reward_model
-    problems = dtype_problems("model.dtype", config.model.dtype, "cluster.device", cluster.device)
+    problems = dtype_problems("model.dtype", config.model.dtype, cluster.device)
     if reward_model is not None and reward_model.path is not None:
-        problems += dtype_problems("reward_model.dtype", reward_model.dtype, "cluster.device", cluster.device)
+        problems += dtype_problems("reward_model.dtype", reward_model.dtype, cluster.device)
     if cluster.placement == "colocated":
         engine_gpus = cluster.engines * cluster.tensor_parallel
         if cluster.device == "cpu":

@@ -197,11 +197,19 @@ class LoggingConfig(Section):
     level: Literal["debug", "info", "warning"] = Field("warning", description="log level of the libraries underneath")
 
 
-class ClusterConfig(Section):
-    device: Literal["cuda", "cpu"] = Field("cuda", description="where engines and learners compute")
+class LearnersConfig(Section):
+    """The `cluster` section of a program that trains without engines, and the part that all programs share."""
+
+    device: Literal["cuda", "cpu"] = Field("cuda", description="where the models compute")
+    learners: PositiveInt = Field(1, description="learner ranks, one GPU each")
+    threads_per_learner: PositiveInt | None = Field(
+        None, description="threads of a learner on CPU; null shares the machine's cores among its learners"
+    )
+
+
+class ClusterConfig(LearnersConfig):
     engines: PositiveInt = Field(1, description="vLLM engines")
     tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine")
-    learners: PositiveInt = Field(1, description="learner ranks, a GPU each")
     placement: Literal["separate", "colocated"] = Field(
         "separate", description="engines and learners on GPUs of their own, or on the same"
     )
@@ -216,9 +224,6 @@ class ClusterConfig(Section):
     ray_address: str | None = Field(None, description="address of a running Ray cluster; null starts one here")
     cpus_per_learner: PositiveFloat = Field(0.5, description="CPU cores that are reserved for a learner")
     cpus_per_engine: PositiveFloat = Field(0.5, description="CPU cores that are reserved for an engine")
-    threads_per_learner: PositiveInt | None = Field(
-        None, description="threads of a learner on CPU; null shares the machine's cores among its learners"
-    )
     start_deadline_s: PositiveFloat = Field(900.0, description="seconds that start-up may take before the run fails")
     step_deadline_s: PositiveFloat = Field(3600.0, description="seconds that one wait in the loop may take")
 

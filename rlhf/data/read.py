@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf.config.data import FILE_SUFFIXES, DataConfig, SourceConfig
+from rlhf.data.model_files import looks_local
 
 DEFAULT_SPLIT = {"train": "train", "eval": "test"}
 
@@ -58,10 +59,7 @@ def check_source(source: SourceConfig, key: str) -> None:
 def local_path(source: SourceConfig) -> Path | None:
     """The file or folder that a source names; None where it can only be the name of a hub data set."""
     path = Path(source.path).expanduser()
-    if path.exists() or path.suffix in FILE_SUFFIXES:
-        return path
-    is_hub_name = not source.path.startswith((".", "/", "~")) and source.path.count("/") <= 1
-    return None if is_hub_name else path
+    return path if path.suffix in FILE_SUFFIXES or looks_local(source.path) else None
 
 
 def read_rows(source: SourceConfig, which: str, key: str) -> list[Row]:

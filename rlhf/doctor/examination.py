@@ -46,7 +46,6 @@ class Patient:
 
     config: GRPOConfig
     prompts: list[Prompt] | None = None  # the first of each source, tokenized
-    vocabulary: int = 0
     nodes: dict[str, dict[str, Any]] | None = None  # by name: `report` of the node, its `gpus`
     cluster: Cluster | None = None
     at_end: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)

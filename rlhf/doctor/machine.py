@@ -91,11 +91,12 @@ def needed_gib(config: GRPOConfig) -> float | None:
 
     None where the model's config.json is not at hand or not known.
     """
-    one, policy = checkpoint_bytes(config), shape_at(config.model.path)
-    if one is None or policy is None:
+    policy = shape_at(config.model.path)
+    checkpoint = checkpoint_bytes(config, policy)
+    if checkpoint is None or policy is None:
         return None
     checkpoints = config.checkpoint.keep + 1 if config.checkpoint_every is not None else 0
-    written = checkpoints * one + config.run.export * BYTES[config.model.dtype] * policy.parameters
+    written = checkpoints * checkpoint + config.run.export * BYTES[config.model.dtype] * policy.parameters
     return written / GIB + ROLLOUTS_GIB
 
 
@@ -178,7 +179,6 @@ def _load(patient: Patient) -> Finding:
     tokenizer = load_tokenizer(config.model)
     longest = config.data.max_prompt_tokens
     loaded = load_prompts(config.data, "train", tokenizer, gold_answer, max_prompt_tokens=longest)
-    patient.vocabulary = len(tokenizer)
     patient.prompts = [prompt for rows in loaded.prompts.values() for prompt in rows[:PROMPTS_EACH]]
     counts = ", ".join(f"{source} {len(rows):,}" for source, rows in loaded.prompts.items())
-    return Finding("ok", f"model.path={config.model.path}, a tokenizer of {patient.vocabulary:,}; prompts: {counts}")
+    return Finding("ok", f"model.path={config.model.path}, a tokenizer of {len(tokenizer):,}; prompts: {counts}")

@@ -122,10 +122,8 @@ def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:
 
     check_address(address)
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    ray.cloudpickle.register_pickle_by_value(node_report)  # the package may be missing where it runs
-    ray.cloudpickle.register_pickle_by_value(sys.modules[describe.__module__])
     alive = [node for node in ray.nodes() if node["Alive"]]
-    answers = node_report.ask_nodes(alive, describe, deadline_s=deadline_s)
+    answers = asyncio.run(node_report.ask_nodes(alive, describe, deadline_s=deadline_s))
     nodes = ray.nodes()  # read after the answers: Ray lists a dead node as alive until it has missed five health checks
     names = node_report.node_names(nodes)
     found = {names[key]: why for key, why in died(nodes).items()}

@@ -25,7 +25,8 @@ async def check_start(patient: Patient) -> Finding:
     if patient.nodes is None:
         raise NotCheckedError("the nodes did not answer")
     config = patient.config.cluster
-    patient.cluster = await patient.at_end.enter_async_context(Cluster(patient.config))
+    cluster = Cluster(patient.config, compare_nodes=False)  # `check_nodes` has done so
+    patient.cluster = await patient.at_end.enter_async_context(cluster)
     return Finding("ok", f"{config.engines} engine(s), {config.learners} learner(s) on {config.device}")
 
 
@@ -68,17 +69,11 @@ async def check_transfer(patient: Patient) -> Finding:
 
 async def check_agreement(patient: Patient) -> Finding:
     """The canary of a run: log-probs of engines and learners on the model, and after weights that all moved."""
-    from rlhf.weights.canary import Canary
+    from rlhf.cluster.canary import Canary
 
     cluster, config = _started(patient), patient.config
     assert patient.prompts is not None
-    canary = Canary(
-        patient.prompts,
-        vocabulary=patient.vocabulary,
-        dtype=config.model.dtype,
-        max_tokens=config.max_sequence_tokens,
-        seed=config.run.seed,
-    )
+    canary = Canary(patient.prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens)
     await canary.measure_noise(cluster)
     metrics = await canary.check_start(cluster, 0)
     difference = metrics["sync/canary_difference"]

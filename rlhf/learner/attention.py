@@ -5,7 +5,8 @@ ids; here each token attends to the earlier tokens of its own segment and nothin
 
     CPU   segments of similar length are gathered into [n, longest] blocks, with one causal sdpa per block. Padding
           is on the right, where no earlier token can attend to it, and its outputs are dropped.
-    CUDA  torch's variable-length flash attention takes the row, with fewer queries than keys where they are shared.
+    CUDA  torch's variable-length flash attention takes the row, with fewer queries than keys if beginnings are shared.
+          It has no float32: a pass in float32 is computed in blocks, as on CPU.
 
 A prompt that samples share goes through the transformer once. If a sequence begins like the previous one, the shared
 tokens are not computed again: U of the row's T tokens are computed, and the transformer sees only those. Keys and
@@ -72,16 +73,20 @@ class Segments:
         return tokens if self.expand is None else self.expand[tokens]
 
 
-def segments_of(cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device) -> Segments:
+def segments_of(
+    cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device, *, in_float32: bool = False
+) -> Segments:
     """Prepare a row's segments once, for all layers.
 
     Args:
         cu_seqlens: [S+1] int64.
         shared: [S] int64, the leading tokens of each sequence that equal those of the previous one.
+        in_float32: the pass will be computed in float32.
     """
     lengths = np.diff(cu_seqlens)
     computed, expand = _computed_once(cu_seqlens, shared)
-    laid_out, blocks, restore = _blocks(cu_seqlens, lengths) if device.type == "cpu" else (expand[:0], [], expand[:0])
+    in_blocks = device.type == "cpu" or in_float32
+    laid_out, blocks, restore = _blocks(cu_seqlens, lengths) if in_blocks else (expand[:0], [], expand[:0])
 
     def put(array: np.ndarray, dtype: type = np.int64) -> Tensor:
         return torch.from_numpy(array.astype(dtype)).to(device)
@@ -188,7 +193,7 @@ def packed_attention(
     if sliding_window is not None and segments.longest > sliding_window:
         raise UnpackableError(f"sequences of {segments.longest} tokens exceed its attention window of {sliding_window}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, d]
-    if query.device.type == "cuda":
+    if query.device.type == "cuda" and query.dtype != torch.float32:
         from torch.nn.attention.varlen import varlen_attn
 
         if segments.expand is not None:
@@ -241,7 +246,21 @@ def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tupl
             raise UnpackableError("its attention cannot be replaced")
     except UnpackableError as error:
         raise ValueError(error.of(key, path)) from None
+    _restore_rotary_frequencies(transformer)
     return transformer, info
+
+
+def _restore_rotary_frequencies(transformer: PreTrainedModel) -> None:
+    """Compute rotary frequencies again in float32 where DeepSpeed made them bfloat16, as ZeRO-3 does while it loads.
+
+    Rounded by up to 0.4%, they would turn token 1,000 by radians too much: another model than the engine's.
+    """
+    for module in transformer.modules():
+        frequencies = [b for name, b in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+        if any(buffer.dtype != torch.float32 for buffer in frequencies):
+            for buffer in frequencies:
+                buffer.data = buffer.data.float()
+            transformer._init_weights(module)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -1,7 +1,8 @@
-"""The place of a rank in its world, as the driver sends it; importable without torch."""
+"""The place of a rank in its world, as the driver sends it, and a port to meet at; importable without torch."""
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 
@@ -15,3 +16,10 @@ class Place:
     master_host: str
     master_port: int
     threads: int
+
+
+def free_port() -> int:
+    """A TCP port that is free on this machine now; another process may take it before it is used."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

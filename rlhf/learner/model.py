@@ -6,8 +6,10 @@ silently wrong gradients under ZeRO-1/2 and a weight of size 0 under ZeRO-3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,11 +40,11 @@ class DeviceTokens:
     segments: Segments
 
     @classmethod
-    def of(cls, tokens: PackedTokens, device: torch.device) -> DeviceTokens:
+    def of(cls, tokens: PackedTokens, device: torch.device, *, in_float32: bool = False) -> DeviceTokens:
         def put(array: np.ndarray, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(array).to(device=device, dtype=dtype)
 
-        segments = segments_of(tokens.cu_seqlens, shared_beginnings(tokens), device)
+        segments = segments_of(tokens.cu_seqlens, shared_beginnings(tokens), device, in_float32=in_float32)
         positions = np.arange(len(tokens.token_ids)) - np.repeat(tokens.cu_seqlens[:-1], tokens.lengths)
         return cls(
             token_ids=put(tokens.token_ids, torch.int64),
@@ -69,7 +71,8 @@ def hidden_states(transformer: PreTrainedModel, tokens: DeviceTokens) -> Tensor:
 class PolicyModel(nn.Module):
     """A causal language model as a policy: packed tokens -> log-probability of each response token.
 
-    `temperature` divides the logits, as in the engine that sampled.
+    `temperature` divides the logits, as in the engine that sampled. With `in_float32` the same weights are computed
+    with in float32, module by module, to measure what the model's own type costs.
     """
 
     def __init__(self, transformer: PreTrainedModel, *, temperature: float) -> None:
@@ -79,20 +82,55 @@ class PolicyModel(nn.Module):
         self.temperature = temperature
 
     def forward(
-        self, tokens: DeviceTokens, *, with_entropy: bool = False, temperature: float | None = None
+        self,
+        tokens: DeviceTokens,
+        *,
+        with_entropy: bool = False,
+        temperature: float | None = None,
+        in_float32: bool = False,
     ) -> TokenLogprobs:
         head = self.transformer.get_output_embeddings()
+        with computing_in_float32(self.transformer) if in_float32 else contextlib.nullcontext():
+            states = hidden_states(self.transformer, tokens)
         return token_logprobs(
-            hidden_states(self.transformer, tokens),
-            head.weight,
+            states,
+            head.weight.float() if in_float32 else head.weight,
             tokens.token_ids,
             tokens.response_mask,
             tokens.cu_seqlens,
             expand=tokens.segments.expand,
-            head_bias=head.bias,
+            head_bias=head.bias.float() if in_float32 and head.bias is not None else head.bias,
             temperature=self.temperature if temperature is None else temperature,
             with_entropy=with_entropy,
         )
+
+
+@contextlib.contextmanager
+def computing_in_float32(model: nn.Module) -> Iterator[None]:
+    """Give each module its own parameters in float32 while it computes, and its true ones back right after.
+
+    The memory is that of the largest module, never of the model, and nothing is read from disk. It works on a model
+    that ZeRO-3 partitions: the hooks are set inside the wrapped forward, so that a module is gathered before the first
+    of them and released after the second.
+    """
+    kept: dict[nn.Module, list[Tensor]] = {}
+
+    def widen(module: nn.Module, _: Any) -> None:
+        own = list(module.parameters(recurse=False))
+        kept[module] = [param.data for param in own]
+        for param in own:
+            param.data = param.data.float()
+
+    def narrow(module: nn.Module, _: Any, __: Any) -> None:
+        for param, true in zip(module.parameters(recurse=False), kept.pop(module), strict=True):
+            param.data = true
+
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                hooks.callback(module.register_forward_pre_hook(widen).remove)
+                hooks.callback(module.register_forward_hook(narrow, prepend=True, always_call=True).remove)
+        yield
 
 
 def load_policy(

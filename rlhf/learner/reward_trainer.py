@@ -55,7 +55,7 @@ class RewardTrainer(TrainedRank):
             section=config.learner,
             total_updates=total,
             dtype=config.model.dtype,
-            device=config.device,
+            device=config.cluster.device,
             trust_remote_code=config.model.trust_remote_code,
         )
         super().__init__(training, place)

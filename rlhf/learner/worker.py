@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.algo.packing import pack
 from rlhf.config.run import GRPOConfig
@@ -23,7 +23,7 @@ from rlhf.log.metrics import StepMetrics
 from rlhf.types import PolicyTargets
 from rlhf.weights.transfer import EngineClient, ParameterMeta, Rendezvous, WeightSender, make_sender
 
-PERTURBATION = 0.05  # of each tensor's standard deviation (of 1 where that is 0): moves log-probs far beyond bf16 noise
+PERTURBED_STRIDE = 3  # a third of the signs: a tensor that is not perturbed with the others around it stands out
 
 
 def policy_training(config: GRPOConfig) -> Training:
@@ -45,7 +45,7 @@ class Learner(StepRank):
         self.config = config
         self.objective = PolicyObjective.of(config)
         self._sender: WeightSender | None = None
-        self._saved: list[Tensor] = []
+        self._saved: list[tuple[nn.Parameter, Tensor]] = []
         self.wrap(self._load_model(frozen=False))
         check_packed(
             lambda tokens: self.engine(tokens).logprobs, self.device, longest=config.max_sequence_tokens,
@@ -86,13 +86,17 @@ class Learner(StepRank):
         )
 
     @torch.no_grad()
-    def canary(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    def canary(self, sequences: list[np.ndarray], in_float32: bool = False) -> list[np.ndarray]:
         """Log-probs at temperature 1 of given sequences under the current weights: [L] each, entry 0 is 0.
 
         The sequences are packed into one row, as in training, so that the comparison also checks packing.
+
+        Args:
+            in_float32: compute in float32 from the same weights, instead of the model's own type.
         """
         packed = pack(sequences)
-        logprobs = self.engine(DeviceTokens.of(packed, self.device), temperature=1.0).logprobs.float().cpu().numpy()
+        tokens = DeviceTokens.of(packed, self.device, in_float32=in_float32)
+        logprobs = self.engine(tokens, temperature=1.0, in_float32=in_float32).logprobs.float().cpu().numpy()
         return np.split(logprobs, packed.cu_seqlens[1:-1])
 
     def change_objective(self, objective: PolicyObjective) -> None:
@@ -127,21 +131,22 @@ class Learner(StepRank):
         self._sender.send(version)
 
     @torch.no_grad()
-    def perturb_weights(self) -> None:
-        """Move every tensor by seeded noise, the same on all ranks, and remember the true values."""
+    def perturb_weights(self, start: int = 0, stop: int | None = None) -> None:
+        """Move tensors `start` to `stop`, every PERTURBED_STRIDE-th element of each, and remember their true values.
+
+        An element changes its sign; in a tensor of zeros it becomes 1.
+        """
         assert not self._saved, "the weights are perturbed already"
-        generator = torch.Generator().manual_seed(0)
-        for param in self.names.values():
+        for param in list(self.names.values())[start:stop]:
             with self.whole(param, modify=True):
-                self._saved.append(param.detach().cpu().clone())
-                spread = param.float().std().item() if param.numel() > 1 else 0.0
-                noise = torch.randn(param.shape, generator=generator) * PERTURBATION * (spread or 1.0)
-                param.add_(noise.to(param.device, param.dtype))
+                self._saved.append((param, param.detach().to("cpu", copy=True)))
+                moved = param.view(-1)[::PERTURBED_STRIDE]
+                moved.copy_(-moved if param.any() else torch.ones_like(moved))
 
     @torch.no_grad()
     def restore_weights(self) -> None:
         """Put the true values back, bit for bit."""
-        for param, value in zip(self.names.values(), self._saved, strict=True):
+        for param, value in self._saved:
             with self.whole(param, modify=True):
                 param.copy_(value)
         self._saved.clear()

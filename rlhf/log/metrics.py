@@ -1,4 +1,4 @@
-"""Metrics of a step: each value carries how it combines with the same metric of another microbatch, rank or update."""
+"""Metrics of a step; the type of a metric says how it merges over microbatches, ranks and updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Mean:
-    """Weighted mean: `total` over `weight`; the mean of no weight at all is NaN and is left out of the log."""
+    """Weighted mean: `total` over `weight`; with weight 0 it is NaN, which is not logged."""
 
     total: float
     weight: float
@@ -80,7 +80,7 @@ class EffectiveSampleFraction:
 
 @dataclass(frozen=True)
 class Histogram:
-    """The values themselves; `value` is their mean, sinks that can draw a distribution use `values`."""
+    """All values; logged as their mean and four quantiles."""
 
     values: tuple[float, ...]
 
@@ -96,7 +96,7 @@ StepMetrics = dict[str, Metric]
 
 
 def merge_metrics(parts: list[StepMetrics]) -> StepMetrics:
-    """Combine the metrics of several microbatches, ranks or minibatches; each name keeps one kind of reduction."""
+    """Merge the metrics of several microbatches, ranks or minibatches; a name has the same reduction in all of them."""
     merged: StepMetrics = {}
     for part in parts:
         for name, metric in part.items():

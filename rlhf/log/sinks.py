@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import wandb
 
 STEP = "step"
-WANDB_ANSWER_S = 10.0  # a server that has not answered by then is taken for unreachable; wandb alone waits 90 s
-WANDB_START_S = 20.0  # and one that answers, but does not take the run
+WANDB_ANSWER_S = 10.0  # for the server to answer at all; wandb itself would wait 90 s
+WANDB_START_S = 20.0  # for a server that answers to accept the run
 
 
 class Sink(Protocol):
@@ -36,7 +36,7 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """`metrics.jsonl`: one object a line. Resuming at a step cuts off what a killed run had logged beyond it."""
+    """`metrics.jsonl`: one object per line. Resuming at a step removes the lines of later steps."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         if resume_step is not None:
@@ -55,21 +55,21 @@ def keep_lines_up_to(path: Path, step: int) -> None:
     """Drop the lines of later steps, and a last line that a kill cut short."""
     if not path.exists():
         return
-    kept = []
+    kept_lines = []
     for line in path.read_text().splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
         if row[STEP] <= step:
-            kept.append(line)
-    path.write_text("".join(line + "\n" for line in kept))
+            kept_lines.append(line)
+    path.write_text("".join(line + "\n" for line in kept_lines))
 
 
 class WandbSink:
-    """A wandb run whose training metrics are drawn over the training step, from the first day.
+    """A wandb run with the training step as the x-axis of every metric.
 
-    Offline, with a warning, where the server is not reached or does not take the run.
+    If the server does not answer or does not accept the run, the run is offline, with a warning.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class WandbSink:
 
 
 def _start_online(start: Callable[..., wandb.Run], run_dir: Path, warn: Callable[[str], None]) -> wandb.Run:
-    """The run on its server; offline, with a warning, where that is not reached or does not take the run."""
+    """Start an online run; if the server does not answer or accept it, an offline one, with a warning."""
     import wandb
 
     settings = wandb.setup().settings
-    # Asked first, since a run that failed to begin goes on trying in the background, also when the program ends. Only
-    # wandb itself can use a proxy of its own settings.
+    # The server is asked first, because a run that fails to start keeps trying in the background, even when the program
+    # ends. A proxy in wandb's own settings can be used by wandb alone.
     problem = "" if settings.http_proxy or settings.https_proxy else no_answer(settings.base_url)
     if not problem:
         try:
@@ -132,25 +132,25 @@ def _start_online(start: Callable[..., wandb.Run], run_dir: Path, warn: Callable
 
 
 def no_answer(url: str) -> str:
-    """Why nothing at all answers there within WANDB_ANSWER_S, looking up its name included; "" if something does."""
-    found = [f"no answer within {WANDB_ANSWER_S:.0f} s"]
+    """Why the server does not answer within WANDB_ANSWER_S, name look-up included; "" if it answers anything."""
+    reasons = [f"no answer within {WANDB_ANSWER_S:.0f} s"]
 
     def ask() -> None:
         try:
             urllib.request.urlopen(url, timeout=WANDB_ANSWER_S).close()
         except urllib.error.HTTPError:
-            found.append("")
-        except urllib.error.URLError as error:  # certificates that only wandb knows are for wandb to judge
-            found.append("" if isinstance(error.reason, ssl.SSLError) else str(error.reason))
+            reasons.append("")
+        except urllib.error.URLError as error:  # wandb may know certificates that Python does not
+            reasons.append("" if isinstance(error.reason, ssl.SSLError) else str(error.reason))
         except (OSError, http.client.HTTPException) as error:
-            found.append(str(error) or type(error).__name__)
+            reasons.append(str(error) or type(error).__name__)
         else:
-            found.append("")
+            reasons.append("")
 
-    asking = threading.Thread(target=ask, daemon=True)  # a look-up of a name has no time limit of its own
+    asking = threading.Thread(target=ask, daemon=True)  # a name look-up has no time limit of its own
     asking.start()
     asking.join(WANDB_ANSWER_S)
-    return found[-1]
+    return reasons[-1]
 
 
 def has_wandb_key() -> bool:
@@ -164,7 +164,7 @@ def has_wandb_key() -> bool:
 
 
 class TerminalSink:
-    """One line a training step: what a person watches, and when it will be done."""
+    """One line per training step with the main metrics and the estimated remaining time."""
 
     COLUMNS = (
         ("reward", "reward/mean", "{:.3f}"),
@@ -183,7 +183,7 @@ class TerminalSink:
         self.start()
 
     def start(self) -> None:
-        """From here on the remaining time is reckoned."""
+        """Estimate the remaining time from here on."""
         self._started = time.monotonic()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -199,16 +199,15 @@ class TerminalSink:
         shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items())
         self._console.print(f"[bold]eval at step {step}[/bold]  {shown}", highlight=False)
 
-    def warn(self, messages: Iterable[str]) -> None:
-        for message in messages:
-            self._console.print(f"[yellow]warning:[/yellow] {escape(message)}", highlight=False)
+    def warn(self, message: str) -> None:
+        self._console.print(f"[yellow]warning:[/yellow] {escape(message)}", highlight=False)
 
     def close(self, *, failed: bool = False) -> None:
         return
 
 
 def summary_table(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Table:
-    """Evaluation before and after, for the end of a run."""
+    """Evaluation before and after training, printed at the end of a run."""
     table = Table(title=f"evaluation, {seconds:.0f} s of training")
     for column in ("metric", "before", "after"):
         table.add_column(column, justify="left" if column == "metric" else "right")

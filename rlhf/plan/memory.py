@@ -99,16 +99,21 @@ def shape_at(path: str) -> ModelShape | None:
         return None
 
 
-def checkpoint_bytes(config: GRPOConfig) -> int | None:
+def checkpoint_bytes(config: GRPOConfig, policy: ModelShape | None) -> int | None:
     """One checkpoint: float32 weights and moments of what is trained, float32 weights of a reference that moves.
 
-    None where a trained model's config.json is not at hand or not known.
+    Args:
+        policy: the shape of model.path.
+
+    Returns:
+        None where a trained model's config.json is not at hand or not known.
     """
     size = 0
     for role in config.roles():
         if role.training is None:
             continue
-        if (shape := shape_at(role.model)) is None:
+        shape = policy if role.model == config.model.path else shape_at(role.model)
+        if shape is None:
             return None
         is_policy = role.name == roles.LEARNER
         count = shape.parameters if is_policy else scalar_parameters(shape)

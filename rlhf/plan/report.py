@@ -175,7 +175,7 @@ def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemor
     each = "one GPU" if cluster.device == "cuda" else "processes"
     lines = rows(
         ("model", f"{shape.model_type}, {shape.parameters:,} parameters"),
-        ("checkpoint on disk", _checkpoint(config)),
+        ("checkpoint on disk", _checkpoint(config, shape)),
     )
     for estimate in estimates:
         title = f"{'an' if estimate.role.name[0] in 'aeiou' else 'a'} {estimate.role.name}"
@@ -189,12 +189,13 @@ def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemor
     ]  # fmt: skip
 
 
-def _checkpoint(config: GRPOConfig) -> str:
-    size, every = checkpoint_bytes(config), config.checkpoint_every
+def _checkpoint(config: GRPOConfig, policy: ModelShape) -> str:
+    size, every = checkpoint_bytes(config, policy), config.checkpoint_every
     if size is None:
         return "no estimate"
     more = ", a reference that moves" if config.reference_moves else ""
-    when = f"one every {counted(every, 'step')}, {config.checkpoint.keep} are kept" if every else "none is saved"
+    interval = "step" if every == 1 else f"{every} steps"
+    when = f"one every {interval}, {config.checkpoint.keep} are kept" if every else "none is saved"
     return f"{size / GIB:.1f} GiB (float32 weights and moments of all that is trained{more}); {when}"
 
 

@@ -1,5 +1,5 @@
-"""Rewards: what a response is worth, computed in processes that can be killed.
+"""Rewards: the value of a response, computed in processes that can be killed.
 
-`scorer` is what the training loop uses, `pool` and `worker` run the rewards that `named` lists, `math` grades answers
-with the help of `answers`.
+The training loop uses `scorer`. `pool` and `worker` run the rewards that `named` lists; to add a reward, add it there
+and its options to `rlhf/config/reward.py`. `math` grades mathematical answers, which `answers` compares.
 """

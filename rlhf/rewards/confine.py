@@ -1,7 +1,7 @@
-"""What grading a response may not do, even if a parser of somebody else's were tricked: run code, write, connect.
+"""Keeps the grading of a response from running code, writing files or connecting, even if a parser is tricked.
 
-Two layers inside of a worker. `replace_sympify` takes away sympy's habit of evaluating strings: it reads literals and
-nothing else. The audit hook refuses the rest while a built-in reward runs; user functions may do what they like.
+A worker has two layers of protection. `replace_sympify` makes sympy read literals from strings, where it would call
+eval. The audit hook refuses everything else while a built-in reward runs; user functions are not confined.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 REFUSED_PREFIXES = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "signal.", "urllib.", "webbrowser.")
-# What imports and searches of modules do; they change nothing.
+# Used by imports; they change nothing.
 HARMLESS = frozenset(["os.listdir", "os.scandir", "os.walk", "os.fwalk"])
 INTEGER, DECIMAL, NAME = (
     re.compile(r"[-+]?\d{1,2000}"),
@@ -29,12 +29,12 @@ _installed = False
 
 
 class RefusedError(Exception):
-    """Grading tried to do more than to compute."""
+    """Grading tried to run code, write, start a process or connect."""
 
 
 @contextlib.contextmanager
 def confined() -> Iterator[None]:
-    """While this holds, the current thread cannot run code from strings, write files, start processes or connect."""
+    """Inside this context the current thread cannot run code from strings, write files, start processes or connect."""
     global _installed
     if not _installed:
         sys.addaudithook(_audit)
@@ -62,7 +62,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def replace_sympify() -> None:
-    """Make sympy read numbers and names from strings and refuse everything else, where it would call eval."""
+    """Make sympy read numbers and names from strings and refuse everything else, instead of calling eval."""
     import math_verify.parser
     import sympy.parsing.sympy_parser
 

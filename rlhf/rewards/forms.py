@@ -1,4 +1,4 @@
-"""The short rewards: GSM8K, multiple choice, exact and F1 match, and the form of a response."""
+"""The short rewards: GSM8K, multiple choice, exact match, F1, and the form of a response."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def gsm8k_reward(response: str, gold: str) -> Grade:
 
 
 def _gsm8k_number(text: str) -> str | None:
-    found = GSM8K_NUMBER.findall(text)
-    return found[-1].replace("$", "").replace(",", "") if found else None
+    numbers = GSM8K_NUMBER.findall(text)
+    return numbers[-1].replace("$", "").replace(",", "") if numbers else None
 
 
 def multiple_choice_reward(response: str, gold: str, options: MultipleChoiceOptions) -> Grade:
@@ -54,7 +54,7 @@ def _letter(text: str, letters: str) -> str | None:
 
 
 def exact_reward(response: str, gold: str, options: ExactOptions) -> Grade:
-    """1 if the answer (boxed, in answer tags, or else the whole response) is the gold answer, spaces aside."""
+    """1 if the answer (boxed, in answer tags, or the whole response) equals the gold answer up to spaces."""
     if not gold.strip():
         return Grade(None, BAD_GOLD, detail="gold answer is empty")
     stated = _stated_text(response)
@@ -93,7 +93,7 @@ def _words(text: str) -> list[str]:
 
 
 def format_reward(response: str, options: FormatOptions) -> float:
-    """1 if the response has the form, else 0; what it answers does not matter."""
+    """1 if the response has the form, else 0; its answer does not matter."""
     if options.pattern is not None:
         return float(re.fullmatch(options.pattern, response, re.DOTALL) is not None)
     match options.style:
@@ -110,7 +110,7 @@ def format_reward(response: str, options: FormatOptions) -> float:
 
 
 def _split_thinking(response: str) -> str | None:
-    """What follows the thinking, if the response is one non-empty <think> block and then something."""
+    """The text after the thinking; None unless the response is one non-empty <think> block and then some text."""
     head, closing, rest = response.partition("</think>")
     thought = head.lstrip().removeprefix("<think>")
     opened = len(thought) < len(head.lstrip())

@@ -1,4 +1,4 @@
-"""What grading one response by one reward gives; the vocabulary of workers, pool and scorer."""
+"""The grade of one response by one reward: the type that workers, pool and scorer share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 # The status of one part of one response.
 OK = "ok"  # graded, right or wrong
-NO_ANSWER = "no_answer"  # the response states no answer in the form that is asked for
-BAD_GOLD = "bad_gold"  # the row's gold answer cannot be graded against
+NO_ANSWER = "no_answer"  # the response states no answer in the requested form
+BAD_GOLD = "bad_gold"  # the gold answer of the row cannot be compared with anything
 TIMEOUT = "timeout"  # killed at the deadline
 DIED = "died"  # the process crashed, or ran out of memory
 UNSCORABLE = "unscorable"  # a user function returned None
-FAILED = "failed"  # it raised an exception, or a user function returned what is not a number
+FAILED = "failed"  # an exception, or a user function returned something that is not a number
 
 STATUSES = (OK, NO_ANSWER, BAD_GOLD, TIMEOUT, DIED, UNSCORABLE, FAILED)
 
@@ -21,10 +21,10 @@ class Grade:
     """One reward of one response.
 
     Attributes:
-        value: the reward; None where there is none.
+        value: the reward; None if there is none.
         status: one of STATUSES.
-        extracted: the answer that was graded, "" if none was found.
-        detail: what went wrong, "" if nothing did.
+        extracted: the answer that was graded, "" if the response states none.
+        detail: the reason of a failure, "" without one.
     """
 
     value: float | None

@@ -1,4 +1,4 @@
-"""Grade a math answer: extract it, compare it with the gold answer, cheaply if that decides, symbolically if not."""
+"""Grade a math answer: extract it and compare it with the gold answer, symbolically only where that is needed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def math_reward(response: str, gold: str, options: MathOptions, ask: Callable[..
 
     Args:
         gold: the answer, or a solution that ends in `#### answer` or `\\boxed{answer}`.
-        ask: called with (extracted, gold) before the costly comparison; returns an earlier (value, status), or None.
+        ask: called with (extracted, gold) before a costly comparison; returns its earlier (value, status), or None.
     """
     wanted = _wanted(gold)
     if not wanted:
@@ -45,7 +45,7 @@ def math_reward(response: str, gold: str, options: MathOptions, ask: Callable[..
 
 @lru_cache(maxsize=4096)
 def _wanted(gold: str) -> str:
-    """The gold answer, "" if nothing is left of it; remembered, because a group of responses shares it."""
+    """The gold answer, "" if it is empty; cached, because a group of responses shares it."""
     wanted = gold_answer(gold) or ""
     return wanted if clean(wanted) else ""
 
@@ -68,7 +68,7 @@ def grade_answer(stated: str, wanted: str, ask: Callable[..., Any]) -> Grade:
 def check_gold(gold: str) -> Grade:
     """1 if the gold answer can be graded; else bad_gold, with the reason.
 
-    That it agrees with itself as a string is not enough: `\\frac{1}{` does, and no right answer would ever match it.
+    It is not enough that it equals itself as a string: `\\frac{1}{` does, and no right answer would ever match it.
     """
     wanted = gold_answer(gold) or ""
     cleaned = clean(wanted)
@@ -81,7 +81,7 @@ def check_gold(gold: str) -> Grade:
 
 
 def _problem(gold: str) -> str:
-    """Why a cleaned gold answer can match nothing but its own spelling; "" if it can."""
+    """Why a cleaned gold answer matches nothing but its own spelling; "" if it matches other spellings."""
     if is_prose(gold) or option_letter(gold) or re.fullmatch(r"[-+\d.]+", gold):
         return ""
     try:

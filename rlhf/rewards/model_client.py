@@ -1,4 +1,4 @@
-"""Responses -> scores of a reward model: whatever waits while a copy is busy goes into its next batch."""
+"""Responses -> scores of a reward model; responses that arrive while a copy is busy go into its next batch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rlhf.types import RolloutGroup, ScoredRollout
 Conversation = list[dict[str, str]]
 Score = Callable[[list[Conversation]], Awaitable[list[float | None]]]
 
-PART = "reward_model"  # its name among the parts of a reward
+PART = "reward_model"  # the name of this part of the reward
 FIRST_WAIT_S = 0.5
 
 
 class RewardModelClient:
-    """Adds a reward model's part to graded groups.
+    """Adds the score of a reward model to graded groups.
 
     Args:
-        scorers: one for each copy: conversations -> scores, None for what cannot be scored; NaN and inf count as that.
-        weight: of the part in the sum.
+        scorers: one per copy of the model: conversations -> scores; None, NaN and inf mean unscorable.
+        weight: factor of the score in the reward.
     """
 
     def __init__(self, scorers: Sequence[Score], *, weight: float) -> None:
@@ -35,7 +35,7 @@ class RewardModelClient:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def add_to(self, group: RolloutGroup) -> RolloutGroup:
-        """The group with the weighted score in each reward; a response that cannot be scored becomes unscorable."""
+        """The group with the weighted score added to each reward; without a score the response becomes unscorable."""
         prompt = list(group.prompt.messages)
         replies = [[*prompt, {"role": "assistant", "content": sample.text}] for sample in group.samples]
         loop = asyncio.get_running_loop()
@@ -48,7 +48,7 @@ class RewardModelClient:
 
     def _add(self, sample: ScoredRollout, score: float | None) -> ScoredRollout:
         if score is not None and not math.isfinite(score):
-            score = None  # one NaN would be in every advantage of the step, through their mean
+            score = None  # one NaN in the mean would make every advantage of the step NaN
         reward = None if sample.reward is None or score is None else sample.reward + self._weight * score
         return dataclasses.replace(sample, reward=reward, reward_parts={**sample.reward_parts, PART: score})
 
@@ -74,14 +74,14 @@ class RewardModelClient:
 
 
 def endpoint_scorer(config: RewardModelConfig) -> Score:
-    """Scores over HTTP, with a time-out for each request and retries that wait twice as long each time."""
+    """Scores over HTTP; each request has a time limit, and the wait doubles before each retry."""
     url = config.endpoint
     assert url is not None
     mean, std = config.mean or 0.0, config.std or 1.0
 
-    def request(body: bytes, count: int) -> list[float | None]:
-        made = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(made, timeout=config.timeout_s) as reply:
+    def fetch(body: bytes, count: int) -> list[float | None]:
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=config.timeout_s) as reply:
             scores = json.load(reply)["scores"]
         if len(scores) != count:
             raise ValueError(f"{len(scores)} scores for {count} conversations")
@@ -94,7 +94,7 @@ def endpoint_scorer(config: RewardModelConfig) -> Score:
             if attempt:
                 await asyncio.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
             try:
-                return await asyncio.to_thread(request, body, len(conversations))
+                return await asyncio.to_thread(fetch, body, len(conversations))
             except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError) as error:
                 reason = error
         raise RuntimeError(

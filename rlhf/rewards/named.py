@@ -1,4 +1,4 @@
-"""The rewards that a config can name, and the call of a user's own; runs in the workers of the pool."""
+"""The rewards that a config can name, and the call of a user's function; runs in the workers of the pool."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Call
     """Grade one response by one reward.
 
     Args:
-        job: name, options, response, answer, columns, metadata; check: grade the gold answer against itself.
-        functions: the user functions by name.
-        ask: asks the driver for an earlier result of a costly comparison.
+        job: name, options, response, answer, columns, metadata; with `check`, the gold answer is graded against itself.
+        functions: user functions by name.
+        ask: asks the driver for the earlier result of a costly comparison.
     """
     name = job["name"]
     if name in functions:
@@ -54,7 +54,7 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Call
             return REWARDS[name](job, options, ask)
     except MemoryError:
         raise
-    except Exception as error:  # whatever the text of a response brings about is that response's own fault
+    except Exception as error:  # any exception is caused by the text of the response: it fails alone
         return Grade(None, FAILED, detail=f"{type(error).__name__}: {error}")
 
 
@@ -64,13 +64,13 @@ def _options(name: str, options: str) -> Any:
 
 
 def as_if_answered(job: dict[str, Any]) -> dict[str, Any]:
-    """The job with its own gold answer as the response, in a form that every reward finds."""
+    """The job with its gold answer as the response, in a form that every reward reads."""
     gold = gold_answer(job["answer"]) or ""
     return {**job, "response": f"\\boxed{{{gold}}}" if job["name"] != "gsm8k" else f"#### {gold}"}
 
 
 def load_user_function(name: str) -> Callable[..., Any]:
-    """Import `module:function`. Raises ValueError saying what is wrong with it."""
+    """Import `module:function`. Raises ValueError with the reason if that fails."""
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -86,7 +86,7 @@ def load_user_function(name: str) -> Callable[..., Any]:
 
 
 def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Grade:
-    """Call `function(response, answer=, columns=, metadata=, **options)` and judge what it returns."""
+    """Call `function(response, answer=, columns=, metadata=, **options)` and check what it returns."""
     try:
         result = function(
             job["response"], answer=job["answer"], columns=job["columns"], metadata=job["metadata"], **job["options"]
@@ -113,19 +113,19 @@ def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Gra
 
 
 def _failed(function: Callable[..., Any], problem: str, error: BaseException | None = None) -> Grade:
-    """`file:line: problem`: the innermost line of the function's own package; where none ran, the function itself."""
-    places = []
+    """`file:line: problem`, with the innermost line in the package of the function, or the line of its definition."""
+    locations = []
     if error is not None:
         package = str(function.__module__).partition(".")[0]
-        places = [
+        locations = [
             f"{frame.f_code.co_filename}:{line}: "
-            for frame, line in list(traceback.walk_tb(error.__traceback__))[1:]  # the first frame is ours
+            for frame, line in list(traceback.walk_tb(error.__traceback__))[1:]  # the first frame is in this file
             if str(frame.f_globals.get("__name__")).partition(".")[0] == package
         ]
-    whole = inspect.unwrap(function)
-    if not places and inspect.isfunction(whole):
-        places = [f"{whole.__code__.co_filename}:{whole.__code__.co_firstlineno}: "]
-    return Grade(None, FAILED, detail="".join(places[-1:]) + problem)
+    unwrapped = inspect.unwrap(function)
+    if not locations and inspect.isfunction(unwrapped):
+        locations = [f"{unwrapped.__code__.co_filename}:{unwrapped.__code__.co_firstlineno}: "]
+    return Grade(None, FAILED, detail="".join(locations[-1:]) + problem)
 
 
 async def _finish(result: Any) -> Any:

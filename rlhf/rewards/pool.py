@@ -1,16 +1,16 @@
-"""Killable processes that compute rewards: the only place where model text is parsed or run through anything.
+"""Killable processes that compute rewards: model text is parsed nowhere else.
 
     driver                                   keeper (python -m rlhf.rewards.worker)
       caller ── submit(job) ──> Future         loads sympy once, never sees a response
       loop thread <── control socket ──────>   forks, kills and buries workers
-           └──── one socket a worker ───────>  worker: one job after the other
+           └──── one socket per worker ─────>  worker: one job after the other
 
-The keeper forks a worker in milliseconds, so the replacement of a killed one has everything loaded. It adopts orphans
-(PR_SET_CHILD_SUBREAPER): what a worker forked, however detached, is its child once the worker is dead, and is killed
-too. It dies with the driver, even by SIGKILL, and takes everything along.
+The keeper forks a worker in milliseconds, so the replacement of a killed worker has everything loaded. The keeper
+adopts orphans (PR_SET_CHILD_SUBREAPER): a process that a worker forked, however detached, becomes the keeper's child
+when the worker dies, and is killed too. The keeper dies with the driver, even by SIGKILL, and all workers with it.
 
-Messages are JSON, both ways: a hijacked worker cannot make the driver run anything, as pickle would let it.
-Deadlines are in CPU seconds of the worker, with a backstop by the clock (`stopwatch.py`).
+Messages are JSON in both directions: unlike with pickle, a hijacked worker cannot make the driver run code.
+Deadlines are in CPU seconds of the worker; a second limit is in wall-clock seconds (`stopwatch.py`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ from rlhf.rewards.grade import Grade
 from rlhf.rewards.stopwatch import Stopwatch
 from rlhf.rewards.wire import QUICK_REWARDS, Channel
 
-POLL_S = 0.02  # how often deadlines are looked at while jobs run
-MAX_JOBS_PER_MESSAGE = 32  # amortizes the system calls of cheap jobs
-MAX_FAILED_STARTS = 5  # in a row; more means that every further one would die too
-CLOSE_S = 5.0  # the keeper gets so long to bury everybody before it is killed itself
+POLL_S = 0.02  # how often deadlines are checked while jobs run
+MAX_JOBS_PER_MESSAGE = 32  # cheap jobs share system calls
+MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
+START_S = 120.0  # for the processes to load, the modules of the user functions included
+MAX_REMEMBERED = 100_000  # results of costly comparisons
+CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
 
 
 @dataclass
@@ -46,7 +48,7 @@ class _Job:
     request: dict[str, Any]
     future: Future[Grade]
     begun: bool = False
-    alone: bool = False  # to be sent by itself: it was among several of which one took too long
+    alone: bool = False  # must be sent by itself: it was in a message of which some job took too long
 
 
 @dataclass
@@ -57,21 +59,22 @@ class _Worker:
     ready: bool = False
     doomed: str = ""  # why it is being killed
     jobs: deque[_Job] = field(default_factory=deque)  # jobs[0] is running
-    asked: tuple[str, ...] = ()  # the comparison that the running job pays for
-    watch: Stopwatch = field(default_factory=Stopwatch)  # of its start, then of the running job
+    asked: tuple[str, ...] = ()  # the costly comparison that the running job is about to compute
+    watch: Stopwatch = field(default_factory=Stopwatch)  # of the start of the worker, then of the running job
 
 
 class Pool:
-    """`workers` processes that answer jobs, each killed and replaced when a job exceeds its limits.
+    """`workers` processes that compute jobs; a process whose job exceeds a limit is killed and replaced.
 
     Args:
+        spares: further processes that are loaded and wait to replace a killed one.
         cpu_seconds, wall_seconds: limits of one job.
-        memory_mb: what a worker may add to the memory that it starts with.
+        memory_mb: MiB that a worker may allocate beyond the memory that it starts with.
         user_functions: `module:function` names that every worker imports before its first job.
 
     Raises:
         ValueError: a user function cannot be imported.
-        RuntimeError: the processes did not start within `start_seconds`.
+        RuntimeError: the processes did not start within START_S.
     """
 
     def __init__(
@@ -82,16 +85,12 @@ class Pool:
         cpu_seconds: float = 2.0,
         wall_seconds: float = 10.0,
         memory_mb: int = 1024,
-        start_seconds: float = 120.0,
         user_functions: Sequence[str] = (),
-        cache_size: int = 100_000,
     ) -> None:
         self.size, self.full_size = workers, workers + spares
         self._cpu_seconds, self._wall_seconds = cpu_seconds, wall_seconds
         self._hello = {"memory_mb": memory_mb, "user_functions": list(user_functions), "path": sys.path}
-        self._start_seconds = start_seconds
         self._cache: OrderedDict[tuple[str, ...], Grade] = OrderedDict()
-        self._cache_size = cache_size
         self._incoming: deque[_Job] = deque()
         self._pending: deque[_Job] = deque()
         self._workers: dict[int, _Worker] = {}
@@ -104,18 +103,18 @@ class Pool:
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
         try:
-            self._started.result(timeout=start_seconds)
+            self._started.result(timeout=START_S)
         except BaseException as error:
             self.close()
             if isinstance(error, TimeoutError):
                 raise RuntimeError(
-                    f"reward.start_seconds={start_seconds}: the grading processes did not load in that time. "
-                    "Raise it, or look at what the modules of the user functions import."
+                    f"reward: the grading processes did not load within {START_S:.0f} s. Look at what the modules of "
+                    "the user functions import."
                 ) from None
             raise
 
     def submit(self, request: dict[str, Any]) -> Future[Grade]:
-        """Queue one job; its future never raises for what the job does."""
+        """Queue one job; a job that fails gives a grade with the status of the failure, not an exception."""
         if self._closing:
             raise RuntimeError(f"the reward pool is closed{': ' if self._broken else ''}{self._broken}")
         job = _Job(request, Future())
@@ -126,7 +125,7 @@ class Pool:
         return job.future
 
     def close(self) -> None:
-        """Kill every process; jobs without an answer are cancelled."""
+        """Kill every process; jobs without a result are cancelled."""
         self._closing = True
         self._wake()
         if threading.current_thread() is not self._thread:
@@ -139,7 +138,7 @@ class Pool:
         self.close()
 
     def worker_pids(self) -> list[int]:
-        """Processes that can take a job now, spares included."""
+        """Processes that are able to take a job, spares included."""
         return [worker.pid for worker in list(self._workers.values()) if worker.ready and not worker.doomed]
 
     @property
@@ -147,17 +146,17 @@ class Pool:
         return len(self._cache)
 
     def wait_full(self, seconds: float) -> int:
-        """Wait until every killed worker is replaced, at most so long; returns how many are ready."""
+        """Wait until every killed worker is replaced, or `seconds` have passed; returns how many are ready."""
         deadline = time.monotonic() + seconds
         while len(self.worker_pids()) < self.full_size and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return len(self.worker_pids())
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # full: the loop is awake anyway
+        with contextlib.suppress(BlockingIOError, OSError):  # the buffer is full: the loop is awake anyway
             self._wake_write.send(b"x")
 
-    # --- everything below runs in the loop thread ---
+    # --- the methods below run in the loop thread ---
 
     def _run(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -181,7 +180,7 @@ class Pool:
             self._shut_down()
 
     def _start_keeper(self) -> None:
-        """Start the process that forks workers; PDEATHSIG ties it to this thread, which lives as long as the pool."""
+        """Start the process that forks workers; PDEATHSIG ends it with this thread, which lives as long as the pool."""
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         self._keeper = subprocess.Popen(
@@ -206,7 +205,7 @@ class Pool:
         worker = _Worker(self._numbers, Channel(ours))
         self._workers[worker.number] = worker
         self._selector.register(ours, selectors.EVENT_READ, worker)
-        with contextlib.suppress(OSError):  # a dead keeper is noticed by its own event
+        with contextlib.suppress(OSError):  # a dead keeper has an event of its own
             self._control.send({"fork": worker.number}, fd=theirs.fileno())
         theirs.close()
 
@@ -214,7 +213,7 @@ class Pool:
         if source == "wake":
             with contextlib.suppress(BlockingIOError):
                 self._wake_read.recv(65536)
-            self._woken = False  # before the queue is read: what comes later wakes again
+            self._woken = False  # before the queue is read, so that a later job wakes the loop again
         elif source == "control":
             messages, open_ = self._control.receive()
             for message in messages:
@@ -226,12 +225,7 @@ class Pool:
             for message in messages:
                 try:
                     self._on_worker(source, message)
-                except (
-                    KeyError,
-                    IndexError,
-                    TypeError,
-                    ValueError,
-                ):  # not one of our messages: the worker is not itself anymore
+                except (KeyError, IndexError, TypeError, ValueError):  # not a message that our code sends
                     self._kill(source, "died")
             if not open_ and source.number in self._workers and not source.doomed:
                 self._kill(source, "died")
@@ -240,7 +234,7 @@ class Pool:
         if "forked" in message and message["forked"] in self._workers:
             self._workers[message["forked"]].pid = message["pid"]
         elif "gone" in message and message["gone"] in self._workers:
-            self._bury(self._workers[message["gone"]])
+            self._remove(self._workers[message["gone"]])
 
     def _on_worker(self, worker: _Worker, message: dict[str, Any]) -> None:
         if worker.doomed:
@@ -260,7 +254,7 @@ class Pool:
                 value = None if reply["value"] is None else float(reply["value"])
                 grade = Grade(value, str(reply["status"]), str(reply["extracted"]), str(reply["detail"]))
                 self._finish(worker, grade, cpu=float(message["cpu"]))
-                if reply.get("last"):  # it says itself that it is not fit for another
+                if reply.get("last"):  # the worker reports that it cannot take another job
                     self._requeue(worker)
                     self._kill(worker, "died")
 
@@ -272,9 +266,9 @@ class Pool:
         job.future.set_result(grade)
 
     def _remember(self, worker: _Worker, grade: Grade) -> None:
-        if worker.asked and self._cache_size:
+        if worker.asked:
             self._cache[worker.asked] = grade
-            if len(self._cache) > self._cache_size:
+            if len(self._cache) > MAX_REMEMBERED:
                 self._cache.popitem(last=False)
         worker.asked = ()
 
@@ -307,7 +301,7 @@ class Pool:
     def _enforce_deadlines(self) -> None:
         for worker in list(self._workers.values()):
             elapsed = worker.watch.elapsed()
-            if not worker.ready and not worker.doomed and elapsed > self._start_seconds:
+            if not worker.ready and not worker.doomed and elapsed > START_S:
                 self._kill(worker, "died")
             if not worker.jobs or worker.doomed or elapsed < min(POLL_S, self._wall_seconds):
                 continue
@@ -315,7 +309,7 @@ class Pool:
                 self._kill(worker, "timeout")
 
     def _kill(self, worker: _Worker, why: str) -> None:
-        """Have the keeper kill it; the running job gets its status, the others behind it are queued again."""
+        """Have the keeper kill a worker; the running job gets the status `why`, the jobs behind it are queued again."""
         if worker.doomed:
             return
         worker.doomed = why
@@ -337,18 +331,18 @@ class Pool:
         self._start_worker()
 
     def _requeue(self, worker: _Worker) -> None:
-        """Put the jobs that it did not finish back to the front of the queue."""
+        """Put the unfinished jobs of a worker back to the front of the queue."""
         self._pending.extendleft(reversed(worker.jobs))
         worker.jobs.clear()
 
-    def _bury(self, worker: _Worker) -> None:
+    def _remove(self, worker: _Worker) -> None:
         if not worker.doomed:
             self._kill(worker, "died")
         del self._workers[worker.number]
         worker.channel.close()
 
     def _restart_keeper(self) -> None:
-        """Something killed the keeper, and with it every worker: begin again."""
+        """Start again after something killed the keeper, and with it every worker."""
         if not self._started.done():
             raise RuntimeError("the grading processes ended while loading; their own message is above")
         self._selector.unregister(self._control.socket)
@@ -372,7 +366,7 @@ class Pool:
             if job.begun or not job.future.cancel():
                 job.future.set_result(Grade(None, "died", "", "the pool was closed"))
         if hasattr(self, "_keeper"):
-            self._control.close()  # the keeper's sign to kill everybody
+            self._control.close()  # tells the keeper to kill every worker
             try:
                 self._keeper.wait(CLOSE_S)
             except subprocess.TimeoutExpired:
@@ -388,10 +382,10 @@ class Pool:
 
 
 def _is_one_of_several(worker: _Worker) -> bool:
-    """Whether it is open which of its jobs ran: quick ones are answered together, unless they ask before they pay."""
+    """Whether any of its jobs may be the running one, since quick jobs are answered together."""
     return len(worker.jobs) > 1 and not worker.asked and worker.jobs[0].request["name"] in QUICK_REWARDS
 
 
 def default_workers() -> int:
-    """As many workers as cores that this process may use, at most 8: each grades thousands of answers a second."""
+    """One worker per core that this process may use, at most 8: each grades thousands of answers per second."""
     return max(1, min(8, len(os.sched_getaffinity(0))))

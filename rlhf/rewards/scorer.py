@@ -1,7 +1,7 @@
-"""What the training loop sees of the rewards: one response in, one number with its parts out.
+"""The rewards as the training loop uses them: one response in, one number and its parts out.
 
-Parts run in the pool, one job each, so that a part that hangs costs only its own share. A response can be scored as
-soon as it arrives, any number of them at once.
+Each part is a job of its own in the pool, so a part that hangs costs only its own share of the reward. A response is
+scored as soon as it arrives, next to any number of others.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, OK, TIMEOUT, U
 from rlhf.rewards.pool import Pool, default_workers
 from rlhf.types import Prompt
 
-MAX_WAITING_CHECKS = 4096  # gold answers that are being checked at once: a data set may have millions
-MAX_ERRORS_KEPT, MAX_ERRORS_SHOWN = 1000, 5  # distinct ones of a part: a message may hold the response
+MAX_WAITING_CHECKS = 4096  # gold answers in the pool at the same time: a data set may have millions
+MAX_ERRORS_KEPT, MAX_ERRORS_SHOWN = 1000, 5  # distinct errors of a part: a message may contain the response
 FAILURES = (FAILED, TIMEOUT, DIED)
 GRADED_AGAINST_GOLD = ("math", "gsm8k", "multiple_choice", "exact", "f1")
 
@@ -31,8 +31,8 @@ class Score:
     Attributes:
         reward: weighted sum of the parts; None when a part has no value, and then the response is unscorable.
         parts: value of every part by name, before its weight.
-        status: of the first part that is not ok, else ok.
-        extracted: the answer that was graded, "" if none was found.
+        status: of the first part that is not ok, or ok.
+        extracted: the answer that was graded, "" if the response states none.
     """
 
     reward: float | None
@@ -48,7 +48,7 @@ class Graded(NamedTuple):
 
 
 class BadGold(NamedTuple):
-    """A row whose gold answer does not agree with itself."""
+    """A row whose gold answer cannot be graded."""
 
     row: str
     answer: str
@@ -56,19 +56,19 @@ class BadGold(NamedTuple):
 
 
 class Scorer:
-    """Scores responses in killable processes; `counters` holds what happened, by `part/status`.
+    """Scores responses in processes that can be killed; `counters` counts the outcomes by `part/status`.
 
     Raises:
         ValueError: a user function cannot be imported.
-        RuntimeError: from any `score` once the user functions have failed more often than the config allows.
+        RuntimeError: by every `score` after the user functions have failed more often than the config allows.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
         self.counters: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
-        self._errors: dict[str, Counter[str]] = defaultdict(Counter)  # of each part: what it failed with, how often
-        self._told: dict[str, set[str]] = defaultdict(set)
+        self._errors: dict[str, Counter[str]] = defaultdict(Counter)  # by part: error -> how often
+        self._reported: dict[str, set[str]] = defaultdict(set)  # by part: errors that new_errors has returned
         self._over_budget = ""
         functions = sorted({part.name for part in config.all_parts if part.is_user_function})
         self.pool = Pool(
@@ -77,13 +77,11 @@ class Scorer:
             cpu_seconds=config.cpu_seconds,
             wall_seconds=config.wall_seconds,
             memory_mb=config.memory_mb,
-            start_seconds=config.start_seconds,
             user_functions=functions,
-            cache_size=config.cache_size,
         )
 
     def close(self) -> None:
-        """Leave no process behind."""
+        """End every process of the pool."""
         self.pool.close()
 
     def __enter__(self) -> Scorer:
@@ -93,11 +91,11 @@ class Scorer:
         self.close()
 
     async def score(self, prompt: Prompt, text: str, *, finish_reason: str, response_length: int) -> Score:
-        """Score one response; never raises for what the response is.
+        """Score one response; its text never raises an exception.
 
         Args:
             text: the decoded response, without the prompt.
-            finish_reason: stop, length or abort, as the engine said.
+            finish_reason: stop, length or abort, as reported by the engine.
             response_length: sampled tokens.
         """
         parts = self.config.parts_of(prompt.source)
@@ -107,26 +105,26 @@ class Scorer:
         return self._combine(parts, grades, prompt.id)
 
     def score_batch(self, responses: Sequence[str], golds: Sequence[str]) -> list[Graded]:
-        """Grade responses against their gold answers with the config's parts; never raises for a response.
+        """Grade responses against their gold answers with the parts of the config.
 
         Returns:
-            (score, extracted, status) in order; the score is 0 where there is none.
+            (score, extracted, status) of each response, in order; an unscorable response has score 0.
         """
         pending = [self.submit(text, gold) for text, gold in zip(responses, golds, strict=True)]
         return [self.graded(futures, row=f"row {row}") for row, futures in enumerate(pending)]
 
     def submit(self, response: str, gold: str, columns: dict[str, Any] | None = None) -> list[Future[Grade]]:
-        """Begin to grade one response by every part; `graded` waits for the result."""
+        """Start to grade one response by every part; `graded` waits for the result."""
         metadata = _no_metadata(response)
         return [self._submit(part, response, gold, columns or {}, metadata) for part in self.config.parts]
 
     def graded(self, futures: Sequence[Future[Grade]], *, row: str) -> Graded:
-        """Wait for what `submit` began; `row` is named if a user function fails on it."""
+        """Wait for the result of `submit`; `row` is named in the error if a user function fails on it."""
         score = self._combine(self.config.parts, [future.result() for future in futures], row)
         return Graded(score.reward or 0.0, score.extracted, score.status)
 
     def check_gold(self, prompts: Iterable[Prompt]) -> list[BadGold]:
-        """Grade every gold answer as if it were the response, and name the rows where that fails."""
+        """Grade every gold answer as if it were the response, and return the rows where that fails."""
         bad: list[BadGold] = []
         waiting: deque[tuple[Prompt, RewardPart, Future[Grade]]] = deque()
         for prompt in prompts:
@@ -141,13 +139,13 @@ class Scorer:
         return bad
 
     def restore(self, counters: Mapping[str, int]) -> None:
-        """Go on counting where a run that is resumed stopped."""
+        """Continue the counters of a resumed run."""
         self.counters.update(counters)
         for name, count in counters.items():
             self._calls[name.rsplit("/", 1)[0]] += count
 
     def failures(self, part: RewardPart) -> str:
-        """How many calls of a part failed, and below it the most frequent errors, one a line; "" if none did."""
+        """How many calls of a part failed, then its most frequent errors, one per line; "" if no call failed."""
         failed = self._failed(part.name)
         if not failed:
             return ""
@@ -158,19 +156,21 @@ class Scorer:
         return "\n".join([*lines, *([f"  {more} x other errors"] if more else [])])
 
     def failed_always(self, part: RewardPart) -> bool:
-        """Whether a part was called and every call failed."""
+        """Whether a part was called, and every call failed."""
         return 0 < self._calls[part.name] == self._failed(part.name)
 
     def new_errors(self) -> list[str]:
-        """Errors of user functions that this has not returned before, a few of each function."""
-        found = []
+        """Errors of user functions that were not returned before, at most a few per function."""
+        messages = []
         for part in self.config.all_parts:
-            told = self._told[part.name]
+            reported = self._reported[part.name]
             for error, count in self._errors[part.name].most_common() if part.is_user_function else ():
-                if error not in told and len(told) < MAX_ERRORS_SHOWN:
-                    told.add(error)
-                    found.append(f"reward {part.name}: {count} of {self._calls[part.name]} calls failed with {error}")
-        return found
+                if error not in reported and len(reported) < MAX_ERRORS_SHOWN:
+                    reported.add(error)
+                    messages.append(
+                        f"reward {part.name}: {count} of {self._calls[part.name]} calls failed with {error}"
+                    )
+        return messages
 
     def _failed(self, name: str) -> int:
         return sum(self.counters[f"{name}/{status}"] for status in FAILURES)
@@ -217,7 +217,7 @@ class Scorer:
 
 
 def _value(part: RewardPart, grade: Grade) -> float | None:
-    """A built-in reward that was killed or found nothing is 0: the response is to blame; a user function is None."""
+    """The value of a part; 0 where a response made a built-in reward fail, None where a user function failed."""
     if grade.value is None and not part.is_user_function and grade.status in (NO_ANSWER, TIMEOUT, DIED, FAILED):
         return 0.0
     return None if grade.status in (UNSCORABLE, FAILED, BAD_GOLD) else grade.value
@@ -250,5 +250,5 @@ def _metadata(prompt: Prompt, finish_reason: str, response_length: int) -> dict[
 
 
 def _no_metadata(text: str) -> dict[str, Any]:
-    """Rows of a file have no tokens: words stand in for them."""
+    """Metadata of a row of a file: it has no tokens, so its length is counted in words."""
     return {"finish_reason": "stop", "response_length": len(text.split())}

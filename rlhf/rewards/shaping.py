@@ -1,4 +1,4 @@
-"""Rewards and penalties that look at the length and the repetition of a response, not at its answer."""
+"""Rewards and penalties for the length and the repetition of a response; its answer does not matter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def overlong_penalty(response_length: int, *, max_tokens: int, buffer_tokens: in
 
 
 def short_penalty(response_length: int, *, min_tokens: int, buffer_tokens: int) -> float:
-    """The mirror image: 0 from min_tokens up, falling linearly to -1 at min_tokens - buffer_tokens, -1 below."""
+    """The mirror image of the overlong penalty: 0 from min_tokens up, linear to -1 at min_tokens - buffer_tokens."""
     if response_length >= min_tokens:
         return 0.0
     missing = min_tokens - response_length
@@ -35,7 +35,7 @@ def short_penalty(response_length: int, *, min_tokens: int, buffer_tokens: int) 
 
 
 def repeated_fraction(words: Sequence[str], *, ngram: int) -> float:
-    """Share of the n-grams that occurred before in the same text; 0 for a text shorter than an n-gram."""
+    """Fraction of the n-grams that repeat an earlier one; 0 for a text shorter than an n-gram."""
     count = len(words) - ngram + 1
     if count <= 0:
         return 0.0
@@ -43,7 +43,7 @@ def repeated_fraction(words: Sequence[str], *, ngram: int) -> float:
 
 
 def length_reward(response_length: int, options: LengthOptions) -> float:
-    """0 within the bounds, down to -1 outside of them."""
+    """0 within the bounds, falling to -1 outside."""
     short = short_penalty(response_length, min_tokens=options.min_tokens, buffer_tokens=options.buffer_tokens)
     if options.max_tokens is None:
         return short
@@ -52,6 +52,6 @@ def length_reward(response_length: int, options: LengthOptions) -> float:
 
 
 def repetition_reward(text: str, options: RepetitionOptions) -> float:
-    """0 up to the free share of repeated n-grams, falling linearly to -1 when every n-gram is a repetition."""
+    """0 up to the free fraction of repeated n-grams, then linear to -1 where every n-gram is a repetition."""
     repeated = repeated_fraction(text.split(), ngram=options.ngram)
     return min(0.0, -(repeated - options.free_fraction) / (1 - options.free_fraction))

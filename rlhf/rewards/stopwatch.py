@@ -1,7 +1,7 @@
-"""How much of its limits a job has used: CPU seconds of the process that runs it, and a backstop by the clock.
+"""How much of its time limits a job has used: CPU seconds of its process, and wall-clock seconds.
 
-A reward must not depend on what else the machine is doing, so the limit is in CPU seconds; the backstop, for a process
-that sleeps, does not count time spent waiting for a core.
+A reward must not depend on the load of the machine, so the first limit is in CPU seconds. The second one is for a
+process that sleeps, and does not count the time in which the process waited for a core.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ CPUCLOCK_SCHED = 2  # linux: clock id of a process's CPU time is (~pid << 3) | 2
 
 
 class Stopwatch:
-    """Of one process, started anew for each of its jobs.
+    """Measures one process, and is restarted for each of its jobs.
 
     Attributes:
-        cpu: CPU seconds that the process had taken when the job began, as it said itself.
+        cpu: CPU seconds of the process when the job began, as the process reported them.
     """
 
     def __init__(self) -> None:
         self.cpu = 0.0
         self._started = time.monotonic()
-        self._waited: float | None = None  # for a core, when the job was first looked at
+        self._waited: float | None = None  # seconds waiting for a core until the job was first checked
 
     def start(self) -> None:
         self._started, self._waited = time.monotonic(), None

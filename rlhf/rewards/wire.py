@@ -1,4 +1,4 @@
-"""JSON messages over a socket: a length in 4 bytes, then UTF-8. Both ends of the reward pool speak it."""
+"""JSON messages between the driver and the processes of the pool: 4 bytes with the length, then UTF-8."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import socket
 import struct
 from typing import Any
 
-# Rewards that take microseconds, or ask before they take longer; only these are answered several at a time.
+# Rewards that take microseconds, or ask the driver before they take longer; only their replies are sent together.
 QUICK_REWARDS = frozenset(["math", "gsm8k", "multiple_choice", "exact", "f1", "length"])
 HEADER = struct.Struct("!I")
 READ_BYTES = 1 << 18
-MAX_BYTES = 1 << 28  # a longer message is not one of ours
-SEND_S = 10.0  # a peer that does not read for so long counts as dead
+MAX_BYTES = 1 << 28  # our messages are shorter
+SEND_S = 10.0  # a peer that reads nothing for this long counts as dead
 
 
 class Channel:
@@ -23,7 +23,7 @@ class Channel:
         self._buffer = bytearray()
 
     def send(self, message: Any, *, fd: int | None = None) -> None:
-        """Send all of it. Raises OSError when the peer is gone or does not read."""
+        """Send a whole message. Raises OSError when the peer is gone or does not read."""
         body = json.dumps(message, default=as_json).encode()
         data = HEADER.pack(len(body)) + body
         self.socket.settimeout(SEND_S)
@@ -31,7 +31,7 @@ class Channel:
         self.socket.sendall(memoryview(data)[sent:])
 
     def receive(self) -> tuple[list[Any], bool]:
-        """What has arrived, without waiting: (whole messages, whether the peer is still there and sane)."""
+        """Read without waiting: (the whole messages so far, whether the peer is alive and its messages are valid)."""
         self.socket.setblocking(False)
         alive = True
         try:
@@ -60,7 +60,7 @@ class Channel:
             self._buffer += data
 
     def feed(self, data: bytes) -> list[Any]:
-        """Whole messages after this data, for a reader that calls recv itself."""
+        """The whole messages that this data completes, for a reader that calls recv itself."""
         self._buffer += data
         return self._take()
 
@@ -87,7 +87,7 @@ class Channel:
 
 
 def as_json(value: Any) -> Any:
-    """Columns of a data set may hold arrays, numpy numbers, dates: lists and numbers where possible, else text."""
+    """JSON for the arrays, numpy numbers and dates of data columns: a list or number where possible, else text."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return list(value) if isinstance(value, set | frozenset | tuple) else str(value)

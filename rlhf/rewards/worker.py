@@ -1,7 +1,7 @@
-"""The other end of the pool: the keeper, which forks and buries workers, and the worker's loop.
+"""The processes of the pool: the keeper, which forks, kills and reaps workers, and the loop of a worker.
 
-Run as `python -m rlhf.rewards.worker FD`, FD being the keeper's end of the control socket. The keeper has one thread
-and never reads a response, so forking it is safe and it cannot be hijacked.
+Started as `python -m rlhf.rewards.worker FD`, where FD is the keeper's end of the control socket. The keeper has one
+thread, so forking it is safe, and never reads a response, so no response can take it over.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 from rlhf.rewards.wire import QUICK_REWARDS, Channel
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-MAX_REPLY_DELAY_S = 0.002  # replies wait so long for others, to save system calls
-RECURSION_LIMIT = 3000  # deep enough for answers within the guards; C frames of that many fit the stack
-MAX_TEXT_SHOWN = 2000  # characters of an extracted answer or a message that go back to the driver
+MAX_REPLY_DELAY_S = 0.002  # replies wait for others at most this long, to save system calls
+RECURSION_LIMIT = 3000  # enough for every answer within the limits of the parser; that many C frames fit the stack
+MAX_TEXT_SHOWN = 2000  # characters of an extracted answer or a message that are sent to the driver
 
 
 def main() -> None:
@@ -39,16 +39,16 @@ def main() -> None:
 
     named.preload()
     gc.collect()
-    gc.freeze()  # what is shared with the workers stays shared: no collection writes to it
+    gc.freeze()  # the memory stays shared with the workers: the garbage collector does not write to it
     Keeper(control, hello).run()
 
 
 class Keeper:
-    """Forks, kills and buries; everything that a worker leaves behind becomes the keeper's child and is killed."""
+    """Forks, kills and reaps workers; processes that a worker leaves behind become children of the keeper."""
 
     def __init__(self, control: Channel, hello: dict[str, Any]) -> None:
         self._control, self._hello = control, hello
-        self._fds: deque[int] = deque()  # arrive with the fork commands, in their order
+        self._fds: deque[int] = deque()  # of the fork commands, in the order of the commands
         self._pids: dict[int, int] = {}  # number of the worker -> process
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -63,14 +63,14 @@ class Keeper:
                 if self._wake_read in readable:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake_read, 4096)
-                if self._control.socket in readable and not self._obey():
+                if self._control.socket in readable and not self._execute_commands():
                     self._end()
-                self._bury_the_dead()
+                self._reap_workers()
         except OSError:
             self._end()
 
-    def _obey(self) -> bool:
-        """Read what has arrived; False when the driver is gone."""
+    def _execute_commands(self) -> bool:
+        """Execute the commands that have arrived; False when the driver is gone."""
         try:
             data, fds, _, _ = socket.recv_fds(self._control.socket, 1 << 18, 64)
         except OSError:
@@ -98,7 +98,7 @@ class Keeper:
         self._pids[number] = pid
         self._control.send({"forked": number, "pid": pid})
 
-    def _bury_the_dead(self) -> None:
+    def _reap_workers(self) -> None:
         numbers = {pid: number for number, pid in self._pids.items()}
         gone = [numbers[pid] for pid in _reap() if pid in numbers]
         for number in gone:
@@ -123,7 +123,7 @@ def _reap() -> list[int]:
 
 
 def _kill_orphans(workers: set[int]) -> None:
-    """Kill every child but these workers, until none is left: their own children are adopted as they die."""
+    """Kill every child except these workers, until none is left; children of a killed process become ours."""
     deadline = time.monotonic() + 4.0
     while (orphans := _children() - workers) and time.monotonic() < deadline:
         for pid in orphans:
@@ -177,7 +177,7 @@ def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
             channel.send({"broken": str(error)})
             return
     if not functions:
-        _silence()
+        _close_output()
     _limit_memory(hello["memory_mb"])
     channel.send({"ready": True, "cpu": time.process_time()})
     replies = Replies(channel)
@@ -194,7 +194,7 @@ def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
 
 
 class Replies:
-    """Sends replies together, but none later than the beginning of what may take long: the driver then knows which."""
+    """Sends replies together, but all of them before a job that may take long: the driver then knows which job runs."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -213,7 +213,7 @@ class Replies:
         self._flushed = time.monotonic()
 
     def ask(self, *key: str) -> Any:
-        """Ask the driver whether a costly comparison was already made by any worker."""
+        """Ask the driver whether any worker has already made a costly comparison; None if none has."""
         self.flush()
         self._channel.send({"ask": key})
         return self._channel.receive_one()["known"]
@@ -235,8 +235,8 @@ def _answer(job: dict[str, Any], functions: dict[str, Any], ask: Any) -> dict[st
     }
 
 
-def _silence() -> None:
-    """Parsers print about what they are given; nothing of that belongs on the trainer's terminal."""
+def _close_output() -> None:
+    """Close the output: parsers print messages about their input, which must not reach the trainer's terminal."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (1, 2):
         os.dup2(null, fd)

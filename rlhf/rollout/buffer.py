@@ -1,9 +1,9 @@
 """Groups between the engines and the learners: dispatch, staleness, and the account of every rollout.
 
-One rule for how old a rollout may be. A training step s (the s-th, counted from 0, while the weights are version s)
-takes a group only if s - (version of the group's oldest token) <= max_policy_lag. Dispatch keeps to it by never
-having more groups under way than the steps up to s + max_policy_lag can take; with a lag of 0 that is exactly the
-groups of the current step, and the loop is synchronous.
+The staleness rule: training step s (counted from 0, at weights of version s) takes a group only if
+s - (version of the group's oldest token) <= max_policy_lag. Dispatch follows the same rule: it never has more groups
+in progress than the steps up to s + max_policy_lag can take. With a lag of 0 these are exactly the groups of the
+current step, and the loop is synchronous.
 
 The account, in rollouts: sampled = trained + filtered + stale + failed + waiting, at any time.
 """
@@ -20,7 +20,7 @@ from rlhf.types import Prompt, RolloutGroup
 
 @dataclass
 class Account:
-    """Rollouts by what became of them, since the run began; `waiting` is what is sampled and not yet consumed."""
+    """Rollouts since the run began, by their use; `waiting` are sampled and not used yet."""
 
     sampled: int = 0
     trained: int = 0
@@ -39,7 +39,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Staleness:
-    """The one rule."""
+    """Train a group at step s only if s - version <= max_policy_lag."""
 
     max_policy_lag: int
 
@@ -47,30 +47,30 @@ class Staleness:
         return step - oldest_version <= self.max_policy_lag
 
     def groups_ahead(self, *, step: int, groups_per_step: int) -> int:
-        """Groups that may have been dispatched, all in all, while training step `step` is the next to be taken."""
+        """Groups that may be dispatched in total before training step `step` begins."""
         return (step + 1 + self.max_policy_lag) * groups_per_step
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A prompt under way; `position` is its place in the prompt stream, by which a resumed run finds it again."""
+    """A dispatched prompt; `position` is its index in the prompt stream, from which a resumed run draws it again."""
 
     position: int
     prompt: Prompt
 
 
 class RolloutBuffer:
-    """Keeps engines busy in the background and hands whole groups to the loop.
+    """Keeps engines busy in the background and gives whole groups to the loop.
 
     Args:
-        sample: one prompt -> its graded group, on whichever engine has the least to do.
-        next_ticket: the next prompt of the stream.
+        sample: one prompt -> its graded group, on the engine with the fewest groups in progress.
+        next_ticket: draws the next prompt of the stream.
         groups_per_step: groups that one training step takes.
-        total_steps: nothing is dispatched that no step would take.
-        max_replacements: groups of equal rewards that are filtered and sampled anew with other prompts, before each
-            training step; when that many were replaced, further ones are handed out as they are. 0: none is replaced.
-            (Dynamic sampling, DAPO, arXiv:2503.14476, sec. 3.2.)
-        deciding_part: the part of the reward that must differ in a group; None: the whole reward.
+        total_steps: training steps of the run; no group is dispatched beyond them.
+        max_replacements: before each training step, at most so many groups of equal rewards are filtered and replaced
+            by groups of other prompts; further ones are trained on. 0 replaces none. (Dynamic sampling, DAPO,
+            arXiv:2503.14476, sec. 3.2.)
+        deciding_part: the part of the reward that must differ within a group; None: the whole reward.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class RolloutBuffer:
     async def _run(self, ticket: Ticket) -> None:
         try:
             group = await self._sample(ticket.prompt)
-        except Exception as error:  # handed to whoever waits in `take`
+        except Exception as error:  # raised again in `take`
             self._failure = self._failure or error
-            self._finished()
+            self._remove_task()
         else:
-            self._finished()
+            self._remove_task()
             self.account.sampled += len(group.samples)
             if self._replacements < self._max_replacements and not _rewards_differ(group, self._deciding_part):
                 self._replacements += 1
@@ -129,8 +129,8 @@ class RolloutBuffer:
         async with self._changed:
             self._changed.notify_all()
 
-    def _finished(self) -> None:
-        """The running task counts as done before anyone is woken: who looks then sees it in one place alone."""
+    def _remove_task(self) -> None:
+        """Remove the running task before anyone is woken, so that no group is counted both as running and as ready."""
         task = asyncio.current_task()
         assert task is not None
         del self._running[task]
@@ -138,7 +138,7 @@ class RolloutBuffer:
     async def take(self) -> list[RolloutGroup]:
         """The groups of the next training step, in the order in which their prompts were drawn.
 
-        Groups that have become too old are dropped, counted as stale, and replaced by new ones.
+        Groups that have become too old are dropped, counted as stale and replaced.
         """
         while True:
             self.dispatch()
@@ -166,13 +166,13 @@ class RolloutBuffer:
         self._ready = fresh
 
     def step_done(self) -> None:
-        """The training step was taken and its weights are in the engines: the next one may be sampled for."""
+        """Call this when the weights of a training step are in the engines: groups of later steps may be dispatched."""
         self._step += 1
         self._replacements = 0
         self.dispatch()
 
     def outstanding(self) -> list[int]:
-        """Stream positions of prompts that were dispatched and not consumed, which a resumed run samples again."""
+        """Stream positions of prompts that were dispatched and not trained on; a resumed run samples them again."""
         return sorted(t.position for t in [*self._running.values(), *(ticket for ticket, _ in self._ready)])
 
     async def close(self) -> None:
@@ -186,6 +186,6 @@ class RolloutBuffer:
 
 def _rewards_differ(group: RolloutGroup, part: str | None) -> bool:
     scorable = [sample for sample in group.samples if sample.reward is not None]
-    found = [sample.reward if part is None else sample.reward_parts.get(part) for sample in scorable]
-    rewards = [reward for reward in found if reward is not None]
+    values = [sample.reward if part is None else sample.reward_parts.get(part) for sample in scorable]
+    rewards = [value for value in values if value is not None]
     return bool(rewards) and max(rewards) != min(rewards)

@@ -1,6 +1,6 @@
-"""The Ray actor that hosts one vLLM engine: samples groups, takes new weights, answers the canary.
+"""The Ray actor that hosts one vLLM engine: it samples groups, receives weights and evaluates canary sequences.
 
-It must stay an asyncio actor: hundreds of groups are in flight at once, and a weight update overtakes them.
+It must be an asyncio actor: hundreds of groups are in progress at once, and a weight update overtakes them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class RolloutEngine:
                 max_model_len=settings.max_model_len,
                 max_num_seqs=settings.max_concurrent_sequences,
                 tensor_parallel_size=settings.tensor_parallel,
-                # vLLM would choose Ray inside a placement group, which wants a bundle for every GPU.
+                # Inside a placement group vLLM would choose Ray, which needs a bundle for every GPU.
                 distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
                 gpu_memory_utilization=settings.gpu_memory_utilization,
                 enforce_eager=settings.enforce_eager,
                 trust_remote_code=settings.trust_remote_code,
-                # Log-probs of the distribution that was sampled from, temperature applied; the default is the raw one.
+                # Log-probs of the distribution that is sampled from, after the temperature; the default is before it.
                 logprobs_mode="processed_logprobs",
                 weight_transfer_config=WeightTransferConfig(backend=settings.transfer_backend),
                 enable_prefix_caching=not settings.keep_kv,
@@ -76,28 +76,30 @@ class RolloutEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         final = await self._run(token_ids, params, priority=ROLLOUT_PRIORITY)
-        found = [_completion(output) for output in final.outputs]
-        return found if token is None else [truncate(one, token=token, after=settings.truncate_after) for one in found]
+        completions = [_completion(output) for output in final.outputs]
+        if token is None:
+            return completions
+        return [truncate(completion, token=token, after=settings.truncate_after) for completion in completions]
 
     async def _run(self, token_ids: np.ndarray, params: SamplingParams, *, priority: int) -> Any:
         prompt: Any = {"prompt_token_ids": token_ids.tolist()}
         request_id = str(next(self._request_ids))
         stream = self._engine.generate(prompt, params, request_id=request_id, priority=priority)
-        outputs = [output async for output in stream]  # one: FINAL_ONLY, or a prompt without a continuation
+        outputs = [output async for output in stream]  # exactly one, because of FINAL_ONLY
         assert outputs, "the engine ended a request without an output"
         return outputs[-1]
 
     async def canary(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs of given sequences at temperature 1: for each, [L], where entry 0 has none and is 0."""
+        """Log-probs of given sequences at temperature 1: [L] for each; the first token has none, entry 0 is 0."""
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         runs = (self._run(sequence, params, priority=CANARY_PRIORITY) for sequence in sequences)
-        found = []
+        by_sequence = []
         for sequence, output in zip(sequences, await asyncio.gather(*runs), strict=True):
             logprobs = np.zeros(len(sequence), np.float32)
             for position in range(1, len(sequence)):
                 logprobs[position] = output.prompt_logprobs[position][int(sequence[position])].logprob
-            found.append(logprobs)
-        return found
+            by_sequence.append(logprobs)
+        return by_sequence
 
     # --- weights ---
 
@@ -114,7 +116,7 @@ class RolloutEngine:
         await self._engine.finish_weight_update(version)
 
     async def pause(self) -> None:
-        """Freeze running requests. Their KV cache is dropped and prefilled again under the new weights, or kept."""
+        """Pause running requests. Their KV cache is kept, or dropped and computed again with the new weights."""
         await self._engine.pause_generation(mode="keep", clear_cache=not self._keep_kv)
 
     async def resume(self) -> None:
@@ -123,14 +125,14 @@ class RolloutEngine:
     # --- sharing a GPU with a learner ---
 
     async def sleep(self) -> None:
-        """Give the GPU memory back: weights go to host memory, the KV cache is dropped."""
+        """Free the GPU memory: weights move to host memory, the KV cache is dropped."""
         await self._engine.sleep(level=1)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         await self._engine.wake_up(tags)
 
     async def check_health(self) -> None:
-        """Raise when a process of the engine has died; the actor itself would live on."""
+        """Raise if a process of the engine has died: the actor itself would stay alive."""
         await self._engine.check_health()
 
     async def shutdown(self) -> None:
@@ -153,4 +155,4 @@ def _completion(output: CompletionOutput) -> Completion:
 
 
 def _version(label: str) -> int:
-    return int(label) if label.lstrip("-").isdigit() else -1  # "default": weights that no learner has sent
+    return int(label) if label.lstrip("-").isdigit() else -1  # the label "default": weights that no learner has sent

@@ -1,7 +1,7 @@
-"""One prompt -> the rollouts of its group, through a `generate` function that knows nothing about training.
+"""One prompt -> the rollouts of its group, by a `generate` function that knows nothing about training.
 
-A tool-using or multi-turn environment would be another coroutine of this shape: it may call `generate` several times
-and leave holes in the response mask where text came from somewhere else.
+A multi-turn environment would be another coroutine like `sample_group`: it may call `generate` several times, and
+leaves holes in the response mask where the text is not the policy's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlhf.types import Prompt, Rollout, VersionSpan
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine sampled after a prompt: ids [R], their log-probabilities [R], and spans over 0..R."""
+    """One sampled response: ids [R], their log-probabilities [R], and version spans over 0..R."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -26,7 +26,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is started with; plain values, so that a test or the doctor can start one without a run."""
+    """Settings of an engine; plain values, so that a test or the doctor can start an engine without a run."""
 
     model: str
     dtype: str
@@ -44,9 +44,11 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How responses are sampled; `stop` strings end a response beside the eos ids of the generation config.
+    """How responses are sampled.
 
-    `truncate_token` is an id, see `truncate`.
+    Attributes:
+        stop: strings that end a response, besides the eos ids of the generation config.
+        truncate_token: id of the token at which `truncate` cuts; None: responses are not cut.
     """
 
     temperature: float
@@ -60,22 +62,22 @@ Generate = Callable[[np.ndarray, int], Awaitable[list[Completion]]]
 
 
 async def sample_group(prompt: Prompt, samples: int, generate: Generate) -> list[Rollout]:
-    """Sample the whole group of one prompt, in sample order, without ever re-tokenizing."""
+    """Sample the whole group of one prompt, in sample order; nothing is re-tokenized."""
     completions = await generate(prompt.token_ids, samples)
     assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
     return [_join(prompt, sample, completion) for sample, completion in enumerate(completions)]
 
 
 def truncate(completion: Completion, *, token: int, after: int) -> Completion:
-    """Cut a completion behind its first `token` from position `after` on (`truncate_token`, arXiv:1909.08593, code).
+    """Cut a completion after its first `token` at position `after` or later (as the code of arXiv:1909.08593 does).
 
-    What is left was sampled from the policy, so it is trained on as it stands; it counts as stopped by itself. Without
-    such a token the completion stays as it is.
+    All remaining tokens were sampled from the policy, so they are trained on, and the finish reason becomes `stop`.
+    A completion without such a token is returned unchanged.
     """
-    places = np.flatnonzero(completion.token_ids[after:] == token)
-    if not len(places):
+    positions = np.flatnonzero(completion.token_ids[after:] == token)
+    if not len(positions):
         return completion
-    end = after + int(places[0]) + 1
+    end = after + int(positions[0]) + 1
     spans = (VersionSpan(s, min(e, end), version) for s, e, version in completion.version_spans if s < end)
     return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", tuple(spans))
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 
-RIGHT = 0.5  # a graded answer counts as right above this
+RIGHT = 0.5  # an answer with a higher score counts as right
 
 
 async def evaluate(
@@ -24,17 +24,17 @@ async def evaluate(
     A response's score is the first part of its reward (the grader), without format or length terms.
 
     Args:
-        at_once: groups under way at the same time, so that the deadline of one does not run while it is queued.
+        at_once: groups in progress at the same time; a group's deadline must not run while it is queued.
     """
-    places = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(at_once)
 
-    async def in_turn(prompt: Prompt) -> RolloutGroup:
-        async with places:
+    async def sample_in_slot(prompt: Prompt) -> RolloutGroup:
+        async with slots:
             return await sample(prompt)
 
     metrics: dict[str, float] = {}
     for source, rows in prompts.items():
-        groups = await asyncio.gather(*(in_turn(prompt) for prompt in rows))
+        groups = await asyncio.gather(*(sample_in_slot(prompt) for prompt in rows))
         metrics |= {f"eval/{source}/{name}": value for name, value in group_metrics(groups).items()}
     return metrics
 
@@ -58,7 +58,7 @@ def _score(sample: ScoredRollout) -> float:
 
 
 def _majority(group: RolloutGroup) -> float:
-    """Score of the answer that most samples gave; of several as frequent, the one that came first."""
+    """Score of the most frequent answer; ties go to the first."""
     answers = Counter(sample.extracted for sample in group.samples if sample.extracted)
     if not answers:
         return 0.0

@@ -1,7 +1,7 @@
 """The folder of a run: config.yaml, metrics.jsonl, rollouts/, checkpoints/, model/, summary.json.
 
-A checkpoint is written under a temporary name and renamed when it is whole, so that the newest complete one survives
-whatever happens while the next is written. `manifest.json` in it has the size and the checksum of every file.
+A checkpoint is written under a temporary name and renamed when it is complete, so that the previous one stays intact
+whatever happens meanwhile. Its `manifest.json` has the size and the checksum of every file.
 """
 
 from __future__ import annotations
@@ -23,19 +23,25 @@ STATE_FILE = "driver.json"
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 CHUNK_BYTES = 2**24
-# What a run leaves in its folder before its first step, beside empty folders and metrics of step 0.
-BEFORE_A_STEP = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|logs|\.lock")
+# Files of a run that has not finished a step; besides them it has empty folders and metrics of step 0.
+FIRST_FILES = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|logs|\.lock")
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in this folder that are complete by the sizes of their files, oldest first."""
+    found = (path for path in folder.glob("step-*") if path.suffix != PARTIAL)
+    return sorted(path for path in found if not find_damage(path, contents=False))
 
 
 class RunFolder:
     """Paths and files of one run.
 
     Attributes:
-        restored: the checkpoint that a resumed run goes on from, its files verified.
-        damaged: newer ones, or all, that are damaged or not complete, with the reason.
+        restored: the newest undamaged checkpoint of a resumed run, its files verified.
+        damaged: newer checkpoints that are damaged or incomplete, with the reason.
 
     Raises:
-        ValueError: the folder already holds a run and this one does not resume it, or there is nothing to resume.
+        ValueError: the folder already holds a run and `resume` is False, or there is nothing to resume.
     """
 
     def __init__(self, path: str | Path, *, resume: bool) -> None:
@@ -50,23 +56,23 @@ class RunFolder:
         self.damaged: dict[Path, str] = {}
         if resume:
             self._find_undamaged()
-        elif self.path.is_dir() and any(self.path.iterdir()) and not self._is_before_a_step():
-            go_on = "Go on with it (--resume), write" if self.latest_checkpoint() else "Write"
+        elif self.path.is_dir() and any(self.path.iterdir()) and not self._has_no_finished_step():
+            advice = "Go on with it (--resume), write" if self.latest_checkpoint() else "Write"
             raise ValueError(
-                f"run.dir={self.path}: already holds a run. {go_on} to another folder (run.dir={self.path}-2), or "
+                f"run.dir={self.path}: already holds a run. {advice} to another folder (run.dir={self.path}-2), or "
                 f"remove it (rm -r {self.path})."
             )
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is to be said of a resumed run before it goes on."""
+        """Warnings for a resumed run."""
         if not self.damaged:
             return ()
-        named = "; ".join(f"{path.name}: {reason}" for path, reason in self.damaged.items())
-        return (f"checkpoints passed over as damaged or not complete in {self.checkpoints}: {named}.",)
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in self.damaged.items())
+        return (f"checkpoints passed over as damaged or not complete in {self.checkpoints}: {reasons}.",)
 
-    def _is_before_a_step(self) -> bool:
-        """Whether all that is there is what a run leaves that ended before its first step was finished."""
+    def _has_no_finished_step(self) -> bool:
+        """Whether the folder holds nothing but what a run writes before it finishes its first step."""
         if not (self.rollouts.is_dir() and self.checkpoints.is_dir()):
             return False  # no run began here
         for path in self.path.iterdir():
@@ -78,18 +84,18 @@ class RunFolder:
                 except (ValueError, LookupError, TypeError):
                     harmless = False
             else:
-                harmless = BEFORE_A_STEP.fullmatch(path.name) is not None
+                harmless = FIRST_FILES.fullmatch(path.name) is not None
             if not harmless:
                 return False
         return True
 
     def create(self, config: Section) -> None:
-        """Make the folders and save the resolved config; a resumed run saves its own beside the first.
+        """Make the folders and save the resolved config; a resumed run saves its own next to the first.
 
-        What a run that took no step left in them is kept: its folders are used, its config and metrics renamed.
+        The files of an earlier run that finished no step are kept: its config and metrics are renamed.
 
         Raises:
-            ValueError: another run has begun here and has not taken its first step yet.
+            ValueError: another run has started here and has not finished its first step yet.
         """
         for folder in (self.path, self.rollouts, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +112,7 @@ class RunFolder:
         file.write_text(text)
 
     def _lock(self) -> None:
-        """Keep a second run out until this process ends; no process that it starts inherits the lock."""
+        """Keep other runs out until this process ends; its child processes do not inherit the lock."""
         self._lock_file = (self.path / ".lock").open("a")
         try:
             fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,7 +128,8 @@ class RunFolder:
 
     def latest_checkpoint(self) -> Path | None:
         """The newest that is complete, by the sizes of its files."""
-        return next((path for path in self._newest_first() if not find_damage(path, contents=False)), None)
+        complete = complete_checkpoints(self.checkpoints)
+        return complete[-1] if complete else None
 
     def _newest_first(self) -> list[Path]:
         return sorted((path for path in self.checkpoints.glob("step-*") if path.suffix != PARTIAL), reverse=True)
@@ -151,15 +158,15 @@ class RunFolder:
         return folder
 
     def finish_checkpoint(self, folder: Path, state: dict[str, Any], *, keep: int) -> Path:
-        """Write the driver's state and the manifest, make the folder complete, and remove the oldest beyond `keep`."""
+        """Write the driver's state and the manifest, rename the folder, and remove checkpoints beyond `keep`."""
         (folder / STATE_FILE).write_text(json.dumps(state, indent=2))
         write_manifest(folder)
         final = folder.with_suffix("")
         shutil.rmtree(final, ignore_errors=True)
         folder.rename(final)
         self.damaged.pop(final, None)
-        complete = [p for p in self._newest_first() if p not in self.damaged and not find_damage(p, contents=False)]
-        for old in complete[keep:]:
+        complete = [path for path in complete_checkpoints(self.checkpoints) if path not in self.damaged]
+        for old in complete[:-keep]:
             shutil.rmtree(old)
         return final
 
@@ -171,13 +178,13 @@ class RunFolder:
     # --- results ---
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> None:
-        """One file a step, one line a rollout trained on, in the order of the advantages."""
+        """One file per step and one line per rollout, in the order of the advantages."""
         remaining = iter(advantages)
         with (self.rollouts / f"step-{step:06d}.jsonl").open("w") as file:
             for group in groups:
                 for sample in group.samples:
                     row = _rollout_row(step, group, sample, next(remaining))
-                    file.write(_one_line(json.dumps(row, ensure_ascii=False)) + "\n")
+                    file.write(_escape_line_ends(json.dumps(row, ensure_ascii=False)) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")
@@ -205,7 +212,7 @@ def _rollout_row(step: int, group: RolloutGroup, sample: ScoredRollout, advantag
 
 
 def write_manifest(folder: Path) -> None:
-    """Size and checksum of every file of a checkpoint, in folders of it too, once all are written."""
+    """Write the size and checksum of every file of a finished checkpoint, those in its folders too."""
     files = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": checksum(path)}
         for path in sorted(folder.rglob("*"))
@@ -215,7 +222,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def find_damage(folder: Path, *, contents: bool = True) -> str:
-    """Why a checkpoint is not what was written; "" if it is, by its sizes and, with `contents`, by every byte."""
+    """How a checkpoint differs from what was written, "" if it does not, by file sizes and (`contents`) checksums."""
     name = MANIFEST
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
@@ -236,9 +243,9 @@ def find_damage(folder: Path, *, contents: bool = True) -> str:
 
 
 def checksum(file: Path) -> str:
-    """CRC-32: any flipped bit changes it, and it costs less than reading most disks (4 GiB/s and more on one core).
+    """CRC-32 of a file: any flipped bit changes it, and it is faster than most disks (4 GiB/s and more on one core).
 
-    A cryptographic hash takes 3 to 8 times as long, and guards against forgery, which nobody here attempts.
+    A cryptographic hash takes 3 to 8 times as long and protects against forgery, which is no risk here.
     """
     crc, chunk = 0, bytearray(CHUNK_BYTES)
     with file.open("rb", buffering=0) as stream:
@@ -248,15 +255,15 @@ def checksum(file: Path) -> str:
 
 
 def _set_aside(file: Path) -> None:
-    """Rename `config.yaml` to the first `config.earlier-N.yaml` that is not there."""
+    """Rename `config.yaml` to `config.earlier-N.yaml`, with the first N that is free."""
     number = 1
     while (aside := file.with_name(f"{file.stem}.earlier-{number}{file.suffix}")).exists():
         number += 1
     file.rename(aside)
 
 
-def _one_line(text: str) -> str:
-    """Escape what JSON leaves as it is and many readers take for the end of a line."""
-    for mark in ("\x85", "\u2028", "\u2029"):
-        text = text.replace(mark, f"\\u{ord(mark):04x}")
+def _escape_line_ends(text: str) -> str:
+    """Escape characters that JSON does not escape and many readers take for the end of a line."""
+    for separator in ("\x85", "\u2028", "\u2029"):
+        text = text.replace(separator, f"\\u{ord(separator):04x}")
     return text

@@ -1,4 +1,4 @@
-"""Prompts -> graded groups: the engine with the least to do samples, the scorer grades as responses arrive."""
+"""Prompts -> graded groups: the least busy engine samples, and the scorer grades each response as it arrives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 
 
 class BusyMeter:
-    """Sampled tokens over the seconds in which any request was with an engine: waiting for work is not slowness."""
+    """Sampled tokens, and the seconds in which any engine had a request; idle time does not lower the rate."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -39,7 +39,7 @@ class BusyMeter:
             self._busy_s += time.monotonic() - self._since
 
     def take(self) -> tuple[float, float]:
-        """Tokens a busy second, and busy seconds, since the last call; evaluations count like training."""
+        """(tokens per busy second, busy seconds) since the last call; evaluations are included."""
         now = time.monotonic()
         if self._running:
             self._busy_s += now - self._since
@@ -63,7 +63,7 @@ class Sampler:
         self._in_flight = [0] * len(cluster.engines.actors)
 
     async def for_training(self, prompt: Prompt) -> RolloutGroup:
-        """A group as `rollout` describes it, with the whole reward: verifiers, reward model, penalties."""
+        """Sample a group by the `rollout` section, with the whole reward: verifiers, reward model, penalties."""
         rollout = self._config.rollout
         settings = self._settings(rollout.temperature, rollout.max_response_tokens)
         group = await self.sample(prompt, rollout.samples_per_prompt, settings)
@@ -75,7 +75,7 @@ class Sampler:
         return RolloutGroup(group.prompt, samples)
 
     async def for_evaluation(self, prompt: Prompt) -> RolloutGroup:
-        """A group as `evaluation` describes it, graded by the verifiers alone; by the reward model without any."""
+        """Sample a group by the `evaluation` section; the verifiers grade it, or, without any, the reward model."""
         evaluation, rollout = self._config.evaluation, self._config.rollout
         longest = evaluation.max_response_tokens or rollout.max_response_tokens
         settings = self._settings(evaluation.temperature, longest)
@@ -89,7 +89,7 @@ class Sampler:
         return SamplingSettings(temperature, max_tokens, rollout.stop, self._truncate_token, rollout.truncate_after)
 
     async def sample(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> RolloutGroup:
-        """Sample a group on the engine with the least to do, and grade each response as soon as it is here."""
+        """Sample a group on the engine with the fewest groups, and grade its responses."""
         engine = int(np.argmin(self._in_flight))
         self._in_flight[engine] += 1
         self.meter.begin()

@@ -364,6 +364,9 @@ class VLLMSender:
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
 
     def send(self, version: int) -> None:
+        """Send every parameter as `version`. Called on every learner rank."""
+        # vLLM reads the weights on streams of its own, and DeepSpeed's step ends in an all-gather that may still run.
+        torch.accelerator.synchronize()
         self._client.version = version
         self._engine.send_weights()
 

@@ -112,6 +112,30 @@ def test_two_hosts_train_together_and_end_with_the_programs_status(
     assert all(row["sync/canary_difference"] < 1e-4 for row in steps)
 
 
+@pytest.mark.usefixtures("own_ray_folder")
+def test_a_node_with_another_version_is_named_before_any_actor_starts(tiny_model_dir: Path, tmp_path: Path) -> None:
+    info = tmp_path / "other/rlhf-9.9.9.dist-info"  # on a PYTHONPATH with it, rlhf seems to be of this version
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rlhf\nVersion: 9.9.9\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nrlhf = rlhf.weights.transfer:register_with_vllm\n")
+    config = write_config(tmp_path, tiny_model_dir, run={"steps": 2}, logging={"wandb": {"mode": "disabled"}})
+    flags = ["--nodes", "2", "--head", "127.0.0.1", "--port", str(free_port()), "--ray-args", "--num-cpus=1"]
+    environment = os.environ | {"RAY_AUTH_TOKEN": secrets.token_hex(16), "PYTHON": sys.executable}
+    other = {"PYTHONPATH": f"{tmp_path}/other:{os.environ.get('PYTHONPATH', '')}"}
+    nodes = [
+        subprocess.Popen(
+            [LAUNCH / "ray_node_setup.sh", "--rank", str(rank), *flags, "--config", str(config), *SPREAD],
+            env=environment | more, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+        )
+        for rank, more in enumerate(({}, other))
+    ]  # fmt: skip
+    statuses, outputs = end(*nodes)
+    assert statuses == [2, 2], outputs
+    assert "the nodes do not have the same installed:" in outputs[0]
+    assert "): rlhf is 9.9.9, but 0.1.0 on " in outputs[0]
+    assert "step 1/" not in outputs[0]
+
+
 @pytest.fixture(scope="module")
 def token(own_ray_folder: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -216,7 +240,7 @@ def test_a_job_trains_across_both_nodes_and_its_log_and_status_come_back(
 
     done = job(*APART[1:])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "3 node(s), all with rlhf" in done.stdout + done.stderr  # the driver's and the two of the cluster
+    assert "2 node(s), all with rlhf" in done.stdout
     assert "step 2/2" in done.stdout
     assert [row["step"] for row in read_steps(tmp_path / "run")] == [1, 2]
     refused = job("run.stepz=7")

@@ -136,7 +136,7 @@ def test_fewer_cpus_or_gpus_than_asked_for_names_both_numbers(model: Path) -> No
         check_resources(many, {"CPU": 2.0, "GPU": 0.0})
     bf16 = {"dtype": "bfloat16"}
     gpus = make_config(model, model=bf16, cluster={"device": "cuda", "learners": 6, "engines": 1, "tensor_parallel": 2})
-    with pytest.raises(ValueError, match=r"1 engines x 2 and 6 learners ask for 8 GPUs, but there are 4"):
+    with pytest.raises(ValueError, match=r"6 learners, 1 engine \(.*=2\) ask for 8 GPUs, but there are 4"):
         check_resources(gpus, {"CPU": 64.0, "GPU": 4.0})
     shared = make_config(
         model,

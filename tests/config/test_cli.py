@@ -58,6 +58,28 @@ def test_help_fits_in_100_columns(help_text: str) -> None:
     assert max(map(len, help_text.splitlines())) <= 100
 
 
+def test_a_program_offers_no_choice_that_it_always_refuses() -> None:
+    grpo, ppo = ({key.name: key.kind for key in describe_keys(schema)} for schema in (GRPOConfig, PPOConfig))
+    assert grpo["algo.advantage"] == "grpo | dr_grpo | rloo | reinforce_pp | reinforce_pp_baseline"
+    assert grpo["cluster.placement"] == "separate | colocated"
+    assert (ppo["algo.advantage"], ppo["cluster.placement"]) == ("gae", "separate")
+
+
+@pytest.mark.parametrize(
+    ("schema", "override", "other"),
+    [
+        (GRPOConfig, "algo.advantage=gae", "rlhf.ppo"),
+        (PPOConfig, "algo.advantage=rloo", "rlhf.grpo"),
+        (PPOConfig, "cluster.placement=colocated", "rlhf.grpo"),
+    ],
+)
+def test_a_choice_of_another_program_is_refused_with_its_name(
+    schema: type[GRPOConfig], override: str, other: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"(?m)^{override}: it has to be .*{other}"):
+        parse("", "", schema, ["--config", MATH, override])
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom rlhf.grpo import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
@@ -150,7 +172,7 @@ def test_the_cpu_overlay_goes_on_top_of_every_config(base: tuple[str, ...], coun
         (("--config", MATH, "--paln"), "error: --paln: there is no such flag."),
         (("--config", MATH, "run.step=3"), "error: run.step=3: there is no such key. Did you mean run.steps?"),
         (("--config", "nowhere.yaml"), "error: --config nowhere.yaml: there is no such file."),
-        (("--config", MATH, "rollout.top_p=0.5", "--plan"), "error: rollout.top_p=0.5: "),
+        (("--config", MATH, "algo.clip_low=1.5", "--plan"), "error: algo.clip_low=1.5: "),
     ],
 )
 def test_a_user_error_is_one_message_and_exit_status_2(argv: tuple[str, ...], message: str) -> None:

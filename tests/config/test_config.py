@@ -10,7 +10,9 @@ import yaml
 from pydantic import ValidationError
 
 from rlhf.config.load import load_config, resolved_yaml
+from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.run import GRPOConfig
+from rlhf.config.sections import ScheduleConfig
 
 BASE: dict[str, Any] = {
     "run": {"dir": "runs/test", "steps": 10},
@@ -95,8 +97,8 @@ def test_a_value_may_refer_to_another_key(base: str) -> None:
         ("run.stepss=3", "run.stepss=3: there is no such key. Did you mean run.steps?"),
         ("learner.optimizer.learning_rate=1", "learner.optimizer.learning_rate=1: there is no such key."),
         ("rnu.steps=3", "there is no such key. Did you mean run?"),
-        ("data.trian=x", "data.trian='x': there is no such key. Did you mean data.train?"),
-        ("reward={part: []}", "reward.part=[]: there is no such key. Did you mean 'parts'?"),
+        ("data.trian=x", "data.trian=x: there is no such key. Did you mean data.train?"),
+        ("reward={part: []}", "reward.part=[]: there is no such key. Did you mean reward.parts?"),
         ("run.steps=1.5", "run.steps=1.5: "),
         ("run.steps=ten", "run.steps=ten: input should be a valid integer"),
         ("run.steps=true", "run.steps=true: input should be a valid integer"),
@@ -104,7 +106,7 @@ def test_a_value_may_refer_to_another_key(base: str) -> None:
         ("run.export=1", "run.export=1: input should be a valid boolean"),
         ("learner.optimizer.lr='1e-6'", "learner.optimizer.lr=1e-6: input should be a valid number"),
         ("learner.optimizer.lr=.inf", "learner.optimizer.lr="),
-        ("algo.kl_estimator=k5", "algo.kl_estimator=k5: input should be 'k1', 'k2', 'k3' or 'k4'"),
+        ("algo.kl_estimator=k5", "algo.kl_estimator=k5: it has to be 'k1', 'k2', 'k3' or 'k4' (estimator of KL"),
         ("run.dir=2024", "run.dir=2024: text is expected"),
         ("learner.optimizer=adam", "learner.optimizer=adam: "),
         ("learner=3", "learner=3: "),
@@ -131,8 +133,8 @@ def test_every_wrong_value_is_named_on_a_line_of_its_own(base: str) -> None:
 
 
 def test_every_contradiction_is_named_on_a_line_of_its_own(base: str) -> None:
-    lines = refusal(base, "rollout.top_p=0.9", "algo.clip_low=1.5").splitlines()
-    assert [line.split("=")[0] for line in lines] == ["rollout.top_p", "algo.clip_low"]
+    lines = refusal(base, "evaluation.max_response_tokens=64", "algo.clip_low=1.5").splitlines()
+    assert [line.split("=")[0] for line in lines] == ["evaluation.max_response_tokens", "algo.clip_low"]
 
 
 def test_what_is_required_is_named_key_by_key_when_a_section_is_missing(tmp_path: Path) -> None:
@@ -190,7 +192,6 @@ CONTRADICTIONS = [
         ["rollout.truncate_after=28", "rollout.truncate_token=."],
         ["rollout.truncate_after=28", "rollout.max_response_tokens=28", "stay below"],
     ),
-    (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "Leave it at 1.0"]),
     (
         ["rollout.max_policy_lag=1", "algo.importance_correction=none"],
         ["algo.importance_correction=none", "rollout.max_policy_lag=1", "Use truncated or masked, or a lag of 0"],
@@ -276,7 +277,22 @@ def test_a_contradiction_names_both_keys_and_the_remedy(base: str, overrides: li
 
 def test_a_warm_up_as_a_fraction_suits_even_a_run_of_one_update(base: str) -> None:
     config = load_config(GRPOConfig, [base], ["run.steps=1", "learner.schedule.warmup_fraction=0.02"])
-    assert (config.total_updates, config.warmup_updates) == (1, 1)
+    assert (config.total_updates, config.training.warmup_updates) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("total", "settings", "expected"),
+    [
+        (200, {"warmup_fraction": 0.1}, 20),
+        (30, {"warmup_fraction": 0.01}, 1),
+        (30, {"warmup_steps": 10}, 10),
+        (30, {}, 0),
+    ],
+)
+def test_a_warm_up_is_a_number_of_optimizer_steps_or_a_fraction_of_all_rounded_up(
+    total: int, settings: dict[str, Any], expected: int
+) -> None:
+    assert ScheduleConfig(**settings).warmup_updates(total) == expected
 
 
 # --- warnings ---
@@ -349,7 +365,7 @@ def test_a_warm_up_fraction_is_of_all_optimizer_steps_and_rounds_up(base: str) -
     config = load_config(
         GRPOConfig, [base], ["learner.minibatches_per_epoch=4", "learner.schedule.warmup_fraction=0.03"]
     )
-    assert config.warmup_updates == 2  # 0.03 x 40 = 1.2
+    assert config.training.warmup_updates == 2  # 0.03 x 40 = 1.2
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -396,3 +412,25 @@ def test_checkpoints_are_a_tenth_of_the_run_apart_unless_told_otherwise(
 def test_a_bad_number_of_steps_between_checkpoints_is_one_message(base: str, value: str) -> None:
     with pytest.raises(ValueError, match=r"^checkpoint\.every=\w.*: set a whole number of steps.*auto or null\.$"):
         load_config(GRPOConfig, [base], [f"checkpoint.every={value}"])
+
+
+# --- the config of a reward model ---
+
+REWARD_MODEL_FILE = Path(__file__).parents[2] / "configs" / "reward_model_quickstart.yaml"
+
+
+def test_a_reward_model_is_trained_from_the_same_sections_as_a_policy() -> None:
+    config = load_config(RewardTrainingConfig, [str(REWARD_MODEL_FILE)], ["cluster.learners=2"])
+    assert (config.cluster.device, config.cluster.learners, config.cluster.threads_per_learner) == ("cpu", 2, None)
+    shared = set(RewardTrainingConfig.model_fields) & set(GRPOConfig.model_fields)
+    assert shared == set(RewardTrainingConfig.model_fields) == {"run", "model", "data", "learner", "cluster"}
+
+
+def test_a_key_that_another_section_has_is_refused_with_its_whole_name(base: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        load_config(RewardTrainingConfig, [str(REWARD_MODEL_FILE)], ["learners=2", "device=cuda"])
+    assert str(caught.value).splitlines() == [
+        "learners=2: there is no such key. Did you mean cluster.learners?",
+        "device=cuda: there is no such key. Did you mean cluster.device?",
+    ]
+    assert refusal(base, "learner.lr=1e-6").endswith("Did you mean learner.optimizer.lr?")

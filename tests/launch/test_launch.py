@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +19,6 @@ from pathlib import Path
 
 import pytest
 from ray_cluster import ray_folder
-from waiting import STACK_WAIT_S, WAIT_S, eventually, free_port, read_until
 
 from rlhf.cluster.node_report import differences
 
@@ -29,27 +30,79 @@ SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"])
 TOKEN = "5ecret" * 8
 AWKWARD = ["run.dir=my runs/a b", 'model.path=it\'s "quoted" $HOME `x` \\', "reward=[{name: math}]", ""]
 
-# `ray start --block` stays until it is ended, `ray job submit` takes a job or refuses it. With RAY_WAITS, the one dies
-# and the other answers when the test says so (`Place.go_on`).
+# Ray's commands: `ray start` is RAY_START, `ray job submit` takes a job or refuses it.
 RAY = """\
 #!/usr/bin/env bash
 printf '%s|%s|%s\\n' "$RAY_AUTH_MODE" "$RAY_AUTH_TOKEN" "$*" >>"$RECORD/ray"
 case "$1 $2" in
+  start*) exec "$PYTHON_OUTSIDE" "$RECORD/../bin/ray_start.py" "${@:2}" ;;
   "job submit")
     while [ "$1" != -- ]; do shift; done
     printf '%s\\0' "${@:2}" >"$RECORD/entrypoint"
-    while [ -n "${RAY_WAITS:-}" ] && [ ! -e "$RECORD/ray.go" ]; do sleep 0.05; done
+    sleep "${SUBMISSION_SLEEPS:-0}"
     [ -n "${JOB_IS_REFUSED:-}" ] || exit 0
     echo "RuntimeError: Request failed with status code 400: Job with submission_id job-1 already exists."
     exit 1 ;;
-  "job stop") exit 0 ;;
 esac
-echo "Ray runtime started."
-sleep 1000 &
-trap 'kill $!' EXIT
-[ -n "${RAY_WAITS:-}" ] || wait $!
-while [ ! -e "$RECORD/ray.go" ]; do sleep 0.05; done
-exit 1
+"""
+# A cluster is the folder gcs-PORT: its token, notes, and nodes with the process that each is. A node ends when it is
+# told to, when RAY_ENDS_AFTER is over, and when its head has ended, as Ray's nodes do.
+RAY_START = """\
+import os, socket, sys, time
+from pathlib import Path
+from ray._raylet import is_alive
+flags = dict(flag.partition("=")[::2] for flag in sys.argv[1:])
+port = flags.get("--port") or flags["--address"].rpartition(":")[2]
+folder = Path(os.environ["RECORD"]) / f"gcs-{port}"
+if "--head" in flags:
+    listener = socket.create_server(("", int(port)))
+    for name in ("notes", "nodes"):
+        (folder / name).mkdir(parents=True)
+    (folder / "token").write_text(os.environ["RAY_AUTH_TOKEN"])
+(folder / "nodes" / flags["--node-name"]).write_text(str(os.getpid()))
+print("Ray runtime started.", flush=True)
+end = time.monotonic() + float(os.environ.get("RAY_ENDS_AFTER", "1000"))
+while time.monotonic() < end and is_alive(folder / "nodes/rank-0"):
+    time.sleep(0.1)
+sys.exit("the raylet fell over")
+"""
+RAY_EXCEPTIONS = """\
+class RayError(Exception): pass
+class AuthenticationError(RayError): pass
+"""
+RAYLET = """\
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from ray.exceptions import AuthenticationError, RayError
+
+def is_alive(node):
+    try:
+        return Path(f"/proc/{node.read_text()}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+class GcsClient:
+    def __init__(self, address):
+        self.folder = Path(os.environ["RECORD"]) / f"gcs-{address.rpartition(':')[2]}"
+        self.notes()
+    def notes(self):
+        if not is_alive(self.folder / "nodes/rank-0"): raise RayError("Timed out while waiting for GCS")
+        if (self.folder / "token").read_text() != os.environ["RAY_AUTH_TOKEN"]: raise AuthenticationError
+        return self.folder / "notes"
+    def internal_kv_get(self, key, space, timeout):
+        note = self.notes() / key.decode()
+        return note.read_bytes() if note.exists() else None
+    def internal_kv_put(self, key, value, over, space, timeout):
+        try:
+            with open(self.notes() / key.decode(), "wb" if over else "xb") as file: file.write(value)
+            return 1
+        except FileExistsError:
+            return 0
+    def get_all_node_info(self, timeout):
+        self.notes()
+        nodes = (self.folder / "nodes").iterdir()
+        return {n.name: SimpleNamespace(node_name=n.name, state=0 if is_alive(n) else 1) for n in nodes}
 """
 PROGRAM = """\
 import json, os, sys, time
@@ -58,10 +111,19 @@ with open(os.environ["RECORD"] + "/program", "a") as file:
                            "token": os.environ["RAY_AUTH_TOKEN"], "pid": os.getpid()}) + "\\n")
 print("the program speaks", flush=True)
 end = time.monotonic() + float(os.environ.get("PROGRAM_SLEEPS", "0"))
-while time.monotonic() < end and not os.path.exists(os.environ["RECORD"] + "/program.go"):
+while time.monotonic() < end and not os.path.exists(os.environ["RECORD"] + "/go"):
     time.sleep(0.05)
 sys.exit(int(os.environ.get("PROGRAM_STATUS", "0")))
 """
+
+
+def free_port() -> int:
+    """A port below those that the system gives to clients."""
+    while True:
+        port = random.randrange(20000, 29999)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
 
 
 @dataclass
@@ -76,11 +138,6 @@ class Place:
         path = self.folder / "bin" / name
         path.write_text(text)
         path.chmod(0o755)
-
-    def write_checkpoint(self) -> None:
-        checkpoint = self.folder / "the run/checkpoints/step-000004"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "manifest.json").write_text("{}")
 
     def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -97,7 +154,7 @@ class Place:
 
     def node(self, rank: int, nodes: int, port: int, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         flags = ["--rank", str(rank), "--nodes", str(nodes), "--head", "127.0.0.1", "--port", str(port)]
-        more = ["--deadline", environment.pop("DEADLINE", str(WAIT_S)), "--module", "stand_in_program"]
+        more = ["--deadline", environment.pop("DEADLINE", "60"), "--module", "stand_in_program"]
         return self.start(LAUNCH / "ray_node_setup.sh", *flags, *more, *arguments, **environment)
 
     def other_version(self, name: str = "rlhf", version: str = "9.9.9") -> str:
@@ -118,17 +175,16 @@ class Place:
     def programs(self) -> list[dict[str, object]]:
         return [json.loads(line) for line in self.recorded("program")]
 
-    def wait_for(self, name: str) -> None:
-        assert eventually(lambda: self.recorded(name)), f"{name} was not called"
-
-    def go_on(self, name: str) -> None:
-        """Let a stand-in that waits or sleeps end: `ray` or `program`."""
-        (self.folder / f"record/{name}.go").touch()
+    def wait_for(self, name: str, lines: int = 1) -> None:
+        end = time.monotonic() + 60
+        while len(self.recorded(name)) < lines:
+            assert time.monotonic() < end, f"{name} was not called"
+            time.sleep(0.05)
 
 
 def ending(*processes: subprocess.Popen[str]) -> tuple[list[int], str]:
     """Exit statuses, and all that was printed."""
-    outputs = [process.communicate(timeout=WAIT_S)[0] for process in processes]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
     return [process.returncode for process in processes], "".join(outputs)
 
 
@@ -148,8 +204,9 @@ def place(tmp_path: Path) -> Iterator[Place]:
         **kept,
         "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
         "RECORD": str(tmp_path / "record"),
-        "PYTHONPATH": str(tmp_path / "python"),
+        "PYTHONPATH": f"{tmp_path}/python:{ROOT}",
         "PYTHON": sys.executable,
+        "PYTHON_OUTSIDE": sys.executable,
         "RAY": str(tmp_path / "bin/ray"),
         "RAY_AUTH_TOKEN": TOKEN,
         "RAY_TMPDIR": str(tmp_path / "home"),
@@ -157,6 +214,11 @@ def place(tmp_path: Path) -> Iterator[Place]:
     }
     made = Place(tmp_path, environment)
     made.add("ray", RAY)
+    made.add("ray_start.py", RAY_START)
+    package = {"__init__": "", "exceptions": RAY_EXCEPTIONS, "_raylet": RAYLET, "job_submission": FAKE_JOB_CLIENT}
+    (tmp_path / "python/ray").mkdir()
+    for name, text in package.items():
+        (tmp_path / f"python/ray/{name}.py").write_text(text)
     yield made
     for process in made.started:
         if process.poll() is None:
@@ -201,26 +263,14 @@ def test_the_head_makes_a_token_that_only_its_user_reads_and_the_others_take_it(
     assert path.read_text() not in output
 
 
-def test_a_node_with_another_version_is_named_before_anything_starts(place: Place) -> None:
-    port = free_port()
-    nodes = [place.node(0, 3, port), place.node(1, 3, port), place.node(2, 3, port, PYTHONPATH=place.other_version())]
-    statuses, output = ending(*nodes)
-    assert statuses == [2, 2, 2]
-    host = socket.gethostname()
-    assert f"node {host} (rank 2): rlhf is 9.9.9, but 0.1.0 on {host}." in output
-    assert "rank 1" not in output
-    assert place.recorded("ray") == place.recorded("program") == []
-
-
 def test_a_worker_whose_ray_dies_ends_the_run_and_is_named(place: Place) -> None:
     port = free_port()
     head = place.node(0, 2, port, PROGRAM_SLEEPS="1000")
-    worker = place.node(1, 2, port, RAY_WAITS="1")
-    place.wait_for("program")
-    place.go_on("ray")
+    worker = place.node(1, 2, port, RAY_ENDS_AFTER="1")
     statuses, output = ending(head, worker)
     assert statuses == [1, 1]
-    assert f"node {socket.gethostname()} (rank 1): Ray ended on this node" in output
+    assert "(rank 1)" in output.partition("Ray's logs")[0]  # the head says it first: from Ray, or from the worker
+    assert "the raylet fell over" in output
     assert not any(is_alive(program["pid"]) for program in place.programs())
 
 
@@ -231,7 +281,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_is_named(place: Place) -> None
     worker.kill()
     statuses, output = ending(head)
     assert statuses == [1]
-    assert "(rank 1) is gone: its connection ended." in output
+    assert "(rank 1) is gone: Ray does not reach it any more." in output
     assert not is_alive(place.programs()[0]["pid"])
 
 
@@ -243,8 +293,11 @@ def test_workers_end_when_the_head_is_killed_and_so_does_the_program(place: Plac
     head.communicate()
     statuses, output = ending(worker)
     assert statuses == [1]
-    assert "the head 127.0.0.1 is gone without a word" in output
-    assert eventually(lambda: not is_alive(place.programs()[0]["pid"]))
+    assert "Ray ended on this node" in output
+    end = time.monotonic() + 10
+    while is_alive(place.programs()[0]["pid"]):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("how", "status"), [("TERM", 143), ("INT", 130), ("stdin", 129)])
@@ -270,27 +323,48 @@ def test_a_node_with_another_token_is_refused_and_told_why(place: Place) -> None
     head = place.node(0, 2, port)
     statuses, output = ending(place.node(1, 2, port, RAY_AUTH_TOKEN="another"))
     assert statuses == [2]
-    assert "refused this node: the head has another Ray token" in output
+    assert "refused this node: it has another Ray token" in output
     head.terminate()
-    statuses, output = ending(head)
-    assert statuses == [143]
-    assert "refused 127.0.0.1: it has another Ray token" in output
+    assert ending(head)[0] == [143]
 
 
 def test_a_head_names_who_did_not_come_in_time(place: Place) -> None:
-    statuses, output = ending(place.node(0, 3, free_port(), DEADLINE="1"))
+    statuses, output = ending(place.node(0, 3, free_port(), DEADLINE="10"))
     assert statuses == [1]
-    assert "1 of 3 nodes came to the head within 1 s; missing: rank 1, 2." in output
+    assert "1 of 3 nodes joined Ray within 10 s; missing: rank 1, rank 2." in output
+
+
+def test_a_node_that_cannot_start_ray_ends_the_run_at_once(place: Place) -> None:
+    port = free_port()
+    statuses, output = ending(place.node(0, 2, port), place.node(1, 2, port, RAY="/bin/false"))
+    assert statuses == [1, 1]
+    assert f"node {socket.gethostname()} (rank 1): Ray ended on this node" in output
+
+
+def test_a_port_that_is_taken_ends_the_head_with_what_ray_says(place: Place) -> None:
+    with socket.create_server(("", free_port())) as other:
+        statuses, output = ending(place.node(0, 2, other.getsockname()[1]))
+    assert statuses == [1]
+    assert "Address already in use" in output
 
 
 def test_two_nodes_of_one_rank_are_told_apart(place: Place) -> None:
     port = free_port()
     head, *twins = place.node(0, 3, port), place.node(1, 3, port), place.node(1, 3, port)
-    assert eventually(lambda: any(twin.poll() is not None for twin in twins)), "nobody was refused"
+    end = time.monotonic() + 60
+    while all(twin.poll() is None for twin in twins):
+        assert time.monotonic() < end, "nobody was refused"
+        time.sleep(0.05)
+    refused, accepted = sorted(twins, key=lambda twin: twin.poll() is None)
+    statuses, output = ending(refused)
+    assert statuses == [2]
+    assert f"--rank=1: taken by {socket.gethostname()}, process " in output
+    end = time.monotonic() + 60
+    while not list(place.folder.glob("record/gcs-*/nodes/rank-1")):
+        assert time.monotonic() < end, "the other one did not join"
+        time.sleep(0.05)
     head.terminate()
-    statuses, output = ending(head, *twins)
-    assert "rank 1 is taken by" in output
-    assert sorted(statuses) == [2, 143, 143]
+    assert ending(head, accepted)[0] == [143, 143]
 
 
 def test_one_node_needs_no_flags(place: Place) -> None:
@@ -343,8 +417,8 @@ def slurm(
     place.add("srun", srun)
     place.add("scontrol", SCONTROL)
     place.environment.pop("RAY_AUTH_TOKEN", None)
-    job = {"SLURM_JOB_ID": str((free_port() - 20000) // 2), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
-    program = ["--module", module, "--deadline", str(WAIT_S), "--config", str(place.folder / "run.yaml")]
+    job = {"SLURM_JOB_ID": str(free_port() - 20000), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
+    program = ["--module", module, "--deadline", "60", "--config", str(place.folder / "run.yaml")]
     (place.folder / "run.yaml").write_text(f"run: {{dir: '{place.folder}/the run'}}\n")
     job["SLURM_SUBMIT_DIR"] = str(ROOT)
     return place.start("bash", LAUNCH / "slurm.sbatch", *program, *arguments, **job, **environment)
@@ -364,7 +438,7 @@ def test_a_slurm_job_has_the_programs_status_even_where_srun_has_another(place: 
 
 
 def test_a_requeued_job_resumes_where_there_is_a_whole_checkpoint(place: Place) -> None:
-    place.write_checkpoint()
+    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
     (place.folder / "the run/checkpoints/step-000006.partial").mkdir()
     statuses, _ = ending(slurm(place, SLURM_RESTART_COUNT="1"))
     assert statuses == [0]
@@ -373,7 +447,6 @@ def test_a_requeued_job_resumes_where_there_is_a_whole_checkpoint(place: Place) 
 
 def test_a_requeued_job_without_a_checkpoint_begins_anew_and_keeps_what_was_there(place: Place) -> None:
     (place.folder / "the run/checkpoints/step-000002.partial").mkdir(parents=True)
-    (place.folder / "the run/checkpoints/step-000001").mkdir()  # no manifest: not complete
     statuses, output = ending(slurm(place, SLURM_RESTART_COUNT="1"))
     assert statuses == [0]
     assert "--resume" not in place.programs()[0]["arguments"]  # type: ignore[operator]
@@ -391,7 +464,7 @@ def in_a_container(place: Place) -> dict[str, str]:
 
 
 def test_a_requeued_job_in_a_container_resumes_and_its_status_comes_out(place: Place) -> None:
-    place.write_checkpoint()
+    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
     job = slurm(place, SLURM_RESTART_COUNT="1", PROGRAM_STATUS="3", **in_a_container(place))
     statuses, output = ending(job)
     assert statuses == [3], output
@@ -404,8 +477,7 @@ def test_a_requeued_job_in_a_container_resumes_and_its_status_comes_out(place: P
 def test_near_the_time_limit_a_job_in_a_container_requeues_itself_too(place: Place) -> None:
     job = slurm(place, PROGRAM_SLEEPS="1000", **in_a_container(place))
     place.wait_for("program")
-    time.sleep(1.1)
-    place.write_checkpoint()
+    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
     job.send_signal(signal.SIGUSR1)
     assert ending(job)[0] == [143]
     assert place.recorded("scontrol")[-1].startswith("requeue ")
@@ -423,7 +495,7 @@ def test_a_requeued_job_that_does_not_train_leaves_the_run_folder_alone(place: P
 
 
 def test_the_first_start_of_a_job_does_not_resume(place: Place) -> None:
-    place.write_checkpoint()
+    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
     ending(slurm(place))
     assert "--resume" not in place.programs()[0]["arguments"]  # type: ignore[operator]
 
@@ -431,8 +503,7 @@ def test_the_first_start_of_a_job_does_not_resume(place: Place) -> None:
 def test_near_the_time_limit_the_job_requeues_itself_if_it_can_go_on(place: Place) -> None:
     job = slurm(place, PROGRAM_SLEEPS="1000")
     place.wait_for("program")
-    time.sleep(1.1)
-    place.write_checkpoint()
+    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
     job.send_signal(signal.SIGUSR1)
     statuses, _ = ending(job)
     assert statuses == [143]
@@ -440,13 +511,20 @@ def test_near_the_time_limit_the_job_requeues_itself_if_it_can_go_on(place: Plac
     assert not is_alive(place.programs()[0]["pid"])
 
 
+def asked_then_let_go(place: Place) -> None:
+    """The job has asked for a checkpoint, with a second srun; then the program may end."""
+    place.wait_for("srun", 2)
+    (place.folder / "record/go").touch()
+
+
 def test_near_the_time_limit_a_job_without_a_new_checkpoint_goes_on(place: Place) -> None:
     job = slurm(place, PROGRAM_SLEEPS="1000", PROGRAM_STATUS="4")
     place.wait_for("program")
     job.send_signal(signal.SIGUSR1)
-    assert "no checkpoint since the start" in read_until(job, "not requeueing")
-    place.go_on("program")
-    assert ending(job)[0] == [4]
+    asked_then_let_go(place)
+    statuses, output = ending(job)
+    assert statuses == [4]
+    assert "not requeueing" in output
     assert not any(line.startswith("requeue") for line in place.recorded("scontrol"))
 
 
@@ -455,9 +533,9 @@ def test_near_the_time_limit_a_job_that_cannot_look_for_checkpoints_says_so(plac
     place.wait_for("program")
     (place.folder / "run.yaml").unlink()
     job.send_signal(signal.SIGUSR1)
-    output = read_until(job, "not requeueing")
-    place.go_on("program")
-    assert ending(job)[0] == [4]
+    asked_then_let_go(place)
+    statuses, output = ending(job)
+    assert statuses == [4]
     assert "no answer to whether there is a checkpoint" in output
     assert "No such file" in output
 
@@ -548,15 +626,8 @@ class JobSubmissionClient:
 
 
 def submit(place: Place, *arguments: str, job: object = (), **environment: str) -> subprocess.Popen[str]:
-    fake_job_client(place)
     flags = ["--id", "job-1", "--nodes", "2"]
     return place.start(LAUNCH / "submit.sh", *flags, *arguments, JOB=json.dumps(job), **environment)
-
-
-def fake_job_client(place: Place) -> None:
-    (place.folder / "python/ray").mkdir()
-    (place.folder / "python/ray/__init__.py").write_text("")
-    (place.folder / "python/ray/job_submission.py").write_text(FAKE_JOB_CLIENT)
 
 
 def stops(place: Place) -> list[str]:
@@ -571,7 +642,8 @@ def test_a_job_gets_the_arguments_and_its_exit_status_comes_back(place: Place) -
     assert (mode, token) == ("token", TOKEN)
     assert f"--submission-id job-1 --no-wait --working-dir {ROOT}" in called
     entry = (place.folder / "record/entrypoint").read_text().split("\0")[:-1]
-    assert entry == ["python", "launch/nodes.py", "run", "--nodes", "2", "--", *arguments]
+    flags = ["--nodes", "2", "--module", "rlhf.grpo", "--deadline", "600.0"]
+    assert entry == ["python", "launch/nodes.py", "run", *flags, "--", *arguments]
     assert stops(place) == []
     assert "it ran\n" in output
     assert TOKEN not in output
@@ -593,11 +665,9 @@ def test_a_log_that_breaks_off_goes_on_where_it_was_and_the_job_with_it(place: P
 
 
 def test_a_job_of_which_nothing_is_heard_any_more_is_left_alone(place: Place) -> None:
-    fake_job_client(place)
-    command = [sys.executable, LAUNCH / "nodes.py", "follow-job", "http://head:8265", "job-1", "--deadline", "0"]
-    statuses, output = ending(place.start(*command, JOB=json.dumps([["", "breaks"], "silence"])))
+    statuses, output = ending(submit(place, "--patience", "0", "--config", "x", job=[["", "breaks"], "silence"]))
     assert statuses == [1]
-    assert "It may still run: ray job status --address http://head:8265 job-1" in output
+    assert "It may still run: ray job status --address http://127.0.0.1:8265 job-1" in output
 
 
 def test_an_id_that_another_job_has_is_refused_and_that_job_goes_on(place: Place) -> None:
@@ -621,10 +691,9 @@ def test_interrupting_the_log_stops_the_job(place: Place) -> None:
 def test_interrupting_the_submission_stops_the_job_only_if_ray_took_it(
     place: Place, refused: str, stopped: int
 ) -> None:
-    job = submit(place, "--config", "x", RAY_WAITS="1", JOB_IS_REFUSED=refused)
+    job = submit(place, "--config", "x", SUBMISSION_SLEEPS="1", JOB_IS_REFUSED=refused)
     place.wait_for("ray")
     job.terminate()
-    place.go_on("ray")
     statuses, _ = ending(job)
     assert statuses == [143]
     assert len(stops(place)) == stopped
@@ -645,60 +714,32 @@ def test_without_a_token_the_submission_says_where_to_get_it(place: Place) -> No
 
 # --- a program on a cluster that is up ---
 
-FAKE_RAY = """\
-import json, os
-NODES = json.loads(os.environ["NODES"])  # name -> what differs there
-class exceptions: RayError = OSError
-def init(**options): assert options["address"] == "auto"
-def shutdown(): pass
-def nodes():
-    return [{"Alive": True, "NodeID": n, "NodeManagerHostname": n, "NodeManagerAddress": "10.0.0.1"} for n in NODES]
-def get(reference, timeout): return reference
-class remote:
-    def __init__(self, function): self.function = function
-    def options(self, *, num_cpus, scheduling_strategy):
-        self.node = scheduling_strategy
-        return self
-    def remote(self): return self.function() | NODES[self.node]
-"""
-FAKE_STRATEGIES = """\
-def NodeAffinitySchedulingStrategy(node_id, soft): return node_id
-"""
 
-
-def on_cluster(place: Place, nodes: dict[str, dict[str, str]], count: int) -> tuple[list[int], str]:
-    package = place.folder / "python/ray"
-    (package / "util").mkdir(parents=True)
-    (package / "__init__.py").write_text(FAKE_RAY)
-    (package / "util/__init__.py").write_text("")
-    (package / "util/scheduling_strategies.py").write_text(FAKE_STRATEGIES)
-    command = [sys.executable, LAUNCH / "nodes.py", "run", "--nodes", str(count), "--deadline", "1"]
+def on_cluster(place: Place, wanted: int, **environment: str) -> tuple[list[int], str]:
+    """`nodes.py run` on a cluster of two nodes."""
+    port = free_port()
+    for rank, flag in enumerate((f"--port={port}", f"--address=127.0.0.1:{port}")):
+        head = ["--head"] if rank == 0 else []
+        place.start(place.folder / "bin/ray", "start", *head, flag, f"--node-name=rank-{rank}")
+        end = time.monotonic() + 60
+        while not (place.folder / f"record/gcs-{port}/nodes/rank-{rank}").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    command = [sys.executable, LAUNCH / "nodes.py", "run", "--nodes", str(wanted), "--deadline", "1"]
     command += ["--module", "stand_in_program", "--", *AWKWARD]
-    there = {"NODES": json.dumps(nodes), "RAY_ADDRESS": "10.0.0.1:6379", "PROGRAM_STATUS": "9"}
-    return ending(place.start(*command, **there))
+    return ending(place.start(*command, **({"RAY_ADDRESS": f"127.0.0.1:{port}"} | environment)))
 
 
-def test_on_a_running_cluster_the_program_starts_when_all_nodes_are_there_and_the_same(place: Place) -> None:
-    statuses, output = on_cluster(place, {"a": {}, "b": {}}, 2)
+def test_on_a_running_cluster_the_program_starts_when_all_nodes_are_there(place: Place) -> None:
+    statuses, output = on_cluster(place, 2, PROGRAM_STATUS="9")
     assert statuses == [9], output
     assert place.programs()[0]["arguments"] == AWKWARD
 
 
-@pytest.mark.parametrize(
-    ("nodes", "count", "message", "status"),
-    [
-        ({"a": {}, "b": {"rlhf": "0.0.1"}}, 2, "node b (10.0.0.1): rlhf is 0.0.1, but 0.1.0 on", 2),
-        ({"a": {}, "b": {"vLLM plug-in": "missing"}}, 2, "node b (10.0.0.1): vLLM plug-in is not installed.", 2),
-        ({"a": {}}, 2, "1 of 2 nodes are in the Ray cluster after 1 s.", 1),
-    ],
-    ids=["version", "plug-in", "absent"],
-)
-def test_on_a_running_cluster_a_node_that_is_absent_or_differs_is_named(
-    place: Place, nodes: dict[str, dict[str, str]], count: int, message: str, status: int
-) -> None:
-    statuses, output = on_cluster(place, nodes, count)
-    assert statuses == [status]
-    assert message in output
+def test_on_a_running_cluster_nothing_starts_while_a_node_is_absent(place: Place) -> None:
+    statuses, output = on_cluster(place, 3)
+    assert statuses == [1]
+    assert "2 of 3 nodes are in the Ray cluster after 1 s." in output
     assert place.programs() == []
 
 
@@ -742,29 +783,106 @@ def test_commands_of_ray_are_called_with_flags_that_it_has() -> None:
         for command in (start, submit, stop)
     }
     assert all(isinstance(command, Command) for command in known)
-    source = (LAUNCH / "nodes.py").read_text()
-    used = {"--head", "--node-ip-address", "--port", "--address", "--include-dashboard"}
-    used |= {"--block", "--disable-usage-stats", "--log-color", "--temp-dir"}
-    assert all(flag in source for flag in used)
-    assert used <= known[start]
-    assert {"--address", "--submission-id", "--working-dir", "--runtime-env-json", "--no-wait"} <= known[submit]
+    source = "".join((LAUNCH / name).read_text() for name in ("nodes.py", "job.py"))
+    starts = {"--head", "--node-ip-address", "--port", "--address", "--include-dashboard", "--node-name"}
+    starts |= {"--block", "--disable-usage-stats", "--log-color", "--temp-dir"}
+    submits = {"--address", "--submission-id", "--working-dir", "--runtime-env-json", "--no-wait"}
+    assert all(flag in source for flag in starts | submits)
+    assert starts <= known[start]
+    assert submits <= known[submit]
     assert "--address" in known[stop]
 
 
-@pytest.mark.stack
-def test_two_real_ray_nodes_run_a_program_and_end(place: Place) -> None:
-    (place.folder / "python/stand_in_program.py").write_text(
-        "import logging, os, ray, sys\n"
-        "ray.init(address='auto', log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)\n"
-        "print('alive', sum(node['Alive'] for node in ray.nodes()), flush=True)\n"
-        "ray.shutdown()\n"
-        "sys.exit(6)\n"
-    )
+# --- with a real Ray ---
+
+# It says how many nodes are alive, and goes on until it is ended, or until there is a file GO.
+JOINS_RAY = """\
+import logging, os, ray, sys, time
+ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+alive = sum(node["Alive"] for node in ray.nodes())
+with open(os.environ["RECORD"] + "/program", "a") as file:
+    file.write(f'{{"pid": {os.getpid()}, "alive": {alive}}}\\n')
+while not os.path.exists(os.environ["RECORD"] + "/go"):
+    time.sleep(0.1)
+ray.shutdown()
+sys.exit(6)
+"""
+
+
+@pytest.fixture
+def real(place: Place) -> Iterator[Place]:
+    """Ray itself, in a folder below which no process is left when the test has ended."""
     del place.environment["RAY"]
+    shutil.rmtree(place.folder / "python/ray")
+    (place.folder / "python/stand_in_program.py").write_text(JOINS_RAY)
+    with ray_folder() as folder:
+        place.environment |= {"RAY_TMPDIR": folder, "RAY_ARGS": "--num-cpus=1"}
+        yield place
+
+
+def left_behind(place: Place) -> list[str]:
+    """Processes of Ray's that name the test's folder."""
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            commands.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [command for command in commands if place.environment["RAY_TMPDIR"] in command]
+
+
+def two_real_nodes(place: Place, port: int) -> list[subprocess.Popen[str]]:
+    nodes = [place.node(rank, 2, port, DEADLINE="300") for rank in (0, 1)]
+    end = time.monotonic() + 300
+    while not place.recorded("program"):
+        assert time.monotonic() < end
+        assert all(node.poll() is None for node in nodes), ending(*nodes)
+        time.sleep(0.1)
+    assert place.programs()[0]["alive"] == 2
+    return nodes
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(900)
+def test_real_nodes_end_with_the_programs_status_and_a_stranger_is_refused(real: Place) -> None:
     port = free_port()
-    with ray_folder() as folder:  # logs of a failed run stay; this one fails on purpose
-        ray = {"RAY_TMPDIR": folder, "DEADLINE": str(STACK_WAIT_S), "RAY_raylet_start_wait_time_s": "1200"}
-        nodes = [place.node(rank, 2, port, "--ray-args", "--num-cpus=1", **ray) for rank in (0, 1)]
-        outputs = [process.communicate(timeout=STACK_WAIT_S)[0] for process in nodes]
-    assert [process.returncode for process in nodes] == [6, 6], outputs
-    assert "alive 2" in outputs[0]
+    nodes = two_real_nodes(real, port)
+    statuses, output = ending(real.node(2, 3, port, RAY_AUTH_TOKEN="f" * 48))
+    assert statuses == [2], output
+    assert "refused this node: it has another Ray token" in output
+    (real.folder / "record/go").touch()
+    statuses, output = ending(*nodes)
+    assert statuses == [6, 6], output
+    assert left_behind(real) == []
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("who", ["head", "worker"])
+def test_a_real_node_that_is_killed_ends_the_other_and_leaves_nothing(real: Place, who: str) -> None:
+    """A worker hears of its head's end from Ray, which gives up after a minute without it."""
+    head, worker = two_real_nodes(real, free_port())
+    killed, other = (head, worker) if who == "head" else (worker, head)
+    killed.kill()
+    killed.communicate()
+    statuses, output = ending(other)
+    assert statuses == [1], output
+    assert "Ray ended on this node" in output if who == "head" else "(rank 1)" in output
+    end = time.monotonic() + 60  # what the killed one started is ended by the system, and takes its time
+    while is_alive(real.programs()[0]["pid"]) or left_behind(real):
+        assert time.monotonic() < end, left_behind(real)
+        time.sleep(0.1)
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(900)
+def test_a_signal_ends_real_nodes_and_no_other_ray(real: Place, tmp_path: Path) -> None:
+    with ray_folder() as folder:
+        (tmp_path / "other").mkdir()
+        other = real.node(0, 1, free_port(), RAY_TMPDIR=folder, RECORD=str(tmp_path / "other"), DEADLINE="300")
+        head, worker = two_real_nodes(real, free_port())
+        head.terminate()
+        statuses, output = ending(head, worker)
+        assert statuses == [143, 143], output
+        assert left_behind(real) == []
+        (tmp_path / "other/go").touch()
+        statuses, output = ending(other)
+    assert statuses == [6], output

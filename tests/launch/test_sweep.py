@@ -50,7 +50,7 @@ class Sweep:
     def __init__(self, folder: Path) -> None:
         self.output, self.record = folder / "scan", folder / "record"
         (folder / "stand_in_program.py").write_text(PROGRAM)
-        self.environment = {**os.environ, "PYTHONPATH": str(folder), "RECORD": str(self.record)}
+        self.environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "RECORD": str(self.record)}
         self.environment.pop("RAY_AUTH_TOKEN", None)
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -186,12 +186,12 @@ def test_run_dir_is_found_as_the_program_finds_it(tmp_path: Path) -> None:
         resume.run_dir(["run.steps=1"])
 
 
-def test_a_checkpoint_is_whole_where_the_program_says_so(tmp_path: Path) -> None:
+def test_a_run_resumes_once_the_program_has_finished_a_checkpoint(tmp_path: Path) -> None:
     from rlhf.run.folder import RunFolder
 
     folder = RunFolder(tmp_path / "run", resume=False)
     partial = folder.begin_checkpoint(2)
-    assert resume.newest_checkpoint(folder.path) is None
     folder.finish_checkpoint(partial, {"step": 2}, keep=1)
-    assert resume.newest_checkpoint(folder.path) == folder.latest_checkpoint()
+    assert resume.prepare(folder.path) == ["--resume"]
+    folder.begin_checkpoint(4)
     assert resume.prepare(folder.path) == ["--resume"]

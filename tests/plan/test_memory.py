@@ -213,7 +213,8 @@ def test_a_critic_has_one_row_for_a_head_its_own_zero_stage_and_no_reference(mak
     count = P8 - 128_256 * 4096 + 4096  # the language model's head is replaced by one of a single number
     assert scalar_parameters(shape) == count
     assert scalar_parameters(model_shape(QWEN25_1B5)) == model_shape(QWEN25_1B5).parameters + 1536  # tied: kept
-    found = sizes(critic_memory(shape, make("critic.zero_stage=3", schema=PPOConfig)))
+    config = make("critic.zero_stage=3", schema=PPOConfig)
+    found = sizes(critic_memory(shape, config, config.critic))
     assert found["weights, bfloat16"] == 2 * count / 6
     assert found["Adam's two moments, float32"] == 8 * count / 6
     assert found["gradients, float32"] == 4 * count / 6

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from processes import cpu_seconds
 
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
@@ -65,7 +65,7 @@ def test_batches_are_spelled_out(make: Any) -> None:
     assert line_of(text, "rollouts a step") == "32 prompts x 8 = 256"
     assert line_of(text, "rollouts in all") == "100 steps x 256 = 25,600"
     assert line_of(text, "minibatch ").startswith("256 / 2 = 128 rollouts")
-    assert line_of(text, "optimizer steps") == "100 steps x 2 epochs x 2 minibatches = 400"
+    assert line_of(text, "optimizer steps, learner") == "100 steps x 2 epochs x 2 minibatches = 400"
     assert line_of(text, "longest sequence") == "1,000 prompt + 1,000 response = 2,000 tokens"
     assert line_of(text, "tokens a step, at most") == "256 x 2,000 = 512,000, of them sampled 256,000"
     # 4,500 tokens hold two sequences of 2,000: 128 sequences are 64 microbatches, 16 for each of 4 learners
@@ -89,19 +89,23 @@ def test_passes_before_the_update_are_named(make: Any) -> None:
 # --- placement ---
 
 
+def layout_of(config: GRPOConfig) -> list[list[str]]:
+    return place(config.roles(), config.cluster)
+
+
 def test_learners_come_first_and_engines_fill_the_rest_of_the_node(make: Any) -> None:
-    assert place(make().cluster) == [
+    assert layout_of(make()) == [
         ["learner 0", "learner 1", "learner 2", "learner 3", "engine 0", "engine 0", "engine 1", "engine 1"]
     ]
 
 
 def test_an_engine_never_lies_across_two_nodes(make: Any) -> None:
-    nodes = place(make("cluster.learners=6", "cluster.engines=1", "cluster.tensor_parallel=4").cluster)
+    nodes = layout_of(make("cluster.learners=6", "cluster.engines=1", "cluster.tensor_parallel=4"))
     assert nodes == [[f"learner {rank}" for rank in range(6)] + ["-"] * 2, ["engine 0"] * 4 + ["-"] * 4]
 
 
 def test_16_nodes_hold_64_learners_and_8_engines_of_8(make: Any) -> None:
-    nodes = place(make("cluster.learners=64", "cluster.engines=8", "cluster.tensor_parallel=8").cluster)
+    nodes = layout_of(make("cluster.learners=64", "cluster.engines=8", "cluster.tensor_parallel=8"))
     assert len(nodes) == 16
     assert nodes[7] == [f"learner {rank}" for rank in range(56, 64)]
     assert [set(node) for node in nodes[8:]] == [{f"engine {engine}"} for engine in range(8)]
@@ -109,13 +113,13 @@ def test_16_nodes_hold_64_learners_and_8_engines_of_8(make: Any) -> None:
 
 def test_colocated_engines_share_the_gpus_of_the_learners(make: Any) -> None:
     config = make("cluster.placement=colocated")
-    assert place(config.cluster) == [["L0 + E0", "L1 + E0", "L2 + E1", "L3 + E1", "-", "-", "-", "-"]]
+    assert layout_of(config) == [["L0 + E0", "L1 + E0", "L2 + E1", "L3 + E1", "-", "-", "-", "-"]]
     assert "GPUs                        4 on 1 node of 8" in plan_text(config)
 
 
 def test_a_node_may_have_another_number_of_gpus(make: Any) -> None:
-    assert [len(node) for node in place(make("cluster.gpus_per_node=4").cluster)] == [4, 4]
-    wide = draw(place(make("cluster.gpus_per_node=16", "cluster.learners=12").cluster))
+    assert [len(node) for node in layout_of(make("cluster.gpus_per_node=4"))] == [4, 4]
+    wide = draw(layout_of(make("cluster.gpus_per_node=16", "cluster.learners=12")))
     assert len(wide) == 4  # two rows of eight, a header above each
 
 
@@ -132,7 +136,7 @@ def test_a_node_may_have_another_number_of_gpus(make: Any) -> None:
 )
 def test_the_plan_says_how_often_a_checkpoint_is_saved(make: Any, override: str, words: str) -> None:
     text = " ".join(plan_text(make(override), model=LLAMA31_8B).split())
-    assert f"(float32 weights and moments); {words} " in text
+    assert f"(float32 weights and moments of all that is trained); {words} " in text
 
 
 def test_a_model_that_is_not_at_hand_costs_one_sentence_that_says_what_to_do(make: Any) -> None:
@@ -171,7 +175,7 @@ def warnings_of(config: GRPOConfig, **changed: Any) -> str:
     [
         (
             ["rollout.prompts_per_step=1", "learner.minibatches_per_epoch=4"],
-            ["cluster.learners=4: a minibatch has 2 rollouts", "2 learners are idle"],
+            ["learner.minibatches_per_epoch=4: a minibatch has 2 rollouts", "2 of 4 learners are idle"],
         ),
         (
             ["cluster.engines=40", "cluster.tensor_parallel=1"],
@@ -204,7 +208,7 @@ def test_what_is_likely_wrong_is_said_with_its_keys(make: Any, overrides: list[s
 
 def test_a_context_that_is_too_short_is_said(make: Any) -> None:
     found = warnings_of(make("model.gradient_checkpointing=true"), max_position_embeddings=1024)
-    assert "data.max_prompt_tokens + rollout.max_response_tokens = 2000 tokens, but the context" in found
+    assert "data.max_prompt_tokens=1000 + rollout.max_response_tokens=1000: 2000 tokens exceed the context" in found
 
 
 def test_a_run_that_fits_has_no_warnings(make: Any) -> None:
@@ -233,36 +237,38 @@ def test_critics_and_reward_models_have_gpus_of_their_own_between_learners_and_e
         "learner 0", "learner 1", "critic 0", "critic 1", "reward 0", "reward 1", "engine 0", "engine 0",
     ]  # fmt: skip
     assert line_of(drawn, "GPUs") == "8 on 1 node of 8"
-    assert line_of(drawn, "critics") == "2, one a GPU, ZeRO stage 2"
-    assert line_of(drawn, "reward models") == "2, one a GPU"
+    assert line_of(drawn, "critics") == "2, 1 GPU each, ZeRO stage 2"
+    assert line_of(drawn, "reward models") == "2, 1 GPU each"
 
 
 def test_an_endpoint_takes_no_gpu(make_ppo: Any) -> None:
     config = make_ppo("reward_model={endpoint: 'http://x', replicas: 4}")
-    assert config.reward_model_copies == 0
+    assert [role.name for role in config.roles()] == ["learner", "critic", "engine"]
     assert "reward 0" not in plan_text(config)
 
 
 def test_steps_in_which_the_critic_learns_alone_count_for_it_and_not_for_the_policy(make_ppo: Any) -> None:
     config = make_ppo("critic.warmup_steps=10")
     drawn = plan_text(config)
-    assert line_of(drawn, "optimizer steps  ") == "90 steps x 2 epochs x 2 minibatches = 360"
-    of_critic = line_of(drawn, "optimizer steps, critic")
-    assert of_critic.startswith("100 steps x 2 epochs x 2 minibatches = 400; alone in the first 10")
-    assert (config.updates_before(10), config.updates_before(11)) == (0, 4)
+    assert line_of(drawn, "optimizer steps, learner") == (
+        "90 steps x 2 epochs x 2 minibatches = 360; none in the first 10 steps"
+    )
+    assert line_of(drawn, "optimizer steps, critic") == "100 steps x 2 epochs x 2 minibatches = 400"
+    assert (config.training.updates_before(10), config.training.updates_before(11)) == (0, 4)
 
 
 def test_a_critic_may_take_more_optimizer_steps_on_the_same_rollouts(make_ppo: Any) -> None:
     config = make_ppo("critic.epochs_per_step=1", "critic.minibatches_per_epoch=12")
     assert line_of(plan_text(config), "optimizer steps, critic") == "100 steps x 1 epoch x 12 minibatches = 1,200"
-    assert (config.total_updates, config.critic_updates_per_step) == (400, 12)
+    assert (config.total_updates, config.critic_training.updates_per_step) == (400, 12)
     with pytest.raises(ValueError, match=r"critic\.minibatches_per_epoch=257: there are only 256 rollouts a step"):
         make_ppo("critic.minibatches_per_epoch=257")
 
 
 def test_critics_and_reward_models_count_among_what_a_run_asks_for(make_ppo: Any) -> None:
     config = make_ppo("reward_model.path=no/reward")
-    with pytest.raises(ValueError, match="4 learners, 4 critics, 1 reward model ask for 13 GPUs, but there are 12"):
+    message = "4 learners, 4 critics, 1 reward model, 2 engines .* ask for 13 GPUs, but there are 12"
+    with pytest.raises(ValueError, match=message):
         check_resources(config, {"CPU": 64.0, "GPU": 12.0})
     check_resources(config, {"CPU": 64.0, "GPU": 13.0})
     check_resources(config, {"CPU": 1.0, "GPU": 4.0}, trains=False)
@@ -272,7 +278,7 @@ def test_critics_and_reward_models_count_among_what_a_run_asks_for(make_ppo: Any
 
 
 def test_fewer_gpus_than_asked_for_are_refused_with_both_numbers(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"2 engines x 2 and 4 learners ask for 8 GPUs, but there are 6\."):
+    with pytest.raises(ValueError, match=r"4 learners, 2 engines \(.*=2\) ask for 8 GPUs, but there are 6\."):
         check_resources(make(), {"CPU": 64.0, "GPU": 6.0})
 
 
@@ -317,7 +323,7 @@ def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: 
         check=True,
     ).stdout
     assert output.splitlines()[-1] == "heavy: []"
-    assert re.search(r"^  optimizer steps +[\d,]+ steps", output, re.MULTILINE)
+    assert re.search(r"^  optimizer steps, learner +[\d,]+ steps", output, re.MULTILINE)
     plan = output[output.index("\nBatches\n") :]
     assert max(map(len, plan.splitlines())) <= 100
 
@@ -325,14 +331,6 @@ def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: 
 @pytest.mark.parametrize("files", OWN_CONFIGS[:3], ids=" ".join)
 def test_a_plan_takes_less_than_a_second(files: list[str]) -> None:
     assert cpu_seconds([sys.executable, "-m", "rlhf.grpo", *flags_of(files), "--plan"]) < 1.0
-
-
-def cpu_seconds(command: list[str]) -> float:
-    """Of a core, by a process that waits for nothing; by the clock it is more on a machine that is busy."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:

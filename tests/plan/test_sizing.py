@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_plan import cpu_seconds
+from processes import cpu_seconds
 
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
@@ -74,7 +74,7 @@ def test_8b_on_16_to_128_gpus_by_hand(make: Any, gpus: int, learners: int) -> No
     engine = engine_memory(shape, config)
     per_token = 2 * 32 * 8 * 128 * 2  # keys and values, layers, heads, their size, bytes
     assert engine.kv_tokens == int((0.85 * 79 * GIB - 2 * P8 - 3 * GIB) // per_token) == 402_984
-    nodes = place(config.cluster)
+    nodes = place(config.roles(), config.cluster)
     assert len(nodes) == gpus // 8
     assert nodes[learners // 8 - 1] == [f"learner {rank}" for rank in range(learners - 8, learners)]
     assert nodes[-1] == [f"engine {engine}" for engine in range(gpus - learners - 8, gpus - learners)]
@@ -102,7 +102,7 @@ def test_70b_on_16_to_128_gpus_by_hand(make: Any, gpus: int, learners: int) -> N
     engine = engine_memory(shape, config)
     per_token = 2 * 80 * 2 * 128 * 2  # two of the 8 heads on each of 4 GPUs
     assert engine.kv_tokens == int((0.85 * 79 * GIB - 2 * P70 / 4 - 3 * GIB) // per_token) == 410_201
-    nodes = place(config.cluster)
+    nodes = place(config.roles(), config.cluster)
     assert len(nodes) == gpus // 8
     assert nodes[-1] == [f"engine {engines - 2}"] * 4 + [f"engine {engines - 1}"] * 4
 
@@ -125,9 +125,8 @@ def test_a_critic_and_a_reward_model_that_do_not_fit_are_named(make: Any, tmp_pa
     assert "a reward model needs about" in text
     assert "a critic needs about" not in text
     # weights and moments of both, 12 bytes a parameter; a critic has one number a token in the place of the head
-    assert (
-        f"{12 * (P8 + P8 - 128_256 * 4_096 + 4_096) / GIB:.1f} GiB (float32 weights and moments, the critic's" in text
-    )
+    size = 12 * (P8 + P8 - 128_256 * 4_096 + 4_096) / GIB
+    assert f"{size:.1f} GiB (float32 weights and moments of all that is trained); " in text
     overrides = ["cluster.learners=16", "algo.ref_update=average", f"critic.path={large}"]
     text = " ".join(plan_text(load_config(PPOConfig, [str(tmp_path / "run.yaml")], overrides)).split())
     assert "a critic needs about" in text

@@ -29,7 +29,6 @@ def pool() -> Iterator[Pool]:
         wall_seconds=1.5,
         memory_mb=200,
         user_functions=[FUNCTION],
-        start_seconds=120,
     ) as running:
         yield running
     sys.path.remove(str(FIXTURES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -94,7 +95,7 @@ def test_a_folder_that_only_has_the_name_of_a_checkpoint_is_passed_over(tmp_path
     assert "step-000009: manifest.json is missing, as where it was not finished" in resumed.warnings[0]
 
 
-def test_a_checkpoint_that_is_not_damaged_costs_no_word(tmp_path: Path) -> None:
+def test_no_warning_is_given_where_no_checkpoint_is_damaged(tmp_path: Path) -> None:
     written = write_checkpoints(tmp_path, 2, 4)
     resumed = RunFolder(tmp_path, resume=True)
     assert resumed.restored == written.checkpoints / "step-000004"
@@ -172,12 +173,13 @@ def test_a_persons_own_folder_with_a_config_is_not_taken_for_a_run(tmp_path: Pat
 
 def test_two_runs_that_start_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
     script = (
-        "import sys; from test_run_folder import CONFIG; from rlhf.run.folder import RunFolder\n"
+        "import sys; from test_folder import CONFIG; from rlhf.run.folder import RunFolder\n"
         f"folder = RunFolder({str(tmp_path)!r}, resume=False); folder.create(CONFIG); print('up', flush=True)\n"
         "sys.stdin.read()"
     )
     command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, cwd=Path(__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"up\n"
         with pytest.raises(ValueError, match="another run is starting in it"):

@@ -1,4 +1,4 @@
-"""Mathematical answers: found in a response, spelled one way, read into a tree, compared by value.
+"""Mathematical answers: extracted from a response, normalized, parsed into a tree and compared by value.
 
 extract -> clean -> tokens -> tree -> compare (words, quantity, equations, region; value, arithmetic) -> symbolic
 """

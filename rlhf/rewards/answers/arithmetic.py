@@ -1,4 +1,4 @@
-"""Arithmetic on exact fractions where possible, else on numbers of many digits; bounded in size everywhere."""
+"""Arithmetic on exact fractions where possible, else on numbers of many digits; the size of every result is limited."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpmath.ctx_mp import MPContext
 
 from rlhf.rewards.answers.errors import UndefinedError
 
-MAX_EXACT_BITS = 400_000  # of a power or factorial that is written out; more than any answer has
-MAX_MAGNITUDE = 64  # bits of an exponent: a tower of powers has more
+MAX_EXACT_BITS = 400_000  # of an exact power or factorial; more than any answer has
+MAX_MAGNITUDE = 64  # bits of an exponent; a tower of powers has more
 MAX_FACTORIAL = 5_000
 MAX_BINOMIAL = 20_000
-MAX_ARGUMENT_BITS = 4_000  # of what goes into sin, exp or log: reducing it costs as many digits
-DIGITS = (60, 300)  # decided at the first unless it is close, then at the second
+MAX_ARGUMENT_BITS = 4_000  # of an argument of sin, exp or log, which needs as many digits
+DIGITS = (60, 300)  # the second precision is used when the first does not decide
 
-mp = MPContext()  # our own, so that nobody else's precision changes
+mp = MPContext()  # a context of our own: the precision of other code does not change
 mp.dps = DIGITS[0]
 mpf, mpc = mp.mpf, mp.mpc
 
@@ -26,7 +26,7 @@ Value = Any  # Fraction | mpf | mpc
 
 
 def values_agree(a: Value, b: Value, digits: int) -> bool | None:
-    """True or False if that is clear at so many digits, None if it takes more."""
+    """Whether two values agree; None if that takes more than so many digits."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
     a, b = as_real(a), as_real(b)
@@ -49,7 +49,7 @@ def same_number(a: Value, b: Value) -> bool:
 
 
 def as_real(value: Value) -> Value:
-    """mpmath's own type; fractions are converted at the current precision."""
+    """The value as a number of mpmath; fractions are converted at the current precision."""
     return mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
@@ -149,7 +149,7 @@ def _binomial(upper: Value, lower: Value) -> Value:
 
 
 def _log(value: Value, base: Value | None = None) -> Value:
-    """Without a base: the natural logarithm, and `log` too, as in most of mathematics."""
+    """The logarithm; without a base the natural one, for `log` too, as in most of mathematics."""
     if value == 0:
         raise UndefinedError("logarithm of zero")
     numerator = mp.log(check_size(value, 10**9))

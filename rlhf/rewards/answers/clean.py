@@ -1,6 +1,6 @@
-"""One spelling for what looks the same: Unicode, LaTeX spacing and fonts, separators, repeating decimals.
+"""Normalizes the spelling of an answer: Unicode, LaTeX spacing and fonts, separators, repeating decimals.
 
-The result is still a string of LaTeX-like mathematics. Nothing is evaluated.
+The result is a string of LaTeX-like mathematics. Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
+
+from rlhf.rewards.answers.words import unwrapped
 
 SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni", strict=True))
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉ₙₖ", "0123456789nk", strict=True))
@@ -66,7 +68,7 @@ DOLLAR = re.compile(r"(?<!\\)\$")
 
 
 def clean(text: str) -> str:
-    """The canonical spelling of one extracted answer."""
+    """The normalized spelling of one extracted answer."""
     if not text.isascii():
         text = _ascii(text)
     text = _strip_outer(text.strip())
@@ -89,7 +91,7 @@ def clean(text: str) -> str:
 
 
 def _peeled(text: str) -> str:
-    """Without brackets directly around brackets: ((((1)))) is (1)."""
+    """Remove brackets directly around brackets: ((((1)))) becomes (1)."""
     if text[:2] not in ("((", "{{"):
         return text
     closing: dict[int, int] = {}
@@ -182,8 +184,8 @@ OPTION_LEADING = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?=\S)")
 
 
 def option_letter(text: str) -> tuple[str, str] | None:
-    """(letter, the rest) of a chosen option: C, (c), C., `C) 42`, `(C) 42`, option C; None if it is something else."""
-    plain = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).strip()
+    """(letter, rest) of a chosen option: C, (c), C., `C) 42`, `(C) 42`, option C; None if the text is no option."""
+    plain = unwrapped(text)
     if named := OPTION_NAMED.fullmatch(plain):
         return named[1].upper(), ""
     if leading := OPTION_LEADING.match(plain):

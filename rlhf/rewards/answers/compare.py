@@ -1,7 +1,7 @@
-"""Whether an extracted answer says the same as the gold answer.
+"""Whether an extracted answer means the same as the gold answer.
 
-Cheap to dear: the same spelling, the same option or words, the same tree, the same numbers. What is outside of the
-grammar (integrals, limits, matrix products) is undecided here.
+Cheap checks come first: the same spelling, the same option or words, the same tree, the same numbers. Notation outside
+the grammar (integrals, limits, matrix products) stays undecided.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rlhf.rewards.answers.numbers import exact_number
 from rlhf.rewards.answers.quantity import same_quantity
 from rlhf.rewards.answers.region import same_region
 from rlhf.rewards.answers.tree import parse
-from rlhf.rewards.answers.value import equal, sketch
+from rlhf.rewards.answers.value import equal, estimate_of
 from rlhf.rewards.answers.words import as_words, is_prose, meaning_of, same_words
 
 REGION_KINDS = ("setop", "numbers", "builder")
 
 
 def compare(answer: str, gold: str) -> bool | None:
-    """True or False if that can be decided by reading both, None if it takes a computer algebra system."""
+    """Whether two answers mean the same; None if only a computer algebra system can decide."""
     numbers = exact_number(answer), exact_number(gold)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0] == numbers[1]
@@ -52,16 +52,16 @@ def compare(answer: str, gold: str) -> bool | None:
     return None if undecided else False
 
 
-_clean_gold = lru_cache(maxsize=4096)(clean)  # a group of responses shares its gold answer
+_clean_gold = lru_cache(maxsize=4096)(clean)  # cached: a group of responses shares its gold answer
 
 
 def _squeezed(text: str) -> str:
-    """Without white space, except between digits: 7 8 is not 78."""
+    """Remove white space, except between digits: 7 8 is not 78."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
 def _as_words(answer: str, gold: str) -> bool | None:
-    """Options and prose; None where one of the two is mathematics and the other may be."""
+    """Compare options and prose; None if one of the two is mathematics and the other may be."""
     wanted, given = option_letter(gold), option_letter(answer)
     if wanted and (wanted[1] or gold[-1:].isupper() or gold.endswith((")", "}"))):
         if given:
@@ -83,7 +83,7 @@ def _as_words(answer: str, gold: str) -> bool | None:
 
 
 def same(gold: Node, answer: Node) -> bool:
-    """Whether two trees say the same. Raises UnsupportedError where they hold what is not an expression."""
+    """Whether two trees mean the same. Raises UnsupportedError if one is not an expression."""
     gold, answer = _plus_minus_written_out(gold), _plus_minus_written_out(answer)
     if gold == answer:
         return True
@@ -95,7 +95,7 @@ def same(gold: Node, answer: Node) -> bool:
 
 
 def _membership(gold: Node, answer: Node) -> bool | None:
-    """`x in {1, 2}` is the set."""
+    """`x in {1, 2}` equals the set."""
     for node, other, swapped in ((gold, answer, False), (answer, gold, True)):
         if node.kind == "relation" and node.name == "in" and node.args[1].kind == "set" and is_label(node.args[0]):
             return same(other, node.args[1]) if swapped else same(node.args[1], other)
@@ -116,7 +116,7 @@ def _regions(gold: Node, answer: Node) -> bool | None:
 
 
 def _structural(gold: Node, answer: Node) -> bool:
-    """Piece by piece, in any order at unions, where ends are not constants."""
+    """Compare unions and intersections by their two parts, in either order; for regions with variable ends."""
     if gold.kind == answer.kind == "setop" and gold.name == answer.name:
         straight = same(gold.args[0], answer.args[0]) and same(gold.args[1], answer.args[1])
         crossed = gold.name != "setminus" and (
@@ -137,7 +137,7 @@ def _is_inequality(node: Node) -> bool:
 
 
 def _equations(gold: Node, answer: Node) -> bool | None:
-    """Equation with equation; or a value with `label = value`."""
+    """Compare two equations, or a value with `label = value`."""
     gold_is, answer_is = (node.kind == "relation" for node in (gold, answer))
     if gold_is and answer_is:
         return same_equation(gold, answer, same)
@@ -155,7 +155,7 @@ def _equations(gold: Node, answer: Node) -> bool | None:
 
 
 def _collections(gold: Node, answer: Node) -> bool | None:
-    """Sets and lists in any order; a list without brackets also as a tuple in its order."""
+    """Compare sets and lists in any order; a list without brackets may be a tuple, in its order."""
     kinds = (gold.kind, answer.kind)
     if "set" not in kinds and "list" not in kinds:
         return None
@@ -181,7 +181,7 @@ def _label(item: Node) -> Node | None:
 
 
 def _name_different_things(labels: Sequence[Node | None]) -> bool:
-    """m = 2, n = 3 does; x_1 = 2, x_2 = 3 and x = 2, x = 3 are the roots of one equation, in any order."""
+    """True for m = 2, n = 3. False for x_1 = 2, x_2 = 3 and for x = 2, x = 3: roots of one equation, in any order."""
     names = [label.name.partition("_")[0] if label is not None and label.kind == "sym" else label for label in labels]
     return len(names) > 1 and None not in names and len(set(names)) == len(names)
 
@@ -200,14 +200,14 @@ def _values(node: Node) -> list[Node]:
 
 
 def _distinct(items: list[Node]) -> list[Node]:
-    kept: list[tuple[Node, complex | None]] = []
+    distinct: list[tuple[Node, complex | None]] = []
     for item in items:
-        estimate = sketch(item)
+        estimate = estimate_of(item)
         if not any(
-            _may_agree(estimate, other_estimate) and _holds(same, item, other) for other, other_estimate in kept
+            _may_agree(estimate, other_estimate) and _holds(same, item, other) for other, other_estimate in distinct
         ):
-            kept.append((item, estimate))
-    return [item for item, _ in kept]
+            distinct.append((item, estimate))
+    return [item for item, _ in distinct]
 
 
 def _in_order(gold: Sequence[Node], answer: Sequence[Node]) -> bool:
@@ -217,9 +217,9 @@ def _in_order(gold: Sequence[Node], answer: Sequence[Node]) -> bool:
 def _in_any_order(gold: Sequence[Node], answer: Sequence[Node], alike: Callable[[Node, Node], bool]) -> bool:
     if len(gold) != len(answer):
         return False
-    rest = [(item, sketch(item)) for item in answer]
+    rest = [(item, estimate_of(item)) for item in answer]
     for item in gold:
-        estimate = sketch(item)
+        estimate = estimate_of(item)
         match = next(
             (i for i, (other, e) in enumerate(rest) if _may_agree(estimate, e) and _holds(alike, item, other)), None
         )
@@ -230,7 +230,7 @@ def _in_any_order(gold: Sequence[Node], answer: Sequence[Node], alike: Callable[
 
 
 def _may_agree(a: complex | None, b: complex | None) -> bool:
-    """Whether rough values leave it open; spares the exact comparison of every item with every other."""
+    """Whether two rough values are close, so that an exact comparison is needed."""
     return a is None or b is None or abs(a - b) <= 1e-4 * max(abs(a), abs(b), 1e-9)
 
 
@@ -242,7 +242,7 @@ def _holds(alike: Callable[[Node, Node], bool], gold: Node, answer: Node) -> boo
 
 
 def _tuples(gold: Node, answer: Node) -> bool | None:
-    """Element by element; (1, 2) and [1, 2] differ, because they may be intervals; a row or column is a tuple."""
+    """Compare tuples by element. (1, 2) and [1, 2] differ: they may be intervals. A row or column is a tuple."""
     if gold.kind == answer.kind == "matrix":
         rows = list(zip(gold.args, answer.args, strict=False))
         return len(gold.args) == len(answer.args) and all(_in_order(g.args, a.args) for g, a in rows)
@@ -263,7 +263,7 @@ def _tuples(gold: Node, answer: Node) -> bool | None:
 
 
 def _ratios(gold: Node, answer: Node) -> bool | None:
-    """3:4 is 6:8 and three quarters; 12:30 is a time, and no other."""
+    """Compare ratios: 3:4 equals 6:8 and three quarters; 12:30 is a time and equals no other."""
     ratios = [node for node in (gold, answer) if node.kind == "ratio"]
     if not ratios:
         return None
@@ -296,7 +296,7 @@ def _texts(gold: Node, answer: Node) -> bool | None:
 
 
 def _tuple_of_names(gold: Node, answer: Node) -> bool | None:
-    """(p, q) = (3, 2) is p = 3, q = 2."""
+    """(p, q) = (3, 2) equals p = 3, q = 2."""
     for node, other in ((gold, answer), (answer, gold)):
         sides = node.args if node.kind == "relation" and node.name == "=" else ()
         if len(sides) == 2 and sides[0].kind == sides[1].kind == "group" and other.kind == "list":
@@ -322,7 +322,7 @@ RULES: tuple[Callable[[Node, Node], bool | None], ...] = (
 
 
 def _plus_minus_written_out(node: Node) -> Node:
-    """±a is the two values a and -a; within a list or set each item becomes its two."""
+    """Replace ±a by the two values a and -a; in a list or set, each item."""
     if not _has_plus_minus(node):
         return node
     if node.kind in ("list", "set"):

@@ -1,4 +1,4 @@
-"""Equations and inequalities: what is a label, and when two of them say the same."""
+"""Equations and inequalities: which side is only a label, and when two of them mean the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLIPPED = {">": "<", ">=": "<=", "<": "<", "<=": "<="}
 
 
 def is_label(node: Node, *, kinds: tuple[str, ...] = LABEL_KINDS) -> bool:
-    """Whether it only names a value: x, AB, f(2), |AB|, NO/BO, (p, q, r), \\text{Area}; 2x and x + 1 do not."""
+    """Whether a node only names a value: x, AB, f(2), |AB|, NO/BO, (p, q, r), \\text{Area}; not 2x or x + 1."""
     return node.kind in kinds and (
         node.kind in ("sym", "const", "text")
         or (node.kind == "call" and node.name not in ("root",))
@@ -27,10 +27,10 @@ def is_label(node: Node, *, kinds: tuple[str, ...] = LABEL_KINDS) -> bool:
 
 
 def unlabelled(node: Node, same: Same, *, of_gold: bool) -> Node | None:
-    """The value that an equation gives to a label, None if it states more than a value.
+    """The value that an equation gives to a label; None if the equation states more than a value.
 
-    A chain (x = 2 + 3 = 5) gives its last side, if the sides before it are labels or equal to it. A response may label
-    by an expression (m + n = 113); the gold equation a + b = 1 is an equation, of which 1 is only a part.
+    The value of a chain (x = 2 + 3 = 5) is its last side, if the sides before it are labels or equal to it. In a
+    response the label may be an expression (m + n = 113). A gold a + b = 1 is an equation, and 1 is only a part of it.
     """
     if set(node.name.split()) - {"=", "~"}:
         return None
@@ -63,7 +63,7 @@ def _agrees(same: Same, side: Node, last: Node) -> bool:
 
 
 def same_equation(gold: Node, answer: Node, same: Same) -> bool:
-    """The same label with the same value, or equations with the same solutions."""
+    """Whether two equations give the same value to the same label, or have the same solutions."""
     if any(set(node.name.split()) - {"=", "~"} for node in (gold, answer)):
         return False
     values = [unlabelled(node, same, of_gold=True) for node in (gold, answer)]
@@ -85,7 +85,7 @@ def same_equation(gold: Node, answer: Node, same: Same) -> bool:
 
 
 def same_inequality(gold: Node, answer: Node) -> bool:
-    """Chains whose neighbours differ by the same amounts, up to a positive factor; a >= b is b <= a."""
+    """Whether neighbouring sides of two chains have proportional differences; a >= b is read as b <= a."""
     steps = []
     for node in (gold, answer):
         operators, sides = node.name.split(), node.args
@@ -105,7 +105,7 @@ def same_inequality(gold: Node, answer: Node) -> bool:
 
 
 def _proportion(left: Node, right: Node) -> Value | None:
-    """The constant c with left = c right, not zero; None if there is none."""
+    """The constant c with left = c right and c not 0; None if there is none."""
     ratios: list[Value] = []
     for point in points(sorted(free_symbols(left) | free_symbols(right))):
         try:
@@ -121,9 +121,9 @@ def _proportion(left: Node, right: Node) -> Value | None:
 
 
 def _same_zeros(left: Node, right: Node) -> bool:
-    """Whether each vanishes at the zeros found of the other, along every variable; xy = 1 and y = 1/x do."""
+    """Whether each is 0 at the zeros of the other that are found along every variable, as of xy = 1 and y = 1/x."""
     symbols = sorted(free_symbols(left))
-    found = 0
+    compared = 0
     for point in list(points(symbols))[:3]:
         for symbol in symbols:
             zeros = [_zeros(node, point, symbol) for node in (left, right)]
@@ -131,8 +131,8 @@ def _same_zeros(left: Node, right: Node) -> bool:
                 for zero in others:
                     if not _vanishes(node, {**point, symbol: zero}):
                         return False
-            found += bool(zeros[0]) and bool(zeros[1])
-    return found >= len(symbols)
+            compared += bool(zeros[0]) and bool(zeros[1])
+    return compared >= len(symbols)
 
 
 def _zeros(node: Node, point: dict[str, Value], symbol: str) -> list[Value]:

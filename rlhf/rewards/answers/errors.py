@@ -1,11 +1,11 @@
-"""Why an answer has no value here."""
+"""The two reasons why an expression has no value."""
 
 from __future__ import annotations
 
 
 class UnsupportedError(Exception):
-    """Not in the notation that is read here; another method may know."""
+    """The parser does not know this notation; Math-Verify may."""
 
 
 class UndefinedError(Exception):
-    """No number: division by zero, an infinity where a number is needed, or too large to write down."""
+    """There is no number: division by zero, an infinity, or a number that is too large."""

@@ -1,7 +1,7 @@
-"""Find the answer that a response states; each step is a place where answers stand, tried in the order given.
+"""Finds the answer that a response states. Each step looks in one place, such as a box, in the given order.
 
-Text is only searched here, never parsed as mathematics. Every search is linear in the length of the response: a
-megabyte of brackets must cost no more than a megabyte of prose.
+Text is searched, never parsed as mathematics. Every search is linear in the length of the response: a megabyte of
+brackets must not cost more than a megabyte of prose.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from rlhf.config.data import AnswerFormat
 
-# Chat templates end a turn with one of these; what follows is not the answer to this prompt.
+# Chat templates end a turn with one of these; the text after it does not answer this prompt.
 END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end)\|>|</s>|<eos>|<end_of_turn>")
-TAIL_CHARACTERS = 20_000  # an answer without any mark is looked for in so much of the end
-MAX_CONNECTOR = 80  # characters between two boxes that may still be one answer
-CLAUSE_CHARACTERS = 2_000  # what "the answer is" introduces is no longer than this
+TAIL_CHARACTERS = 20_000  # an answer without a mark is searched in the last so many characters
+MAX_CONNECTOR = 80  # characters between two boxes that can be one answer
+CLAUSE_CHARACTERS = 2_000  # of an answer after "the answer is", at most
 
 BOX = re.compile(  # its content: {...}, one token as in \boxed 5, or a fraction or root without braces around it
     r"\\(?:boxed|fbox|framebox)\s*(\{|[^\s{}$\\,;]+|\\(?:[dt]?frac|sqrt)(?![a-zA-Z])(?:(?!\\f?box)[^$\n])*)?"
@@ -67,7 +67,7 @@ NOT_AN_ANSWER = frozenset(["none", "null", "nan", "n/a", "undefined", "?", "..."
 
 
 class Span(NamedTuple):
-    """text[start:end] holds a mark with this content."""
+    """text[start:end] is a marked answer with this content."""
 
     start: int
     end: int
@@ -78,24 +78,24 @@ def extract(response: str, steps: Sequence[str]) -> str | None:
     """The answer that the response states, or None.
 
     Args:
-        steps: of box, answer_tag, hash, answer_is, math_span, last_number; the first that finds something wins, except
-            that of the last two the one that stands later in the text wins.
+        steps: some of box, answer_tag, hash, answer_is, math_span, last_number. The first step with a match wins; of
+            the last two steps, the match that is later in the text wins.
     """
     text = after_thinking(response)
     if text is None:
         return None
     for step in steps:
-        found = STEPS[step](text)
-        if step == "math_span" and found is not None and "last_number" in steps:
-            found = _later_of_span_and_number(text)
-        if found is not None:
-            answer = found.strip()
+        stated = STEPS[step](text)
+        if step == "math_span" and stated is not None and "last_number" in steps:
+            stated = _later_of_span_and_number(text)
+        if stated is not None:
+            answer = stated.strip()
             return answer if answer and answer.strip("$. ").lower() not in NOT_AN_ANSWER else None
     return None
 
 
 def after_thinking(response: str) -> str | None:
-    """The part after the last `</think>`, up to the end of the turn; None while the thinking is still open."""
+    """The text after the last `</think>`, up to the end of the turn; None if the thinking has not ended."""
     rest = response.rpartition("</think>")[2]
     if "<think>" in rest:
         return None
@@ -107,9 +107,9 @@ def gold_answer(gold: str, answer_format: AnswerFormat = "auto") -> str | None:
     r"""The answer in a gold column, for training and grading alike: "1, 2" of `\boxed{1} and \boxed{2}`.
 
     Args:
-        answer_format: gsm8k (what follows `####` on the last line, without separators of thousands), boxed (the last
-            box, with those before it that only connectors separate), text or none (all of it), or auto: the first of
-            these that is there.
+        answer_format: gsm8k (the text after `####` on the last line, without thousands separators), boxed (the last
+            box, with the boxes before it that only connectors separate), text or none (the whole column), or auto: the
+            first of these that matches.
 
     Returns:
         The answer; None without such a marker, or with a last box that is not closed.
@@ -137,21 +137,21 @@ def boxes(text: str) -> list[Span]:
             stack.append(brace.start())
         elif brace[0] == "}" and stack:
             closing[stack.pop()] = brace.start()
-    found: list[Span] = []
+    spans: list[Span] = []
     for box in BOX.finditer(text):
-        if box[1] is None or (found and box.start() < found[-1].end):
+        if box[1] is None or (spans and box.start() < spans[-1].end):
             continue
         if box[1] == "{":
             end = closing.get(box.start(1))
             if end is not None:
-                found.append(Span(box.start(), end + 1, text[box.start(1) + 1 : end]))
+                spans.append(Span(box.start(), end + 1, text[box.start(1) + 1 : end]))
         else:
-            found.append(Span(box.start(), box.end(), box[1].rstrip(".")))
-    return found
+            spans.append(Span(box.start(), box.end(), box[1].rstrip(".")))
+    return spans
 
 
 def _last_joined(text: str, spans: list[Span]) -> str | None:
-    """The last span, with those before it that only connectors separate: the parts of one answer, or a hedge."""
+    """The last span, and the spans before it that only connectors separate: parts of one answer, or alternatives."""
     if not spans:
         return None
     contents = [spans[-1].content]
@@ -197,7 +197,7 @@ def _answer_is(text: str) -> str | None:
 
 
 def _clause(text: str) -> str | None:
-    """The answer at the beginning of what "the answer is" introduces."""
+    """The answer at the beginning of the text after "the answer is"."""
     text = text.lstrip(" \t\r\n*:")
     if (spans := _leading_spans(text)) is not None:
         return spans
@@ -218,14 +218,14 @@ def _sentence(sentence: str) -> str | None:
         return _clause(sentence[copulas[-1].end() :])
     sentence = SUBORDINATE.sub("", sentence).strip(" \t*\"'").rstrip(".,;:!?* ").lstrip(",;:!? ")
     if sentence.count("$") >= 2 or "\\(" in sentence:
-        spans = [span for span in _math_spans(sentence)]
+        spans = _math_spans(sentence)
         if spans and WORD.search(sentence[: spans[0].start]):
             return _last_joined(sentence, spans)
     return sentence or None
 
 
 def _leading_spans(text: str) -> str | None:
-    """Math spans that begin the text, joined by connectors, with a percent sign or word after them."""
+    """The math spans at the beginning of the text, with connectors between them and maybe a percent sign after them."""
     spans: list[Span] = []
     position = 0
     while (match := MATH_SPAN.match(text, position)) is not None:
@@ -242,7 +242,7 @@ def _leading_spans(text: str) -> str | None:
 
 
 def _is_prose(content: str) -> bool:
-    """`$5 because $` is an amount of money and then words, not mathematics."""
+    """Whether a math span is words: `$5 because $` is an amount of money and a word, not mathematics."""
     bare = re.sub(r"\\[a-zA-Z]+\s*\{[^{}]*\}", "", content)
     return re.search(r"\s[a-z]{2,}\s", bare) is not None and not re.search(r"\s(?:and|or)\s", bare)
 
@@ -288,7 +288,7 @@ def _number(tail: str) -> Span | None:
 
 
 def _whole(text: str) -> str | None:
-    """A response that is nothing but an answer: one short line of mathematics, or a few words without a digit."""
+    """The response itself if it is only an answer: one short line of mathematics, or a few words without a digit."""
     line = _without_lead_in(text.strip()).strip(" \t*")
     if not line or len(line) > 200 or "\n" in line or ("," in line and line.count("=") > 1):
         return None
@@ -299,7 +299,7 @@ def _whole(text: str) -> str | None:
 
 
 def _refuses(text: str) -> bool:
-    """Whether the end says that there is no answer, or is a program: a number in it is none."""
+    """Whether the end says that there is no answer, or is program code: then a number in it is not an answer."""
     return REFUSAL.search(text[-200:]) is not None or CODE.search(text[-1000:]) is not None
 
 

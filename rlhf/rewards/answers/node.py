@@ -1,4 +1,4 @@
-"""The tree of what an answer writes, and its small parts."""
+"""The nodes of the tree into which an answer is parsed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rlhf.rewards.answers.errors import UnsupportedError
-from rlhf.rewards.answers.tokens import MAX_DIGITS
+from rlhf.rewards.answers.numbers import MAX_DIGITS
 
 MAX_EXPONENT = 100_000  # of a number written as 1e5
-MONEY = "dollar"  # the unit that a currency sign stands for
+MONEY = "dollar"  # the unit of every currency sign
 
 
 @dataclass(frozen=True)
 class Node:
-    """kind and name say what it is, args what it is made of; `value` only for numbers."""
+    """One expression: its kind and name, its parts in `args`; only numbers have a `value`."""
 
     kind: str
     args: tuple[Node, ...] = ()
@@ -35,7 +35,7 @@ def free_symbols(node: Node) -> frozenset[str]:
 
 
 def numeral(digits: str) -> Node:
-    """The number that these digits write; `name` keeps the digits themselves."""
+    """The number with these digits; `name` keeps the digits."""
     mantissa, _, exponent = digits.lower().partition("e")
     if len(mantissa) > MAX_DIGITS or abs(int(exponent or 0)) > MAX_EXPONENT:
         raise UnsupportedError("too many digits")
@@ -51,7 +51,7 @@ def is_proper_fraction(node: Node) -> bool:
 
 
 def mixed(whole: Node, fraction: Node) -> Node:
-    """1 and 1/2 side by side are their sum."""
+    """The sum of a whole number and the fraction right after it: 1 1/2."""
     if not is_proper_fraction(fraction) or whole.value.denominator != 1:
         raise UnsupportedError("two numbers side by side")
     return Node("add", (whole, fraction), "mixed")

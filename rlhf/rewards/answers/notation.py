@@ -1,4 +1,4 @@
-"""What LaTeX commands mean: fractions, roots, functions, sums, delimiters, number sets, matrices."""
+"""Parsers of LaTeX commands: fractions, roots, functions, sums, delimiters, number sets, matrices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _function_arguments(p: Parser) -> tuple[Node, ...]:
 
 
 def _summation(p: Parser, name: str) -> Node:
-    """sum or product over an index that runs between whole bounds."""
+    """A sum or product over an index that runs between whole bounds."""
     p.expect("_")
     start = _relation_group(p)
     p.expect("^")
@@ -86,7 +86,7 @@ def _root(p: Parser) -> Node:
         p.take()
         degree = p.sum()
         p.expect("]")
-    # \sqrt10 is the root of ten to whoever writes it, whatever LaTeX makes of it
+    # people who write \sqrt10 mean the root of ten, though LaTeX does not
     radicand = p.group(keep=False) if p.at("op", "(") else numeral(p.take().value) if p.at("num") else p.argument()
     return Node("call", (radicand, degree), "root")
 

@@ -1,4 +1,4 @@
-"""Numbers as people and models write them -> exact fractions."""
+"""Plain decimal numbers -> exact fractions."""
 
 from __future__ import annotations
 

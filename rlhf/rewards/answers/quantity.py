@@ -1,4 +1,4 @@
-"""Numbers with what is said about them: units, currency, per cent, degrees, the base, and how they are rounded."""
+"""Numbers with units, currency, per cent, degrees or a base, and rounded numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhf.rewards.answers.errors import UnsupportedError
 from rlhf.rewards.answers.node import MONEY, Node, free_symbols, number
 from rlhf.rewards.answers.value import constant, equal
 
-# unit -> (what it measures, how many of the base unit it is)
+# unit -> (dimension, its size in the base unit)
 UNITS: dict[str, tuple[str, Fraction]] = {
     **dict.fromkeys(("mm", "millimeter", "millimetre"), ("length", Fraction(1, 1000))),
     **dict.fromkeys(("cm", "centimeter", "centimetre"), ("length", Fraction(1, 100))),
@@ -39,11 +39,11 @@ SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
 COMPARATIVE_WORDS = re.compile(
     r"\b(?:not|no|least|most|more|less|over|under|greater|fewer|above|below|only if)\b", re.I
 )
-MIN_ROUNDED_DIGITS = 6  # a decimal of so many significant digits may stand for a fraction that never ends
+MIN_ROUNDED_DIGITS = 6  # a decimal of so many significant digits may be a rounded repeating decimal
 
 
 def same_quantity(gold: Node, answer: Node) -> bool:
-    """Whether two numbers or expressions are equal; what is said on one side only (a unit, a per cent sign) may miss.
+    """Whether two numbers or expressions are equal; a unit or per cent sign may be missing on one side.
 
     Raises UnsupportedError when one of them is not an expression.
     """
@@ -82,13 +82,13 @@ def _same_text(a: str, b: str) -> bool:
 
 
 def _conversion(unit: str, into: str) -> Fraction | None:
-    """How many of `into` one `unit` is; 1 where one is no measure (eggs), None where they measure different things."""
-    known = [_unit(text) for text in (unit, into)]
-    if known[0] is None or known[1] is None:
+    """How many `into` make one `unit`; 1 if one is not a measure (eggs), None if their dimensions differ."""
+    source, target = _unit(unit), _unit(into)
+    if source is None or target is None:
         return Fraction(1)
-    if known[0][0] != known[1][0]:
+    if source[0] != target[0]:
         return None
-    return known[0][1] / known[1][1]
+    return source[1] / target[1]
 
 
 def _unit(text: str) -> tuple[str, Fraction] | None:
@@ -142,7 +142,7 @@ def _with_decimal_logarithms(node: Node) -> Node:
 
 
 def _is_rounding(decimal: Node, exact: Node) -> bool:
-    """Whether a long decimal is a fraction without end, rounded or cut: 0.333333 and 1/3; never a whole number."""
+    """Whether a long decimal is a repeating decimal, rounded or cut off: 0.333333 and 1/3; never a whole number."""
     sign = 1
     if decimal.kind == "neg":
         sign, decimal = -1, decimal.args[0]

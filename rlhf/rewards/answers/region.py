@@ -14,7 +14,7 @@ from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import INFINITY, Node, free_symbols
 from rlhf.rewards.answers.value import evaluate
 
-LINE_POINTS = (0, 1, 2, 5, -1, -7)  # what is straight through all of them is taken for linear
+LINE_POINTS = (0, 1, 2, 5, -1, -7)  # an expression that is linear at all of these counts as linear
 COMPARE = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "!=": operator.ne}
 SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 ORDERED = ("<", ">", "<=", ">=")
@@ -23,7 +23,7 @@ POSITIVE_INFINITY, NEGATIVE_INFINITY = mpf("inf"), mpf("-inf")
 
 @dataclass(frozen=True)
 class Piece:
-    """From low to high, each end included or not; an infinite end is never included."""
+    """An interval from low to high; an infinite end is never closed."""
 
     low: Value
     low_closed: bool
@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Region:
-    """Disjoint pieces in ascending order, and the variable they were stated for, "" if none was."""
+    """Disjoint pieces in ascending order, and the variable that they restrict, "" if none is named."""
 
     pieces: tuple[Piece, ...]
     variable: str = ""
@@ -53,7 +53,7 @@ LINE = Piece(NEGATIVE_INFINITY, False, POSITIVE_INFINITY, False)
 
 
 def region(node: Node) -> Region:
-    """The subset of the real line that is written. Raises UnsupportedError when it is none with constant ends."""
+    """The subset of the real line that a node describes. Raises UnsupportedError if it has no constant ends."""
     match node.kind:
         case "group":
             return Region((_interval(node),))
@@ -77,15 +77,15 @@ def same_region(gold: Node, answer: Node) -> bool:
 
     Raises UnsupportedError when neither can be written as intervals.
     """
-    found: list[Region | None] = []
+    regions: list[Region | None] = []
     for node in (gold, answer):
         try:
-            found.append(region(node))
+            regions.append(region(node))
         except UnsupportedError:
-            found.append(None)
-    if found[0] is not None and found[1] is not None:
-        return found[0].same_as(found[1])
-    known, condition = (found[0], answer) if found[0] is not None else (found[1], gold)
+            regions.append(None)
+    if regions[0] is not None and regions[1] is not None:
+        return regions[0].same_as(regions[1])
+    known, condition = (regions[0], answer) if regions[0] is not None else (regions[1], gold)
     symbols = free_symbols(condition)
     if known is None or len(symbols) != 1 or not _is_condition(condition):
         raise UnsupportedError("not intervals")
@@ -104,7 +104,7 @@ def _is_condition(node: Node) -> bool:
 
 
 def _holds(condition: Node, point: dict[str, Value]) -> bool:
-    """Whether the inequalities hold there: one of those joined by `or`, all of others; not where they have no value."""
+    """Whether inequalities hold at a point: one of a list joined by `or`, all of other lists; False without a value."""
     if condition.kind == "list":
         return (any if condition.name == "or" else all)(_holds(part, point) for part in condition.args)
     try:
@@ -117,7 +117,7 @@ def _holds(condition: Node, point: dict[str, Value]) -> bool:
 
 
 def _probes(known: Region) -> Iterator[tuple[Value, bool]]:
-    """Points where an inequality must agree with the region: its ends, close to them, and all over the line."""
+    """Points at which an inequality must agree with the region: its ends, points near them, and all over the line."""
     ends = sorted({end for piece in known.pieces for end in (piece.low, piece.high) if mp.isfinite(end)})
     near = [end + sign * mpf(10) ** -power for end in ends for sign in (-1, 1) for power in (9, 6, 3)]
     spread = [mpf(k * abs(k)) / 7 + mpf(1) / 30 for k in range(-60, 61)]
@@ -164,7 +164,7 @@ def _combined(node: Node) -> Region:
 
 
 def _relation(node: Node) -> Region:
-    """A chain of comparisons, each linear in the one variable; `x in S`; `x != a`."""
+    """The region of a chain of comparisons that are linear in one variable, of `x in S` or of `x != a`."""
     operators = node.name.split()
     if operators == ["in"]:
         if node.args[0].kind != "sym":
@@ -185,7 +185,7 @@ def _relation(node: Node) -> Region:
 
 
 def _solved(left: Node, op: str, right: Node, variable: str) -> tuple[Piece, ...]:
-    """Where left op right holds, both linear in the variable."""
+    """The region in which `left op right` holds, if both are linear in the variable."""
     for side, infinite, direction in ((left, right, op), (right, left, SWAPPED[op])):
         if infinite in (INFINITY, Node("neg", (INFINITY,))) and side.kind == "sym" and direction in ORDERED:
             return (LINE,)
@@ -211,16 +211,16 @@ def _half_line(op: str, bound: Value) -> tuple[Piece, ...]:
 
 def _builder(node: Node) -> Region:
     head, condition = node.args
-    found = region(condition)
+    restricted = region(condition)
     if head.kind == "relation" and head.name == "in" and head.args[1] == Node("numbers", name="reals"):
         head = head.args[0]
-    if head.kind != "sym" or found.variable not in ("", head.name):
+    if head.kind != "sym" or restricted.variable not in ("", head.name):
         raise UnsupportedError("a set of expressions")
-    return Region(found.pieces)
+    return Region(restricted.pieces)
 
 
 def _listed(node: Node) -> Region:
-    """x < 1 or x > 3; with a comma or `and` both hold, unless that leaves nothing."""
+    """The union of a list joined by `or`; of other lists the intersection, or the union if that is empty."""
     if not all(arg.kind in ("relation", "setop", "numbers") for arg in node.args):
         raise UnsupportedError("a list")
     regions = [region(arg) for arg in node.args]
@@ -259,7 +259,7 @@ def _complement(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
 
 
 def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Sorted, with those that touch or overlap made one."""
+    """The pieces in order; pieces that touch or overlap become one."""
     merged: list[Piece] = []
     for piece in sorted(pieces, key=cmp_to_key(_by_low_end)):
         if merged and (

@@ -1,7 +1,7 @@
-r"""The last resort: Math-Verify on the extracted answer alone, for integrals, limits, matrix products and the like.
+r"""The last check: Math-Verify compares the extracted answers, for integrals, limits, matrix products and the like.
 
-What it calls equal is believed only if it also passes the vetoes: it rounds, takes tuples for sets, and drops the
-left side of equations. It may take any time and memory, so it runs only in the workers of the pool.
+Math-Verify rounds, treats tuples as sets and drops the left side of equations, so its "equal" must also pass the vetoes
+here. It may need any amount of time and memory, so it runs only in the workers of the pool.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rlhf.rewards.answers.node import Node, free_symbols
 from rlhf.rewards.answers.tree import parse as tree_of
 from rlhf.rewards.answers.value import evaluate
 
-MAX_CHARACTERS = 1_000  # of either side; longer ones are not answers but attacks on the parser
+MAX_CHARACTERS = 1_000  # of either side; a longer one is not an answer but an attack on the parser
 MAX_NUMBER = re.compile(
     r"\d{200}|(?:\^|\*\*)\s*\{?\s*\d{5}|\d{6}\s*!|!\s*!\s*!"
-)  # nobody answers so, and sympy writes it out
+)  # no answer has these, and sympy would compute all their digits
 TOWER = re.compile(r"(?:\^\s*\{?[^{}^]{0,20}){3}")
 MAX_DEPTH = 20  # brackets
 DOTS = re.compile(r"\\[lc]?dots|\.\.\.")
@@ -29,20 +29,20 @@ WARM_UP = [
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}\begin{pmatrix}1\\1\end{pmatrix}", r"\begin{pmatrix}3\\7\end{pmatrix}"),
     (r"\frac{d}{dx} x^2", "2x"),
     (r"F_n = \sum_{k=0}^{n-1} F_{k} a_n", r"F_n = \sum_{k=0}^{n-1} a_n F_k"),
-]  # pairs that touch the parts of sympy that answers need
+]  # pairs that load the parts of sympy that answers need
 MAX_RELATIVE_ERROR = mpf(10) ** -25
 
 
 def preload() -> None:
     """Import and warm up: the first parse builds the tables of the grammar."""
-    for name in ("math_verify", "latex2sympy2_extended"):  # they warn that no time limit of their own is set
+    for name in ("math_verify", "latex2sympy2_extended"):  # they warn when their own time limit is off
         logging.getLogger(name).setLevel(logging.CRITICAL)
     for answer, gold in WARM_UP:
         verify(answer, gold)
 
 
 def is_too_costly(text: str) -> bool:
-    """What would only burn the time limit: too long, too deep, towers of powers, huge numbers and factorials."""
+    """Whether a text would use up the time limit: too long or deep, towers of powers, huge numbers or factorials."""
     depth = deepest = 0
     for char in text:
         depth += (char in "({[") - (char in ")}]")
@@ -56,7 +56,7 @@ def is_too_costly(text: str) -> bool:
 
 
 def vetoed(answer: str, gold: str) -> bool:
-    """Pairs whose form alone says that they differ, though Math-Verify may call them equal."""
+    """Whether the form of two answers shows that they differ, though Math-Verify may call them equal."""
     ordered = [text.lstrip().startswith("(") for text in (answer, gold)]
     unordered = [text.lstrip().startswith("\\{") for text in (answer, gold)]
     if (ordered[0] and unordered[1]) or (ordered[1] and unordered[0]):
@@ -86,7 +86,7 @@ def _read(text: str) -> list[Any]:
 
 
 def verify(answer: str, gold: str) -> bool:
-    """Whether Math-Verify finds the cleaned answer equal to the gold, and nothing speaks against it."""
+    """Whether Math-Verify calls the cleaned answers equal and no veto applies."""
     from math_verify import verify as equivalent
 
     if is_too_costly(answer) or is_too_costly(gold) or vetoed(answer, gold):
@@ -94,12 +94,12 @@ def verify(answer: str, gold: str) -> bool:
     parsed = [_read(text) for text in (gold, answer)]
     if not all(parsed):
         return False
-    found = equivalent(*parsed, float_rounding=12, numeric_precision=30, strict=True, timeout_seconds=None)
-    return bool(found) and not _numbers_differ(parsed[0][0], parsed[1][0], gold)
+    is_equal = equivalent(*parsed, float_rounding=12, numeric_precision=30, strict=True, timeout_seconds=None)
+    return bool(is_equal) and not _numbers_differ(parsed[0][0], parsed[1][0], gold)
 
 
 def _numbers_differ(gold: Any, answer: Any, gold_text: str) -> bool:
-    """The veto by relative error: constants have to agree to 25 digits, not to the digits that are compared."""
+    """The veto by relative error: constants must agree to 25 digits, more than Math-Verify compares."""
     values = [_numeric(gold), _numeric(answer)]
     if values[0] is None:
         values[0] = _own_value(gold_text)
@@ -109,7 +109,7 @@ def _numbers_differ(gold: Any, answer: Any, gold_text: str) -> bool:
 
 
 def _numeric(expression: Any) -> Any:
-    """A sympy constant as our own number, None for anything else."""
+    """A sympy constant as a number of mpmath; None for anything else."""
     if not getattr(expression, "is_number", False) or not hasattr(expression, "doit"):
         return None
     real, imaginary = expression.doit().evalf(40).as_real_imag()

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from rlhf.rewards.answers.errors import UnsupportedError
 
 MAX_TOKENS = 20_000
-MAX_DIGITS = 4_000  # CPython refuses to convert longer decimals; such numbers compare as strings
 
 FUNCTIONS = frozenset(
     [
@@ -71,7 +70,7 @@ UNITS_OF_TWO_LETTERS = frozenset(
 
 
 class Token(NamedTuple):
-    """kind: num, cmd, let, word, text, sep, rel, op, matrix; `spaced` when white space stands before it."""
+    """kind: num, cmd, let, word, text, sep, rel, op or matrix; `spaced`: white space comes before it."""
 
     kind: str
     value: str
@@ -145,7 +144,7 @@ def _add(tokens: list[Token], kind: str, value: str, inside: str, spaced: bool) 
 
 
 def _add_word(tokens: list[Token], word: str, spaced: bool) -> None:
-    """Letters: a known name, a product of variables, a unit, or prose."""
+    """Add a word as a known name, a unit, a product of variables or prose."""
     if word == "in" and tokens and tokens[-1].kind == "num":
         tokens.append(Token("text", word, spaced))
     elif word.lower() in WORDS and len(word) > 1:

@@ -1,4 +1,4 @@
-"""Tokens -> a tree of what was written; the grammar of answers.
+"""Tokens -> a tree; the grammar of answers.
 
 answer    := relation ((`,` | `;` | and | or) relation)*
 relation  := union (relop union)*                      also with nothing on the left: >= 5
@@ -18,11 +18,11 @@ from rlhf.rewards.answers.node import EULER, IMAGINARY, MONEY, Node, is_proper_f
 from rlhf.rewards.answers.notation import CLOSING_COMMANDS, COMMANDS, SYMBOLS, function, matrix
 from rlhf.rewards.answers.tokens import FUNCTIONS, Token, tokenize
 
-MAX_DEPTH = 60  # brackets inside brackets; each costs some ten Python frames
+MAX_DEPTH = 60  # nested brackets; each level takes about ten Python frames
 
-CALLABLE_LETTERS = frozenset("fghFGHPQ")  # a letter that, before a bracket, is a function and not a factor
+CALLABLE_LETTERS = frozenset("fghFGHPQ")  # before a bracket, these are functions, not factors
 IGNORED_COMMANDS = frozenset(["$", "angle", "triangle", "ce", "#", "therefore"])
-MEASURES = {"pct": "percent", "degree": "degree"}  # bind looser than a product: 33\\frac13\\% is a third of it all
+MEASURES = {"pct": "percent", "degree": "degree"}  # weaker than a product: 33\\frac13\\% is 33 1/3 per cent
 
 
 def parse(text: str, *, thousands: bool = True) -> Node:
@@ -33,10 +33,10 @@ def parse(text: str, *, thousands: bool = True) -> Node:
 class Parser:
     def __init__(self, tokens: list[Token], depth: int = 0) -> None:
         self.tokens, self.position, self.depth = tokens, 0, depth
-        self.bars = 0  # open |: the next one closes
-        self.colon_ends = False  # inside { x : ... } a colon is no ratio
+        self.bars = 0  # open |; the next | closes one
+        self.colon_ends = False  # inside { x : ... } a colon is not a ratio
 
-    # --- the token at hand ---
+    # --- the current token ---
 
     @property
     def now(self) -> Token:
@@ -58,7 +58,7 @@ class Parser:
     def fail(self) -> NoReturn:
         raise UnsupportedError(f"at {self.now.value!r}")
 
-    # --- from the outside in ---
+    # --- the rules of the grammar, from the outside in ---
 
     def answer(self) -> Node:
         node = self.listing()
@@ -67,7 +67,7 @@ class Parser:
         return node
 
     def listing(self) -> Node:
-        """Items with separators between them; one item alone is just itself."""
+        """Items with separators between them; a single item is not a list."""
         items, joins = [], set()
         while True:
             while self.at("sep"):
@@ -113,7 +113,7 @@ class Parser:
         return parts[0] if len(parts) == 1 else Node("ratio", tuple(parts))
 
     def measured(self) -> Node:
-        """A sum, or prose, or a sum with a unit after it."""
+        """A sum, prose, or a sum with a unit."""
         if self.at("text"):
             words = self.words()
             if self.at("end") or not self.starts_factor():
@@ -127,7 +127,7 @@ class Parser:
         return Node("unit", (node,), MONEY) if money else node
 
     def words(self) -> str:
-        """Words, and powers and slashes between units: m / s ^2."""
+        """Words, with the powers and slashes of units: m / s ^2."""
         words = [self.take().value]
         while True:
             if self.at("text") or (
@@ -182,7 +182,7 @@ class Parser:
                 right = self.factor()
                 if before.kind == "num" and right_is_number and node.kind == "num":
                     if not (right.kind == "num" and self.at("op", "/") and self.peek().kind == "num"):
-                        self.fail()  # two numbers side by side mean nothing
+                        self.fail()  # two numbers without an operator have no meaning
                     self.take()
                     node = mixed(node, Node("div", (right, self.factor())))
                 elif before.kind == "num" and is_proper_fraction(right) and node.kind == "num":
@@ -206,7 +206,7 @@ class Parser:
         return kind == "cmd" and value not in CLOSING_COMMANDS
 
     def factor(self) -> Node:
-        """A primary with what is written after it: powers, indices, factorials, primes."""
+        """A primary with its powers, indices, factorials and primes."""
         node = self.primary()
         while True:
             if self.at("op", "^"):
@@ -370,7 +370,7 @@ class Parser:
         self.fail()
 
     def inner(self, text: str) -> Node:
-        """A cell of a matrix, an answer of its own."""
+        """The tree of a cell of a matrix."""
         return Parser(tokenize(text), self.depth + 1).answer()
 
     def expect(self, value: str) -> None:

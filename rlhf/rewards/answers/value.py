@@ -1,7 +1,7 @@
-"""The value of an expression: an exact fraction where there is one, else a number to as many digits as asked for.
+"""The value of an expression: an exact fraction if possible, else a number of as many digits as asked for.
 
-Two expressions are equal when they agree exactly, or to hundreds of digits, at every point tried: constants at one,
-expressions with variables at several. Nothing is simplified, so nothing can blow up, and no float is compared.
+Two expressions are equal if they agree exactly, or to hundreds of digits, at every point: constants at one, expressions
+with variables at several. Nothing is simplified, so no result can grow without bound, and no float is compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POINTS = 5  # where expressions with variables are compared; the last two have n
 
 
 def constant(node: Node) -> Value | None:
-    """The value of an expression without variables; None if it has none that can be computed."""
+    """The value of an expression without variables; None if it cannot be computed."""
     if free_symbols(node):
         return None
     try:
@@ -44,9 +44,9 @@ def constant(node: Node) -> Value | None:
         return None
 
 
-def sketch(node: Node) -> complex | None:
-    """Roughly the value of a plain expression at one point; None for anything else."""
-    if node.kind in ("percent", "degree", "base"):  # these also equal other values
+def estimate_of(node: Node) -> complex | None:
+    """The approximate value of a plain expression at one point; None for anything else."""
+    if node.kind in ("percent", "degree", "base"):  # these equal more than one value
         return None
     try:
         point = next(points(sorted(free_symbols(node))))
@@ -59,8 +59,8 @@ def evaluate(node: Node, point: dict[str, Value]) -> Value:
     """The value at a point, at mpmath's current precision.
 
     Raises:
-        UndefinedError: there is no number, or one too large.
-        UnsupportedError: what is written is not an expression.
+        UndefinedError: there is no number, or it is too large.
+        UnsupportedError: the node is not an expression.
     """
     try:
         return _RULES[node.kind](node, point)
@@ -71,9 +71,9 @@ def evaluate(node: Node, point: dict[str, Value]) -> Value:
 
 
 def equal(left: Node, right: Node) -> bool:
-    """Whether two expressions have the same value wherever both have one.
+    """Whether two expressions have the same value at every point where both have one.
 
-    Raises UnsupportedError when one of them is not an expression, UndefinedError when they have no value to compare.
+    Raises UnsupportedError if one of them is not an expression, UndefinedError if there are no values to compare.
     """
     symbols = sorted(free_symbols(left) | free_symbols(right))
     if not symbols:
@@ -107,7 +107,7 @@ def _hash_unit(text: str) -> float:
 
 
 def _agree(left: Node, right: Node, point: dict[str, Value]) -> bool | None:
-    """Whether the values agree; None where they differ only because a root or logarithm left the real numbers."""
+    """Whether the values agree; None if they differ only because a root or logarithm is not real."""
     negative = any(value < 0 for value in point.values())
     for digits in DIGITS:
         with mp.workdps(digits):
@@ -176,7 +176,7 @@ def _modulo(node: Node, point: dict[str, Value]) -> Value:
             return Fraction(pow(base.numerator, exponent.numerator, modulus.numerator))
     value = evaluate(left, point)
     if not (isinstance(value, Fraction) and isinstance(modulus, Fraction)) or modulus == 0:
-        raise UndefinedError("modulo of what is not a fraction")
+        raise UndefinedError("modulo of a value that is not a fraction")
     return value % modulus
 
 
@@ -208,7 +208,7 @@ def _call(node: Node, point: dict[str, Value]) -> Value:
 
 
 def _unknown_function(name: str, values: list[Value]) -> Value:
-    """f(2) is some number that depends on f and on 2 and on nothing else."""
+    """A number for f(2) that depends on f and on 2 alone."""
     key = ",".join(mpmath.nstr(check_size(value), 15) for value in values)
     return Fraction(int(_hash_unit(f"{name}({key})") * 10**9), 10**9)
 

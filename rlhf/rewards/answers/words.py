@@ -1,4 +1,4 @@
-"""Answers in words: days, names, yes and no; and the few phrases that stand for mathematics."""
+"""Answers in words, such as days and names, and the few phrases that mean mathematics."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SCALES = {"hundred": 100, "thousand": 1_000, "million": 1_000_000}
 
 
 def unwrapped(text: str) -> str:
-    """Without \\text{...} around words."""
+    """The text without \\text{...} around words."""
     return TEXT.sub(r" \1 ", text).strip()
 
 
 def is_prose(text: str) -> bool:
-    """Words and nothing else, at least one of them no mathematical one."""
+    """Whether the text is words alone, at least one of them not mathematical."""
     plain = unwrapped(text)
     if not PROSE.fullmatch(plain):
         return False
@@ -40,13 +40,13 @@ def is_prose(text: str) -> bool:
 
 
 def as_words(text: str) -> tuple[str, ...]:
-    """Lower case, without punctuation and articles."""
+    """The words in lower case, without punctuation and articles."""
     words = re.findall(r"[a-z0-9']+", unwrapped(text).replace("-", " ").casefold())
     return tuple(word for word in words if word not in ARTICLES) or tuple(words)
 
 
 def same_words(a: str, b: str) -> bool:
-    """The same words, or the same items of an enumeration in any order."""
+    """Whether two texts have the same words, or list the same items in any order."""
     if as_words(a) == as_words(b):
         return True
     items = [
@@ -57,7 +57,7 @@ def same_words(a: str, b: str) -> bool:
 
 
 def meaning_of(text: str) -> str:
-    """The mathematics that a phrase stands for, the text itself if it stands for none."""
+    """The mathematics that a phrase means, or the text itself if it means none."""
     plain = " ".join(unwrapped(text).lower().split()).rstrip(".")
     for phrase, meaning in MEANINGS.items():
         if re.fullmatch(phrase, plain):

@@ -31,14 +31,14 @@ from worlds import make_config, make_ppo_config
 
 from rlhf.algo.packing import pack
 from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.data.model_files import attention_window, check_windows
+from rlhf.data.model_checks import check_models, check_pairs_window
+from rlhf.data.model_files import attention_window
 from rlhf.doctor.examination import Patient
 from rlhf.doctor.machine import check_data
 from rlhf.learner.attention import PACKED, UnpackableError
 from rlhf.learner.model import DeviceTokens, hidden_states
 from rlhf.plan.report import plan_text
 from rlhf.run.training_run import TrainingRun
-from rlhf.types import Rollout
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -95,8 +95,7 @@ def test_a_config_json_tells_of_the_window_that_the_models_attention_is_asked_fo
     window = attention_window(json.loads((written(tmp_path, CONFIGS[name]) / "config.json").read_text()))
     model = AutoModelForCausalLM.from_config(CONFIGS[name].get_text_config())
     model.set_attn_implementation(PACKED)
-    rollout = Rollout("p", 0, 0, np.zeros(40, np.int32), np.arange(40) > 0, np.zeros(40, np.float32), (), "stop")
-    row = DeviceTokens.of(pack([rollout], [0]), torch.device("cpu"))
+    row = DeviceTokens.of(pack([np.zeros(40, np.int32)]), torch.device("cpu"))
     if window is None:
         hidden_states(model, row)
     else:
@@ -117,7 +116,7 @@ def test_a_run_with_sequences_longer_than_the_window_is_refused_with_both_keys(
     data = {"train": str(tiny_model_dir / "train.jsonl"), "eval": None}
     config = make_config(written(tmp_path, CONFIGS[name]), data=data)
     if "off" in name or name in ("llama", "gemma3, full layers alone", "qwen2, in layers it does not have"):
-        check_windows(config)
+        check_models(config)
         return
     message = (
         rf"^model\.path={re.escape(str(tmp_path))}: some layers attend to the last 16 tokens .*"
@@ -134,9 +133,9 @@ def test_a_run_with_sequences_longer_than_the_window_is_refused_with_both_keys(
 
 def test_sequences_that_the_window_holds_pass(tmp_path: Path) -> None:
     longest = make_config(tmp_path).max_sequence_tokens
-    check_windows(make_config(written(tmp_path, MistralConfig(**SMALL, sliding_window=longest))))
+    check_models(make_config(written(tmp_path, MistralConfig(**SMALL, sliding_window=longest))))
     with pytest.raises(ValueError, match=f"the last {longest - 1} tokens"):
-        check_windows(make_config(written(tmp_path, MistralConfig(**SMALL, sliding_window=longest - 1))))
+        check_models(make_config(written(tmp_path, MistralConfig(**SMALL, sliding_window=longest - 1))))
 
 
 def test_critics_and_reward_models_are_looked_at_too(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -150,7 +149,7 @@ def test_critics_and_reward_models_are_looked_at_too(tiny_model_dir: Path, tmp_p
         ValueError, match=r"^reward_model\.path=.*the last 16 tokens.*max_tokens_per_batch=16384 .* 512"
     ):
         TrainingRun(make_config(model, reward_model=judge), resume=False)
-    check_windows(make_config(model, reward_model={**judge, "max_tokens_per_batch": 16}))
+    check_models(make_config(model, reward_model={**judge, "max_tokens_per_batch": 16}))
     training = {"run": {"dir": "runs/judge"}, "model": judge, "data": {"train": "pairs.jsonl", "max_tokens": 64}}
     with pytest.raises(ValueError, match=r"^model\.path=.*the last 16 tokens.*data\.max_tokens=64 allows"):
-        check_windows(RewardTrainingConfig.model_validate({**training, "device": "cpu", "learners": 1}))
+        check_pairs_window(RewardTrainingConfig.model_validate({**training, "cluster": {"device": "cpu"}}))

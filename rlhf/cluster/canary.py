@@ -1,0 +1,165 @@
+"""Proof that the engines hold the learner's weights: both score the same sequences at temperature 1.
+
+The sequences are prompts of the run, each with a response that the first engine samples at start-up. Two correct
+implementations of a bfloat16 model differ by its rounding, which depends on the model: the mean |log-prob difference|
+is 0.002 with 1 M parameters, 0.04 to 0.08 with 135 M in 30 layers. So the learner scores the sequences twice, in its
+own type and in float32. An engine may differ from the float32 pass by NOISE_FACTOR times what the learner itself does.
+
+One update at lr 1e-6 is far below that rounding: an engine that silently keeps some old tensor would agree with the
+learner for many steps. So at start-up every tensor is perturbed, a run of consecutive tensors at a time. The engines
+must follow, and the true weights are sent back. The layers before a run compute what they always do. Were all tensors
+perturbed at once, late layers would attend to noise, and one old query projection among them could not be seen. After
+that the canary runs after every transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhf.cluster.actors import ClusterError
+from rlhf.cluster.cluster import Cluster
+from rlhf.rollout.sampling import SamplingSettings
+from rlhf.types import Prompt
+
+SEQUENCES = 8
+CANDIDATES = 64  # prompts of which the shortest are taken
+PROMPT_TOKENS, RESPONSE_TOKENS = 128, 64
+# Distance from the float32 pass over the learner's own, measured on SmolLM2-135M in bfloat16: a correct engine is at
+# 0.8 to 1.2, one with a single old tensor at 4.7 or more, one at temperature 0.9 or 1.1 at 4 or more.
+NOISE_FACTOR = 2.5
+LATER_FACTOR = 3.0  # without a float32 pass: both sides round, and training changes by how much
+TOLERANCE = 1e-3  # never less; float32 differs by 2e-5, there is nothing to measure
+RUN_TENSORS = 36  # perturbed at a time; about four layers
+MOVED = 5.0  # the perturbation must move log-probs by this many tolerances, or following it would prove nothing
+
+Logprobs = Sequence[np.ndarray]
+
+
+class Canary:
+    """Fixed sequences, judged by the mean absolute log-prob difference between learner and each engine.
+
+    `measure_noise` comes first, `check_start` after it; `tolerance` is that of the checks after transfers.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, dtype: str, max_tokens: int) -> None:
+        self.sequences: list[np.ndarray] = []
+        self.tolerance = TOLERANCE
+        self._rounds = dtype != "float32"
+        self._max_tokens = max_tokens - 1  # an engine scores a sequence while it samples one more token
+        self._prompts = sorted(prompts[:CANDIDATES], key=lambda prompt: len(prompt.token_ids))[:SEQUENCES]
+
+    async def measure_noise(self, cluster: Cluster) -> None:
+        """Write the sequences; measure what rounding costs on the weights of model.path, which both sides have loaded.
+
+        Raises:
+            ClusterError: learner and engine differ by more than rounding.
+        """
+        self.sequences = list(await asyncio.gather(*(self._written(cluster, prompt) for prompt in self._prompts)))
+        seen = await cluster.engines.call("canary", self.sequences)
+        exact, noise = await self._exact(cluster)
+        bound = _bound(noise)
+        for engine, logprobs in enumerate(seen):
+            mean, worst = _difference(exact, logprobs)
+            if not mean <= bound:
+                raise ClusterError(
+                    f"canary: learner and engine {engine} disagree on the untouched weights of model.path: mean "
+                    f"|log-prob difference| {mean:.4g}, at most {bound:.2g} is rounding; {worst}. One of them does not "
+                    "compute this model as it was trained."
+                )
+        self.tolerance = max(TOLERANCE, LATER_FACTOR * noise)
+
+    async def check_start(self, cluster: Cluster, version: int) -> dict[str, float]:
+        """Send perturbed weights, see the engines follow, and send the true ones back.
+
+        Raises:
+            ClusterError: an engine does not hold what it was sent.
+        """
+        true = (await cluster.learners.call("canary", self.sequences))[0]
+        names = [meta.name for meta in (await cluster.learners.call("metadata"))[0]]
+        runs = np.array_split(np.arange(len(names)), -(-len(names) // RUN_TENSORS))
+        for run in runs:
+            await self._check_run(cluster, version, true, int(run[0]), int(run[-1]) + 1, names)
+        await cluster.send_weights(version)
+        return await self.check(cluster, version)
+
+    async def _check_run(
+        self, cluster: Cluster, version: int, true: Logprobs, start: int, stop: int, names: list[str]
+    ) -> None:
+        what = f"{names[start]} to {names[stop - 1]}"
+        await cluster.learners.call("perturb_weights", start, stop)
+        try:
+            exact, noise = await self._exact(cluster)
+            bound = _bound(noise)
+            moved, _ = _difference(true, exact)
+            if not moved >= MOVED * bound:
+                raise ClusterError(
+                    f"canary: perturbing {what} moved log-probs by {moved:.2g} only, too little against the "
+                    f"tolerance of {bound:.2g}. The model's head may be constant; its weights cannot be verified."
+                )
+            await cluster.send_weights(version)
+            seen = await cluster.engines.call("canary", self.sequences)
+            _compare(exact, seen, f"perturbed weights at start-up, {what}", bound)
+        finally:
+            await cluster.learners.call("restore_weights")
+
+    async def check(self, cluster: Cluster, version: int) -> dict[str, float]:
+        """Compare after a transfer; metrics of the difference.
+
+        Raises:
+            ClusterError: naming the worst token and both values.
+        """
+        (expected, *_), seen = await asyncio.gather(
+            cluster.learners.call("canary", self.sequences), cluster.engines.call("canary", self.sequences)
+        )
+        difference = _compare(expected, seen, f"weights of version {version}", self.tolerance)
+        return {"sync/canary_difference": difference}
+
+    async def _written(self, cluster: Cluster, prompt: Prompt) -> np.ndarray:
+        """A prompt's beginning, and what the first engine samples after it."""
+        beginning = prompt.token_ids[: min(PROMPT_TOKENS, self._max_tokens - 1)]
+        settings = SamplingSettings(1.0, min(RESPONSE_TOKENS, self._max_tokens - len(beginning)))
+        (rollout,) = await cluster.sample_group(0, dataclasses.replace(prompt, token_ids=beginning), 1, settings)
+        return rollout.token_ids
+
+    async def _exact(self, cluster: Cluster) -> tuple[Logprobs, float]:
+        """The learner's log-probs in float32, and by how much those in its own type differ from them."""
+        await cluster.yield_gpus()  # the float32 pass holds an embedding more
+        own = (await cluster.learners.call("canary", self.sequences))[0]
+        if not self._rounds:
+            return own, 0.0
+        exact = (await cluster.learners.call("canary", self.sequences, True))[0]
+        return exact, _difference(exact, own)[0]
+
+
+def _bound(noise: float) -> float:
+    """How far an engine may be from the float32 pass."""
+    return max(TOLERANCE, NOISE_FACTOR * noise)
+
+
+def _compare(expected: Logprobs, by_engine: Sequence[Logprobs], what: str, bound: float) -> float:
+    largest = 0.0
+    for engine, seen in enumerate(by_engine):
+        mean, worst = _difference(expected, seen)
+        if not mean <= bound:
+            raise ClusterError(
+                f"canary: engine {engine} does not hold the {what}: mean |log-prob difference| {mean:.4g} over "
+                f"{sum(len(s) - 1 for s in expected)} tokens, tolerance {bound:.4g}; {worst}."
+            )
+        largest = max(largest, mean)
+    return largest
+
+
+def _difference(learner: Logprobs, engine: Logprobs) -> tuple[float, str]:
+    """Mean absolute difference over all tokens but the first ones, and a sentence that names the worst token."""
+    differences = [np.abs(a[1:] - b[1:]) for a, b in zip(learner, engine, strict=True)]
+    mean = float(np.concatenate(differences).mean())
+    sequence = int(np.argmax([np.nan_to_num(d, nan=np.inf).max() for d in differences]))
+    token = int(np.argmax(np.nan_to_num(differences[sequence], nan=np.inf))) + 1
+    return mean, (
+        f"worst at token {token} of sequence {sequence}: learner {learner[sequence][token]:.6f}, "
+        f"engine {engine[sequence][token]:.6f}"
+    )

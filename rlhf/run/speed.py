@@ -1,0 +1,95 @@
+"""How fast the learners compute, and how well their microbatches are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhf.algo.packing import FILLER_TOKENS
+from rlhf.config.run import GRPOConfig
+from rlhf.data.model_files import local_model_config
+from rlhf.plan.model import SUPPORTED, ModelShape, model_shape
+from rlhf.types import Minibatch, StepBatch
+
+# Dense bf16 TFLOP/s from NVIDIA's data sheets. The first entry whose words are all in the device name is used.
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A40": 149.7,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "RTX 6000 Ada": 364.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+}
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Peak of a device by its driver name, such as `NVIDIA H100 80GB HBM3`; None if it is not in the table."""
+    words = set(device_name.replace("-", " ").split())
+    return next((peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.split())), None)
+
+
+class LearnerSpeed:
+    """Speed of the learners, and how full their microbatches are."""
+
+    def __init__(self, config: GRPOConfig, device_name: str) -> None:
+        self._budget = config.learner.max_tokens_per_microbatch
+        self._learners = config.cluster.learners
+        self._peak_tflops = config.cluster.peak_tflops or peak_tflops(device_name)
+        self._shape: ModelShape | None = None
+        described = local_model_config(config.model.path)
+        if described is not None and described.get("model_type") in SUPPORTED:
+            self._shape = model_shape(described)
+
+    def of_step(
+        self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]], shared: np.ndarray, update_s: float
+    ) -> dict[str, float]:
+        """Metrics of the policy's updates in one step; empty if it had none, as while a critic warms up.
+
+        learner/mfu: forward and backward FLOPs of the computed tokens over the peak of the learners; left out if the
+            peak or the shape of the model is not known. A critic is not counted.
+        learner/shared_fraction: tokens that were computed only once, as the beginning of several sequences.
+        learner/padding_fraction: computed positions that belong to no rollout, which only fillers have.
+
+        Args:
+            shared: [S] first tokens of each sequence that were computed with the sequence before it, in the order in
+                which the ranks compute.
+        """
+        if not epochs:
+            return {}
+        microbatches = [
+            rows
+            for rank in range(self._learners)
+            for epoch in epochs
+            for minibatch in epoch
+            for rows in minibatch.microbatches[rank]
+        ]
+        rows = np.concatenate(microbatches)
+        lengths = batch.tokens.lengths[rows]
+        tokens = int(lengths.sum())
+        computed = tokens - int(shared.sum())
+        fillers = FILLER_TOKENS * sum(not len(rows) for rows in microbatches)
+        update_s = max(update_s, 1e-9)
+        values = {
+            "learner/tokens_per_second": tokens / update_s,
+            "learner/packing_efficiency": computed / (self._budget * len(microbatches)),
+            "learner/padding_fraction": fillers / (computed + fillers),
+            "learner/shared_fraction": 1 - computed / max(tokens, 1),
+        }
+        if self._shape is not None and self._peak_tflops is not None:
+            responses = int(batch.response_lengths[rows].sum())
+            flops = self._shape.training_flops(lengths.tolist(), responses, shared.tolist())
+            values["learner/mfu"] = flops / (update_s * self._peak_tflops * 1e12 * self._learners)
+        return values

@@ -1,0 +1,75 @@
+"""Checks before anything is started: whether the run can resume, its data and its gold answers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from rich.console import Console
+
+from rlhf.config.run import GRPOConfig
+from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, show_prompt
+from rlhf.rewards.scorer import Scorer
+from rlhf.run.folder import RunFolder
+from rlhf.run.state import RunState
+
+MAX_ROWS_SHOWN = 5
+
+
+def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) -> None:
+    """Refuse to resume a run that has changed or is finished.
+
+    Raises:
+        ValueError: the checkpoint is of the last step, of the other program, or of other optimizer steps.
+    """
+    steps = config.run.steps
+    finished = state.step == steps and folder.summary.exists()
+    if state.step > steps or finished:
+        raise ValueError(
+            f"run.steps={steps}: the newest checkpoint is of step {state.step}, nothing is left to do. Raise "
+            "run.steps, or start another run.dir."
+        )
+    before, now = state.updates or config.update_plan, config.update_plan
+    if before.keys() != now.keys():
+        this, other = ("ppo", "grpo") if len(before) < len(now) else ("grpo", "ppo")
+        raise ValueError(
+            f"run.dir={folder.path}: its checkpoints are of rlhf.{other}, this is rlhf.{this}. Resume with "
+            f"python -m rlhf.{other}, or start another run.dir from its model."
+        )
+    for key, count in before.items():
+        if now[key] != count:
+            raise ValueError(
+                f"{key}={now[key]}: the run began with {count}, and its schedule counts optimizer steps. "
+                f"Resume with {key}={count}, or start another run.dir from this one's model."
+            )
+
+
+def show_data(console: Console, prompts: LoadedPrompts, tokenizer: Any, *, max_prompt_tokens: int) -> None:
+    """Print how many prompts each source has, and the first one as the model is given it."""
+    for source, rows in prompts.prompts.items():
+        dropped = prompts.dropped_too_long[source]
+        left_out = f", {dropped} left out as longer than {max_prompt_tokens} tokens" if dropped else ""
+        console.print(f"data {source}: {len(rows)} prompts{left_out}", highlight=False)
+    console.print("first prompt, as the model is given it:")
+    console.print(show_prompt(first_prompt(prompts), tokenizer), markup=False, highlight=False)
+
+
+def without_bad_gold(
+    which: Literal["train", "eval"], loaded: LoadedPrompts, config: GRPOConfig, scorer: Scorer, console: Console
+) -> LoadedPrompts:
+    """Grade every gold answer against itself, and leave out the rows whose answer cannot be graded.
+
+    Raises:
+        ValueError: there are such rows, and reward.bad_gold is `fail`.
+    """
+    bad = scorer.check_gold(prompt for rows in loaded.prompts.values() for prompt in rows)
+    if not bad:
+        return loaded
+    named = "\n".join(f"  {row.row}: {row.answer!r} ({row.reason})" for row in bad[:MAX_ROWS_SHOWN])
+    more = f"\n  and {len(bad) - MAX_ROWS_SHOWN} more" if len(bad) > MAX_ROWS_SHOWN else ""
+    if config.reward.bad_gold == "fail":
+        raise ValueError(
+            f"{len(bad)} gold answers cannot be graded:\n{named}{more}\n"
+            "Repair these rows, or set reward.bad_gold=skip to leave them out."
+        )
+    console.print(f"left out {len(bad)} rows whose gold answer cannot be graded:\n{named}{more}")
+    return leave_out(config.data, which, loaded, {row.row for row in bad})

@@ -1,0 +1,99 @@
+"""The canary: what a stale or half-updated engine looks like, and that the message names it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fake_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
+
+from rlhf.cluster.actors import ClusterError
+from rlhf.cluster.canary import SEQUENCES, Canary
+
+
+def make(transfer: Any, *, rounding: float = 0.0) -> tuple[FakeCluster, Canary]:
+    """With the rounding of a bfloat16 model, the learner's and the engine's opposite; a float32 run without."""
+    cluster = FakeCluster(transfer, rounding=rounding)
+    cluster.learners, cluster.engines = Side(cluster, cluster.trained), Side(cluster, cluster.served)  # type: ignore[assignment]
+    return cluster, Canary(PROMPTS, dtype="bfloat16" if rounding else "float32", max_tokens=40)
+
+
+def start(cluster: Any, canary: Canary) -> dict[str, float]:
+    async def measured() -> dict[str, float]:
+        await canary.measure_noise(cluster)
+        return await canary.check_start(cluster, 0)
+
+    return asyncio.run(measured())
+
+
+def test_an_engine_that_follows_passes_and_ends_with_the_true_weights() -> None:
+    cluster, canary = make(everything)
+    metrics = start(cluster, canary)
+    assert metrics == {"sync/canary_difference": 0.0}
+    assert (cluster.served.body, cluster.served.head) == (1.0, 1.0)
+    assert cluster.sent == [0, 0]
+
+
+def test_an_engine_that_keeps_its_old_head_stops_the_run_at_start_up_although_the_true_weights_agree() -> None:
+    cluster, canary = make(all_but_the_head)
+    with pytest.raises(
+        ClusterError, match=r"engine 0 does not hold the perturbed weights.*worst at token \d+"
+    ) as caught:
+        start(cluster, canary)
+    assert "tolerance 0.001" in str(caught.value)
+    assert (cluster.trained.body, cluster.trained.head) == (1.0, 1.0)  # restored all the same
+
+
+def test_tensors_are_perturbed_a_run_at_a_time_and_the_message_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.cluster.canary.RUN_TENSORS", 1)
+    cluster, canary = make(all_but_the_head)
+    with pytest.raises(ClusterError, match="perturbed weights at start-up, head to head:"):
+        start(cluster, canary)
+    assert cluster.sent == [0, 0]
+    cluster, canary = make(everything)
+    start(cluster, canary)
+    assert cluster.sent == [0, 0, 0]
+
+
+def test_a_stale_engine_is_named_with_its_worst_token_and_both_values() -> None:
+    cluster, canary = make(everything)
+    start(cluster, canary)
+    cluster.trained.head = 2.0
+    with pytest.raises(ClusterError) as caught:
+        asyncio.run(canary.check(cluster, 7))  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert "weights of version 7" in message
+    assert "learner -1.98" in message  # the largest token id, 49, at head 2
+    assert "engine -1.49" in message
+
+
+def test_what_the_learners_own_type_costs_is_no_disagreement() -> None:
+    cluster, canary = make(everything, rounding=0.07)  # engine and learner differ by 0.14
+    assert start(cluster, canary) == {"sync/canary_difference": pytest.approx(0.14)}
+    assert canary.tolerance == pytest.approx(0.21)
+
+
+@pytest.mark.parametrize(("rounding", "wrong"), [(0.0, 0.002), (0.07, 0.2)])
+def test_a_difference_that_this_models_rounding_does_not_explain_stops_the_run(rounding: float, wrong: float) -> None:
+    cluster, canary = make(everything, rounding=rounding)
+    cluster.served.body += wrong
+    with pytest.raises(ClusterError, match=r"engine 0 disagree on the untouched weights.*worst at token"):
+        asyncio.run(canary.measure_noise(cluster))  # type: ignore[arg-type]
+
+
+def test_nan_never_passes() -> None:
+    cluster, canary = make(everything)
+    start(cluster, canary)
+    cluster.trained.head = float("nan")
+    with pytest.raises(ClusterError, match="nan"):
+        asyncio.run(canary.check(cluster, 1))  # type: ignore[arg-type]
+
+
+def test_the_sequences_are_the_shortest_prompts_each_with_a_response_that_the_engine_samples() -> None:
+    cluster, _ = make(everything)
+    canary = Canary(PROMPTS[::-1], dtype="float32", max_tokens=40)
+    asyncio.run(canary.measure_noise(cluster))  # type: ignore[arg-type]
+    assert len(canary.sequences) == SEQUENCES
+    assert all(len(s) == 39 for s in canary.sequences)
+    assert canary.sequences[3].tolist() == [0, 1, 2, 3, 4, 5, *range(49, 16, -1)]

@@ -1,0 +1,86 @@
+"""A cluster of fakes for the canary: learner and engines that compute from a few weights, and what a transfer does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlhf.rollout.sampling import SamplingSettings
+from rlhf.types import Prompt, Rollout
+from rlhf.weights.transfer import ParameterMeta
+
+PROMPTS = [Prompt(f"p/{i}", 0, np.arange(i + 3, dtype=np.int32), (), "", "p") for i in range(20)]
+
+
+class Weights:
+    """Two tensors; log-probs are a fixed function of both and of the token, each off by `rounding`."""
+
+    def __init__(self, rounding: float = 0.0) -> None:
+        self.body, self.head = 1.0, 1.0
+        self.rounding = rounding
+
+    def logprobs(self, sequences: list[np.ndarray], in_float32: bool = False) -> list[np.ndarray]:
+        rounding = 0.0 if in_float32 else self.rounding
+        exact = (-self.body - 0.01 * self.head * ids for ids in sequences)
+        return [np.where(np.arange(len(x)) > 0, x + rounding * (-1.0) ** np.arange(len(x)), 0.0) for x in exact]
+
+
+class FakeCluster:
+    """Learners and engines that hold weights; `transfer` says what a transfer carries over."""
+
+    def __init__(self, transfer: Any, *, rounding: float = 0.0) -> None:
+        self.trained, self.served = Weights(rounding), Weights(-rounding)
+        self.saved = (1.0, 1.0)
+        self.transfer = transfer
+        self.sent: list[int] = []
+        self.learners = self.engines = self
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        match method:
+            case "canary":
+                raise AssertionError("told apart below")
+            case "metadata":
+                return [[ParameterMeta("body", "float32", ()), ParameterMeta("head", "float32", ())]]
+            case "perturb_weights":
+                self.saved = (self.trained.body, self.trained.head)
+                body, head = (float(arguments[0] <= i < arguments[1]) for i in range(2))
+                self.trained.body += body
+                self.trained.head += 3 * head
+            case "restore_weights":
+                self.trained.body, self.trained.head = self.saved
+        return [None]
+
+    async def send_weights(self, version: int) -> None:
+        self.sent.append(version)
+        self.transfer(self.trained, self.served)
+
+    async def yield_gpus(self) -> None:
+        pass
+
+    async def sample_group(
+        self, engine: int, prompt: Prompt, samples: int, settings: SamplingSettings
+    ) -> list[Rollout]:
+        assert (engine, samples, settings.temperature) == (0, 1, 1.0)
+        ids = np.concatenate([prompt.token_ids, np.arange(49, 49 - settings.max_tokens, -1, dtype=np.int32)])
+        return [Rollout(prompt.id, 0, 0, ids, np.ones(len(ids), bool), np.zeros(len(ids)), (), "length")]
+
+
+class Side:
+    """One side of the cluster, so that `canary` is asked of the right weights."""
+
+    def __init__(self, cluster: FakeCluster, weights: Weights) -> None:
+        self.cluster, self.weights = cluster, weights
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        if method == "canary":
+            return [self.weights.logprobs(*arguments)]
+        return await self.cluster.call(method, *arguments)
+
+
+def everything(trained: Weights, served: Weights) -> None:
+    served.body, served.head = trained.body, trained.head
+
+
+def all_but_the_head(trained: Weights, served: Weights) -> None:
+    served.body = trained.body
