@@ -87,7 +87,7 @@ def _rank(results: Any, target: Callable[..., Any], place: Place, arguments: tup
 
 
 def make_config(folder: Path, /, **sections: dict[str, Any]) -> GRPOConfig:
-    """A small fp32 CPU run; `sections` override keys, e.g. learner={"zero_stage": 3}."""
+    """The config of a small fp32 CPU run; `sections` override keys, e.g. learner={"zero_stage": 3}."""
     return GRPOConfig.model_validate_json(json.dumps(_sections(folder, sections)))
 
 

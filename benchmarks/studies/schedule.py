@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -68,9 +67,9 @@ def all_runs(steps: int) -> list[Run]:
 
 def run_world(rank_main: Callable[..., Any], processes: int, runs: Sequence[Run]) -> list[list[float]]:
     """Rates by run and update from a new world, in which all ranks must agree."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    from rlhf.learner.messages import free_port
+
+    port = free_port()
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         waiting = [pool.submit(rank_main, rank, processes, port, list(runs)) for rank in range(processes)]
         by_rank = [future.result() for future in waiting]
