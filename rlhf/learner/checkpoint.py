@@ -67,15 +67,19 @@ class OptimizerView:
         self._engine = engine
         self._stage = engine.zero_optimization_stage()
 
+    def _is_plain(self, param: nn.Parameter) -> bool:
+        """Whether torch's own optimizer holds the parameter, without a wrapper of DeepSpeed."""
+        return self._stage == 0 and not hasattr(param, "_hp_mapping")
+
     def weight(self, param: nn.Parameter) -> Tensor:
-        if self._stage == 0 and not hasattr(param, "_hp_mapping"):
+        if self._is_plain(param):
             return param.detach()
         from deepspeed.utils import safe_get_full_fp32_param
 
         return safe_get_full_fp32_param(param)
 
     def moment(self, param: nn.Parameter, key: str) -> Tensor:
-        if self._stage == 0 and not hasattr(param, "_hp_mapping"):
+        if self._is_plain(param):
             state = self._engine.optimizer.state.get(param, {})
             return state.get(key, torch.zeros_like(param))
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -89,7 +93,7 @@ class OptimizerView:
         return safe_get_full_grad(param)
 
     def set_weight(self, param: nn.Parameter, value: Tensor) -> None:
-        if self._stage == 0 and not hasattr(param, "_hp_mapping"):
+        if self._is_plain(param):
             param.data.copy_(value)
             return
         from deepspeed.utils import safe_set_full_fp32_param
@@ -105,7 +109,7 @@ class OptimizerView:
                 param.data.copy_(value)
 
     def set_moment(self, param: nn.Parameter, key: str, value: Tensor) -> None:
-        if self._stage == 0 and not hasattr(param, "_hp_mapping"):
+        if self._is_plain(param):
             self._engine.optimizer.state[param][key] = value.to(param.device)
             return
         from deepspeed.utils import safe_set_full_optimizer_state

@@ -144,9 +144,7 @@ def load_policy(
     transformer, _ = load_packed(
         AutoModelForCausalLM, path, key="model.path", dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
     )
-    disable_dropout(transformer)
-    if gradient_checkpointing:
-        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    prepare_transformer(transformer, gradient_checkpointing=gradient_checkpointing)
     return PolicyModel(transformer, temperature=temperature)
 
 
@@ -182,9 +180,14 @@ def check_packed(
         raise ValueError(error.of(key, path)) from None
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: with it, old and current log-probabilities would differ before the first update."""
-    for module in model.modules():
+def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
+    """Switch gradient checkpointing on if asked, and dropout off.
+
+    With dropout, old and current log-probabilities would differ before the first update.
+    """
+    if gradient_checkpointing:
+        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in transformer.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name in ("attention_dropout", "attn_dropout", "dropout"):

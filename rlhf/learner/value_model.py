@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from rlhf.algo.logprobs import response_states
 from rlhf.algo.numerics import full_precision
 from rlhf.learner.attention import load_packed, take_rows
-from rlhf.learner.model import DTYPES, DeviceTokens, disable_dropout, hidden_states
+from rlhf.learner.model import DTYPES, DeviceTokens, hidden_states, prepare_transformer
 
 HEAD = "score.weight"
 
@@ -93,7 +93,5 @@ def load_scalar_transformer(
 
         with zero.GatheredParameters([head.weight], modifier_rank=0, enabled=hasattr(head.weight, "ds_id")):
             nn.init.normal_(head.weight, std=head_std) if head_std else nn.init.zeros_(head.weight)
-    disable_dropout(transformer)
-    if gradient_checkpointing:
-        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    prepare_transformer(transformer, gradient_checkpointing=gradient_checkpointing)
     return transformer
