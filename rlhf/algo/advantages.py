@@ -56,9 +56,8 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
 def reinforce_plus_plus_advantages(rewards: Tensor, group_ids: Tensor | None = None, *, eps: float = STD_EPS) -> Tensor:
     """REINFORCE++ (arXiv:2501.03262): rewards normalized over the global batch instead of over the group.
 
-    The baseline form, with `group_ids`, first subtracts each group's mean. The mean of the
-    differences is 0 by construction and is not subtracted again, so a group of equal rewards has advantages of exactly
-    0.
+    The baseline form, with `group_ids`, first subtracts each group's mean. The mean of the differences is 0 by
+    construction and is not subtracted again, so a group of equal rewards has advantages of exactly 0.
     Statistics are over responses; a KL in the reward is part of the response's scalar.
 
     Args:
