@@ -59,10 +59,10 @@ def pin(pids: list[int], core: int) -> None:
 
 def pin_processes() -> None:
     """The learner to core 1, everything else of this run to core 0."""
-    found = harness.tree(os.getpid())
-    learners = [pid for pid, command in found.items() if "ray::HostedActor" in command]
-    assert len(learners) == 1, found
-    pin([pid for pid in found if pid not in learners], 0)
+    processes = harness.tree(os.getpid())
+    learners = [pid for pid, command in processes.items() if "ray::HostedActor" in command]
+    assert len(learners) == 1, processes
+    pin([pid for pid in processes if pid not in learners], 0)
     pin(learners, 1)
 
 
@@ -154,25 +154,25 @@ def measure(case: Case) -> Row:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0"
 
     async def go() -> Row:
-        found: Row = {}
+        result: Row = {}
         async with TrainingRun(run_config(case, case["lag"]), resume=False) as run:
             if case["device"] == "cpu":
                 pin_processes()
             if case["flat_out_s"]:
-                found |= await flat_out(run, case["flat_out_s"])
+                result |= await flat_out(run, case["flat_out_s"])
                 points = [await token_seconds(run, n) for n in (8, SLOTS)]
-                found["decode"] = points
-                found["prefill_token_s"] = await prefill_token_seconds(run)
+                result["decode"] = points
+                result["prefill_token_s"] = await prefill_token_seconds(run)
             for step in range(case["steps"]):
                 await grpo.train_step(run, step)
         lines = [json.loads(line) for line in (Path(run.config.run.dir) / "metrics.jsonl").read_text().splitlines()]
         rows = [line for line in lines if "time/step" in line][case["first"] :]
         keys = ("time/step", "time/update", "time/logprobs", "time/transfer", "time/canary", "time/engine_idle",
                 "time/learner_idle", "rollout/lag_max", "rollout/response_length/mean")  # fmt: skip
-        found["steps"] = [{key: row[key] for key in keys if key in row} for row in rows]
-        found["stale"] = rows[-1]["rollouts/stale"]
-        found["lengths"] = recorded_lengths(Path(run.config.run.dir) / "rollouts")
-        return found
+        result["steps"] = [{key: row[key] for key in keys if key in row} for row in rows]
+        result["stale"] = rows[-1]["rollouts/stale"]
+        result["lengths"] = recorded_lengths(Path(run.config.run.dir) / "rollouts")
+        return result
 
     return asyncio.run(go())
 
@@ -198,21 +198,21 @@ def main() -> int:
     bound = max(asynchronous["sampling_s"], asynchronous["training_s"]) + asynchronous["transfer_s"]
     rows: list[Row] = []
     runs = []
-    for name, lag, found in (("synchronous", 0, synchronous), ("asynchronous", 2, asynchronous)):
-        times = [step["time/step"] for step in found["steps"]]
+    for name, lag, result in (("synchronous", 0, synchronous), ("asynchronous", 2, asynchronous)):
+        times = [step["time/step"] for step in result["steps"]]
         step_s = statistics.mean(times)
         phases = {
-            key: statistics.mean(step.get(f"time/{key}", 0.0) for step in found["steps"])
+            key: statistics.mean(step.get(f"time/{key}", 0.0) for step in result["steps"])
             for key in ("update", "logprobs", "transfer", "canary")
         }
         rows.append({
             "run": name, "lag": lag, "step s": step_s, "bound s": bound, "above the bound": step_s / bound - 1,
-            "x synchronous": step_s / rows[0]["step s"] if rows else 1.0, "stale": found["stale"],
-            "engine idle s": statistics.mean(step["time/engine_idle"] for step in found["steps"]),
-            "learner idle s": statistics.mean(step["time/learner_idle"] for step in found["steps"]),
+            "x synchronous": step_s / rows[0]["step s"] if rows else 1.0, "stale": result["stale"],
+            "engine idle s": statistics.mean(step["time/engine_idle"] for step in result["steps"]),
+            "learner idle s": statistics.mean(step["time/learner_idle"] for step in result["steps"]),
         })  # fmt: skip
         runs.append({
-            "name": name, "lengths": found["lengths"], "step_seconds": times,
+            "name": name, "lengths": result["lengths"], "step_seconds": times,
             "system": {"max_policy_lag": lag, "training_s": phases["update"] + phases["logprobs"],
                        "transfer_s": phases["transfer"] + phases["canary"]},
         })  # fmt: skip

@@ -1,8 +1,8 @@
-"""What the benchmarks share: fresh processes, interleaving, peak memory, the machine by name, tables and JSON.
+"""Shared by all benchmarks: fresh processes, interleaving, peak memory, the machine's description, tables and JSON.
 
-A benchmark is a list of cases. Each case runs in a fresh process, so that its peak memory is its own, and the cases are
-interleaved: round after round over all of them, so that a slow minute of the machine hits each of them alike. Of k
-rounds the row of the fastest is shown, with the largest peak of all.
+A benchmark is a list of cases. Each case runs in a fresh process, so that its peak memory is its own. The cases are
+interleaved (round after round over all of them), so that a slow minute of the machine affects all alike. The table
+shows the fastest round of each case, with the largest peak of all its rounds.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ Row = dict[str, Any]
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    made.add_argument("--quick", action="store_true", help="small sizes, one round: shows that it runs, not how fast")
-    made.add_argument("--output", type=Path, default=RESULTS, help=f"folder of the JSON (default: {RESULTS})")
-    made.add_argument("--case", help=argparse.SUPPRESS)
-    made.set_defaults(load=os.getloadavg()[0])  # before the benchmark adds its own
-    return made
+    options_parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options_parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options_parser.add_argument(
+        "--quick", action="store_true", help="small sizes, one round: a check that it runs, not a measurement"
+    )
+    options_parser.add_argument("--output", type=Path, default=RESULTS, help=f"folder of the JSON (default: {RESULTS})")
+    options_parser.add_argument("--case", help=argparse.SUPPRESS)
+    options_parser.set_defaults(load=os.getloadavg()[0])  # before the benchmark adds its own
+    return options_parser
 
 
 def run_if_case(options: argparse.Namespace, cases: dict[str, Callable[[Case], Row]]) -> None:
-    """In a fresh process: run the one case that it was started for, and end."""
+    """In a fresh process: run the case that it was started for, and exit."""
     if options.case is None:
         return
     case = json.loads(options.case)
     print(MARK + json.dumps(cases[case["function"]](case)), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # what a case started (engines, Ray) it has ended; no library's exit hook may delay the next case
+    os._exit(0)  # the case has ended its engines and Ray; exit hooks of libraries would only delay the next case
 
 
 def fresh(module: str, case: Case, *, timeout_s: float = 1800.0, environment: dict[str, str] | None = None) -> Row:
@@ -72,13 +74,13 @@ def fresh(module: str, case: Case, *, timeout_s: float = 1800.0, environment: di
 
 
 def interleaved(module: str, cases: Sequence[Case], rounds: int, **options: Any) -> list[Row]:
-    """Each case `rounds` times, in turn: the row of its fastest round, by `seconds`, with the largest `peak_mib`."""
-    found: list[list[Row]] = [[] for _ in cases]
+    """Run each case `rounds` times, in turn; -> the row with the least `seconds`, with the largest `peak_mib`."""
+    rounds_of_cases: list[list[Row]] = [[] for _ in cases]
     for _ in range(rounds):
-        for rows, case in zip(found, cases, strict=True):
+        for rows, case in zip(rounds_of_cases, cases, strict=True):
             rows.append(fresh(module, case, **options))
     merged = []
-    for rows in found:
+    for rows in rounds_of_cases:
         row = dict(min(rows, key=lambda r: float(r["seconds"])))
         row |= {"peak_mib": max(r["peak_mib"] for r in rows)} if "peak_mib" in row else {}
         merged.append(row)
@@ -122,7 +124,7 @@ def status_kib(key: str, pid: int | str = "self") -> int:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the GPU has done what it was given, so that a clock may be read."""
+    """Wait until the GPU has finished its work, so that the clock can be read."""
     if device == "cuda":
         import torch
 
@@ -134,7 +136,7 @@ def available_mib() -> float:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The machine on which the numbers were measured."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
 
     def first(key: str) -> str | None:
@@ -145,8 +147,8 @@ def machine(device: str) -> dict[str, Any]:
     parts = [first("model name") or platform.machine(), f"{os.cpu_count()} cores"]
     mhz = first("cpu MHz")  # only x86 says it
     parts += [f"{float(mhz) / 1000:.1f} GHz", matrix] if mhz else []
-    found = {"cpu": ", ".join(parts), "python": platform.python_version()}
-    return found | ({"gpu": gpu_names()} if device == "cuda" else {})
+    description = {"cpu": ", ".join(parts), "python": platform.python_version()}
+    return description | ({"gpu": gpu_names()} if device == "cuda" else {})
 
 
 def gpu_names() -> str:
@@ -160,7 +162,7 @@ def gpu_names() -> str:
 
 
 def place(result: Mapping[str, Any]) -> str:
-    """The machine of a written result, its load before the benchmark, and whether the numbers mean anything."""
+    """The machine of a written result, its load before the benchmark, and whether it was a quick run."""
     here = result["machine"]
     gpu = f"{here['gpu']}; " if "gpu" in here else ""
     return f"{gpu}{here['cpu']}, load {here['load']:.1f}{', quick' if result['quick'] else ''}"
@@ -197,20 +199,20 @@ def report(
 
 
 def not_measured(name: str, title: str, why: str, options: argparse.Namespace) -> int:
-    """A report whose one row says why there is nothing else; exit status 0, so that other benchmarks go on."""
+    """Report why nothing was measured; exit status 0, so that other benchmarks continue."""
     report(name, title, [{"not measured": why}], options)
     return 0
 
 
 def shown(value: Any) -> str:
-    """A value for a table: four digits of a number."""
+    """A value for a table; numbers have four digits."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system time that processes have taken, of those that still live."""
+    """User and system time of those of the processes that are still alive."""
     total = 0.0
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -222,8 +224,8 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 def tree(pid: int) -> dict[int, str]:
     """This process and all below it: pid -> command line."""
     root = psutil.Process(pid)
-    found = {}
+    commands = {}
     for process in (root, *root.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            found[process.pid] = " ".join(process.cmdline())
-    return found
+            commands[process.pid] = " ".join(process.cmdline())
+    return commands

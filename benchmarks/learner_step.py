@@ -42,15 +42,15 @@ def rollouts_of(count: int, longest: int) -> list[Rollout]:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(longest / 8), 1.0, count), 4, longest).astype(int)
     lengths[0] = longest
-    found = []
+    rollouts = []
     for i, response in enumerate(lengths.tolist()):
         if i % SAMPLES == 0:
             prompt = rng.integers(0, VOCABULARY, PROMPT)
         ids = np.concatenate([prompt, rng.integers(0, VOCABULARY, response)]).astype(np.int32)
         mask = np.arange(len(ids)) >= PROMPT
         name, zeros = f"p/{i // SAMPLES}", np.zeros(len(ids), np.float32)
-        found.append(Rollout(name, 0, i % SAMPLES, ids, mask, zeros, (), "stop"))
-    return found
+        rollouts.append(Rollout(name, 0, i % SAMPLES, ids, mask, zeros, (), "stop"))
+    return rollouts
 
 
 def model_of(size: dict[str, int], device: str) -> Any:
@@ -171,17 +171,17 @@ def main() -> int:
                 "budget": 16384 if cuda else 2048, "device": options.device,
                 "gradients": str(Path(folder) / f"{i}.npy"),
             })  # fmt: skip
-        found = harness.interleaved("benchmarks.learner_step", cases, rounds)
+        measured = harness.interleaved("benchmarks.learner_step", cases, rounds)
         gradients = [np.load(case["gradients"]) for case in cases]
     rows: list[Row] = []
-    for case, row, gradient in zip(cases, found, gradients, strict=True):
+    for case, row, gradient in zip(cases, measured, gradients, strict=True):
         difference = float(np.linalg.norm(gradient - gradients[0]) / np.linalg.norm(gradients[0]))
         rows.append({
             "variant": case["variant"], "seconds": row["seconds"], "real tokens/s": row["real tokens"] / row["seconds"],
-            "peak MiB": row["peak_mib"], "ours is faster by": row["seconds"] / found[0]["seconds"],
-            "ours takes of its memory": found[0]["peak_mib"] / row["peak_mib"], "gradient": difference,
+            "peak MiB": row["peak_mib"], "ours is faster by": row["seconds"] / measured[0]["seconds"],
+            "ours takes of its memory": measured[0]["peak_mib"] / row["peak_mib"], "gradient": difference,
         })  # fmt: skip
-    title = f"{count} rollouts, {found[0]['real tokens']} tokens, longest {longest}, V {VOCABULARY:,}, {size}"
+    title = f"{count} rollouts, {measured[0]['real tokens']} tokens, longest {longest}, V {VOCABULARY:,}, {size}"
     harness.report("learner_step", title, rows, options)
     return 0
 

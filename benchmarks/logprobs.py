@@ -4,9 +4,9 @@
 
 T tokens, vocabulary 151,936, hidden 896, bf16: the head of Qwen2.5-0.5B. Peers: full logits in float32 (transformers'
 own loss), TRL's selective_log_softmax on full bf16 logits, TRL's head in vocabulary chunks, Liger where it is installed
-(GPU). The error is the mean |log-prob - that of a float32 product|, over 256 tokens. `products alone` is the least that
-any of them can take: the three matrix products in bf16 without a softmax, and for ours a fourth, since the logits are
-computed again instead of kept. On CPU a process warms up on 64 tokens and times one pass, which takes seconds; on GPU
+(GPU). The error is the mean |log-prob - that of a float32 product|, over 256 tokens. `products alone` is a lower
+bound for all: the three matrix products in bf16 without a softmax (ours needs a fourth, since it computes the logits
+again instead of keeping them). On CPU a process warms up on 64 tokens and times one pass, which takes seconds; on GPU
 it warms up at full size and times several passes, the fastest of which counts.
 """
 
@@ -114,8 +114,8 @@ def measure(case: Case) -> Row:
     run(warm_up)
     hidden.grad = weight.grad = None
     with harness.Peak(device) as peak:
-        found = [run(tokens) for _ in range(passes)]
-    row, logprobs = min(found, key=lambda one: float(one[0]["seconds"]))
+        timed = [run(tokens) for _ in range(passes)]
+    row, logprobs = min(timed, key=lambda result: float(result[0]["seconds"]))
     checked = slice(0, min(CHECKED_TOKENS, tokens))
     with torch.no_grad():
         exact = full_logits(hidden[checked].float(), weight.float(), targets[checked])
@@ -155,9 +155,9 @@ def rows_for(tokens: int, variants: list[str], rounds: int, device: str, need_mi
         else:
             fits.append(variant)
     cases = [{"function": "measure", "variant": v, "tokens": tokens, "device": device} for v in fits]
-    found = dict(zip(fits, harness.interleaved("benchmarks.logprobs", cases, rounds), strict=True))
-    base = found.get(SELECTIVE)
-    for variant, row in found.items():
+    measured = dict(zip(fits, harness.interleaved("benchmarks.logprobs", cases, rounds), strict=True))
+    base = measured.get(SELECTIVE)
+    for variant, row in measured.items():
         shown = {"tokens": tokens, "variant": variant, "seconds": row["seconds"]}
         if "peak_mib" in row:
             need_mib[variant] = row["peak_mib"] / tokens

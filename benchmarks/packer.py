@@ -5,7 +5,7 @@
 Lengths are log-normal, 16 to 8,192 tokens, into a budget of 16,384, for 8 ranks. Peers: first fit (arrival order), and
 Karmarkar-Karp largest differencing into as many bins as best-fit needs, which balances and does not know a budget. The
 bound is the tokens over the budget, rounded up. `ours` is what a training step runs, ranks and balance included;
-`ours, 1 rank` is the packing alone. All of them in one process, round after round over all; the fastest round counts.
+`ours, 1 rank` is the packing alone. All run in one process, round after round; the fastest round counts.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def karmarkar_karp(lengths: np.ndarray, count: int) -> Bins:
     heapq.heapify(heap)
     order = len(lengths)
     while len(heap) > 1:
-        _, _, one = heapq.heappop(heap)
-        _, _, other = heapq.heappop(heap)
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
         merged.sort(key=lambda part: part[0])
         heapq.heappush(heap, (merged[0][0] - merged[-1][0], order, merged))
         order += 1
@@ -70,7 +70,7 @@ Packer = Callable[[np.ndarray], Bins]
 
 
 def measured(lengths: np.ndarray, packers: dict[str, Packer], rounds: int) -> list[Row]:
-    """A row a packer: fastest of the rounds, and what its bins are like."""
+    """One row per packer: its fastest round, and statistics of its bins."""
     best = dict.fromkeys(packers, math.inf)
     packed: dict[str, Bins] = {}
     for _ in range(rounds):
@@ -110,9 +110,9 @@ def main() -> int:
             bins = len(ours(lengths, 1))
             packers["first fit"] = first_fit
             packers["Karmarkar-Karp"] = lambda lengths, n=bins: karmarkar_karp(lengths, n)  # type: ignore[misc]
-        found = measured(lengths, packers, 1 if options.quick else ROUNDS)
-        unit = next(one["seconds"] for one in found if one["packer"] == SINGLE)
-        rows += [one | {"x time": one["seconds"] / unit} for one in found]
+        measurements = measured(lengths, packers, 1 if options.quick else ROUNDS)
+        unit = next(row_of_packer["seconds"] for row_of_packer in measurements if row_of_packer["packer"] == SINGLE)
+        rows += [row_of_packer | {"x time": row_of_packer["seconds"] / unit} for row_of_packer in measurements]
     harness.report("packer", f"lengths into bins of {BUDGET:,} tokens", rows, options)
     return 0
 

@@ -4,7 +4,7 @@
 
 The same prompts, 8 samples each, a random model of 0.1 B parameters that never ends by itself. Ours is
 what a training step does up to its groups: the Ray actor, the grader in its own processes, arrays. Peers: one
-AsyncLLM with a request a prompt, and LLM.generate, with the arguments and the environment of our engine. All three
+AsyncLLM with one request per prompt, and LLM.generate, with the arguments and the environment of our engine. All three
 engines stay up and take turns, round after round; wall and CPU seconds are medians. CPU seconds are those of the
 process that drives the engine and everything below it; of Ray's processes only the engine's actor counts. On GPU the
 model has the size of Qwen2.5-0.5B.
@@ -41,9 +41,9 @@ RAY_DAEMONS = (
 
 
 def own_processes() -> list[int]:
-    """This process and all below it, Ray's daemons left out."""
-    found = harness.tree(os.getpid())
-    return [pid for pid, command in found.items() if not any(daemon in command for daemon in RAY_DAEMONS)]
+    """This process and its descendants, without Ray's daemons."""
+    processes = harness.tree(os.getpid())
+    return [pid for pid, command in processes.items() if not any(daemon in command for daemon in RAY_DAEMONS)]
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -75,7 +75,7 @@ def sampling(case: Case) -> Any:
 
 
 class Bare:
-    """AsyncLLM: a request a prompt, all under way at once."""
+    """AsyncLLM: one request per prompt, all at the same time."""
 
     def __init__(self, case: Case) -> None:
         from vllm import AsyncEngineArgs
@@ -117,8 +117,8 @@ class Offline:
         self._prompts = [{"prompt_token_ids": ids} for ids in prompts_of(case["prompts"])]
 
     def round(self) -> int:
-        found = self._engine.generate(self._prompts, self._params, use_tqdm=False)
-        return sum(len(output.token_ids) for request in found for output in request.outputs)
+        requests = self._engine.generate(self._prompts, self._params, use_tqdm=False)
+        return sum(len(output.token_ids) for request in requests for output in request.outputs)
 
     def close(self) -> None:
         self._engine.llm_engine.engine_core.shutdown()
@@ -196,7 +196,7 @@ class Served:
 
     def _answer(self, wanted: str = "") -> str:
         assert self._process.stdout is not None
-        for line in self._process.stdout:  # vLLM writes there, too
+        for line in self._process.stdout:  # vLLM also writes there
             text = line.strip()
             if text == wanted or (not wanted and text.replace(".", "").replace(" ", "").replace("e-", "").isdigit()):
                 return text
@@ -231,12 +231,12 @@ def main() -> int:
     }
     measured: dict[str, list[tuple[float, float, int]]] = {name: [] for name in served}
     for number in range(rounds + 1):
-        for name, one in served.items():
-            found = one.round()
+        for name, variant in served.items():
+            measurement = variant.round()
             if number:  # the first compiles and fills caches
-                measured[name].append(found)
-    for one in served.values():
-        one.close()
+                measured[name].append(measurement)
+    for variant in served.values():
+        variant.close()
     rows: list[Row] = []
     medians = {name: [statistics.median(v[i] for v in values) for i in range(2)] for name, values in measured.items()}
     for name, (wall, cpu) in medians.items():

@@ -1,11 +1,11 @@
-"""Compare graders on a file of labelled cases, or let random LaTeX loose on ours.
+"""Compare graders on a file of labelled cases, or fuzz ours with random LaTeX.
 
     python benchmarks/scorer.py CASES.jsonl
     python benchmarks/scorer.py --fuzz-seconds 300
 
 A case has a response, a gold answer and whether the response is right (columns response, ground_truth, correct; a row
 with a true `doubtful` is graded but not counted). Ours runs as in training, in one worker, so that the speeds compare;
-Math-Verify runs in one process with its own time limits, the gold answer in a box, and is killed where those fail.
+Math-Verify runs in one process with its own time limits, the gold answer in a box, and is killed if those fail.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def ours(cases: list[dict[str, Any]], workers: int) -> tuple[list[Outcome], floa
             (graded,) = scorer.score_batch([case["response"]], [case["ground_truth"]])
             outcomes.append(Outcome(graded.score == 1.0, time.perf_counter() - started, graded.status))
         scorer.pool.wait_full(10)
-    with Scorer(config) as scorer:  # a fresh one: nothing is remembered
+    with Scorer(config) as scorer:  # a fresh one without caches
         started = time.perf_counter()
         scorer.score_batch([case["response"] for case in cases], [case["ground_truth"] for case in cases])
         return outcomes, time.perf_counter() - started
@@ -170,7 +170,7 @@ def random_case(rng: random.Random) -> tuple[str, str]:
 
 
 def fuzz(seconds: float, seed: int, console: Console) -> int:
-    """Grade random cases until the time is over; 1 if an exception escaped a grader or the pool is not full."""
+    """Grade random cases until the time is over; -> 1 if a grader raised an exception or the pool is not full."""
     rng, counts, details = random.Random(seed), Counter[str](), Counter[str]()
     config = RewardConfig.model_validate({"parts": [{"name": "math", "mode": "lenient"}]})
     worst, deadline = 0.0, time.monotonic() + seconds
@@ -203,7 +203,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="?", type=Path, help="JSONL of labelled cases")
     parser.add_argument("--workers", type=int, default=1, help="workers of ours (default: 1, as Math-Verify has)")
-    parser.add_argument("--fuzz-seconds", type=float, help="grade random LaTeX for so long instead")
+    parser.add_argument("--fuzz-seconds", type=float, help="grade random LaTeX for this many seconds instead")
     parser.add_argument("--seed", type=int, default=0, help="of the random LaTeX")
     options = parser.parse_args()
     console = Console(soft_wrap=True)

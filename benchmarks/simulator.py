@@ -100,8 +100,8 @@ class Simulation:
                 self._transfer()
             else:
                 self._step_done()
-        kept = self.done_at[FIRST - 1 :]
-        return (kept[-1] - kept[0]) / (len(kept) - 1)
+        counted = self.done_at[FIRST - 1 :]
+        return (counted[-1] - counted[0]) / (len(counted) - 1)
 
     # --- the buffer's rules ---
 
@@ -236,8 +236,8 @@ def replayed(file: Path) -> list[Row]:
     for run in measured["runs"]:
         system = System(**{**measured["system"], **run["system"]})
         row = row_of(f"{file.stem}, {run['name']}", system, run["lengths"], len(run["step_seconds"]) + FIRST)
-        found = float(np.mean(run["step_seconds"]))
-        rows.append(row | {"measured step s": found, "simulated / measured": row["step s"] / found})
+        measured_s = float(np.mean(run["step_seconds"]))
+        rows.append(row | {"measured step s": measured_s, "simulated / measured": row["step s"] / measured_s})
     return rows
 
 
@@ -246,10 +246,10 @@ def main() -> int:
     parser.add_argument("--replay", type=Path, help="JSON of benchmarks.asynchronous")
     options = parser.parse_args()
     if options.replay is not None:
-        name, title, found = "simulator-replay", "simulated against measured", replayed(options.replay)
-        if not found:
+        name, title, rows = "simulator-replay", "simulated against measured", replayed(options.replay)
+        if not rows:
             return harness.not_measured(name, title, f"{options.replay} holds no measured run", options)
-        harness.report(name, title, found, options)
+        harness.report(name, title, rows, options)
         return 0
     rows = []
     for gpus in (8,) if options.quick else (8, 64, 256, 1000):

@@ -81,9 +81,9 @@ def bare(case: Case) -> Row:
                 outputs = [output async for output in engine.generate(prompt, params, request_id=str(i))]
                 return len(outputs[-1].outputs)
 
-            found = sum(await asyncio.gather(*(one(i) for i in range(PROMPTS))))
+            samples = sum(await asyncio.gather(*(one(i) for i in range(PROMPTS))))
             engine.shutdown()
-            return found
+            return samples
 
     gpus = 0 if case["device"] == "cpu" else 1
     actor: Any = Engine.options(num_gpus=gpus, num_cpus=0.5).remote()  # type: ignore[attr-defined]
@@ -122,8 +122,8 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 case: Case = {"function": function, "dtype": dtype, "device": options.device, "folder": folder}
                 case["engine"], case["environment"] = models.bare_engine(run_config(case))
-                found = harness.fresh("benchmarks.startup", case | {"started": time.time()})
-                best[function] = min(best[function], found["seconds"])
+                result = harness.fresh("benchmarks.startup", case | {"started": time.time()})
+                best[function] = min(best[function], result["seconds"])
     rows.append({"what": "bare AsyncLLM in Ray, first rollouts", "seconds": best["bare"]})
     rows.append({"what": "a run's first rollouts", "seconds": best["first_rollouts"],
                  "target": 1.5 * best["bare"], "x bare": best["first_rollouts"] / best["bare"]})  # fmt: skip

@@ -33,13 +33,13 @@ OURS = {"rlhf": 0, "rlhf, lag 1": 1}
 
 
 def overrides(data: str, seed: int, lag: int, folder: str, steps: int | None) -> list[str]:
-    found = [
+    keys = [
         f"model.path={data}/model", f"data.train={data}/train.jsonl", f"data.eval={data}/test.jsonl",
         f"run.seed={seed}", f"run.dir={folder}/run", f"evaluation.every={EVERY}", "checkpoint.every=null",
         f"rollout.max_policy_lag={lag}",
         "logging.wandb.mode=disabled", "run.export=false",
     ]  # fmt: skip
-    return found + ([f"run.steps={steps}"] if steps else [])
+    return keys + ([f"run.steps={steps}"] if steps else [])
 
 
 def measure(case: Case) -> Row:
@@ -52,10 +52,10 @@ def measure(case: Case) -> Row:
         if case["variant"] == TRL:
             from benchmarks.trl_peer import train_with_trl
 
-            found = train_with_trl(
+            result = train_with_trl(
                 config, steps=config.run.steps, evaluate_every=EVERY, stop_at=TARGET, folder=Path(folder)
             )
-            return found | {"target_s": time_to_target(found["evaluations"])}
+            return result | {"target_s": time_to_target(result["evaluations"])}
         asyncio.run(train_until_target(config))
         lines = [json.loads(x) for x in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     return found_in(lines, lag)
@@ -81,7 +81,9 @@ def accuracy_in(values: dict[str, Any]) -> float | None:
 def found_in(lines: list[dict[str, Any]], lag: int) -> Row:
     """Step times and evaluations of the metrics.jsonl of a run at this lag."""
     times: dict[int, float] = {line["step"]: line["time/step"] for line in lines if "time/step" in line}
-    accuracies = {line["step"]: found for line in lines if line["step"] and (found := accuracy_in(line)) is not None}
+    accuracies = {
+        line["step"]: accuracy for line in lines if line["step"] and (accuracy := accuracy_in(line)) is not None
+    }
     ahead = {step + later for step in accuracies for later in range(1, lag + 2)}  # sampled during that evaluation
     usual = statistics.median(seconds for step, seconds in times.items() if step not in ahead)
     times |= {step: usual for step in times.keys() & ahead}
@@ -116,11 +118,11 @@ def main() -> int:
         for variant in (*OURS, TRL):
             case = {"function": "measure", "variant": variant, "seed": seed, "data": str(data.resolve()),
                     "steps": 12 if options.quick else None}  # fmt: skip
-            found = harness.fresh("benchmarks.time_to_accuracy", case, timeout_s=3600)
+            result = harness.fresh("benchmarks.time_to_accuracy", case, timeout_s=3600)
             rows.append({
-                "seed": seed, "variant": variant, "s to 0.8": found["target_s"] or "not reached",
-                "steps": len(found["step_seconds"]), "median step s": statistics.median(found["step_seconds"]),
-                "last accuracy": found["evaluations"][-1][1],
+                "seed": seed, "variant": variant, "s to 0.8": result["target_s"] or "not reached",
+                "steps": len(result["step_seconds"]), "median step s": statistics.median(result["step_seconds"]),
+                "last accuracy": result["evaluations"][-1][1],
             })  # fmt: skip
             harness.report("time_to_accuracy", title, rows, options)
     return 0

@@ -75,9 +75,9 @@ def main() -> int:
         for variant, seconds in times.items():
             case = {"function": "measure", "variant": variant, "steps": steps, "prompts": prompts,
                     "device": options.device}  # fmt: skip
-            found = harness.fresh("benchmarks.training_steps", case, timeout_s=3600, environment=environment)
-            seconds += found["step_seconds"][2:]  # the first two pay for compilation and caches
-            length = found.get("lengths", length)
+            result = harness.fresh("benchmarks.training_steps", case, timeout_s=3600, environment=environment)
+            seconds += result["step_seconds"][2:]  # the first two pay for compilation and caches
+            length = result.get("lengths", length)
     rows: list[Row] = [
         {"variant": variant, "median step s": statistics.median(seconds), "fastest s": min(seconds),
          "x ours": statistics.median(seconds) / statistics.median(times[OURS])}

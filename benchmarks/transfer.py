@@ -3,11 +3,11 @@
     python -m benchmarks.transfer [--device cuda] [--quick]
 
 Weights of Qwen2.5-0.5B in bf16, 1 GB, to another process that copies them into tensors of its own. On CPU: one copy
-within a process (the unit), ours through shared memory, ours through gloo, and one Ray call a tensor, all calls under
-way at once; all four in one process and its receivers, in turn, round after round. The rows `whole` send through the
-running trainer (Ray, DeepSpeed, vLLM, pause to resume); what they take beyond the transport alone is vLLM's reload,
-which packs the weights of every layer anew. On GPU only those are measured, beside a copy of the same bytes over the
-same link: nccl between two GPUs where there are two, ipc within one.
+within a process (the unit), ours through shared memory, ours through gloo, and one Ray call per tensor, all calls at
+the same time; all four in one process and its receivers, in turn, round after round. The rows `whole` send through the
+running trainer (Ray, DeepSpeed, vLLM, pause to resume). They take longer than the transport alone because of vLLM's
+reload, which packs the weights of every layer again. On GPU only those are measured, and for comparison a copy of the
+same bytes over the same link: nccl between two GPUs if there are two, ipc within one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rlhf.weights.transfer import ParameterMeta
 
-COPY, MEMORY, GLOO, RAY = "copy in one process", "shared memory", "gloo", "Ray, a call a tensor, pipelined"
+COPY, MEMORY, GLOO, RAY = "copy in one process", "shared memory", "gloo", "Ray, a call per tensor, pipelined"
 
 
 class Weights:
@@ -226,16 +226,16 @@ def link(case: Case) -> Row:
 
 def cpu_rows(size: str, rounds: int) -> list[Row]:
     base = {"size": size, "rounds": rounds}
-    found = harness.fresh("benchmarks.transfer", {"function": "transports", **base})
-    unit, count = found["best"][COPY], found["bytes"]
+    result = harness.fresh("benchmarks.transfer", {"function": "transports", **base})
+    unit, count = result["best"][COPY], result["bytes"]
 
     def row(way: str, seconds: float) -> Row:
         return {"way": way, "seconds": seconds, "GB/s": count / seconds / 1e9, "copies": seconds / unit}
 
-    rows = [row(name, seconds) for name, seconds in found["best"].items()]
+    rows = [row(name, seconds) for name, seconds in result["best"].items()]
     case = {"function": "whole", **base, "device": "cpu", "placement": "separate"}
     seconds = harness.fresh("benchmarks.transfer", case)["seconds"]
-    reload_s = seconds - found["best"][MEMORY]
+    reload_s = seconds - result["best"][MEMORY]
     return [*rows, row("whole, separate", seconds), row("  of it vLLM's reload, Ray, pause", reload_s)]
 
 
@@ -247,11 +247,11 @@ def gpu_rows(size: str, rounds: int, gpus: int) -> list[Row]:
             rows.append({"way": f"whole, {placement}, {way}", "not measured": f"needs {needs} GPUs, here are {gpus}"})
             continue
         base = {"size": size, "rounds": rounds, "placement": placement, "device": "cuda"}
-        found = harness.fresh("benchmarks.transfer", {"function": "whole", **base})
-        count, target = found["bytes"], "cuda:1" if needs == 2 else "cuda:0"
+        result = harness.fresh("benchmarks.transfer", {"function": "whole", **base})
+        count, target = result["bytes"], "cuda:1" if needs == 2 else "cuda:0"
         copy_case = {"function": "link", "bytes": count, "target": target, "rounds": rounds}
         unit = harness.fresh("benchmarks.transfer", copy_case)["seconds"]
-        for name, seconds in ((f"copy, cuda:0 to {target}", unit), (f"whole, {placement}, {way}", found["seconds"])):
+        for name, seconds in ((f"copy, cuda:0 to {target}", unit), (f"whole, {placement}, {way}", result["seconds"])):
             rows.append({
                 "way": name, "seconds": seconds, "GB/s": count / seconds / 1e9, "copies": seconds / unit,
                 "of the link": unit / seconds,

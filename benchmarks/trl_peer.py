@@ -105,4 +105,4 @@ def sampled_accuracy(model: Any, tokenizer: Any, rows: list[dict[str, Any]], sco
     model.train(training)
     answers = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     graded = scorer.score_batch(answers, [row["answer"] for row in rows])
-    return sum(one.score == 1.0 for one in graded) / len(rows)
+    return sum(grade.score == 1.0 for grade in graded) / len(rows)

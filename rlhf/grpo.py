@@ -4,7 +4,7 @@
 
 A step, all of it in `train_step`: take groups -> plan minibatches, fix denominators -> old and reference log-probs on
 those microbatches -> KL reward, advantages -> update -> new weights into the engines, canary -> metrics. Without a KL
-in the reward the advantages come first, and what cannot have a gradient is not computed.
+in the reward the advantages come first, and rollouts that cannot have a gradient are not computed.
 """
 
 from __future__ import annotations

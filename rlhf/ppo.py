@@ -3,7 +3,7 @@
     python -m rlhf.ppo --config configs/ppo_quickstart.yaml [section.key=value ...]
 
 A step, all of it in `train_step`: take groups -> plan minibatches of policy and critic, fix denominators -> old and
-reference log-probs and values on those microbatches -> rewards a token, GAE -> policy and critic update at the same
+reference log-probs and values on those microbatches -> rewards per token, GAE -> policy and critic update at the same
 time -> new weights into the engines, canary -> metrics.
 """
 

@@ -43,7 +43,7 @@ class Rollout:
     Attributes:
         token_ids: [L] int32, prompt and response.
         response_mask: [L] bool, True where the policy sampled the token; may have holes.
-        rollout_logprobs: [L] float32, what the engine reported at sampling; 0 outside the mask.
+        rollout_logprobs: [L] float32, as the engine reported them when it sampled; 0 outside the mask.
         version_spans: cover the tokens of the mask, in order.
         finish_reason: `stop` (an end-of-sequence id or a stop string), `length`, or `abort`.
     """
@@ -78,7 +78,7 @@ class ScoredRollout:
     Attributes:
         text: the decoded response. extracted: the answer that was graded, "" if none was found.
         reward_parts: value of every part of the reward by name, before its weight.
-        status: of the grading, `ok` where nothing is to be said.
+        status: of the grading; `ok` if nothing went wrong.
     """
 
     rollout: Rollout
@@ -105,8 +105,8 @@ class RolloutGroup:
 class PackedTokens:
     """Sequences one after another without padding: all rollouts of a step, or one microbatch of a learner.
 
-    In a microbatch, a sequence that begins like the one before it is computed from where they differ, so the order of
-    the sequences matters for speed.
+    In a microbatch, the tokens that a sequence shares with the beginning of the previous one are computed once, so the
+    order of the sequences matters for speed.
 
     Attributes:
         token_ids: [T] int32.
@@ -126,7 +126,7 @@ class PackedTokens:
         return np.diff(self.cu_seqlens)
 
     def token_indices(self, rows: np.ndarray) -> np.ndarray:
-        """[T'] int64, where the tokens of these sequences stand, sequence after sequence in the order of `rows`."""
+        """[T'] int64, positions of the tokens of these sequences, sequence after sequence in the order of `rows`."""
         lengths = self.lengths[rows]
         ends = np.cumsum(lengths)
         return np.repeat(self.cu_seqlens[rows] - ends + lengths, lengths) + np.arange(int(lengths.sum()))
@@ -146,7 +146,7 @@ class PackedTokens:
 class StepBatch:
     """All rollouts of a training step, flat. A rollout has the same row number in every column and every minibatch.
 
-    Whatever the learners compute comes back as further columns of the same rows and tokens.
+    What the learners compute comes back as further columns of the same tokens.
 
     Attributes:
         tokens: columns [N] of all rollouts; its sequences are the rows.
@@ -178,11 +178,11 @@ class Denominators:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer step: what each rank computes, and the global denominators.
+    """One optimizer step: the microbatches of each rank, and the global denominators.
 
     Attributes:
-        microbatches: [rank][microbatch] -> [S] int64 rows of the step; equally many for each rank, so that some may be
-            empty: a filler, which only keeps the ranks in step.
+        microbatches: [rank][microbatch] -> [S] int64 rows of the step. All ranks have equally many, so some may be
+            empty: a filler is computed in their place, so that all ranks make the same calls.
     """
 
     microbatches: tuple[tuple[np.ndarray, ...], ...]
@@ -191,9 +191,9 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class PolicyTargets:
-    """What the policy loss needs besides the tokens: columns [N] of a step, or [T] of a microbatch, float32.
+    """Inputs of the policy loss besides the tokens: columns [N] of a step, or [T] of a microbatch, float32.
 
-    What stands outside of the response mask does not matter.
+    Values outside the response mask do not matter.
 
     Attributes:
         old_logprobs: None where one update per step makes the current policy the old one.
@@ -214,7 +214,7 @@ class PolicyTargets:
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """What the value loss needs besides the tokens: columns [N] of a step, or [T] of a microbatch, float32."""
+    """Inputs of the value loss besides the tokens: columns [N] of a step, or [T] of a microbatch, float32."""
 
     old_values: np.ndarray
     returns: np.ndarray

@@ -87,7 +87,7 @@ def _rank(results: Any, target: Callable[..., Any], place: Place, arguments: tup
 
 
 def make_config(folder: Path, /, **sections: dict[str, Any]) -> GRPOConfig:
-    """A small fp32 CPU run; `sections` override keys, e.g. learner={"zero_stage": 3}."""
+    """The config of a small fp32 CPU run; `sections` override keys, e.g. learner={"zero_stage": 3}."""
     return GRPOConfig.model_validate_json(json.dumps(_sections(folder, sections)))
 
 
@@ -113,7 +113,7 @@ def _sections(folder: Path, sections: dict[str, dict[str, Any]]) -> dict[str, An
 def make_groups(*, groups: int, samples: int, vocabulary: int, longest: int, seed: int) -> list[RolloutGroup]:
     """Groups of ragged random rollouts with random rewards; prompts of 3 to 12 tokens."""
     rng = np.random.default_rng(seed)
-    made = []
+    groups_so_far = []
     for g in range(groups):
         ids = rng.integers(0, vocabulary, rng.integers(3, 12)).astype(np.int32)
         prompt = Prompt(f"p/{g}", 0, ids, (), "0", "p")
@@ -133,8 +133,8 @@ def make_groups(*, groups: int, samples: int, vocabulary: int, longest: int, see
                 "stop",
             )
             scored.append(ScoredRollout(rollout, "", "", float(rng.random()), {"math": 0.0}, "ok"))
-        made.append(RolloutGroup(prompt, tuple(scored)))
-    return made
+        groups_so_far.append(RolloutGroup(prompt, tuple(scored)))
+    return groups_so_far
 
 
 def group_of(rollouts: Sequence[Rollout], rewards: Sequence[float | None] | None = None) -> RolloutGroup:

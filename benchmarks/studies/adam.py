@@ -3,15 +3,15 @@
     python -m benchmarks.studies.adam --output runs/studies/adam
 
 Both variants start from the same policy and take the same batch, four epochs of one minibatch, eps 1e-5, as the
-original RLHF work does. They differ by a per-step epsilon (rlhf/algo/optim.py): at the first update TensorFlow's counts
-for eps / sqrt(1 - 0.999) = 32 eps. An element of a gradient g moves by lr g / (g + eps_t) then, so that the variants
-differ where elements are not large against eps_t, and nowhere else. Two policies:
+original RLHF work does. They differ by a per-step epsilon (rlhf/algo/optim.py): at the first update TensorFlow's is
+eps / sqrt(1 - 0.999) = 32 eps. A parameter with gradient g then moves by lr g / (g + eps_t), so the variants differ
+only where gradients are not large compared with eps_t. Two policies:
 
     warm    the quickstart's model, 0.7 M parameters, which has learned to imitate
     large   0.12 G parameters in the shape of GPT-2 small, random weights
 
-and a scan of eps, which does to Adam what gradients smaller by as much would do, takes the warm one from where the
-variants are one to where they are 200 times apart. Everything runs in this process on the learner's own model, loss and
+A larger eps has the effect of smaller gradients: a scan of eps takes the warm policy from no difference between the
+variants to a factor of 200. Everything runs in this process on the learner's own model, loss and
 optimizer; responses are sampled by transformers.
 """
 
@@ -111,14 +111,14 @@ def sample(model: PolicyModel, prompts: Sequence[np.ndarray], *, tokens: int, eo
         attention[row, longest - len(prompt) :] = 1
     model.transformer.set_attn_implementation("sdpa")
     with torch.no_grad():
-        found = model.transformer.generate(
+        generated = model.transformer.generate(
             ids, attention_mask=attention, max_new_tokens=tokens, do_sample=True, top_k=0, top_p=1.0,
             temperature=model.temperature, eos_token_id=eos, pad_token_id=eos or 0,
         )  # fmt: skip
     model.transformer.set_attn_implementation(PACKED)
     rollouts = []
     for row, prompt in enumerate(prompts):
-        response = found[row, longest:].numpy()
+        response = generated[row, longest:].numpy()
         ends = np.flatnonzero(response == eos) if eos is not None else []
         response = response[: ends[0] + 1] if len(ends) else response
         mask = np.arange(len(prompt) + len(response)) >= len(prompt)
@@ -198,13 +198,13 @@ def logprobs_of(case: Case) -> np.ndarray:
 
 
 def moved(case: Case) -> report.Row:
-    """How far the policy is from the one that sampled, over the tokens of the batch."""
+    """The distance of the policy from the one that sampled, over the tokens of the batch."""
     mask = case.batch.tokens.response_mask
     return distance(torch.from_numpy(logprobs_of(case)[mask]), torch.from_numpy(case.old[mask]))
 
 
 def distance(logprobs: Tensor, old_logprobs: Tensor) -> report.Row:
-    """What the published comparison reports: k2 of new against old, share of clipped ratios, variance of the ratio."""
+    """The published measures: k2 of new against old, share of clipped ratios, variance of the ratio."""
     ratio = (logprobs.double() - old_logprobs.double()).exp()
     return {
         "approximate KL": float(kl_per_token(logprobs.double(), old_logprobs.double(), estimator="k2").mean()),
@@ -225,7 +225,7 @@ def backward(case: Case) -> None:
 
 
 def updates(case: Case, variant: str, *, eps: float = EPS, count: int = UPDATES) -> list[report.Row]:
-    """The distance after each update; the policy is left where the last one put it. No gradient is clipped by norm."""
+    """The distance after each update; the policy keeps the last update. Gradients are not clipped by norm."""
     optimizer = build_adam(case.model.parameters(), variant=variant, lr=case.lr, betas=BETAS, eps=eps, weight_decay=0.0)
     rows = []
     for step in range(1, count + 1):
@@ -259,7 +259,7 @@ def kind_of(parameter: str) -> str:
     return "attention" if "attn" in parameter else "MLP"
 
 
-# --- what the study looks at ---
+# --- measurements ---
 
 
 def compare(case: Case, *, eps: float = EPS) -> tuple[list[report.Row], list[report.Row]]:
@@ -294,12 +294,12 @@ def gradient_sizes(case: Case) -> dict[str, Tensor]:
     """Absolute values of the first gradient's elements, by kind of layer."""
     case.model.zero_grad()
     backward(case)
-    found = {
+    sizes = {
         kind: torch.cat([p.grad.abs().flatten() for name, p in case.parameters if kind_of(name) == kind])  # type: ignore[union-attr]
         for kind in KINDS
     }
     case.model.zero_grad()
-    return found
+    return sizes
 
 
 def scan(case: Case, values: Sequence[float]) -> list[report.Row]:
@@ -332,12 +332,12 @@ def beside_published(steps: Sequence[report.Row]) -> list[report.Row]:
     for measure in PUBLISHED["torch"]:
         row: report.Row = {"measure": measure}
         for source in ("GPT-2, published", *dict.fromkeys(step["policy"] for step in steps)):
-            found = {}
+            means = {}
             for variant in ADAM_VARIANTS:
                 seen = [s[measure] for s in steps if (s["policy"], s["variant"]) == (source, variant)]
-                found[variant] = sum(seen[:-1]) / len(seen) if seen else PUBLISHED[variant][measure]
-                row[f"{source}: {variant}"] = found[variant]
-            row[f"{source}: ratio"] = found["torch"] / found["tensorflow"] if found["tensorflow"] else float("nan")
+                means[variant] = sum(seen[:-1]) / len(seen) if seen else PUBLISHED[variant][measure]
+                row[f"{source}: {variant}"] = means[variant]
+            row[f"{source}: ratio"] = means["torch"] / means["tensorflow"] if means["tensorflow"] else float("nan")
         rows.append(row)
     return rows
 
@@ -412,8 +412,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps, kinds = compare(warm)
     scanned = scan(warm, SCAN)
     print(f"warm policy: {time.monotonic() - began:.0f} s", flush=True)
-    found = compare(large_case(data, rollouts=options.rollouts // 8, seed=options.seed, lr=options.large_lr))
-    steps, kinds = steps + found[0], kinds + found[1]
+    large = compare(large_case(data, rollouts=options.rollouts // 8, seed=options.seed, lr=options.large_lr))
+    steps, kinds = steps + large[0], kinds + large[1]
     tables = {"adam": beside_published(steps), "adam-steps": steps, "adam-layers": kinds, "adam-eps": scanned}
     for name, rows in tables.items():
         report.write_table(options.output / name, rows)

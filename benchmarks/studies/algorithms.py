@@ -21,7 +21,7 @@ from benchmarks.studies import report
 
 STEPS = 30
 CONFIG = "configs/quickstart.yaml"
-ENDS = 5  # steps at the start and at the end that a mean is taken of
+ENDS = 5  # the first and the last steps, over which means are taken
 
 # name -> (label, overrides of configs/quickstart.yaml); the sources are those of docs/algorithms.md
 ALGORITHMS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -67,13 +67,13 @@ EVERY_STEP = ("reward/mean", "policy/loss", "policy/kl_k3", "policy/entropy", "l
 
 
 def command(name: str, *, data: Path, folder: Path, steps: int, seed: int) -> list[str]:
-    """What a user would type."""
+    """The command line, as a user would type it."""
     return [
         sys.executable, "-m", "rlhf.grpo", "--config", CONFIG,
         f"run.dir={folder}", f"run.steps={steps}", f"run.seed={seed}", "run.export=false",
         f"model.path={data}/model", f"data.train={data}/train.jsonl", "data.eval=null", "evaluation.every=null",
         "checkpoint.every=null", "logging.wandb.mode=disabled", "logging.rollouts=false", "algo.log_kl=true",
-        "algo.importance_correction=none",  # of these papers none corrects
+        "algo.importance_correction=none",  # none of these papers corrects
         *ALGORITHMS[name][1],
     ]  # fmt: skip
 

@@ -3,11 +3,11 @@
     python -m benchmarks.studies.kl --output runs/studies/kl
 
 k1 to k4 in the loss, three coefficients each, and once none at all, 40 steps of the quickstart's task. The stack
-(engine, learner, reference, scorer) is started once: before each run the learner takes back its first weights and an
-Adam without history, and sends the weights to the engine. All runs see the same prompts in the same order.
+(engine, learner, reference, scorer) is started once: before each run the learner gets its first weights and a new Adam,
+and sends the weights to the engine. All runs see the same prompts in the same order.
 
-The KL that is reported is none of those optimized: k3 at the tokens that the policy has just sampled, before any update
-on them, where it has no bias. Beside it stand the expected gradients, enumerated over a small softmax policy.
+The reported KL is always k3 at the tokens that the policy has just sampled, before any update on them, where it has no
+bias. A second table has the expected gradients, enumerated over a small softmax policy.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def expected_gradient(name: str, theta: Tensor, log_ref: Tensor, *, sampled_from
 
 @dataclass(frozen=True)
 class Settings:
-    """What one run of the scan optimizes; `estimator` none is a run without a KL."""
+    """The KL in the loss of one run of the scan; `estimator` none is a run without a KL."""
 
     estimator: str
     beta: float
@@ -203,7 +203,7 @@ def add_empty_moments(folder: Path) -> None:
 
 
 async def run_once(stack: Stack, settings: Settings) -> list[report.Row]:
-    """One run of the scan: a row a training step."""
+    """One run of the scan: one row per training step."""
     stream = await stack.begin(settings)
     rows = []
     for step in range(stack.config.run.steps):
@@ -248,11 +248,11 @@ async def scan(config: GRPOConfig, betas: Sequence[float]) -> list[report.Row]:
     async with Stack(config) as stack:
         for settings in all_settings(betas):
             began = time.monotonic()
-            found = await run_once(stack, settings)
-            rows += found
+            steps = await run_once(stack, settings)
+            rows += steps
             print(
-                f"{settings.estimator} beta {settings.beta:g}: KL {found[-1]['kl']:.4f}, reward "
-                f"{found[-1]['reward']:.3f}, {time.monotonic() - began:.0f} s",
+                f"{settings.estimator} beta {settings.beta:g}: KL {steps[-1]['kl']:.4f}, reward "
+                f"{steps[-1]['reward']:.3f}, {time.monotonic() - began:.0f} s",
                 flush=True,
             )
     return rows
@@ -262,18 +262,18 @@ async def scan(config: GRPOConfig, betas: Sequence[float]) -> list[report.Row]:
 
 
 def by_run(rows: Sequence[report.Row]) -> dict[tuple[str, float], list[report.Row]]:
-    found: dict[tuple[str, float], list[report.Row]] = {}
+    runs: dict[tuple[str, float], list[report.Row]] = {}
     for row in rows:
-        found.setdefault((row["estimator"], row["beta"]), []).append(row)
-    return found
+        runs.setdefault((row["estimator"], row["beta"]), []).append(row)
+    return runs
 
 
 def summarize(rows: Sequence[report.Row]) -> list[report.Row]:
-    """One line a run, over the second half of its steps; the median, because single steps stand far out."""
-    found = []
+    """One row per run, over the second half of its steps; the median, because single steps are outliers."""
+    summary = []
     for (estimator, beta), steps in by_run(rows).items():
         late = steps[len(steps) // 2 :]
-        found.append(
+        summary.append(
             {
                 "estimator": estimator,
                 "beta": beta,
@@ -285,7 +285,7 @@ def summarize(rows: Sequence[report.Row]) -> list[report.Row]:
                 "updates skipped": steps[-1]["skipped"],
             }
         )
-    return found
+    return summary
 
 
 def draw(rows: Sequence[report.Row], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the studies share: the quickstart's data, tables as Markdown and CSV, and small pictures."""
+"""Shared by all studies: the quickstart's data, tables as Markdown and CSV, and small pictures."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ COLOURS = 64  # of a picture: lines, their edges, and greys
 
 def parser(module: str, description: str, *, trains: bool) -> argparse.ArgumentParser:
     """The arguments that every study takes: where its picture and table go and, if it trains, from what."""
-    found = argparse.ArgumentParser(prog=f"python -m benchmarks.studies.{module}", description=description)
-    found.add_argument("--output", type=Path, default=Path("runs/studies") / module, help="folder of picture and table")
+    arguments_parser = argparse.ArgumentParser(prog=f"python -m benchmarks.studies.{module}", description=description)
+    arguments_parser.add_argument(
+        "--output", type=Path, default=Path("runs/studies") / module, help="folder of picture and table"
+    )
     if trains:
-        found.add_argument("--data", type=Path, default=DATA, help="the quickstart's model and data; made if not there")
-        found.add_argument("--seed", type=int, default=0)
-    return found
+        arguments_parser.add_argument(
+            "--data", type=Path, default=DATA, help="the quickstart's model and data; made if not there"
+        )
+        arguments_parser.add_argument("--seed", type=int, default=0)
+    return arguments_parser
 
 
-def parse(found: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; ends the program where no picture could be drawn, before the minutes that lead up to it."""
-    options = found.parse_args(arguments)
+def parse(arguments_parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ends the program at once if matplotlib is missing, not after minutes of work."""
+    options = arguments_parser.parse_args(arguments)
     if importlib.util.find_spec("matplotlib") is None:
-        found.error("matplotlib is not installed. Run `make setup-bench` first.")
+        arguments_parser.error("matplotlib is not installed. Run `make setup-bench` first.")
     return options
 
 
 def ensure_data(folder: Path) -> Path:
-    """The folder, with the quickstart's model and data made first where there is nothing."""
+    """The folder; the quickstart's model and data are made first if it is empty."""
     if not (folder / "test.jsonl").is_file():
         print(f"making {folder} first (rlhf.quickstart)", flush=True)
         write_quickstart(folder)
@@ -84,7 +88,7 @@ def figure(rows: int, columns: int, *, width: float, height: float, **options: A
 
 
 def save(drawn: Any, path: Path) -> None:
-    """Write a figure as a PNG of few colours, small enough to be kept beside a text, and say so."""
+    """Write a figure as a PNG of few colours, small enough for the documentation, and print its path."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,5 +100,5 @@ def save(drawn: Any, path: Path) -> None:
 
 
 def mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+    numbers = list(values)
+    return sum(numbers) / len(numbers)

@@ -6,14 +6,13 @@ Constant, linear and cosine, each with a warm-up, for 1 and 4 PPO epochs and 1 a
 DeepSpeed world of that many processes take every optimizer step of a run (of a toy module), and the rate is read from
 the optimizer. Beside it, in worlds of the same sizes, the usual loop of `accelerate`: model, optimizer and
 transformers' scheduler through `prepare`, then step and step. Its prepared scheduler steps once for each process,
-because it takes it that more processes mean fewer steps over a data set; PPO's updates do not become fewer.
+because it assumes that more processes mean fewer steps over a data set; PPO takes the same number of updates.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -36,7 +35,7 @@ LINES = {1: ("-", 3.2), 2: ("--", 1.9), 4: (":", 1.5)}  # of a world's curve, so
 
 @dataclass(frozen=True)
 class Run:
-    """What decides the intended curve: it names no processes."""
+    """Everything that determines the intended curve; the number of processes does not."""
 
     schedule: str
     epochs: int
@@ -67,16 +66,16 @@ def all_runs(steps: int) -> list[Run]:
 
 
 def run_world(rank_main: Callable[..., Any], processes: int, runs: Sequence[Run]) -> list[list[float]]:
-    """Rates by run and update, as every rank of a new world reports them; all ranks must agree."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    """Rates by run and update from a new world, in which all ranks must agree."""
+    from rlhf.learner.messages import free_port
+
+    port = free_port()
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         waiting = [pool.submit(rank_main, rank, processes, port, list(runs)) for rank in range(processes)]
         by_rank = [future.result() for future in waiting]
     assert all(rates == by_rank[0] for rates in by_rank), "the ranks of a world hold different learning rates"
-    found: list[list[float]] = by_rank[0]
-    return found
+    rates: list[list[float]] = by_rank[0]
+    return rates
 
 
 def our_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -> list[list[float]]:
@@ -88,7 +87,7 @@ def our_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -> list[
     from rlhf.learner.rank import TrainedRank, Training
 
     place = Place(rank, processes, rank, "127.0.0.1", port, threads=1)
-    found = []
+    rates_of_runs = []
     for run in runs:
         section = TrainedConfig(
             optimizer=OptimizerConfig(lr=PEAK),
@@ -101,13 +100,13 @@ def our_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -> list[
         for _ in range(run.updates):
             trained.take_step(1, lambda _: (trained.engine(torch.ones(1, 4)).sum(), {}))  # noqa: B023 - called at once
             rates.append(float(trained.engine.optimizer.param_groups[0]["lr"]))
-        found.append(rates)
+        rates_of_runs.append(rates)
     trained.close()
-    return found
+    return rates_of_runs
 
 
 def accelerate_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -> list[list[float]]:
-    """One rank of the usual loop around `accelerate`, nothing set but what the loop needs."""
+    """One rank of the usual loop around `accelerate`, with its default settings."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -118,7 +117,7 @@ def accelerate_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == processes
-    found = []
+    rates_of_runs = []
     for run in runs:
         module = torch.nn.Linear(4, 1)
         plain = torch.optim.AdamW(module.parameters(), lr=PEAK)
@@ -132,9 +131,9 @@ def accelerate_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        found.append(rates)
+        rates_of_runs.append(rates)
     accelerator.end_training()
-    return found
+    return rates_of_runs
 
 
 # --- table and picture ---
@@ -218,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for processes in map(int, options.processes.split(",")):
         for curves, rank_main in ((ours, our_rank), (theirs, accelerate_rank)):
             rates = run_world(rank_main, processes, runs)
-            curves.update({(run, processes): found for run, found in zip(runs, rates, strict=True)})
+            curves.update({(run, processes): rates_of_run for run, rates_of_run in zip(runs, rates, strict=True)})
         print(f"worlds of {processes}: {time.monotonic() - began:.0f} s so far", flush=True)
     rows = summarize(ours, theirs)
     report.write_table(options.output / "schedule", rows)

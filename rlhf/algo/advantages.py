@@ -1,4 +1,4 @@
-"""From rewards to advantages: the group-relative family, one number a response, and GAE, one number a token.
+"""From rewards to advantages: the group-relative family, one number per response, and GAE, one per token.
 
 Dr. GRPO (arXiv:2503.20783) is `group_advantages` without the std, together with the loss aggregation `constant`.
 """
@@ -20,15 +20,15 @@ def group_advantages(rewards: Tensor, *, normalize_std: bool, eps: float = STD_E
     """Group-relative advantages (DeepSeekMath, arXiv:2402.03300, sec. 4.1.2; Dr. GRPO drops the std).
 
     Args:
-        rewards: [G] one scalar a response of the same prompt; NaN marks an unscorable response, which leaves the
-            baseline.
+        rewards: [G] one scalar per response of the same prompt; NaN marks an unscorable response, which is left out
+            of the baseline.
         normalize_std: divide by (std + eps) of the scorable rewards, std with n - 1.
 
     Returns:
         [G] reward minus the mean of the scorable ones, over their std if asked; exactly 0 for NaN, for a group of one
         and for equal rewards, which max == min decides (eight rewards of 0.1 have a float32 std above 0).
     """
-    scores = rewards.double()  # a mean that rounds would leave an offset of its own size in small differences
+    scores = rewards.double()  # in float32 the rounding of the mean would show in small differences
     scorable = ~scores.isnan()
     scores = scores[scorable]
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
@@ -56,8 +56,8 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
 def reinforce_plus_plus_advantages(rewards: Tensor, group_ids: Tensor | None = None, *, eps: float = STD_EPS) -> Tensor:
     """REINFORCE++ (arXiv:2501.03262): rewards normalized over the global batch instead of over the group.
 
-    The baseline form, with `group_ids`, first subtracts each group's mean. The mean of what is left is 0 by
-    construction and is not subtracted again, so that a group of equal rewards keeps an advantage of exactly 0.
+    The baseline form, with `group_ids`, first subtracts each group's mean. The mean of the differences is 0 by
+    construction and is not subtracted again, so a group of equal rewards has advantages of exactly 0.
     Statistics are over responses; a KL in the reward is part of the response's scalar.
 
     Args:
@@ -83,8 +83,8 @@ def token_rewards(scores: Tensor, kl_penalties: Tensor, response_mask: Tensor, c
     """Per-token rewards of RLHF (arXiv:1909.08593, sec. 2, per token as in arXiv:2203.02155, sec. 3.5).
 
     Args:
-        scores: [S] one a response, paid at the last True token of its segment; not at all where there is none.
-        kl_penalties: [T] coefficient times KL, subtracted at each True token; what stands elsewhere does not matter.
+        scores: [S] one per response, added at the last True token of its segment; ignored if there is none.
+        kl_penalties: [T] coefficient times KL, subtracted at each True token; values elsewhere do not matter.
         response_mask: [T] bool. cu_seqlens: [S+1].
 
     Returns:
@@ -122,7 +122,7 @@ def gae(
 
     Args:
         rewards, values: [T]; V_t is the value of the state in which token t is chosen.
-        response_mask: [T] bool; what stands where it is False does not matter.
+        response_mask: [T] bool; values where it is False do not matter.
         cu_seqlens: [S+1].
     """
     rewards, values = masked(rewards, response_mask), masked(values, response_mask)
@@ -130,8 +130,8 @@ def gae(
     steps = int(counts.max()) if len(counts) else 0
     segment = segment_ids(cu_seqlens, len(rewards))[response_mask]
     first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))[:-1]
-    # One row a step and one column a segment, responses aligned at their ends: beyond a response's first token the
-    # rows above hold nothing, and the recursion runs over whole rows from the last to the first.
+    # One row per step and one column per segment, responses aligned at their ends: above a response's first token its
+    # column is 0, and the recursion runs over whole rows from the last to the first.
     step = steps - counts[segment] + torch.arange(len(segment), device=segment.device) - first[segment]
     by_step_rewards = rewards.new_zeros(steps, len(counts))
     by_step_values = rewards.new_zeros(steps + 1, len(counts))
@@ -146,11 +146,11 @@ def gae(
 
 
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """x with mean 0 and variance 1 over the True tokens of mask, as the original RLHF code does it.
+    """x with mean 0 and variance 1 (n, not n - 1) over the True tokens of mask, as in the original RLHF code.
 
     Args:
         x, mask: [T], any shape; outside of the mask the result is 0 and the input does not matter.
-        shift_mean: False keeps the mean (rewards are whitened so), and only the spread becomes 1.
+        shift_mean: False keeps the mean (for rewards) and scales only the spread.
     """
     values = full_precision(x)[mask]
     if not len(values):

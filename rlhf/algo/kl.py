@@ -5,8 +5,8 @@ With d = log pi - log pi_ref at a sampled token and r = pi / pi_old:
     k1 = d    k2 = d^2 / 2    k3 = exp(-d) - 1 + d    k4 = r d          (k1 to k3: J. Schulman, "Approximating KL
                                                                          divergence", joschu.net/blog/kl-approx.html)
 
-What an estimator measures and what its gradient does are two things. As a *loss*, differentiated at tokens sampled
-from pi itself, and given each token's prefix, the expected gradient is
+The value of an estimator and its gradient are different questions. As a *loss*, differentiated at tokens sampled from
+pi itself, and given each token's prefix, the expected gradient is
 
     k1  zero: E[grad log pi] = 0. It adds variance and controls nothing
     k2  the gradient of KL(pi || pi_ref)
@@ -15,12 +15,12 @@ from pi itself, and given each token's prefix, the expected gradient is
 
 *Off-policy*, at tokens sampled from pi_old: k4 and ratio-weighted k3 stay exact, because r d and r k3 differentiate to
 r d grad log pi (+ r grad log pi, which averages to 0 for k4). k1, k2 and plain k3 do not: each becomes the same sum
-with pi_old in the place of the sampling distribution, which for k1 is no longer zero.
+under pi_old instead of pi, which for k1 is no longer zero.
 
 None of the four sees the effect of a token on later prefixes. A KL in the *reward* does: there k1, summed over the
 response, is exact, while k2 and k3 are biased (and k3 is unbounded where pi is far below pi_ref).
 
-The gradient flows through `logprobs` and nothing else; nothing here detaches it.
+The gradient flows through `logprobs` only; nothing here detaches it.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def kl_per_token(
     ratio_weighted: bool = False,
     response_mask: Tensor | None = None,
 ) -> Tensor:
-    """One estimate of the KL divergence a token (module docstring; weighted k3: arXiv:2512.02556, sec. 3.1).
+    """One estimate of the KL divergence per token (module docstring; weighted k3: arXiv:2512.02556, sec. 3.1).
 
     Args:
         logprobs: [T] of the policy, with gradient where the KL is part of a loss.
         ref_logprobs: [T] of the reference.
         estimator: one of KL_ESTIMATORS.
-        old_logprobs: [T] of the policy that the tokens count as sampled from; k4 and `ratio_weighted` need it.
+        old_logprobs: [T] of the policy that sampled the tokens; k4 and `ratio_weighted` need it.
         ratio_weighted: multiply k3 by pi / pi_old, gradient included.
-        response_mask: [T] bool; where it is False the result and its gradient are 0, whatever the inputs hold.
+        response_mask: [T] bool; where it is False the result and its gradient are 0 for any input.
 
     Returns:
         [T] float32 (float64 stays). Exponents are exact up to MAX_LOG_RATIO and continue along the tangent.
@@ -82,19 +82,19 @@ def kl_per_token(
 
 
 class FixedKLController:
-    """A coefficient that stays what the config says, also after a resume."""
+    """A coefficient that always has the value of the config, also after a resume."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
 
     def update(self, kl: float, rollouts: int) -> None:
-        """Nothing follows from the measured KL."""
+        """The measured KL changes nothing."""
 
     def state_dict(self) -> dict[str, float]:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """The config decides, not the checkpoint."""
+        """The checkpoint is ignored: the config decides."""
 
 
 class AdaptiveKLController:
@@ -104,8 +104,8 @@ class AdaptiveKLController:
 
     Args:
         init: the first coefficient, above 0: the update is multiplicative.
-        target: nats a response (the sum over its tokens).
-        horizon: rollouts over which an error that stays at its bound of 0.2 changes the coefficient by about a fifth.
+        target: nats per response (the sum over its tokens).
+        horizon: rollouts after which a constant error of 0.2 (the bound) has changed the coefficient by about a fifth.
 
     Raises:
         ValueError: an argument that is not positive.
@@ -122,10 +122,10 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, kl: float, rollouts: int) -> None:
-        """Take in the mean KL of one step's rollouts, in nats a response.
+        """Take in the mean KL of one step's rollouts, in nats per response.
 
         Raises:
-            ValueError: a KL that is not finite, which would make the coefficient useless for good.
+            ValueError: a KL that is not finite, which would spoil the coefficient for the rest of the run.
         """
         if not math.isfinite(kl):
             raise ValueError(f"adaptive KL controller: the measured KL is {kl}; the coefficient stays {self.coef}.")

@@ -49,14 +49,14 @@ def token_logprobs(
 
     Args:
         hidden: [T, H] of the packed row, as the transformer's last norm leaves them; [U, H] with `expand`.
-        head_weight: [V, H], the embedding itself where the two are tied; it must be the parameter, not a copy of it.
+        head_weight: [V, H], the embedding itself where the two are tied; it must be the parameter itself, not a copy.
         token_ids: [T] int.
-        response_mask: [T] bool. Elsewhere the results are 0, and neither states nor tokens matter.
+        response_mask: [T] bool. Elsewhere the results are 0; states and tokens there do not matter.
         cu_seqlens: [S+1].
-        expand: [T] int64, which of U states is that of each token, where sequences share their beginnings.
+        expand: [T] int64, index of each token's state among the U states, if sequences share their beginnings.
         head_bias: [V].
-        temperature: the one that the tokens were sampled with.
-        token_tile, vocab_tile: sizes of a tile; memory and speed depend on them, results only by rounding.
+        temperature: of the sampling.
+        token_tile, vocab_tile: sizes of a tile, for memory and speed; results differ only by rounding.
     """
     positions, states = response_states(response_mask, cu_seqlens)
     if expand is not None:
@@ -73,7 +73,7 @@ def token_logprobs(
 
 
 def response_states(response_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the response tokens stand, and where the state stands in which each was chosen: both [N] int64.
+    """Positions of the response tokens, and of the states in which they were chosen: both [N] int64.
 
     A policy takes the log-probability of token t from that state, a critic the value V_t.
 
@@ -94,7 +94,7 @@ class _Tiles(NamedTuple):
 
 
 def _default_tiles(weight: Tensor, token_tile: int | None, vocab_tile: int | None) -> _Tiles:
-    """A CPU wants a tile of logits near its caches, a GPU one large enough to fill its multiprocessors."""
+    """On CPU a tile of logits should fit the caches; on GPU it should fill the multiprocessors."""
     tokens, vocab = (2048, 16384) if weight.is_cuda else (1024, 2048)
     return _Tiles(token_tile or tokens, vocab_tile or vocab)
 
@@ -252,23 +252,23 @@ class _FusedHead(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, rows, targets, lse, entropy = ctx.saved_tensors
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
-        # A clipped token or one without an advantage has no gradient, and its part of the backward pass is left out.
+        # A clipped token or one without an advantage has no gradient: it is left out of the backward pass.
         active = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
-        kept = active.nonzero().squeeze(1)
-        head = _Head(hidden[rows[kept]].to(weight.dtype), weight, bias, ctx.temperature, ctx.tiles)
+        used = active.nonzero().squeeze(1)
+        head = _Head(hidden[rows[used]].to(weight.dtype), weight, bias, ctx.temperature, ctx.tiles)
         grad_states, grad_weight, grad_bias = _backward_tiles(
             head,
-            targets[kept],
-            lse[kept],
-            None if grad_entropy is None else entropy[kept],
-            grad_logprobs[kept],
-            None if grad_entropy is None else grad_entropy[kept],
+            targets[used],
+            lse[used],
+            None if grad_entropy is None else entropy[used],
+            grad_logprobs[used],
+            None if grad_entropy is None else grad_entropy[used],
             ctx.needs_input_grad[:3],
         )
         grad_hidden = None
         if grad_states is not None:
             if ctx.repeated:
-                grad_hidden = add_rows(grad_states, rows[kept], len(hidden)).to(hidden.dtype)
+                grad_hidden = add_rows(grad_states, rows[used], len(hidden)).to(hidden.dtype)
             else:
-                grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows[kept], grad_states.to(hidden.dtype))
+                grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows[used], grad_states.to(hidden.dtype))
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None

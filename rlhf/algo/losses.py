@@ -1,7 +1,7 @@
 """Policy losses, the value loss, importance correction, and the one reduction from tokens to a loss.
 
 Everything up to `aggregate` is per token. Inputs are masked by `torch.where` before the first arithmetic, so that
-neither value nor gradient depends by a single bit on what stands where `response_mask` is False.
+values where `response_mask` is False change neither value nor gradient by a single bit.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class PolicyLossTerms(NamedTuple):
 
     Attributes:
         loss: to be minimized; carries the gradient.
-        ratio: pi / pi_old as the loss used it (gspo: one value a sequence), without gradient.
-        clipped: the bound of the ratio decided the loss of this token: its gradient is zero (ppo, gspo), or its
-            weight was cut (cispo).
-        dual_clipped: the dual clip decided it; its gradient is zero.
+        ratio: pi / pi_old as the loss used it (gspo: one value per sequence), without gradient.
+        clipped: the token's loss is that of the clipped ratio: its gradient is zero (ppo, gspo), or its weight was cut
+            (cispo).
+        dual_clipped: the token's loss is the bound of the dual clip; its gradient is zero.
     """
 
     loss: Tensor
@@ -48,7 +48,7 @@ def policy_loss(
     dual_clip: float | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> PolicyLossTerms:
-    """The clipped policy gradient, one value a token. With r = pi / pi_old:
+    """The clipped policy gradient, one value per token. With r = pi / pi_old:
 
         ppo    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)                 arXiv:1707.06347, eq. 7; two separate
                bounds are DAPO's clip-higher (arXiv:2503.14476, sec. 3.1)
@@ -60,7 +60,7 @@ def policy_loss(
     Args:
         logprobs: [T] with gradient.
         old_logprobs, advantages: [T] without.
-        response_mask: [T] bool; tokens elsewhere get loss 0 and gradient 0, whatever their inputs hold.
+        response_mask: [T] bool; tokens elsewhere get loss 0 and gradient 0 for any input.
         dual_clip: c > 1 bounds the loss of ppo and gspo at -c A where A < 0 (arXiv:1912.09729); None: no bound.
         cu_seqlens: [S+1], for gspo.
 
@@ -75,11 +75,11 @@ def policy_loss(
             raise ValueError(f"algo.dual_clip={dual_clip}: cispo has no dual clip. Leave it out, or use ppo or gspo.")
         ratio = bounded_exp(log_ratio.detach())
         weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-        nothing = torch.zeros_like(response_mask)
-        return PolicyLossTerms(-weight * advantages * logprobs, ratio * response_mask, weight != ratio, nothing)
+        not_dual = torch.zeros_like(response_mask)
+        return PolicyLossTerms(-weight * advantages * logprobs, ratio * response_mask, weight != ratio, not_dual)
     if kind == "gspo":
         if cu_seqlens is None:
-            raise ValueError("gspo needs cu_seqlens: its ratio is one of sequences.")
+            raise ValueError("gspo needs cu_seqlens: its ratio is per sequence.")
         sequence = _segment_mean(log_ratio.detach(), response_mask, cu_seqlens)
         # The value is the sequence's log ratio (the bracket is exactly 0), the gradient that of the token's log pi.
         log_ratio = torch.where(response_mask, sequence + (logprobs - logprobs.detach()), 0.0)
@@ -93,7 +93,7 @@ def policy_loss(
     dual_clipped = torch.zeros_like(clipped)
     if dual_clip is not None:
         if dual_clip <= 1:
-            raise ValueError(f"algo.dual_clip={dual_clip}: must be above 1, or it would cut ratios that are not off.")
+            raise ValueError(f"algo.dual_clip={dual_clip}: must be above 1, or it would also cut ratios near 1.")
         limit = -dual_clip * advantages
         dual_clipped = (advantages < 0) & (loss > limit)
         loss = torch.where(dual_clipped, limit, loss)
@@ -129,11 +129,11 @@ def value_loss(
 
 
 class ImportanceWeights(NamedTuple):
-    """How much each token counts after the correction for what the engine sampled from.
+    """Weight of each token that corrects for the difference between the learner's policy and the engine's.
 
     Attributes:
         weights: [T], 0 outside of the mask; multiply the per-token policy loss with them.
-        outside: [T] bool, the ratio was beyond the cap: cut (truncated) or left out (masked).
+        outside: [T] bool, the ratio is beyond the cap: it was cut (truncated) or the token left out (masked).
         samples: n, the tokens or (at level `sequence`) the responses that the next two sums are over.
         ratio_sum, ratio_square_sum: scalars, of the ratios before any cap, for `EffectiveSampleFraction`.
     """
@@ -156,7 +156,7 @@ def importance_weights(
     level: str = "token",
     cap: float = 2.0,
 ) -> ImportanceWeights:
-    """Weights w = pi_old / pi_rollout between the learner's policy and the engine's, one a token.
+    """Weights w = pi_old / pi_rollout between the learner's policy and the engine's, one per token.
 
         none       1
         truncated  min(w, cap)                               truncated importance sampling (Ionides 2008), applied
@@ -177,9 +177,11 @@ def importance_weights(
     if mode not in IMPORTANCE_CORRECTIONS:
         raise ValueError(f"algo.importance_correction={mode!r}: use one of {', '.join(IMPORTANCE_CORRECTIONS)}.")
     if level not in IMPORTANCE_LEVELS:
-        raise ValueError(f"importance correction a {level!r}: unknown. Use one of {', '.join(IMPORTANCE_LEVELS)}.")
+        raise ValueError(f"algo.importance_level={level!r}: unknown. Use one of {', '.join(IMPORTANCE_LEVELS)}.")
     if cap < 1:
-        raise ValueError(f"importance correction with cap={cap}: below 1 it would cut weights where policies agree.")
+        raise ValueError(
+            f"algo.importance_cap={cap}: below 1 it would cut weights where policies agree. Use at least 1."
+        )
     log_ratio = masked(old_logprobs, response_mask) - masked(rollout_logprobs, response_mask)
     if level == "sequence":
         sums = segment_sums(log_ratio, cu_seqlens)
@@ -213,7 +215,7 @@ def aggregate(
     sequences: int,
     constant_length: int | None = None,
 ) -> Tensor:
-    """This microbatch's share of the minibatch's loss: the sum over all microbatches and ranks is the loss.
+    """This microbatch's share of the minibatch's loss; the shares of all microbatches and ranks add up to it.
 
         token_mean     sum over True tokens / tokens                               DAPO, arXiv:2503.14476, sec. 3.3
         sequence_mean  sum over sequences of the mean of their True tokens / sequences        arXiv:2402.03300, eq. 3

@@ -1,4 +1,4 @@
-"""What the losses share: an exponential that stays finite, and sums over the segments of a packed row."""
+"""Numerics that the losses share: an exponential that stays finite, masking, sums over the segments of a packed row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: a probability ratio beyond it is no longer
 def bounded_exp(x: Tensor) -> Tensor:
     """exp(x) up to MAX_LOG_RATIO, the tangent line beyond: finite, monotone, value and gradient exact inside.
 
-    The tangent, unlike a clamp, keeps the sign of the gradient where a policy has drifted furthest.
+    Unlike a clamp, the tangent keeps a gradient of the right sign where a policy has drifted furthest.
     """
     return torch.exp(x.clamp(max=MAX_LOG_RATIO)) * (1 + torch.relu(x - MAX_LOG_RATIO))
 
@@ -30,7 +30,7 @@ def add_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """x where the mask is True and 0 elsewhere, in full precision; what stood elsewhere, NaN too, leaves no trace."""
+    """x where the mask is True and 0 elsewhere, in full precision; values elsewhere, NaN too, have no effect."""
     return torch.where(mask, full_precision(x), 0.0)
 
 

@@ -1,7 +1,7 @@
 """Sequences -> token-budget microbatches without padding, the same amount of work for every rank.
 
-The minibatches are drawn first, from a seeded permutation that knows neither ranks nor budgets; packing only decides
-where and when a sequence is computed, never which optimizer step it belongs to.
+The minibatches are drawn first, from a seeded permutation that does not depend on ranks or budgets. Packing decides
+only where and when a sequence is computed, never which optimizer step it belongs to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from rlhf.types import PackedTokens
 
 # Attention costs as much as everything else in a transformer at a length of about six times its hidden size
-# (12 H^2 multiply-adds a token and layer against 2 L H): 8,192 stands for hidden sizes of 1,000 to 2,000.
+# (12 H^2 multiply-adds per token and layer against 2 L H): 8,192 stands for hidden sizes of 1,000 to 2,000.
 QUADRATIC_LENGTH = 8192.0
 
 # The budget counts computed tokens. With shared beginnings counted in each sequence, a microbatch holds at most this
@@ -59,9 +59,9 @@ def bundle_samples(
     bundles: list[list[int]] = []
     for members in by_prompt.values():
         prompt, taken = int(prompt_lengths[members[0]]), 0
-        for place, index in enumerate(members):
+        for number, index in enumerate(members):
             response = int(responses[index])
-            if place == 0 or taken + response > min(limit, max_tokens - prompt):
+            if number == 0 or taken + response > min(limit, max_tokens - prompt):
                 bundles.append([])
                 taken = 0
             bundles[-1].append(index)
@@ -72,10 +72,10 @@ def bundle_samples(
 def bundle_sizes(
     bundles: Sequence[Sequence[int]], lengths: np.ndarray, prompt_lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What each bundle takes of a budget, and its cost: the arguments of `pack_microbatches`, both [bundles].
+    """Tokens of the budget that each bundle takes, and its cost, both [bundles]: arguments of `pack_microbatches`.
 
-    A bundle takes its computed tokens, or its whole sequences over WHOLE_TOKENS where those are more: keys and values
-    are held for all of them. The cost of attention is that of whole sequences, as CPU computes it.
+    A bundle takes its computed tokens, or the tokens of its whole sequences divided by WHOLE_TOKENS if that is more:
+    keys and values are held for all of them. The cost of attention is that of whole sequences, as CPU computes it.
     """
     saved = np.array([(len(members) - 1) * int(prompt_lengths[members[0]]) for members in bundles], np.int64)
     whole = np.array([int(lengths[members].sum()) for members in bundles], np.int64)
@@ -88,23 +88,23 @@ def pack_microbatches(
 ) -> list[list[list[int]]]:
     """Distribute the sequences of one minibatch over microbatches of at most `max_tokens` and over ranks.
 
-    Best-fit decreasing finds how many microbatches are needed, rounded up to a multiple of `ranks`. Where there is
-    slack, sequences are spread anew, each in decreasing order to the microbatch with the least cost; where the budget
-    is too tight for that, the best-fit microbatches stand. Microbatches of similar cost run at the same time on all
+    Best-fit decreasing finds how many microbatches are needed, rounded up to a multiple of `ranks`. If there is room,
+    sequences are distributed again, each in decreasing order to the microbatch with the least cost; if the budget is
+    too tight for that, the best-fit microbatches are kept. Microbatches of similar cost run at the same time on all
     ranks, since a reduction follows each of them.
 
     Args:
         lengths: [B] int, tokens of each sequence, prompt and response; or of each bundle of them.
         max_tokens: hard budget of one microbatch.
         ranks: learners.
-        costs: [B] float; null is `sequence_cost`, for single sequences.
+        costs: [B] float; None: `sequence_cost`, for single sequences.
 
     Returns:
         [rank][microbatch] -> indices into `lengths`, ascending. Equally many microbatches for every rank, at least
-        one; the empty lists among them are fillers. The result depends on the arguments alone.
+        one; empty lists are fillers. The result depends only on the arguments.
 
     Raises:
-        ValueError: a sequence alone is over the budget.
+        ValueError: a single sequence is longer than the budget.
     """
     if len(lengths) and int(lengths.max()) > max_tokens:
         raise ValueError(
@@ -130,8 +130,8 @@ def sequence_cost(lengths: np.ndarray) -> np.ndarray:
 def _best_fit(sizes: list[int], max_tokens: int) -> list[list[int]]:
     """Best-fit decreasing; `sizes` is sorted downwards.
 
-    Room is an integer, so open bins are kept in one stack for each amount of room, and the amounts in use as the bits
-    of one integer: the tightest bin that still fits is the lowest bit at or above the size.
+    Room is an integer: open bins are in one stack for each amount of room, and the amounts in use are the bits of one
+    integer. The tightest bin that still fits is the lowest bit at or above the size.
     """
     bins: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
@@ -173,7 +173,7 @@ def _spread(sizes: list[int], costs: list[float], max_tokens: int, count: int) -
 
 
 def _assign_ranks(bins: list[list[int]], costs: np.ndarray, ranks: int) -> list[list[list[int]]]:
-    """Deal bins, costliest first, in rounds of one a rank; within a round the costliest goes to the least loaded."""
+    """Deal bins, costliest first, in rounds of one per rank; within a round the costliest goes to the least loaded."""
     loads_of = [float(costs[members].sum()) if members else 0.0 for members in bins]
     dealt = sorted(range(len(bins)), key=lambda index: (-loads_of[index], index))
     loads = [0.0] * ranks
@@ -219,10 +219,10 @@ def filler() -> PackedTokens:
 
 
 def shared_beginnings(packed: PackedTokens) -> np.ndarray:
-    """[S] int64, how many first tokens of each sequence are those of the sequence before it in the row.
+    """[S] int64, how many leading tokens of each sequence equal those of the previous sequence in the row.
 
-    States there are the same and need computing once: of the prompt that samples share, of what a chosen and a rejected
-    answer have in common. At least one token of each sequence is its own.
+    Their states are the same and are computed once: a prompt that samples share, the common beginning of a chosen and a
+    rejected answer. At least one token of each sequence is its own.
     """
     shared = np.zeros(len(packed.lengths), np.int64)
     bounds = packed.cu_seqlens.tolist()

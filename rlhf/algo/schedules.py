@@ -1,4 +1,4 @@
-"""The learning rate as a function of the optimizer update and of nothing else.
+"""The learning rate as a function of the optimizer update alone.
 
 Update u = 1..N counts optimizer steps of the whole run; the number of learners, microbatches or training steps never
 enters. Skipped updates (a non-finite gradient) consume u, so that planned and actual rates stay in step.
@@ -39,7 +39,7 @@ def learning_rate(
         total_updates: N, optimizer updates of the whole run.
         lr: the rate at the end of the warm-up.
         num_cycles: periods of the cosine; 0.5 is one fall from `lr` to `min_lr`.
-        min_lr: what the decay ends at; the constant schedule and the warm-up do not look at it.
+        min_lr: the rate at the end of the decay; the constant schedule and the warm-up ignore it.
         power: exponent of the polynomial.
 
     Raises:

@@ -19,7 +19,7 @@ from rlhf.learner.messages import free_port
 
 CONNECT_S = 20.0
 END_S = 20.0
-DEATH_NOTICE_S = 5.0  # how long after a failure another actor may still be found dead
+DEATH_NOTICE_S = 5.0  # after a failure: time in which another actor's death may still be noticed
 
 
 class ClusterError(RuntimeError):
@@ -28,7 +28,7 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class Location:
-    """Where an actor runs: its node by id and address, a port that is free there, and the GPUs that Ray gave it."""
+    """The place of an actor: its node by id and address, a free port there, and the GPUs that Ray gave it."""
 
     node: str
     host: str
@@ -39,8 +39,8 @@ class Location:
 class HostedActor:
     """A Ray actor around a class that is imported in the actor's process only.
 
-    The driver names it by module and class, and so starts without torch's, DeepSpeed's and vLLM's import times. It is
-    built in a second call, when it is known where all actors of the group ended up.
+    The driver names it by module and class, and so does not import torch, DeepSpeed or vLLM itself. The object is built
+    in a second call, when the places of all actors of the group are known.
     """
 
     _hosted: Any = None
@@ -54,7 +54,7 @@ class HostedActor:
         return Location(node, ray.util.get_node_ip_address(), free_port(), gpu_ids)
 
     def build(self, environment: Mapping[str, str], *arguments: Any) -> None:
-        """Import and construct, after setting the environment that the libraries read when they are imported."""
+        """Set the environment that the libraries read when they are imported, then import and construct."""
         os.environ.update(environment)
         self._hosted = getattr(importlib.import_module(self._module), self._name)(*arguments)
 
@@ -65,7 +65,7 @@ class HostedActor:
 class HostedAsyncActor(HostedActor):
     """The same for a class whose methods are coroutines, many of which run at once.
 
-    It is built in a thread, so that the actor can be asked to end, with the processes that it started, in the middle.
+    The object is built in a thread, so that the actor can be told to end, with its processes, during start-up.
     """
 
     async def locate(self) -> Location:  # type: ignore[override]
@@ -89,14 +89,14 @@ async def wait_for(
 ) -> Any:
     """Await with a deadline; raise ClusterError that says what was waited for and why it failed.
 
-    A ValueError of the actor is raised as it is: it is meant for the user.
+    A ValueError of the actor is raised unchanged: it is a message for the user.
 
     Args:
-        homes: actor id -> what the actor is and its node, to name them when it is gone; Ray itself often does not.
+        homes: actor id -> the actor's name and node, for the message when it is gone; Ray often names neither.
     """
     try:
         return await asyncio.wait_for(_as_coroutine(awaitable), deadline_s)
-    except RayTaskError as error:  # before TimeoutError: Ray's wrapper of an actor's own time-out is one, too
+    except RayTaskError as error:  # before TimeoutError: Ray's wrapper of an actor's own time-out is also one
         cause = error.cause if isinstance(error.cause, Exception) else error
         if isinstance(cause, ValueError):
             raise cause from None
@@ -110,7 +110,7 @@ async def wait_for(
 
 
 def _message(cause: Exception) -> str:
-    """What an exception says, once: some repeat their arguments after a journey through pickle."""
+    """The text of an exception; some hold their arguments twice after pickling."""
     return " ".join(dict.fromkeys(str(argument) for argument in cause.args)) or str(cause)
 
 
@@ -141,13 +141,13 @@ class ActorGroup:
         return await self._gather(refs, method, deadline_s)
 
     async def locate(self, *, deadline_s: float) -> list[Location]:
-        found: list[Location] = await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
-        self._name_homes(found)
-        return found
+        locations: list[Location] = await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
+        self._name_homes(locations)
+        return locations
 
     def _name_homes(self, locations: Sequence[Location]) -> None:
-        for rank, (actor, place) in enumerate(zip(self.actors, locations, strict=True)):
-            self.homes[actor._actor_id.hex()] = f"{self.name} {rank} on node {place.host} ({place.node[:8]})"
+        for rank, (actor, location) in enumerate(zip(self.actors, locations, strict=True)):
+            self.homes[actor._actor_id.hex()] = f"{self.name} {rank} on node {location.host} ({location.node[:8]})"
 
     def reorder(self, order: Sequence[int], locations: Sequence[Location]) -> None:
         """Give the actors other ranks: rank r becomes the actor that was `order[r]`, at `locations[order[r]]`."""
@@ -164,7 +164,7 @@ class ActorGroup:
 
     async def _gather(self, refs: list[Any], what: str, deadline_s: float | None) -> list[Any]:
         try:
-            found: list[Any] = await wait_for(
+            results: list[Any] = await wait_for(
                 asyncio.gather(*refs),
                 what=f"{self.name}.{what}",
                 deadline_s=deadline_s or self.deadline_s,
@@ -174,19 +174,19 @@ class ActorGroup:
             if " is lost: " not in str(error) and (lost := await self._lost()):
                 raise ClusterError(f"{self.name}.{what} failed: {', '.join(lost)} is lost: {error}") from error
             raise
-        return found
+        return results
 
     async def _lost(self) -> list[str]:
-        """The actors that are gone: when a rank dies, another's broken connection is often what is heard first."""
+        """The names of dead actors: when a rank dies, a broken connection of another rank often fails first."""
         answers = {asyncio.ensure_future(_as_coroutine(a.locate.remote())): a for a in self.actors}
         done, waiting = await asyncio.wait(answers, timeout=DEATH_NOTICE_S)
-        for task in waiting:  # busy, and so alive
+        for task in waiting:  # no answer yet: busy, so alive
             task.cancel()
         gone = [answers[task]._actor_id.hex() for task in done if isinstance(task.exception(), RayActorError)]
         return [self.homes[key] for key in gone if key in self.homes]
 
     async def end(self) -> None:
-        """Let each actor close by `ends_by`, then kill it; in the middle of start-up, kill it with its children."""
+        """Let each actor close by `ends_by`, then kill it; during start-up, kill it with its child processes."""
         with contextlib.suppress(ClusterError, ValueError):
             if self.built:
                 await self.call(self._ends_by, deadline_s=END_S)
@@ -197,7 +197,7 @@ class ActorGroup:
 
 
 class RemoteCall:
-    """How learner rank 0 reaches the engine actors: starts a call, returns a function that waits for it."""
+    """Lets learner rank 0 call the engine actors: starts a call and returns a function that waits for its result."""
 
     def __init__(self, actors: list[Any]) -> None:
         self._actors = actors
@@ -208,10 +208,10 @@ class RemoteCall:
 
 
 def check_address(address: str) -> None:
-    """Whether anything listens at a cluster's `host:port`; Ray itself would try for many minutes.
+    """Check that something listens at a cluster's `host:port`; Ray itself would try for many minutes.
 
     Raises:
-        ConnectionError: nothing does.
+        ConnectionError: nothing listens there.
     """
     host, _, port = address.rpartition(":")
     if "://" in address or not port.isdigit():  # a Ray client's address, or auto

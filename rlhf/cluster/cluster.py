@@ -1,7 +1,7 @@
-"""Ray: starts every role of a run in parallel, connects learners and engines, moves weights and samples, ends all.
+"""The roles of a run on Ray: starts all of them, connects learners and engines, moves weights and samples, ends all.
 
-`separate` gives each role its own GPUs; `colocated` puts engine i on the GPUs of learners i x tensor_parallel and on,
-and they take turns: the engine sleeps while the learners work, and wakes for the new weights.
+`separate` gives each role its own GPUs. `colocated` puts engine i on the GPUs of learners i x tensor_parallel to
+(i + 1) x tensor_parallel - 1; they take turns: the engine sleeps while the learners work and wakes for new weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlhf.rollout.sampling import EngineSettings, SamplingSettings
 from rlhf.types import Prompt, Rollout
 from rlhf.weights import transfer
 
-CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU the KV cache has a key of its own, rollout.kv_cache_gib
+CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU rollout.kv_cache_gib sets the size of the KV cache
 
 HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
@@ -36,11 +36,11 @@ ENGINE_DEATH_NOTICE_S = 30  # after a failed transfer; vLLM hears of a dead work
 
 
 class Cluster:
-    """Everything that runs outside the driver, from `ray.init` to the last process gone.
+    """Everything that runs outside the driver, from `ray.init` until the last process is gone.
 
     Args:
-        first_step: training steps done before this start; engines of a resumed run sample with other noise.
-        trains: False starts engines alone, for an evaluation.
+        first_step: training steps done before this start; a resumed run samples with new noise.
+        trains: False starts only the engines, for an evaluation.
         compare_nodes: False lets nodes with other versions take part.
     """
 
@@ -110,12 +110,12 @@ class Cluster:
             self._placed[ENGINE] = await create(engine, config, beside=self._placed[LEARNER])
         starts = [self._build(role.name) for role in self.roles if role.name != ENGINE]
         if self._shares_gpus:
-            # An engine measures the memory that is free when it starts: first comes what stays there next to it.
+            # An engine takes the memory that is free when it starts, so the roles on the same GPUs start first.
             await asyncio.gather(*starts)
             await self._empty_caches()
             await self._build(ENGINE)
         else:
-            # All roles load in parallel: an engine takes longer than a learner, and neither needs the other for it.
+            # All roles load in parallel: none needs another to load, and an engine takes the longest.
             await asyncio.gather(*starts, self._build(ENGINE))
         if self.trains:
             await self._connect()
@@ -138,20 +138,20 @@ class Cluster:
         await placed.group.build(environments, arguments, deadline_s=config.start_deadline_s)
 
     def _places(self, locations: list[Location]) -> list[Place]:
-        """Where the ranks of one world are; ranks of a node are neighbours."""
+        """The place of each rank of one world; ranks of a node are neighbours."""
         config, worlds = self.config.cluster, len(self.trained())
         # policy and critic compute at the same time
         threads = config.threads_per_learner or max(1, (os.cpu_count() or 1) // (config.learners * worlds))
         places = []
         for rank, location in enumerate(locations):
             before = sum(other.node == location.node for other in locations[:rank])
-            # Ray shows a learner its own GPU alone, as device 0; on CPU ranks of a node are told apart by number.
+            # Ray shows a learner only its own GPU, as device 0; on CPU the ranks of a node are numbered.
             local_rank = 0 if location.gpu_ids else before
             places.append(Place(rank, len(locations), local_rank, locations[0].host, locations[0].port, threads))
         return places
 
     async def _empty_caches(self) -> None:
-        """Memory that torch keeps for later goes back to the GPUs, which engines are about to use."""
+        """Give memory that torch caches back to the GPUs before the engines use them."""
         for ranks in self.trained().values():
             await ranks.call("empty_cache")
 
@@ -184,15 +184,15 @@ class Cluster:
             environment |= {
                 "VLLM_CPU_KVCACHE_SPACE": str(self.config.rollout.kv_cache_gib),
                 "DS_ACCELERATOR": "cpu",
-                # Threads that spin at a barrier hold the core that another process needs: on a busy machine an update
+                # Threads that spin at a barrier take the core that another process needs: on a busy machine an update
                 # took ten times as long.
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "CUDA_VISIBLE_DEVICES": "",
             }
         if self._session.temp:
-            environment["VLLM_RPC_BASE_PATH"] = self._session.temp  # its sockets go away with this folder
+            environment["VLLM_RPC_BASE_PATH"] = self._session.temp  # its sockets are deleted with this folder
         if self.transfer_backend == "ipc":
-            # Handles of GPU memory reach vLLM's processes pickled, which it does not take otherwise.
+            # vLLM's processes get handles of GPU memory pickled, which vLLM refuses by default.
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return environment
 
@@ -220,7 +220,9 @@ class Cluster:
 
     async def _connect(self) -> None:
         config = self.config.cluster
-        sender = (await self.learners.locate(deadline_s=config.start_deadline_s))[0]  # with a port that is free now
+        sender = (await self.learners.locate(deadline_s=config.start_deadline_s))[
+            0
+        ]  # again, for a port that is free now
         engine_nodes = {location.node for location in self._placed[ENGINE].locations}
         rendezvous = transfer.Rendezvous(
             host=sender.host,
@@ -238,7 +240,7 @@ class Cluster:
         )
 
     async def send_weights(self, version: int) -> None:
-        """Learners -> engines, in flight: running requests are frozen, the weights change, the requests go on."""
+        """Learners -> engines, in flight: running requests pause, the weights change, the requests continue."""
         if self._asleep:
             await self._empty_caches()
             await self.engines.call("wake_up", ["weights"])
@@ -250,9 +252,9 @@ class Cluster:
         await self.engines.call("resume")
 
     async def _while_engines_live(self, sending: Awaitable[Any]) -> None:
-        """Wait for a transfer, and end the wait as soon as an engine is dead: the other end would wait for it.
+        """Wait for a transfer, and stop waiting when an engine is dead: the sender alone would wait for its deadline.
 
-        A transfer that fails because an engine died is that engine's failure, whatever the learner saw of it.
+        If the transfer fails, the engines are checked first: a dead engine is the cause, not the learner's error.
         """
         task = asyncio.ensure_future(sending)
         try:
@@ -261,7 +263,7 @@ class Cluster:
                 if not task.done():
                     await self._check_engines()
             if task.exception() is not None:
-                for _ in range(ENGINE_DEATH_NOTICE_S):  # the learner may hear of a death before the engine itself does
+                for _ in range(ENGINE_DEATH_NOTICE_S):  # the learner may notice a death before the engine does
                     await self._check_engines()
                     await asyncio.sleep(1)
             await task
@@ -272,7 +274,7 @@ class Cluster:
         await self.engines.call("check_health", deadline_s=HEALTH_DEADLINE_S)
 
     async def yield_gpus(self) -> None:
-        """Before the learners work: engines on the same GPUs give their memory back until the next weights come."""
+        """Before the learners work: engines on the same GPUs free their memory until the next weights arrive."""
         if self.config.cluster.placement == "colocated" and not self._asleep:
             await self.engines.call("sleep")
             self._asleep = True
@@ -289,7 +291,7 @@ class Cluster:
         return rollouts
 
     async def score_conversations(self, copy: int, conversations: list[list[dict[str, str]]]) -> list[float | None]:
-        """Scores of one copy of the reward model."""
+        """Scores from one copy of the reward model."""
         group = self.group(REWARD_MODEL)
         scores: list[float | None] = await wait_for(
             group.actors[copy].call.remote("score", conversations),
@@ -311,7 +313,7 @@ class Cluster:
 
 
 def _folder_of(role: str, checkpoint: Path, *, make: bool = False) -> Path:
-    """The policy's files stand in the checkpoint itself, another role's in a folder of its name."""
+    """The policy's files are in the checkpoint itself, those of another role in a folder of its name."""
     folder = checkpoint.resolve() if role == LEARNER else checkpoint.resolve() / role
     if make:
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The actors of a role on the nodes: what they reserve, where they are, in which order.
+"""Reserves resources for a role and creates its actors: their bundles, locations and order.
 
 Learners form one DeepSpeed world whose ranks on a node are neighbours. Engines are independent, each on one node.
 """
@@ -33,8 +33,8 @@ class Placed:
 
     Attributes:
         locations: of each actor.
-        bundles: what the role reserves; None where it is part of another role's.
-        order: the bundle of each actor.
+        bundles: the role's own reservation; None if its actors are in the bundles of another role.
+        order: the bundle of each actor, by number.
     """
 
     role: Role
@@ -51,7 +51,7 @@ async def create(role: Role, cluster: ClusterConfig, *, beside: Placed | None = 
         beside: the learners whose GPUs engines share; engine i is in the bundle of its first learner.
 
     Raises:
-        ClusterError: the resources were not to be had in time.
+        ClusterError: the resources were not free within the deadline. Nothing stays reserved.
     """
     if beside is not None:
         assert beside.bundles is not None
@@ -101,7 +101,7 @@ def _shared_cpus(cluster: ClusterConfig) -> float:
 
 
 def shared_gpus(learners: Sequence[Location], engine: int, tensor_parallel: int) -> str:
-    """The GPUs of the learners that an engine shares; they must be of one node."""
+    """The GPUs of the learners that an engine shares; they must be on one node."""
     own = learners[engine * tensor_parallel : (engine + 1) * tensor_parallel]
     if len({location.node for location in own}) > 1:
         raise ClusterError(
@@ -134,6 +134,6 @@ def _actor(role: Role, cpus: float, bundles: PlacementGroup, index: int) -> Any:
 
 
 def _neighbours_together(locations: Sequence[Location]) -> list[int]:
-    """The order in which those of a node are neighbours; nodes keep the order of their first actor."""
+    """An order in which actors of one node are neighbours; nodes keep the order of their first actor."""
     nodes = list(dict.fromkeys(location.node for location in locations))
     return sorted(range(len(locations)), key=lambda i: (nodes.index(locations[i].node), i))

@@ -1,4 +1,4 @@
-"""The ranks of one trained module, policy or critic, as the loop sees them: columns out of a step, updates into it."""
+"""The driver's handle of one trained module, policy or critic: sends a step to all ranks and merges their answers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from rlhf.types import Minibatch, PackedTokens, PolicyTargets, StepBatch, ValueT
 
 
 class RankGroup(ActorGroup):
-    """Every rank is sent the step once; rows and columns are numbered as in its batch.
+    """The ranks of one module. `start_step` comes first in every step; rows and tokens are numbered as in its batch.
 
     Attributes:
-        shared: [S] int64 of all sequences of the step, rank after rank: the first tokens that are computed with the
-            sequence before.
+        shared: [S] int64, rank after rank: the leading tokens of each sequence that are shared with the previous one.
     """
 
     shared: np.ndarray
@@ -30,23 +29,23 @@ class RankGroup(ActorGroup):
         self.shared = np.concatenate(await self.call("start_step", ray.put(batch.tokens), ray.put(epochs)))
 
     async def columns(self, method: str) -> list[np.ndarray | None]:
-        """What `method` computes on the microbatches of the first epoch, as columns [N] float32 of the step.
+        """Columns [N] float32 of the step, as `method` computes them on the microbatches of the first epoch.
 
-        0 at rows that are not computed; None where the ranks return None.
+        Rows that are not computed are 0. A column is None if the ranks return None for it.
         """
         by_rank = await self.call(method)
         return [None if parts[0] is None else self._column(parts) for parts in zip(*by_rank, strict=True)]
 
     def _column(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """[N] float32 of the step from what each rank computed, its rows one after another."""
+        """[N] float32 of the step, from the outputs of each rank, row after row."""
         column, bounds = np.zeros(len(self._tokens.token_ids), np.float32), self._tokens.cu_seqlens.tolist()
         for rank, part in enumerate(parts):
-            filled = 0
+            read = 0
             for row in rows_of_rank(self._epochs[:1], rank).tolist():
                 start, end = bounds[row], bounds[row + 1]
-                column[start:end] = part[filled : filled + end - start]
-                filled += end - start
-            assert filled == len(part)
+                column[start:end] = part[read : read + end - start]
+                read += end - start
+            assert read == len(part)
         return column
 
     async def update(self, targets: PolicyTargets | ValueTargets) -> list[StepMetrics]:

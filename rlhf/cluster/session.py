@@ -1,4 +1,4 @@
-"""The driver's connection to Ray: a cluster of its own on this machine, or one that runs; its folder and its end."""
+"""The driver's connection to Ray: a new cluster on this machine or a running one, its temporary folder, its end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rlhf.cluster.node_report import ask_nodes, differences, node_names, report
 
 
 class RaySession:
-    """From `ray.init` to the last process and file gone.
+    """Ray from `ray.init` until its processes and files are gone.
 
     Attributes:
-        temp: Ray's folder, where the session is of this machine alone; None on a cluster that runs.
+        temp: Ray's folder if the cluster was started here; None if a running cluster was joined.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,9 @@ class RaySession:
             ValueError: no cluster answers there.
         """
         address = address or os.environ.get("RAY_ADDRESS")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # workers run at nice 15 otherwise, starved by any neighbour
+        os.environ.setdefault(
+            "RAY_worker_niceness", "0"
+        )  # Ray's default is nice 15: any other process would starve the workers
         logging.getLogger("ray").setLevel(logging.ERROR)
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         try:
@@ -80,16 +82,16 @@ class RaySession:
         print(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}", flush=True)
 
     def keep_logs(self, error: BaseException | None, run: Path) -> None:
-        """After a failure: save what the actors printed from the temporary folder, and say where it is."""
+        """After a failure: copy the actors' output from the temporary folder, and add a note that names the copy."""
         if not (isinstance(error, ClusterError) and self.temp and run.is_dir()):
             return
-        kept = run / "logs"
+        saved = run / "logs"
         for log in Path(self.temp).glob("session_latest/logs/worker-*"):
             if log.stat().st_size:
-                kept.mkdir(exist_ok=True)
-                shutil.copy(log, kept)
-        if kept.is_dir():
-            error.add_note(f"What the actors printed is in {kept}.")
+                saved.mkdir(exist_ok=True)
+                shutil.copy(log, saved)
+        if saved.is_dir():
+            error.add_note(f"What the actors printed is in {saved}.")
 
     def stop(self) -> None:
         ray.shutdown()
@@ -99,7 +101,7 @@ class RaySession:
 
 @contextlib.contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Around ray.init, which sets handlers that end the program before anything is cleaned up: in Python and in C++."""
+    """A context for ray.init, which sets handlers (Python, C++) that end the program before it can clean up."""
     set_handler, ours = ray._private.utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
     ray._private.utils.set_sigterm_handler = lambda _: None
     try:

@@ -3,14 +3,14 @@
 A packed row holds S sequences, T tokens and no padding. transformers would build a dense [T, T] mask from the position
 ids; here each token attends to the earlier tokens of its own segment and nothing else is computed:
 
-    CPU   segments of similar length are gathered into [n, longest] blocks and go through one causal sdpa a block.
-          The padding stands to the right, where no earlier token can see it, and its outputs are dropped.
-    CUDA  torch's variable-length flash attention takes the row, with fewer queries than keys where they are shared. It
-          has no float32: a pass in float32 is computed in blocks, as on CPU.
+    CPU   segments of similar length are gathered into [n, longest] blocks, with one causal sdpa per block. Padding
+          is on the right, where no earlier token can attend to it, and its outputs are dropped.
+    CUDA  torch's variable-length flash attention takes the row, with fewer queries than keys if beginnings are shared.
+          It has no float32: a pass in float32 is computed in blocks, as on CPU.
 
-A prompt that samples share goes through the transformer once. Of the row's T tokens U are computed, everything but the
-beginning that a sequence has in common with the one before it; the transformer sees those U alone. Here, and nowhere
-else inside it, keys and values (on CPU queries too) are repeated for each sequence that begins with them.
+A prompt that samples share goes through the transformer once. If a sequence begins like the previous one, the shared
+tokens are not computed again: U of the row's T tokens are computed, and the transformer sees only those. Keys and
+values (on CPU queries too) are repeated here, and nowhere else, for each sequence that begins with them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIMILAR_LENGTH = 0.75  # segments of one block are at least this share of its lo
 
 
 class UnpackableError(Exception):
-    """A model whose sequences cannot share a row; the message is a clause that says why."""
+    """Raised for a model whose sequences cannot share a row; the message is a clause that gives the reason."""
 
     def of(self, key: str, path: str) -> str:
         """The whole message for a user."""
@@ -45,17 +45,17 @@ class UnpackableError(Exception):
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the sequences of a packed row lie, in the form that the device's attention takes.
+    """The sequences of a packed row, in the form that the device's attention needs.
 
     Attributes:
         cu_seqlens: [S+1] int32 of the whole row. longest: tokens of the longest segment.
-        shared: [S] int64, the first tokens of each segment that are computed with the one before it.
+        shared: [S] int64, the leading tokens of each segment that are shared with the previous one.
         cu_computed: [S+1] int32 of the computed tokens alone; they are the last of each segment.
         computed: [U] int64, the row's tokens that are computed.
         expand: [T] int64, which of the U each token of the row is; None where all are computed.
-        gather: [P] int64, which of the U stands where, block after block, the padding repeating a segment's last token.
+        gather: [P] int64, the computed token at each place of the blocks; padding repeats a segment's last token.
         blocks: (segments, longest) of each block; their products add up to P.
-        restore: [U] int64, where in that layout each computed token stands.
+        restore: [U] int64, the place of each computed token in that layout.
     """
 
     cu_seqlens: Tensor
@@ -69,7 +69,7 @@ class Segments:
     restore: Tensor
 
     def state_of(self, tokens: Tensor) -> Tensor:
-        """Which of the U computed states is that of each of these tokens of the row; int64, any shape."""
+        """The index of the computed state of each of these tokens of the row; int64, any shape."""
         return tokens if self.expand is None else self.expand[tokens]
 
 
@@ -79,8 +79,8 @@ def segments_of(
     """Prepare a row's segments once, for all layers.
 
     Args:
-        cu_seqlens: [S+1] int32.
-        shared: [S] int, the first tokens of each sequence that are those of the sequence before it.
+        cu_seqlens: [S+1] int64.
+        shared: [S] int64, the leading tokens of each sequence that equal those of the previous one.
         in_float32: the pass will be computed in float32.
     """
     lengths = np.diff(cu_seqlens)
@@ -155,9 +155,9 @@ class _TakeRows(torch.autograd.Function):
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] along the first dimension. The gradients of a row that was taken often are added up in float32.
+    """x[index] along the first dimension. The gradients of a row that is taken several times are summed in float32.
 
-    In bfloat16 a sum of hundreds, as of a beginning that all sequences share, would stand still.
+    In bfloat16 a sum of hundreds, as for a prompt that all sequences share, would stop growing.
     """
     taken: Tensor = _TakeRows.apply(x, index)
     return taken
@@ -181,8 +181,8 @@ def packed_attention(
     """Attention of one packed row; query [1, heads, U, d], key and value [1, kv_heads, U, d] -> [1, U, heads, d].
 
     Raises:
-        UnpackableError: the model caps its attention scores, adds sinks to them, or has a window that is shorter than a
-            segment, which is not computed here.
+        UnpackableError: not supported here: the model caps its attention scores, adds sinks to them, or has a window
+            that is shorter than a segment.
         AssertionError: with a batch of rows, an attention mask or dropout.
     """
     if softcap is not None or s_aux is not None:
@@ -198,7 +198,7 @@ def packed_attention(
 
         if segments.expand is not None:
             k, v = take_rows(k, segments.expand), take_rows(v, segments.expand)
-        # Fewer queries than keys: the window's end is aligned to the last of both, as the computed tokens are.
+        # Fewer queries than keys: both are aligned at their last token, which is always computed.
         out = varlen_attn(
             q, k, v, segments.cu_computed, segments.cu_seqlens, segments.longest, segments.longest,
             scale=scaling, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
@@ -223,9 +223,9 @@ def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, sc
 
 
 def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """`auto_class.from_pretrained` with packed attention; -> the model and transformers' account of the loading.
+    """`auto_class.from_pretrained` with packed attention; -> the model and transformers' loading report.
 
-    What can be known before a forward; `model.check_packed` looks at one.
+    This checks what is known before a forward; `model.check_packed` checks a forward.
 
     Args:
         key: of the config, for messages.
@@ -241,9 +241,9 @@ def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tupl
         except KeyError as error:
             if error.args != (PACKED,):
                 raise
-            raise UnpackableError("its attention takes no function from outside") from None
+            raise UnpackableError("its attention cannot be replaced") from None
         if not transformer._supports_attention_backend:
-            raise UnpackableError("its attention takes no function from outside")
+            raise UnpackableError("its attention cannot be replaced")
     except UnpackableError as error:
         raise ValueError(error.of(key, path)) from None
     _restore_rotary_frequencies(transformer)

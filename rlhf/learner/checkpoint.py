@@ -7,8 +7,7 @@ A checkpoint is a folder:
     exp_avg_sq-00000...         second moments
     learner.json                Adam's own step count and the shard lists
 
-No pickle. Reading it needs safetensors alone. The driver writes what is its own beside it, and renames the folder when
-it is complete.
+No pickle; reading it needs only safetensors. The driver adds its own files and renames the folder when it is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SHARD_BYTES = 2 * 2**30
 
 
 class ShardWriter:
-    """Writes a stream of named tensors into shards of bounded size, so that no process holds the whole model twice."""
+    """Writes named tensors one by one into shards of bounded size, so that no process holds the whole model twice."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder, self._kind = folder, kind
@@ -59,7 +58,7 @@ def read_shards(folder: Path, files: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 class OptimizerView:
-    """Full fp32 weights and moments of each parameter, whatever DeepSpeed does with them.
+    """Full fp32 weights and moments of each parameter at every ZeRO stage.
 
     Reading is a collective at stages 1 to 3: every rank asks for the same parameters in the same order.
     """
@@ -68,15 +67,19 @@ class OptimizerView:
         self._engine = engine
         self._stage = engine.zero_optimization_stage()
 
+    def _is_plain(self, param: nn.Parameter) -> bool:
+        """Whether torch's own optimizer holds the parameter, without a wrapper of DeepSpeed."""
+        return self._stage == 0 and not hasattr(param, "_hp_mapping")
+
     def weight(self, param: nn.Parameter) -> Tensor:
-        if self._stage == 0 and not hasattr(param, "_hp_mapping"):
+        if self._is_plain(param):
             return param.detach()
         from deepspeed.utils import safe_get_full_fp32_param
 
         return safe_get_full_fp32_param(param)
 
     def moment(self, param: nn.Parameter, key: str) -> Tensor:
-        if self._stage == 0 and not hasattr(param, "_hp_mapping"):
+        if self._is_plain(param):
             state = self._engine.optimizer.state.get(param, {})
             return state.get(key, torch.zeros_like(param))
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -90,7 +93,7 @@ class OptimizerView:
         return safe_get_full_grad(param)
 
     def set_weight(self, param: nn.Parameter, value: Tensor) -> None:
-        if self._stage == 0 and not hasattr(param, "_hp_mapping"):
+        if self._is_plain(param):
             param.data.copy_(value)
             return
         from deepspeed.utils import safe_set_full_fp32_param
@@ -106,7 +109,7 @@ class OptimizerView:
                 param.data.copy_(value)
 
     def set_moment(self, param: nn.Parameter, key: str, value: Tensor) -> None:
-        if self._stage == 0 and not hasattr(param, "_hp_mapping"):
+        if self._is_plain(param):
             self._engine.optimizer.state[param][key] = value.to(param.device)
             return
         from deepspeed.utils import safe_set_full_optimizer_state
@@ -117,7 +120,7 @@ class OptimizerView:
 def save_learner(
     folder: Path, names: dict[str, nn.Parameter], view: OptimizerView, *, adam_steps: int, write: bool
 ) -> None:
-    """Write weights, moments and Adam's step count. Every rank calls it; the one with `write` touches the disk."""
+    """Write weights, moments and Adam's step count. Every rank calls it; the rank with `write` writes."""
     files: dict[str, list[str]] = {}
     kinds = ("weights", *MOMENTS) if adam_steps else ("weights",)
     for kind in kinds:

@@ -80,7 +80,7 @@ def value_microbatch(
         tokens=denominators.tokens,
         sequences=denominators.sequences,
     )
-    loss = loss + 0.0 * values.sum()  # a microbatch without a trained token stays in the graph
+    loss = loss + 0.0 * values.sum()  # keeps a microbatch without a trained token in the graph
     return loss, {
         "critic/loss": Sum(loss.item()),
         "critic/clip_fraction": masked_mean(terms.clipped.float(), mask),

@@ -1,4 +1,4 @@
-"""Where a rank stands in its world, as the driver tells it, and a port to meet at; importable without torch."""
+"""The place of a rank in its world, as the driver sends it, and a port to meet at; importable without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed wraps: a transformer whose forward ends in token log-probabilities.
+"""The policy module that DeepSpeed wraps: a transformer whose forward ends in token log-probabilities.
 
 Everything that touches a parameter happens inside this forward, the head too. A head applied outside it would get
 silently wrong gradients under ZeRO-1/2 and a weight of size 0 under ZeRO-3.
@@ -144,9 +144,7 @@ def load_policy(
     transformer, _ = load_packed(
         AutoModelForCausalLM, path, key="model.path", dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
     )
-    disable_dropout(transformer)
-    if gradient_checkpointing:
-        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    prepare_transformer(transformer, gradient_checkpointing=gradient_checkpointing)
     return PolicyModel(transformer, temperature=temperature)
 
 
@@ -154,37 +152,42 @@ def load_policy(
 def check_packed(
     forward: Callable[[DeviceTokens], Tensor], device: torch.device, *, longest: int, dtype: str, key: str, path: str
 ) -> None:
-    """Change the first of two sequences in a row; what is computed for the second must stay.
+    """Check that sequences in one row do not affect each other: change the first, the outputs of the second must stay.
 
-    Once the two begin alike, and once they do not. Some models mix tokens where no attention function has a say:
-    convolutions, state spaces. Such a model would train on log-probabilities that the engine never sampled from.
+    The two sequences begin alike once, and differ from the start once. Some models mix tokens outside of attention
+    (convolutions, state spaces) and would train on log-probabilities that the engine never sampled from.
 
     Args:
-        forward: a row's tokens -> one number a token, [T], or a sequence, [S]. Every rank calls it at ZeRO-3.
-        longest: tokens of the longest sequence to come, which has to fit the model's attention window.
-        dtype: of the model, whose rounding is allowed for: experts and attention multiply other tokens together.
+        forward: a row's tokens -> one number per token [T] or per sequence [S]. At ZeRO-3 every rank calls it.
+        longest: tokens of the longest sequence of the run, which has to fit the model's attention window.
+        dtype: of the model; differences within its rounding are allowed.
         key: of the config, for messages.
 
     Raises:
-        ValueError: the second sequence notices, or the model refuses the row.
+        ValueError: the second sequence's outputs change, or the model refuses the row.
     """
     second = [0, 1, 2, 3]
-    found = []
+    outputs = []
     try:
         for first in ([0, 3, 1, 2], [3, 2, 1]):  # seven tokens to compute, both times: the same roundings
             row = pack([np.array(first, np.int32), np.array(second, np.int32)])
             tokens = DeviceTokens.of(row, device)
             numbers = forward(replace(tokens, segments=replace(tokens.segments, longest=longest))).float()
-            found.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
-        if (found[0] - found[1]).norm() > 16 * torch.finfo(DTYPES[dtype]).eps * found[0].norm():
-            raise UnpackableError("a sequence sees what stands before it in the row")
+            outputs.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
+        if (outputs[0] - outputs[1]).norm() > 16 * torch.finfo(DTYPES[dtype]).eps * outputs[0].norm():
+            raise UnpackableError("a sequence is affected by the sequences before it in the row")
     except UnpackableError as error:
         raise ValueError(error.of(key, path)) from None
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: with it, old and current log-probabilities would differ before the first update."""
-    for module in model.modules():
+def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
+    """Switch gradient checkpointing on if asked, and dropout off.
+
+    With dropout, old and current log-probabilities would differ before the first update.
+    """
+    if gradient_checkpointing:
+        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in transformer.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name in ("attention_dropout", "attn_dropout", "dropout"):

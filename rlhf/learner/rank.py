@@ -1,6 +1,6 @@
-"""One rank of a trained module in DeepSpeed, whatever the module: its world, optimizer steps, weights to and from disk.
+"""One rank of a trained module in DeepSpeed: joining the world, optimizer steps, weights to and from disk.
 
-All ranks get the same calls in the same order, since each forward, backward and gathered parameter may be a collective.
+All ranks must get the same calls in the same order: a forward, a backward or a gathered parameter may be a collective.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from rlhf.log.metrics import Last, Mean, StepMetrics, merge_metrics
 
 @dataclass(frozen=True)
 class Training:
-    """How a module is trained: its section of the config, its own N, and where it computes.
+    """How a module is trained: its section of the config, its planned updates (N), and its device.
 
-    `name` begins the names of its metrics.
+    `name` is the first part of its metric names.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Training:
 
 
 class TrainedRank:
-    """A module wrapped by DeepSpeed and what every kind of it needs; each kind adds its passes."""
+    """A module wrapped by DeepSpeed, with what policy, critic and reward model share."""
 
     def __init__(self, training: Training, place: Place) -> None:
         self.training = training
@@ -73,9 +73,9 @@ class TrainedRank:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Around the loading of a model: at ZeRO-3 each rank keeps its share of a parameter as soon as it is read.
+        """A context for loading a model. At ZeRO-3 each rank keeps only its share of a parameter as soon as it is read.
 
-        Whole, a model of 70 B would have to fit on one GPU first.
+        Otherwise a model of 70 B would have to fit on one GPU first.
         """
         if self.training.section.zero_stage < 3:
             yield
@@ -91,7 +91,7 @@ class TrainedRank:
             del sharding
 
     def device_name(self) -> str:
-        """As the driver of the device calls it, such as `NVIDIA H100 80GB HBM3`."""
+        """The device's name from its driver, such as `NVIDIA H100 80GB HBM3`."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     def empty_cache(self) -> None:
@@ -100,7 +100,7 @@ class TrainedRank:
             torch.cuda.empty_cache()
 
     def time_all_reduce(self, elements: int, *, repeats: int = 5) -> float:
-        """Seconds of an all-reduce of float32 [elements] over all ranks: the median, after one that warms up."""
+        """Median seconds of an all-reduce of float32 [elements] over all ranks, after one warm-up."""
         tensor = torch.ones(elements, device=self.device)
         seconds = []
         for _ in range(1 + repeats):
@@ -117,15 +117,15 @@ class TrainedRank:
         """One optimizer step: forward and backward of every microbatch, reduction after the last, update.
 
         Args:
-            forward: microbatch -> its share of the minibatch's loss under global denominators, and its metrics.
+            forward: number of a microbatch -> its share of the minibatch's loss, and its metrics.
         """
         started = time.monotonic()
         parts = []
         for i in range(microbatches):
             self.engine.set_gradient_accumulation_boundary(i == microbatches - 1)
             loss, metrics = forward(i)
-            # The loss is a share under the global denominators, so gradients of ranks are to be added. DeepSpeed
-            # averages over ranks (accumulation steps are 1, so it divides by nothing else): undo that here.
+            # The loss is a share under the global denominators, so the ranks' gradients must be summed. DeepSpeed
+            # averages them instead (it divides by nothing else: accumulation steps are 1); this undoes it.
             self.engine.backward(loss * self.place.world_size)
             parts.append(metrics)
         self.updates_done += 1
@@ -164,7 +164,7 @@ class TrainedRank:
         )
 
     def _apply(self) -> tuple[float, bool]:
-        """Take the optimizer step unless a gradient is not finite. Returns the gradient norm and whether it was."""
+        """Take the optimizer step unless a gradient is not finite; -> the gradient norm, and whether it was taken."""
         if self.engine.zero_optimization_stage() == 0:
             # DeepSpeed skips a non-finite gradient at stages 1 to 3 only; at stage 0 it would poison every weight.
             grads = [p.grad for p in self.names.values() if p.grad is not None]
@@ -183,7 +183,7 @@ class TrainedRank:
 
     @contextlib.contextmanager
     def whole(self, param: nn.Parameter, *, modify: bool = False) -> Iterator[None]:
-        """The full parameter for a while: gathered at ZeRO-3, as it is below."""
+        """A context in which the parameter is whole: gathered at ZeRO-3, unchanged at lower stages."""
         if self.training.section.zero_stage < 3:
             yield
             return
@@ -210,7 +210,7 @@ class TrainedRank:
         return getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
 
     def _create_optimizer_state(self) -> None:
-        """Adam's moments exist from its first step on: take one with zero gradient and zero learning rate."""
+        """Create Adam's moments by a first step with zero gradient and zero learning rate."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = 0.0
         self.engine.set_gradient_accumulation_boundary(True)
@@ -224,7 +224,7 @@ class TrainedRank:
                 assert view.moment(param, key) is not None, "Adam has no moments after its first step"
 
     def export(self, folder: str, tokenizer_path: str) -> None:
-        """Write the model in Hugging Face format, with the tokenizer, in the type that was trained."""
+        """Write the model in Hugging Face format, with the tokenizer, in the dtype it was trained in."""
         state = {}
         for name, param in self.names.items():
             with self.whole(param):
@@ -258,15 +258,15 @@ def _join_world(device: str, place: Place) -> torch.device:
     if device == "cpu":
         torch.set_num_threads(place.threads)
         os.environ["DS_ACCELERATOR"] = "cpu"
-        # DeepSpeed would compile an all-reduce over shared memory here, at every first start on a machine; a build that
-        # is killed leaves a lock for which every later start waits without end. gloo does the same work.
+        # At the first start on a machine DeepSpeed would compile an all-reduce over shared memory here. If the build is
+        # killed, its lock makes every later start wait forever. gloo does the same work.
         deepspeed.ops.__compatible_ops__[SHM_OP] = False
     deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
     return torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
 def place_frozen(module: nn.Module, rank: TrainedRank) -> Any:
-    """A module that is never trained on its device, partitioned at ZeRO-3 like the one that is."""
+    """Move a frozen module to the device; at ZeRO-3 it is partitioned like the trained one."""
     if rank.training.section.zero_stage < 3:
         return module.to(rank.device)
     config = {

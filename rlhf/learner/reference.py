@@ -1,4 +1,4 @@
-"""The reference policy beside a learner: fixed, replaced by the policy now and then, or a moving average of it."""
+"""The reference policy of a learner: fixed, replaced by the policy at intervals, or a moving average of the policy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KIND = "reference"
 class Reference:
     """Frozen weights of the policy's architecture, partitioned like the policy at ZeRO-3.
 
-    A moving average is kept in float32 in host memory, a whole copy on each rank: in bfloat16 the policy's share of one
-    step would be rounded away.
+    A moving average is kept in float32 in host memory, a whole copy on each rank. In bfloat16 the small change of one
+    step would be lost in rounding.
     """
 
     def __init__(self, module: PolicyModel, rank: TrainedRank) -> None:
@@ -32,7 +32,7 @@ class Reference:
 
     @torch.no_grad()
     def blend(self, rank: TrainedRank, decay: float) -> None:
-        """Move towards the policy's weights, at decay 0 all the way; every rank calls it."""
+        """Move towards the policy's weights; a decay of 0 copies them. Every rank calls it."""
         for name, param in self._params.items():
             with rank.whole(rank.names[name]):
                 target = rank.names[name].detach().to(torch.float32, copy=True)
@@ -51,7 +51,7 @@ class Reference:
         return self._average[name]
 
     def save(self, rank: TrainedRank, folder: str) -> None:
-        """Write the weights by name, in float32; every rank calls it, rank 0 touches the disk."""
+        """Write the weights by name, in float32. Every rank calls it; only rank 0 writes."""
         writer = ShardWriter(Path(folder), KIND)
         for name, param in self._params.items():
             with rank.whole(param):

@@ -44,27 +44,27 @@ class RewardScorer:
         self.std = recorded[1] if config.std is None else config.std
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Nothing to close: all resources end with the process."""
 
     @torch.no_grad()
     def score(self, conversations: list[list[dict[str, str]]]) -> list[float | None]:
         """(raw - mean) / std at the last token of each conversation; None for one that the model cannot hold."""
         ids = [conversation_ids(self.tokenizer, messages) for messages in conversations]
         fitting = [i for i, sequence in enumerate(ids) if len(sequence) <= self.longest]
-        found: list[float | None] = [None] * len(ids)
+        scores: list[float | None] = [None] * len(ids)
         lengths = np.array([len(ids[i]) for i in fitting], np.int64)
         (batches,) = pack_microbatches(lengths, max_tokens=self.max_tokens, ranks=1)
         for batch in batches:
             members = [fitting[i] for i in batch]
             if members:
-                scores = self.model(DeviceTokens.of(pack([ids[i] for i in members]), self.device))
-                for i, score in zip(members, scores.tolist(), strict=True):
-                    found[i] = (score - self.mean) / self.std
-        return found
+                raw = self.model(DeviceTokens.of(pack([ids[i] for i in members]), self.device))
+                for i, score in zip(members, raw.tolist(), strict=True):
+                    scores[i] = (score - self.mean) / self.std
+        return scores
 
 
 def recorded_normalization(path: str) -> tuple[float, float]:
-    """Mean and std that were recorded beside a model; 0 and 1 where none were."""
+    """Mean and std recorded in the model's folder; 0 and 1 if there are none."""
     file = Path(path) / NORMALIZATION_FILE
     if not file.is_file():
         return 0.0, 1.0

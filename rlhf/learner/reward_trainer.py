@@ -42,7 +42,7 @@ def count_updates(config: RewardTrainingConfig, pairs: int) -> int:
 
 
 def updates_per_epoch(config: RewardTrainingConfig, pairs: int) -> int:
-    return max(1, math.ceil(pairs / config.learner.pairs_per_update))
+    return math.ceil(pairs / config.learner.pairs_per_update)
 
 
 class RewardTrainer(TrainedRank):
@@ -106,17 +106,17 @@ class RewardTrainer(TrainedRank):
     @torch.no_grad()
     def measure(self, pairs: Sequence[Pair]) -> tuple[StepMetrics, float, float]:
         """Accuracy and margin on pairs, and mean and std of all their scores."""
-        found: list[float] = []
+        own_scores: list[float] = []
         parts: StepMetrics = {}
         for microbatch in self._own(pairs):
             scores = self._scores(microbatch)
-            found += scores.tolist()
+            own_scores += scores.tolist()
             margins = scores[0::2] - scores[1::2]
             parts = merge_metrics([parts, pair_metrics("eval", margins), {"eval/loss": _mean(pair_loss(margins))}])
-        everywhere: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(everywhere, found)
-        scores_of_all = np.concatenate(everywhere)
-        return merge_ranks(parts, self.place), float(scores_of_all.mean()), float(scores_of_all.std())
+        by_rank: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(by_rank, own_scores)
+        all_scores = np.concatenate(by_rank)
+        return merge_ranks(parts, self.place), float(all_scores.mean()), float(all_scores.std())
 
     def write(self, folder: str, tokenizer_path: str, mean: float, std: float) -> None:
         """The model in Hugging Face format, with the normalization of its scores."""
@@ -133,7 +133,7 @@ class RewardTrainer(TrainedRank):
         return [[pairs[i] for i in members] for members in plan[self.place.rank]]
 
     def _scores(self, pairs: Sequence[Pair]) -> Tensor:
-        """[2n] chosen and rejected in turn; empty for a filler, which still goes through the model."""
+        """[2n] scores, chosen and rejected in turn; empty for a filler, which is still computed."""
         sequences = [sequence for pair in pairs for sequence in (pair.chosen, pair.rejected)]
         scores: Tensor = self.engine(DeviceTokens.of(pack(sequences) if pairs else filler(), self.device))
         return scores if pairs else scores[:0] + 0.0 * scores.sum()
@@ -153,9 +153,9 @@ def _mean(values: Tensor) -> Mean:
 
 
 def merge_ranks(metrics: StepMetrics, place: Place) -> StepMetrics:
-    everywhere: list[Any] = [None] * place.world_size
-    dist.all_gather_object(everywhere, metrics)
-    return merge_metrics(everywhere)
+    by_rank: list[Any] = [None] * place.world_size
+    dist.all_gather_object(by_rank, metrics)
+    return merge_metrics(by_rank)
 
 
 def _hidden_size(path: str, trust_remote_code: bool) -> int:

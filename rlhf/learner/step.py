@@ -1,7 +1,7 @@
-"""What policy and critic share in a training step: they are sent their microbatches once and keep them until the next.
+"""One rank's part of a training step, the same for policy and critic.
 
-start_step   tokens and minibatches of the step
-passes       over the microbatches of the first epoch, before any update
+start_step   receive the tokens and minibatches of the step; they are kept until the next step
+passes       forward passes over the microbatches of the first epoch, before any update
 updates      one optimizer step for each minibatch of every epoch
 """
 
@@ -26,9 +26,9 @@ Targets = TypeVar("Targets", PolicyTargets, ValueTargets)
 
 @dataclass(frozen=True)
 class HeldMicrobatch:
-    """A microbatch on the device, and where its tokens [T] stand in the step.
+    """A microbatch on the device, and the positions of its tokens [T] in the step.
 
-    A filler stands nowhere: its index points at the step's first token, and its response mask is False.
+    A filler has no position: its index points at the step's first token, and its response mask is False.
     """
 
     tokens: DeviceTokens
@@ -56,7 +56,7 @@ class StepRank(TrainedRank):
             tokens: all rollouts of the step.
 
         Returns:
-            [S] int64: of each sequence, epoch after epoch, the first tokens that are computed with the one before it.
+            [S] int64, epoch after epoch: the leading tokens of each sequence that are shared with the previous one.
         """
         self._epochs = []  # the previous step's microbatches give their memory back first
         self._epochs = [[self._hold(tokens, minibatch) for minibatch in epoch] for epoch in epochs]
@@ -66,8 +66,8 @@ class StepRank(TrainedRank):
     def _hold(self, tokens: PackedTokens, minibatch: Minibatch) -> HeldMinibatch:
         def microbatch(rows: np.ndarray) -> HeldMicrobatch:
             if not len(rows):
-                nowhere = np.zeros(FILLER_TOKENS, np.int64)
-                return HeldMicrobatch(DeviceTokens.of(filler(), self.device), nowhere, is_filler=True)
+                index = np.zeros(FILLER_TOKENS, np.int64)
+                return HeldMicrobatch(DeviceTokens.of(filler(), self.device), index, is_filler=True)
             packed = DeviceTokens.of(tokens.take(rows), self.device)
             return HeldMicrobatch(packed, tokens.token_indices(rows), is_filler=False)
 
@@ -76,14 +76,17 @@ class StepRank(TrainedRank):
 
     @torch.no_grad()
     def passes(self, forward: Callable[[DeviceTokens], Tensor]) -> np.ndarray:
-        """Numbers of the tokens of the first epoch, microbatch after microbatch, float32; fillers are computed too."""
-        numbers = [np.zeros(0, np.float32)]
+        """float32 [T'], the output of `forward` at the tokens of the first epoch, microbatch after microbatch.
+
+        Fillers are computed, so that all ranks make the same calls, and left out of the result.
+        """
+        outputs = [np.zeros(0, np.float32)]
         for minibatch in self._epochs[0]:
             for held in minibatch.microbatches:
                 values = forward(held.tokens).float().cpu().numpy()
                 if not held.is_filler:
-                    numbers.append(values)
-        return np.concatenate(numbers)
+                    outputs.append(values)
+        return np.concatenate(outputs)
 
     def updates(
         self,
@@ -93,14 +96,14 @@ class StepRank(TrainedRank):
         """One optimizer step for each minibatch of every epoch; this rank's metrics of each.
 
         Args:
-            targets: columns [N] of the step; `loss` is given those of a microbatch.
+            targets: columns [N] of the step; `loss` gets the part [T] of its microbatch.
         """
 
-        def take(minibatch: HeldMinibatch) -> StepMetrics:
+        def update(minibatch: HeldMinibatch) -> StepMetrics:
             def forward(i: int) -> tuple[Tensor, StepMetrics]:
                 held = minibatch.microbatches[i]
                 return loss(held.tokens, targets.take(held.index), minibatch.denominators)
 
             return self.take_step(len(minibatch.microbatches), forward)
 
-        return [take(minibatch) for epoch in self._epochs for minibatch in epoch]
+        return [update(minibatch) for epoch in self._epochs for minibatch in epoch]

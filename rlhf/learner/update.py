@@ -15,7 +15,7 @@ from rlhf.learner.model import DeviceTokens
 from rlhf.log.metrics import EffectiveSampleFraction, Max, Mean, StepMetrics, Sum
 from rlhf.types import Denominators, PolicyTargets
 
-HEALTH_KL = "k3"  # of every summary metric, whichever is optimized; its first argument is the policy that sampled
+HEALTH_KL = "k3"  # the estimator of kl_old and engine_kl; its first argument is the policy that sampled
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def policy_microbatch(
         sequences=denominators.sequences,
         constant_length=objective.constant_length,
     )
-    # A microbatch without a trained token stays in the graph: every rank makes the same backward calls.
+    # Keeps a microbatch without a trained token in the graph: every rank must make the same backward calls.
     loss = loss + 0.0 * logprobs.sum()
     metrics |= {
         "policy/loss": Sum(loss.item()),
@@ -150,13 +150,13 @@ def policy_microbatch(
 def _kl_metrics(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> StepMetrics:
     """All estimators of KL(pi_old || pi_ref): on-policy at a lag of 0, since the old policy sampled the tokens.
 
-    Every epoch of a step repeats the same sums over the same rollouts, so the mean over the step is that of one epoch.
+    Every epoch of a step repeats the same sums, so the mean over the step equals that of one epoch.
     """
-    found: StepMetrics = {}
+    metrics: StepMetrics = {}
     for estimator in kl.KL_ESTIMATORS:
         values = kl.kl_per_token(old_logprobs, ref_logprobs, estimator=estimator, old_logprobs=old_logprobs)
-        found[f"policy/kl_{estimator}"] = masked_mean(values, mask)
-    return found
+        metrics[f"policy/kl_{estimator}"] = masked_mean(values, mask)
+    return metrics
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Mean:

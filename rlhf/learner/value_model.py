@@ -1,4 +1,4 @@
-"""Models that end in one number: the critic, a value for each response token, and the reward model, one a sequence.
+"""Models with one scalar output: the critic (a value per response token) and the reward model (a score per sequence).
 
 Both are a Hugging Face sequence-classification model with one label: the same transformer, and `score` for a head. As
 with the policy, the head is applied inside the forward that DeepSpeed wraps.
@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from rlhf.algo.logprobs import response_states
 from rlhf.algo.numerics import full_precision
 from rlhf.learner.attention import load_packed, take_rows
-from rlhf.learner.model import DTYPES, DeviceTokens, disable_dropout, hidden_states
+from rlhf.learner.model import DTYPES, DeviceTokens, hidden_states, prepare_transformer
 
 HEAD = "score.weight"
 
@@ -21,7 +21,7 @@ HEAD = "score.weight"
 class ValueModel(nn.Module):
     """The critic: values[t] is the value of the state in which token t is chosen, as `algo.gae` takes it.
 
-    What follows the last token has value 0 and no entry.
+    The state after the last token has value 0 and no entry.
     """
 
     def __init__(self, transformer: PreTrainedModel) -> None:
@@ -36,7 +36,7 @@ class ValueModel(nn.Module):
 
 
 class RewardModel(nn.Module):
-    """A reward model: the number at the last token of each sequence."""
+    """A reward model: the scalar at the last token of each sequence."""
 
     def __init__(self, transformer: PreTrainedModel) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class RewardModel(nn.Module):
 
 
 def _scalars(transformer: PreTrainedModel, tokens: DeviceTokens, positions: Tensor) -> Tensor:
-    """What the head makes of the states at these positions of the row [n] -> [n] float32."""
+    """The head applied to the states at these positions of the row [n] -> [n] float32."""
     states = take_rows(hidden_states(transformer, tokens), tokens.segments.state_of(positions))
     weight = transformer.get_parameter(HEAD)
     return F.linear(full_precision(states), full_precision(weight)).squeeze(-1)
@@ -61,7 +61,7 @@ def load_scalar_transformer(
 
     Args:
         key: of the config, for messages.
-        head_std: standard deviation of a new head where the model has none, 0 for zeros; None: there must be one.
+        head_std: standard deviation of a new head if the model has none (0 for zeros); None: the model must have one.
 
     Raises:
         ValueError: the model has several labels, no head, a head of another form, or does not take packed rows.
@@ -89,11 +89,9 @@ def load_scalar_transformer(
                 f"{key}={path}: it has no head {HEAD}, so it is not a reward model. Train one with "
                 "`python -m rlhf.reward_model`, or name another."
             )
-        from deepspeed import zero  # the head is a share of itself where it was loaded for ZeRO-3
+        from deepspeed import zero  # at ZeRO-3 each rank holds only its share of the head
 
         with zero.GatheredParameters([head.weight], modifier_rank=0, enabled=hasattr(head.weight, "ds_id")):
             nn.init.normal_(head.weight, std=head_std) if head_std else nn.init.zeros_(head.weight)
-    disable_dropout(transformer)
-    if gradient_checkpointing:
-        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    prepare_transformer(transformer, gradient_checkpointing=gradient_checkpointing)
     return transformer

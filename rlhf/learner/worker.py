@@ -46,31 +46,31 @@ class Learner(StepRank):
         self.objective = PolicyObjective.of(config)
         self._sender: WeightSender | None = None
         self._saved: list[tuple[nn.Parameter, Tensor]] = []
-        self.wrap(self._load_model(trains=True))
+        self.wrap(self._load_model(frozen=False))
         check_packed(
             lambda tokens: self.engine(tokens).logprobs, self.device, longest=config.max_sequence_tokens,
             dtype=config.model.dtype, key="model.path", path=config.model.path,
         )  # fmt: skip
         self.reference: Reference | None = None
         if config.needs_reference:
-            self.reference = Reference(self._load_model(trains=False), self)
+            self.reference = Reference(self._load_model(frozen=True), self)
 
-    def _load_model(self, *, trains: bool) -> PolicyModel:
+    def _load_model(self, *, frozen: bool) -> PolicyModel:
         config = self.config
         with self.loading():
             model = load_policy(
                 config.model.path,
                 dtype=config.model.dtype,
                 temperature=config.rollout.temperature,
-                gradient_checkpointing=trains and config.model.gradient_checkpointing,
+                gradient_checkpointing=not frozen and config.model.gradient_checkpointing,
                 trust_remote_code=config.model.trust_remote_code,
             )
-        return model.train() if trains else model.eval().requires_grad_(False)
+        return model.eval().requires_grad_(False) if frozen else model.train()
 
     # --- a training step ---
 
     def logprobs(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Old and reference log-probs on the microbatches of the first epoch; None where nothing reads them."""
+        """Old and reference log-probs on the microbatches of the first epoch; None if the config does not need them."""
         old = ref = None
         if self.config.needs_old_logprobs_pass:
             old = self.passes(lambda tokens: self.engine(tokens).logprobs)
@@ -89,8 +89,10 @@ class Learner(StepRank):
     def canary(self, sequences: list[np.ndarray], in_float32: bool = False) -> list[np.ndarray]:
         """Log-probs at temperature 1 of given sequences under the current weights: [L] each, entry 0 is 0.
 
-        In one row, as in training: what packing would spoil shows against the engine too. In the model's own type, or
-        computed in float32 from the same weights.
+        The sequences are packed into one row, as in training, so that the comparison also checks packing.
+
+        Args:
+            in_float32: compute in float32 from the same weights, instead of the model's own type.
         """
         packed = pack(sequences)
         tokens = DeviceTokens.of(packed, self.device, in_float32=in_float32)
@@ -98,18 +100,18 @@ class Learner(StepRank):
         return np.split(logprobs, packed.cu_seqlens[1:-1])
 
     def change_objective(self, objective: PolicyObjective) -> None:
-        """Optimize this from the next update on: a scan of objectives keeps its stack and puts the weights back."""
+        """Use another objective from the next update on, so that a scan of objectives starts the engines once."""
         self.objective = objective
 
     def blend_reference(self, decay: float) -> None:
         """Reference := decay x reference + (1 - decay) x policy; a decay of 0 replaces it by the policy."""
-        assert self.reference is not None, "there is no reference to move"
+        assert self.reference is not None, "no reference policy is loaded"
         self.reference.blend(self, decay)
 
     # --- weights out ---
 
     def metadata(self) -> list[ParameterMeta]:
-        """What iteration yields, without gathering: names and shapes of the Hugging Face checkpoint."""
+        """Names, types and shapes of the tensors that iteration yields, without gathering them."""
         return [
             ParameterMeta(name, str(p.dtype).removeprefix("torch."), tuple(getattr(p, "ds_shape", p.shape)))
             for name, p in self.names.items()
@@ -121,7 +123,7 @@ class Learner(StepRank):
                 yield name, param.detach()
 
     def connect(self, backend: str, client: EngineClient, rendezvous: Rendezvous) -> None:
-        """Build the transfer group with the engines; every rank, once they are up."""
+        """Build the transfer group with the engines. Every rank calls it after the engines have started."""
         self._sender = make_sender(backend, self, client, rendezvous, rank=self.place.rank)
 
     def send_weights(self, version: int) -> None:

@@ -15,7 +15,7 @@ def make_batch(groups: Sequence[RolloutGroup], *, mask_truncated: bool) -> StepB
     """Flatten groups in their order: the rows of a group stand together, its samples in order.
 
     Args:
-        mask_truncated: leave responses that did not stop by themselves out of the loss, as unscorable ones are.
+        mask_truncated: leave responses that did not stop by themselves out of the loss, like unscorable ones.
     """
     samples = [sample for group in groups for sample in group.samples]
     rollouts = [sample.rollout for sample in samples]
@@ -39,8 +39,8 @@ def penalize_non_stop(sample: ScoredRollout, reward: float | None, penalty: floa
     """Replace (reject) or lower the reward of a response that did not stop; unscorable responses are unchanged.
 
     Args:
-        reward: what it gets in place of its own; None keeps its own.
-        penalty: subtracted from that.
+        reward: the new reward; None keeps the response's own.
+        penalty: subtracted from it.
     """
     if sample.rollout.finish_reason == "stop" or sample.reward is None:
         return sample

@@ -1,4 +1,4 @@
-"""Credit of tokens in PPO: rewards of responses and the KL -> rewards, advantages and returns per token.
+"""Rewards of responses and the KL -> rewards, advantages and returns per token (PPO).
 
     reward of the response, clipped, at its last token
     - kl_coef x KL at each token                          (algo.kl_place=reward)
@@ -6,7 +6,8 @@
     -> GAE with the critic's values; the value after the last token is 0
     -> advantages whitened over the step; returns are not
 
-All of it runs on the driver, over all rollouts of a step at once: no number of learners or budget can change it.
+All of it runs on the driver over all rollouts of a step, so the result does not depend on the number of learners or
+on the token budget.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ KLController = FixedKLController | AdaptiveKLController
 
 @dataclass(frozen=True)
 class Credit:
-    """What the updates of a step aim at, both [N] float32 and 0 outside of trained responses, and what a log shows."""
+    """Targets of a step's updates, both [N] float32 and 0 outside trained responses, and metrics to log."""
 
     advantages: np.ndarray
     returns: np.ndarray
@@ -70,8 +71,8 @@ def assign_credit(
 
     Args:
         values: [N], the critic's values before the first update of the step.
-        old_logprobs, ref_logprobs: [N]; read where kl_coef is above 0.
-        kl_coef: of the controller; 0 where the KL is not part of the reward.
+        old_logprobs, ref_logprobs: [N]; used only if kl_coef is above 0.
+        kl_coef: of the controller; 0 if the KL is not part of the reward.
     """
     rows = np.flatnonzero(batch.trained)
     advantages, returns = np.zeros_like(values), np.zeros_like(values)

@@ -1,6 +1,6 @@
-"""The optimizer steps of a training step: which rows, in which microbatches of which rank, over which denominators.
+"""Plans the optimizer steps of a training step: rows, microbatches of each rank, denominators.
 
-Minibatches are drawn and denominators fixed before ranks or budgets are looked at, and long before any backward.
+Minibatches are drawn and denominators fixed first, so neither depends on the number of ranks or the token budget.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rlhf.types import Denominators, Minibatch, StepBatch
 def rows_with_gradient(batch: StepBatch, advantages: np.ndarray, config: GRPOConfig) -> np.ndarray:
     """[B] bool, True for the trained responses that the learner computes at all.
 
-    Without a KL and an entropy bonus in the loss every gradient of a policy loss is a multiple of the advantage, so a
-    response whose advantage is exactly 0 has none. It stays in the denominators. What is logged of log-probs then
-    covers the other responses alone; `algo.log_kl` asks for the KL of all responses, and so computes them all.
+    Without a KL and an entropy bonus in the loss, the gradient is a multiple of the advantage, so a response whose
+    advantage is exactly 0 has none. It stays in the denominators. Metrics of log-probs then cover only the other
+    responses; `algo.log_kl` asks for the KL of all responses, so all are computed.
 
     Args:
-        advantages: [B], known before any log-prob: without a KL in the reward.
+        advantages: [B]; they are known before any log-prob, since the KL is not in the reward.
     """
-    assert not config.kl_in_reward, "advantages wait for the log-probs"
+    assert not config.kl_in_reward, "with the KL in the reward, advantages need the log-probs first"
     if config.algo.kl_coef > 0 or config.algo.entropy_coef or config.algo.log_kl:
         return batch.trained
     return batch.trained & (advantages != 0)
@@ -39,7 +39,7 @@ def plan_epochs(
 ) -> list[list[Minibatch]]:
     """Draw, pack and balance every minibatch of the step: [epoch][minibatch].
 
-    The draw covers all rollouts, so it does not depend on which are left out of the loss.
+    The draw covers all rollouts, so leaving some out of the loss does not change it.
 
     Args:
         computed: [B] bool, the rows that are packed and computed; None: all trained rows.
@@ -69,7 +69,7 @@ def _denominators(responses: np.ndarray) -> Denominators:
 
 
 def _microbatches(batch: StepBatch, rows: np.ndarray, config: GRPOConfig) -> tuple[tuple[np.ndarray, ...], ...]:
-    """[rank][microbatch] -> rows, ordered by their tokens: what sequences begin with alike is then computed once."""
+    """[rank][microbatch] -> rows, sorted by their token ids, so that shared beginnings are computed once."""
     tokens, budget, ranks = batch.tokens, config.learner.max_tokens_per_microbatch, config.cluster.learners
     lengths = tokens.lengths[rows]
     prompt_lengths = np.minimum(batch.prompt_lengths[rows], lengths - 1)

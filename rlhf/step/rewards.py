@@ -1,4 +1,4 @@
-"""Rewards of responses -> advantages of responses (GRPO and its family); the KL penalty where it is in the reward."""
+"""Rewards of responses -> advantages of responses (GRPO and its family), with or without a KL penalty in the reward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def penalize_kl(
 ) -> np.ndarray:
     """[B] rewards minus kl_coef times the KL to the reference, summed over the response.
 
-    Rows that are not computed have no known penalty: they become NaN, and so leave the baseline of the others.
+    The penalty of rows that are not computed is unknown: their reward becomes NaN, which keeps it out of the baseline.
 
     Args:
         computed: [B] bool, rows whose log-probs [N] are known.
@@ -38,7 +38,7 @@ def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str) -> np.ndar
     """[B] advantage of each response; 0 for unscorable ones. The kinds are those of `algo.advantage`.
 
     Args:
-        rewards: [B], those of the batch or with a penalty; NaN is unscorable.
+        rewards: [B], of the batch, with or without the KL penalty; NaN is unscorable.
     """
     tensor = torch.from_numpy(rewards)
     parts = tensor.split(np.bincount(batch.groups).tolist())

@@ -73,9 +73,9 @@ def test_values_and_gradients_equal_those_of_full_logits(tiles, bias, dtype, tol
         ((ours.entropy * push).sum(), (entropy * push).sum()),
         ((ours.logprobs * pull + ours.entropy * push).sum(), (logprobs * pull + entropy * push).sum()),
     ):
-        found = torch.autograd.grad(loss, leaves, retain_graph=True)
+        gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
         expected = torch.autograd.grad(reference, leaves, retain_graph=True)
-        for a, b in zip(found, expected, strict=True):
+        for a, b in zip(gradients, expected, strict=True):
             assert (a - b).abs().max() < tolerance
 
 
@@ -115,9 +115,9 @@ def test_tied_head_sums_the_gradients_of_embedding_and_head():
     _, weight, _, token_ids = inputs(torch.float64)
     ours = token_logprobs(torch.tanh(weight[token_ids]), weight, token_ids, MASK, BOUNDS).logprobs
     plain, _ = full_logits(torch.tanh(weight[token_ids]), weight, None, token_ids, MASK, BOUNDS)
-    (found,) = torch.autograd.grad(ours.square().sum(), weight)
+    (gradient,) = torch.autograd.grad(ours.square().sum(), weight)
     (expected,) = torch.autograd.grad(plain.square().sum(), weight)
-    assert (found - expected).abs().max() < 1e-12
+    assert (gradient - expected).abs().max() < 1e-12
 
 
 def test_in_bf16_the_error_is_no_larger_than_that_of_full_float32_logits():

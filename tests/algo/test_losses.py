@@ -318,20 +318,20 @@ def test_garbage_outside_of_the_mask_changes_no_bit_of_loss_or_gradient(kind, ga
             dual_clip=dual_clip,
             cu_seqlens=BOUNDS,
         )
-        found = [terms.loss.detach(), terms.ratio, terms.clipped]
+        outputs = [terms.loss.detach(), terms.ratio, terms.clipped]
         per_token = terms.loss
         for mode in IMPORTANCE_CORRECTIONS:
             for level in IMPORTANCE_LEVELS:
                 correction = importance_weights(old, rollout, MASK, BOUNDS, mode=mode, level=level)
-                found += correction
+                outputs += correction
                 per_token = per_token + terms.loss * correction.weights
         per_token = per_token + value_loss(logprobs, old, rollout, MASK, clip=0.2).loss
         for aggregation in LOSS_AGGREGATIONS:
             loss = aggregate(per_token, MASK, BOUNDS, aggregation=aggregation, tokens=4, sequences=2, constant_length=7)
             (gradient,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
             assert (gradient[~MASK] == 0).all()
-            found += [loss.detach(), gradient]
-        return found
+            outputs += [loss.detach(), gradient]
+        return outputs
 
     dirty = [torch.where(MASK, x, garbage) for x in clean]
     assert all(torch.equal(a, b) for a, b in zip(outcome(*clean), outcome(*dirty), strict=True))

@@ -26,16 +26,16 @@ def test_every_way_to_log_probs_gives_the_same_gradients(monkeypatch: pytest.Mon
     torch.manual_seed(0)
     hidden, weight = torch.randn(20, 16).requires_grad_(), torch.randn(50, 16).requires_grad_()
     targets, upstream = torch.randint(0, 50, (20,)), torch.randn(20)
-    found = {}
+    results = {}
     for name in (logprobs.OURS, logprobs.FULL, logprobs.SELECTIVE, logprobs.CHUNKED):
         hidden.grad = weight.grad = None
         values = logprobs.VARIANTS[name](hidden, weight, targets)
         values.backward(upstream)
         assert hidden.grad is not None
         assert weight.grad is not None
-        found[name] = values.detach(), hidden.grad.clone(), weight.grad.clone()
-    for name, values in found.items():
-        for one, other in zip(values, found[logprobs.FULL], strict=True):
+        results[name] = values.detach(), hidden.grad.clone(), weight.grad.clone()
+    for name, values in results.items():
+        for one, other in zip(values, results[logprobs.FULL], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 

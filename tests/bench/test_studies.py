@@ -88,10 +88,10 @@ def test_the_old_policy_is_put_back_whole_and_the_kinds_of_layers_are_all_of_it(
 
 def test_the_distance_is_half_the_squared_log_ratio_the_clipped_share_and_the_ratios_variance() -> None:
     old = torch.zeros(3, dtype=torch.float64)
-    found = adam.distance(torch.log(torch.tensor([1.0, 1.1, 1.3], dtype=torch.float64)), old)
-    assert found["approximate KL"] == pytest.approx((math.log(1.1) ** 2 + math.log(1.3) ** 2) / 6)
-    assert found["clip fraction"] == pytest.approx(1 / 3)
-    assert found["ratio variance"] == pytest.approx(np.var([1.0, 1.1, 1.3]))
+    distance = adam.distance(torch.log(torch.tensor([1.0, 1.1, 1.3], dtype=torch.float64)), old)
+    assert distance["approximate KL"] == pytest.approx((math.log(1.1) ** 2 + math.log(1.3) ** 2) / 6)
+    assert distance["clip fraction"] == pytest.approx(1 / 3)
+    assert distance["ratio variance"] == pytest.approx(np.var([1.0, 1.1, 1.3]))
 
 
 def test_the_comparison_with_the_published_means_counts_the_first_epoch_which_finds_the_old_policy() -> None:
@@ -126,8 +126,8 @@ def test_a_checkpoint_from_before_the_first_update_gets_moments_of_zero(tmp_path
     files = json.loads((tmp_path / "learner.json").read_text())["files"]
     for kind in MOMENTS:
         (file,) = files[kind]
-        found = load_file(tmp_path / file)
-        assert {name: (t.shape, float(t.abs().sum())) for name, t in found.items()} == {
+        moments = load_file(tmp_path / file)
+        assert {name: (t.shape, float(t.abs().sum())) for name, t in moments.items()} == {
             "a": ((3,), 0),
             "b": ((2, 2), 0),
         }
@@ -142,10 +142,12 @@ def test_the_reported_kl_is_k3_over_response_tokens() -> None:
 
 def test_the_scan_is_every_estimator_with_every_coefficient_and_once_none() -> None:
     base = kl.study_config(Path("data"), steps=40, prompts=32, seed=0)
-    found = [settings.config(base) for settings in kl.all_settings(kl.BETAS)]
-    assert [c.algo.kl_coef for c in found] == [0.0, *kl.BETAS * 4]
-    assert [c.algo.kl_estimator for c in found[1:]] == [name for name in ("k1", "k2", "k3", "k4") for _ in kl.BETAS]
-    assert {(c.algo.kl_place, c.needs_reference, c.learner.minibatches_per_epoch) for c in found} == {("loss", True, 2)}
+    configs = [settings.config(base) for settings in kl.all_settings(kl.BETAS)]
+    assert [c.algo.kl_coef for c in configs] == [0.0, *kl.BETAS * 4]
+    assert [c.algo.kl_estimator for c in configs[1:]] == [name for name in ("k1", "k2", "k3", "k4") for _ in kl.BETAS]
+    assert {(c.algo.kl_place, c.needs_reference, c.learner.minibatches_per_epoch) for c in configs} == {
+        ("loss", True, 2)
+    }
 
 
 # --- schedules ---
@@ -191,6 +193,6 @@ def test_what_did_not_reach_the_log_counts_as_not_finite() -> None:
     }  # fmt: skip
     lost = {name: value for name, value in row.items() if name != "learner/grad_norm"}
     assert algorithms.summarize("A", [row] * 10)["not finite"] == 0
-    found = algorithms.summarize("A", [row] * 8 + [lost, {**row, "learner/updates_skipped": 1}])
-    assert found["not finite"] == 2
-    assert found["largest KL (k3, nats a token)"] == 0.1
+    summary = algorithms.summarize("A", [row] * 8 + [lost, {**row, "learner/updates_skipped": 1}])
+    assert summary["not finite"] == 2
+    assert summary["largest KL (k3, nats a token)"] == 0.1

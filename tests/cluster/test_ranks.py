@@ -1,9 +1,13 @@
-"""Columns into the ranks of a step and back, over real ranks in this process: no Ray, no DeepSpeed engine."""
+"""Columns into the ranks of a step and back, over real ranks in this process: no Ray, no DeepSpeed engine.
+
+Arrays arrive as Ray delivers them: read-only.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +27,20 @@ from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.types import Minibatch, PolicyTargets, StepBatch
 
+pytestmark = pytest.mark.filterwarnings("error:The given NumPy array is not writable")
+
 LEARNERS = 3
 
 
+def delivered(value: Any) -> Any:
+    """A copy whose arrays are read-only views of a buffer, as of Ray's object store."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
+
+
 class Rank(StepRank):
-    """Computes each token's id, and trains it towards its id: the advantages that it is given."""
+    """Its outputs are the token ids; `update` checks that the advantages of its microbatch are the ids, too."""
 
     def __init__(self, rank: int) -> None:
         self.place, self.device = Place(rank, LEARNERS, rank, "nowhere", 0, threads=1), torch.device("cpu")
@@ -53,13 +66,13 @@ class LocalRanks(RankGroup):
         self._ranks = [Rank(rank) for rank in range(LEARNERS)]
 
     async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> list[Any]:
-        return [getattr(rank, method)(*arguments) for rank in self._ranks]
+        return [delivered(getattr(rank, method)(*arguments)) for rank in self._ranks]
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalRanks, StepBatch, list[list[Minibatch]], np.ndarray]:
-    """Two epochs of two minibatches, of 12 rollouts of which three are not computed; some ranks get fillers."""
-    monkeypatch.setattr(ranks.ray, "put", lambda value: value)
+    """Two epochs of two minibatches; three of the 12 rollouts are not computed, and some ranks get fillers."""
+    monkeypatch.setattr(ranks.ray, "put", delivered)
     config = make_config(
         Path("nowhere/model"),
         data={"max_prompt_tokens": 12},
@@ -76,7 +89,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalRanks, StepBatch, lis
     return group, batch, epochs, computed
 
 
-def test_what_the_ranks_compute_comes_back_at_the_tokens_it_was_computed_for(started: Any) -> None:
+def test_columns_hold_what_the_ranks_computed_at_the_tokens_they_computed_it_for(started: Any) -> None:
     group, batch, _, computed = started
     ids, nothing = asyncio.run(group.columns("token_ids"))
     assert nothing is None
@@ -95,7 +108,7 @@ def test_every_update_trains_its_minibatch_with_the_targets_of_its_own_tokens_on
         assert update["tokens"].value() == tokens.response_mask.sum()
 
 
-def test_what_is_computed_with_the_sequence_before_is_told_of_every_sequence_rank_after_rank(started: Any) -> None:
+def test_shared_counts_the_common_beginning_of_every_sequence_rank_after_rank(started: Any) -> None:
     group, batch, epochs, _ = started
     expected = [
         shared_beginnings(batch.tokens.take(rows)).tolist()

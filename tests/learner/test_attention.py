@@ -254,15 +254,15 @@ def test_a_window_shorter_than_the_sequences_to_come_is_refused_when_the_model_i
 UNPACKABLE = {
     "alibi in its own attention": (
         lambda: BloomConfig(vocab_size=97, hidden_size=48, n_layer=1, n_head=4),
-        "its attention takes no function from outside",
+        "its attention cannot be replaced",
     ),
     "attention classes of its own": (
         lambda: FalconConfig(vocab_size=97, hidden_size=48, num_hidden_layers=1, num_attention_heads=4),
-        "its attention takes no function from outside",
+        "its attention cannot be replaced",
     ),
     "convolutions between its attention layers": (
         lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
-        "a sequence sees what stands before it in the row",
+        "a sequence is affected by the sequences before it in the row",
     ),
     "capped scores": (
         lambda: Gemma2Config(**SMALL, head_dim=12, final_logit_softcapping=None),

@@ -1,4 +1,4 @@
-"""A training step through the learners of GRPO and PPO with the KL in the reward, against formulas by the sequence.
+"""A step through the learners of GRPO and PPO with the KL in the reward, against formulas for single sequences.
 
 The policy is moved away from its reference first, so that the KL counts. The formulas use transformers and loops.
 """

@@ -28,10 +28,10 @@ VOCABULARY = 61
 
 def groups_with_equal_ones(equal: tuple[int, ...], *, groups: int = 5) -> list[RolloutGroup]:
     """Groups of 4 with random rewards, but the same reward throughout in some of them."""
-    made = make_groups(groups=groups, samples=4, vocabulary=VOCABULARY, longest=30, seed=2)
+    random_groups = make_groups(groups=groups, samples=4, vocabulary=VOCABULARY, longest=30, seed=2)
     return [
         RolloutGroup(g.prompt, tuple(dataclasses.replace(s, reward=0.1) for s in g.samples)) if i in equal else g
-        for i, g in enumerate(made)
+        for i, g in enumerate(random_groups)
     ]
 
 
