@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from ray_cluster import ray_folder
+from waiting import STACK_WAIT_S, WAIT_S, eventually, free_port, read_until
 
 from rlhf.cluster.node_report import differences
+from rlhf.run.folder import RunFolder
 
 pytestmark = pytest.mark.scripts
 
@@ -30,7 +30,8 @@ SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"])
 TOKEN = "5ecret" * 8
 AWKWARD = ["run.dir=my runs/a b", 'model.path=it\'s "quoted" $HOME `x` \\', "reward=[{name: math}]", ""]
 
-# Ray's commands: `ray start` is RAY_START, `ray job submit` takes a job or refuses it.
+# Ray's commands: `ray start` is RAY_START, `ray job submit` takes a job or refuses it. With RAY_WAITS, the one dies
+# and the other answers when the test says so (`Place.go_on`).
 RAY = """\
 #!/usr/bin/env bash
 printf '%s|%s|%s\\n' "$RAY_AUTH_MODE" "$RAY_AUTH_TOKEN" "$*" >>"$RECORD/ray"
@@ -39,14 +40,14 @@ case "$1 $2" in
   "job submit")
     while [ "$1" != -- ]; do shift; done
     printf '%s\\0' "${@:2}" >"$RECORD/entrypoint"
-    sleep "${SUBMISSION_SLEEPS:-0}"
+    while [ -n "${RAY_WAITS:-}" ] && [ ! -e "$RECORD/ray.go" ]; do sleep 0.05; done
     [ -n "${JOB_IS_REFUSED:-}" ] || exit 0
     echo "RuntimeError: Request failed with status code 400: Job with submission_id job-1 already exists."
     exit 1 ;;
 esac
 """
 # A cluster is the folder gcs-PORT: its token, notes, and nodes with the process that each is. A node ends when it is
-# told to, when RAY_ENDS_AFTER is over, and when its head has ended, as Ray's nodes do.
+# told to, and when its head has ended, as Ray's nodes do.
 RAY_START = """\
 import os, socket, sys, time
 from pathlib import Path
@@ -61,8 +62,8 @@ if "--head" in flags:
     (folder / "token").write_text(os.environ["RAY_AUTH_TOKEN"])
 (folder / "nodes" / flags["--node-name"]).write_text(str(os.getpid()))
 print("Ray runtime started.", flush=True)
-end = time.monotonic() + float(os.environ.get("RAY_ENDS_AFTER", "1000"))
-while time.monotonic() < end and is_alive(folder / "nodes/rank-0"):
+dies = folder.parent / "ray.go" if os.environ.get("RAY_WAITS") else folder / "never"
+while not dies.exists() and is_alive(folder / "nodes/rank-0"):
     time.sleep(0.1)
 sys.exit("the raylet fell over")
 """
@@ -111,19 +112,10 @@ with open(os.environ["RECORD"] + "/program", "a") as file:
                            "token": os.environ["RAY_AUTH_TOKEN"], "pid": os.getpid()}) + "\\n")
 print("the program speaks", flush=True)
 end = time.monotonic() + float(os.environ.get("PROGRAM_SLEEPS", "0"))
-while time.monotonic() < end and not os.path.exists(os.environ["RECORD"] + "/go"):
+while time.monotonic() < end and not os.path.exists(os.environ["RECORD"] + "/program.go"):
     time.sleep(0.05)
 sys.exit(int(os.environ.get("PROGRAM_STATUS", "0")))
 """
-
-
-def free_port() -> int:
-    """A port below those that the system gives to clients."""
-    while True:
-        port = random.randrange(20000, 29999)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return port
 
 
 @dataclass
@@ -154,7 +146,7 @@ class Place:
 
     def node(self, rank: int, nodes: int, port: int, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         flags = ["--rank", str(rank), "--nodes", str(nodes), "--head", "127.0.0.1", "--port", str(port)]
-        more = ["--deadline", environment.pop("DEADLINE", "60"), "--module", "stand_in_program"]
+        more = ["--deadline", environment.pop("DEADLINE", str(WAIT_S)), "--module", "stand_in_program"]
         return self.start(LAUNCH / "ray_node_setup.sh", *flags, *more, *arguments, **environment)
 
     def other_version(self, name: str = "rlhf", version: str = "9.9.9") -> str:
@@ -175,16 +167,22 @@ class Place:
     def programs(self) -> list[dict[str, object]]:
         return [json.loads(line) for line in self.recorded("program")]
 
-    def wait_for(self, name: str, lines: int = 1) -> None:
-        end = time.monotonic() + 60
-        while len(self.recorded(name)) < lines:
-            assert time.monotonic() < end, f"{name} was not called"
-            time.sleep(0.05)
+    def wait_for(self, name: str) -> None:
+        assert eventually(lambda: self.recorded(name)), f"{name} was not called"
+
+    def go_on(self, name: str) -> None:
+        """Let a stand-in that waits or sleeps end: `ray` or `program`."""
+        (self.folder / f"record/{name}.go").touch()
+
+    def write_checkpoint(self) -> None:
+        """Step 4 of the run that `slurm` starts, as the program writes it."""
+        run = RunFolder(self.folder / "the run", resume=False)
+        run.finish_checkpoint(run.begin_checkpoint(4), {"step": 4}, keep=1)
 
 
 def ending(*processes: subprocess.Popen[str]) -> tuple[list[int], str]:
     """Exit statuses, and all that was printed."""
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=STACK_WAIT_S)[0] for process in processes]
     return [process.returncode for process in processes], "".join(outputs)
 
 
@@ -266,7 +264,9 @@ def test_the_head_makes_a_token_that_only_its_user_reads_and_the_others_take_it(
 def test_a_worker_whose_ray_dies_ends_the_run_and_is_named(place: Place) -> None:
     port = free_port()
     head = place.node(0, 2, port, PROGRAM_SLEEPS="1000")
-    worker = place.node(1, 2, port, RAY_ENDS_AFTER="1")
+    worker = place.node(1, 2, port, RAY_WAITS="1")
+    place.wait_for("program")
+    place.go_on("ray")
     statuses, output = ending(head, worker)
     assert statuses == [1, 1]
     assert "(rank 1)" in output.partition("Ray's logs")[0]  # the head says it first: from Ray, or from the worker
@@ -294,10 +294,7 @@ def test_workers_end_when_the_head_is_killed_and_so_does_the_program(place: Plac
     statuses, output = ending(worker)
     assert statuses == [1]
     assert "Ray ended on this node" in output
-    end = time.monotonic() + 10
-    while is_alive(place.programs()[0]["pid"]):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    assert eventually(lambda: not is_alive(place.programs()[0]["pid"]))
 
 
 @pytest.mark.parametrize(("how", "status"), [("TERM", 143), ("INT", 130), ("stdin", 129)])
@@ -351,18 +348,12 @@ def test_a_port_that_is_taken_ends_the_head_with_what_ray_says(place: Place) -> 
 def test_two_nodes_of_one_rank_are_told_apart(place: Place) -> None:
     port = free_port()
     head, *twins = place.node(0, 3, port), place.node(1, 3, port), place.node(1, 3, port)
-    end = time.monotonic() + 60
-    while all(twin.poll() is None for twin in twins):
-        assert time.monotonic() < end, "nobody was refused"
-        time.sleep(0.05)
+    assert eventually(lambda: any(twin.poll() is not None for twin in twins)), "nobody was refused"
     refused, accepted = sorted(twins, key=lambda twin: twin.poll() is None)
     statuses, output = ending(refused)
     assert statuses == [2]
     assert f"--rank=1: taken by {socket.gethostname()}, process " in output
-    end = time.monotonic() + 60
-    while not list(place.folder.glob("record/gcs-*/nodes/rank-1")):
-        assert time.monotonic() < end, "the other one did not join"
-        time.sleep(0.05)
+    assert eventually(lambda: list(place.folder.glob("record/gcs-*/nodes/rank-1"))), "the other one did not join"
     head.terminate()
     assert ending(head, accepted)[0] == [143, 143]
 
@@ -418,7 +409,7 @@ def slurm(
     place.add("scontrol", SCONTROL)
     place.environment.pop("RAY_AUTH_TOKEN", None)
     job = {"SLURM_JOB_ID": str(free_port() - 20000), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
-    program = ["--module", module, "--deadline", "60", "--config", str(place.folder / "run.yaml")]
+    program = ["--module", module, "--deadline", str(WAIT_S), "--config", str(place.folder / "run.yaml")]
     (place.folder / "run.yaml").write_text(f"run: {{dir: '{place.folder}/the run'}}\n")
     job["SLURM_SUBMIT_DIR"] = str(ROOT)
     return place.start("bash", LAUNCH / "slurm.sbatch", *program, *arguments, **job, **environment)
@@ -438,7 +429,7 @@ def test_a_slurm_job_has_the_programs_status_even_where_srun_has_another(place: 
 
 
 def test_a_requeued_job_resumes_where_there_is_a_whole_checkpoint(place: Place) -> None:
-    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    place.write_checkpoint()
     (place.folder / "the run/checkpoints/step-000006.partial").mkdir()
     statuses, _ = ending(slurm(place, SLURM_RESTART_COUNT="1"))
     assert statuses == [0]
@@ -464,7 +455,7 @@ def in_a_container(place: Place) -> dict[str, str]:
 
 
 def test_a_requeued_job_in_a_container_resumes_and_its_status_comes_out(place: Place) -> None:
-    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    place.write_checkpoint()
     job = slurm(place, SLURM_RESTART_COUNT="1", PROGRAM_STATUS="3", **in_a_container(place))
     statuses, output = ending(job)
     assert statuses == [3], output
@@ -477,7 +468,7 @@ def test_a_requeued_job_in_a_container_resumes_and_its_status_comes_out(place: P
 def test_near_the_time_limit_a_job_in_a_container_requeues_itself_too(place: Place) -> None:
     job = slurm(place, PROGRAM_SLEEPS="1000", **in_a_container(place))
     place.wait_for("program")
-    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    place.write_checkpoint()
     job.send_signal(signal.SIGUSR1)
     assert ending(job)[0] == [143]
     assert place.recorded("scontrol")[-1].startswith("requeue ")
@@ -495,7 +486,7 @@ def test_a_requeued_job_that_does_not_train_leaves_the_run_folder_alone(place: P
 
 
 def test_the_first_start_of_a_job_does_not_resume(place: Place) -> None:
-    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    place.write_checkpoint()
     ending(slurm(place))
     assert "--resume" not in place.programs()[0]["arguments"]  # type: ignore[operator]
 
@@ -503,7 +494,7 @@ def test_the_first_start_of_a_job_does_not_resume(place: Place) -> None:
 def test_near_the_time_limit_the_job_requeues_itself_if_it_can_go_on(place: Place) -> None:
     job = slurm(place, PROGRAM_SLEEPS="1000")
     place.wait_for("program")
-    (place.folder / "the run/checkpoints/step-000004").mkdir(parents=True)
+    place.write_checkpoint()
     job.send_signal(signal.SIGUSR1)
     statuses, _ = ending(job)
     assert statuses == [143]
@@ -511,20 +502,14 @@ def test_near_the_time_limit_the_job_requeues_itself_if_it_can_go_on(place: Plac
     assert not is_alive(place.programs()[0]["pid"])
 
 
-def asked_then_let_go(place: Place) -> None:
-    """The job has asked for a checkpoint, with a second srun; then the program may end."""
-    place.wait_for("srun", 2)
-    (place.folder / "record/go").touch()
-
-
 def test_near_the_time_limit_a_job_without_a_new_checkpoint_goes_on(place: Place) -> None:
     job = slurm(place, PROGRAM_SLEEPS="1000", PROGRAM_STATUS="4")
     place.wait_for("program")
     job.send_signal(signal.SIGUSR1)
-    asked_then_let_go(place)
-    statuses, output = ending(job)
-    assert statuses == [4]
-    assert "not requeueing" in output
+    output = read_until(job, "not requeueing")
+    place.go_on("program")
+    assert ending(job)[0] == [4]
+    assert "no checkpoint since the start" in output
     assert not any(line.startswith("requeue") for line in place.recorded("scontrol"))
 
 
@@ -533,9 +518,9 @@ def test_near_the_time_limit_a_job_that_cannot_look_for_checkpoints_says_so(plac
     place.wait_for("program")
     (place.folder / "run.yaml").unlink()
     job.send_signal(signal.SIGUSR1)
-    asked_then_let_go(place)
-    statuses, output = ending(job)
-    assert statuses == [4]
+    output = read_until(job, "not requeueing")
+    place.go_on("program")
+    assert ending(job)[0] == [4]
     assert "no answer to whether there is a checkpoint" in output
     assert "No such file" in output
 
@@ -691,9 +676,10 @@ def test_interrupting_the_log_stops_the_job(place: Place) -> None:
 def test_interrupting_the_submission_stops_the_job_only_if_ray_took_it(
     place: Place, refused: str, stopped: int
 ) -> None:
-    job = submit(place, "--config", "x", SUBMISSION_SLEEPS="1", JOB_IS_REFUSED=refused)
+    job = submit(place, "--config", "x", RAY_WAITS="1", JOB_IS_REFUSED=refused)
     place.wait_for("ray")
     job.terminate()
+    place.go_on("ray")
     statuses, _ = ending(job)
     assert statuses == [143]
     assert len(stops(place)) == stopped
@@ -721,10 +707,8 @@ def on_cluster(place: Place, wanted: int, **environment: str) -> tuple[list[int]
     for rank, flag in enumerate((f"--port={port}", f"--address=127.0.0.1:{port}")):
         head = ["--head"] if rank == 0 else []
         place.start(place.folder / "bin/ray", "start", *head, flag, f"--node-name=rank-{rank}")
-        end = time.monotonic() + 60
-        while not (place.folder / f"record/gcs-{port}/nodes/rank-{rank}").exists():
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        node = place.folder / f"record/gcs-{port}/nodes/rank-{rank}"
+        assert eventually(node.exists)
     command = [sys.executable, LAUNCH / "nodes.py", "run", "--nodes", str(wanted), "--deadline", "1"]
     command += ["--module", "stand_in_program", "--", *AWKWARD]
     return ending(place.start(*command, **({"RAY_ADDRESS": f"127.0.0.1:{port}"} | environment)))
@@ -802,7 +786,7 @@ ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=l
 alive = sum(node["Alive"] for node in ray.nodes())
 with open(os.environ["RECORD"] + "/program", "a") as file:
     file.write(f'{{"pid": {os.getpid()}, "alive": {alive}}}\\n')
-while not os.path.exists(os.environ["RECORD"] + "/go"):
+while not os.path.exists(os.environ["RECORD"] + "/program.go"):
     time.sleep(0.1)
 ray.shutdown()
 sys.exit(6)
@@ -830,32 +814,27 @@ def left_behind(place: Place) -> list[str]:
 
 
 def two_real_nodes(place: Place, port: int) -> list[subprocess.Popen[str]]:
-    nodes = [place.node(rank, 2, port, DEADLINE="300") for rank in (0, 1)]
-    end = time.monotonic() + 300
-    while not place.recorded("program"):
-        assert time.monotonic() < end
-        assert all(node.poll() is None for node in nodes), ending(*nodes)
-        time.sleep(0.1)
+    nodes = [place.node(rank, 2, port, DEADLINE=str(STACK_WAIT_S)) for rank in (0, 1)]
+    eventually(lambda: place.recorded("program") or any(node.poll() is not None for node in nodes), STACK_WAIT_S)
+    assert place.recorded("program"), ending(*nodes)
     assert place.programs()[0]["alive"] == 2
     return nodes
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(900)
 def test_real_nodes_end_with_the_programs_status_and_a_stranger_is_refused(real: Place) -> None:
     port = free_port()
     nodes = two_real_nodes(real, port)
     statuses, output = ending(real.node(2, 3, port, RAY_AUTH_TOKEN="f" * 48))
     assert statuses == [2], output
     assert "refused this node: it has another Ray token" in output
-    (real.folder / "record/go").touch()
+    real.go_on("program")
     statuses, output = ending(*nodes)
     assert statuses == [6, 6], output
     assert left_behind(real) == []
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("who", ["head", "worker"])
 def test_a_real_node_that_is_killed_ends_the_other_and_leaves_nothing(real: Place, who: str) -> None:
     """A worker hears of its head's end from Ray, which gives up after a minute without it."""
@@ -866,23 +845,21 @@ def test_a_real_node_that_is_killed_ends_the_other_and_leaves_nothing(real: Plac
     statuses, output = ending(other)
     assert statuses == [1], output
     assert "Ray ended on this node" in output if who == "head" else "(rank 1)" in output
-    end = time.monotonic() + 60  # what the killed one started is ended by the system, and takes its time
-    while is_alive(real.programs()[0]["pid"]) or left_behind(real):
-        assert time.monotonic() < end, left_behind(real)
-        time.sleep(0.1)
+    # what the killed one started is ended by the system, and takes its time
+    assert eventually(lambda: not is_alive(real.programs()[0]["pid"]) and not left_behind(real)), left_behind(real)
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(900)
 def test_a_signal_ends_real_nodes_and_no_other_ray(real: Place, tmp_path: Path) -> None:
     with ray_folder() as folder:
         (tmp_path / "other").mkdir()
-        other = real.node(0, 1, free_port(), RAY_TMPDIR=folder, RECORD=str(tmp_path / "other"), DEADLINE="300")
+        apart = {"RAY_TMPDIR": folder, "RECORD": str(tmp_path / "other"), "DEADLINE": str(STACK_WAIT_S)}
+        other = real.node(0, 1, free_port(), **apart)
         head, worker = two_real_nodes(real, free_port())
         head.terminate()
         statuses, output = ending(head, worker)
         assert statuses == [143, 143], output
         assert left_behind(real) == []
-        (tmp_path / "other/go").touch()
+        (tmp_path / "other/program.go").touch()
         statuses, output = ending(other)
     assert statuses == [6], output

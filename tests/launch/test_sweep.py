@@ -31,7 +31,7 @@ folder = pathlib.Path(values["run.dir"])
 with open(os.environ["RECORD"], "a") as file:
     file.write(json.dumps([sys.argv[1:], os.environ["RAY_AUTH_TOKEN"]]) + "\\n")
 (folder / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
-(folder / "checkpoints" / "step-000001" / "manifest.json").write_text("{}")
+(folder / "checkpoints" / "step-000001" / "manifest.json").write_text(json.dumps({"files": {}}))
 print("working on", folder.name, flush=True)
 time.sleep(float(os.environ.get("PROGRAM_SLEEPS", "0")))
 if values["algo.kl_estimator"] == os.environ.get("FAILS"):
