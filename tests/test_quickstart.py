@@ -76,16 +76,16 @@ def test_chat_template_names_the_roles_and_opens_the_assistants_turn() -> None:
     )
 
 
-def test_saved_folder_loads_with_the_auto_classes_and_agrees_with_what_was_made(folder: Path) -> None:
+def test_saved_folder_loads_with_the_auto_classes_and_agrees_with_the_original(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    made = quickstart.make_tokenizer()
+    expected = quickstart.make_tokenizer()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert tokenizer.get_vocab() == made.get_vocab()
-    assert tokenizer.encode(GSM8K_ROW) == made.encode(GSM8K_ROW)
-    assert tokenizer.chat_template == made.chat_template
+    assert tokenizer.get_vocab() == expected.get_vocab()
+    assert tokenizer.encode(GSM8K_ROW) == expected.encode(GSM8K_ROW)
+    assert tokenizer.chat_template == expected.chat_template
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.max_position_embeddings >= 2048
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id]
@@ -147,7 +147,7 @@ def test_rows_hold_the_question_and_its_right_answer(folder: Path) -> None:
         assert row["answer"] == str(int(left) + int(right))
 
 
-def test_a_pair_prefers_right_work_to_wrong_work_that_is_mostly_a_pupils(folder: Path) -> None:
+def test_a_pair_prefers_right_work_to_wrong_work_that_is_mostly_as_a_pupil_writes_it(folder: Path) -> None:
     pairs = {name: read_rows(folder / f"pairs_{name}.jsonl") for name in ("train", "test")}
     for name, rows in pairs.items():
         problems = read_rows(folder / f"{name}.jsonl")
@@ -161,16 +161,16 @@ def test_a_pair_prefers_right_work_to_wrong_work_that_is_mostly_a_pupils(folder:
 
 
 def test_the_configs_of_ppo_and_the_reward_model_read_what_the_quickstart_and_each_other_write(folder: Path) -> None:
-    def made(path: str) -> Path:
+    def in_folder(path: str) -> Path:
         return folder / path.removeprefix("runs/quickstart-data/")
 
     reward = load_config(RewardTrainingConfig, [str(CONFIGS / "reward_model_quickstart.yaml")])
-    assert made(reward.data.train).is_file()
-    assert made(str(reward.data.eval)).is_file()
+    assert in_folder(reward.data.train).is_file()
+    assert in_folder(str(reward.data.eval)).is_file()
     for name in ("ppo_quickstart.yaml", "ppo_reward_model_quickstart.yaml"):
         config = load_config(PPOConfig, [str(CONFIGS / name)])
-        assert (made(config.model.path) / "config.json").is_file()
-        assert all(made(source.path).is_file() for source in (*config.data.train, *config.data.eval))
+        assert (in_folder(config.model.path) / "config.json").is_file()
+        assert all(in_folder(source.path).is_file() for source in (*config.data.train, *config.data.eval))
         assert not config.warnings
     assert config.reward_model is not None
     assert config.reward_model.path == config.critic.path == f"{reward.run.dir}/model"

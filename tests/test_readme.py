@@ -49,8 +49,8 @@ def test_the_targets_and_programs_are_there() -> None:
     assert {"quickstart", "test"} <= named
     assert named <= targets
     for program in re.findall(r"python -m (rlhf\.\w+)", README):
-        place = program.replace(".", "/")
-        assert (ROOT / f"{place}.py").is_file() or (ROOT / place / "__main__.py").is_file()
+        path = program.replace(".", "/")
+        assert (ROOT / f"{path}.py").is_file() or (ROOT / path / "__main__.py").is_file()
 
 
 def test_the_link_targets_are_there() -> None:

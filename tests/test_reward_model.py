@@ -43,8 +43,8 @@ def test_the_loss_of_a_pair_is_minus_the_log_of_the_probability_that_the_chosen_
     torch.testing.assert_close(
         pair_loss(margins), torch.tensor([math.log(2), math.log(4 / 3), math.log(4)]), rtol=1e-6, atol=0
     )
-    found = {name: metric.value() for name, metric in pair_metrics("eval", margins).items()}
-    assert found == {"eval/accuracy": pytest.approx(1 / 3), "eval/margin": pytest.approx(0.0, abs=1e-7)}
+    metrics = {name: metric.value() for name, metric in pair_metrics("eval", margins).items()}
+    assert metrics == {"eval/accuracy": pytest.approx(1 / 3), "eval/margin": pytest.approx(0.0, abs=1e-7)}
 
 
 def test_a_pair_is_two_texts_after_a_prompt_or_two_whole_conversations() -> None:
@@ -73,7 +73,7 @@ def test_pairs_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> Non
     assert (len(pairs), too_long) == (1, 1)
 
 
-def test_the_normalization_recorded_beside_a_model_is_used(tmp_path: Path) -> None:
+def test_the_normalization_recorded_with_a_model_is_used(tmp_path: Path) -> None:
     assert recorded_normalization(str(tmp_path)) == (0.0, 1.0)
     (tmp_path / "reward_normalization.json").write_text('{"mean": 2.5, "std": 0.5}')
     assert recorded_normalization(str(tmp_path)) == (2.5, 0.5)
@@ -96,7 +96,7 @@ def reward_folder(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def test_the_score_is_the_heads_number_at_the_last_token_normalized_whatever_shares_its_batch(
+def test_the_score_is_the_normalized_output_of_the_head_at_the_last_token_in_any_batch(
     reward_folder: Path,
 ) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -135,7 +135,7 @@ def test_a_model_without_a_head_is_no_reward_model(tiny_model_dir: Path) -> None
 # --- the client ---
 
 
-def test_what_waits_while_the_model_is_busy_goes_into_one_batch_and_is_added_with_its_weight() -> None:
+def test_conversations_that_wait_while_the_model_is_busy_form_one_batch() -> None:
     batches: list[int] = []
 
     async def score(conversations: list[list[dict[str, str]]]) -> list[float | None]:
@@ -148,7 +148,8 @@ def test_what_waits_while_the_model_is_busy_goes_into_one_batch_and_is_added_wit
         return await asyncio.gather(*(client.add_to(group(f"p{i}", (1.0, None))) for i in range(3)))
 
     for graded in asyncio.run(run()):
-        assert [s.reward for s in graded.samples] == [1.0, None]  # answer 0 scores 0; the unscorable stays so
+        # answer 0 scores 0; unscorable responses are unchanged
+        assert [s.reward for s in graded.samples] == [1.0, None]
         assert [s.reward_parts[PART] for s in graded.samples] == [0.0, 1.0]
     assert batches == [2, 4]
 
@@ -210,7 +211,7 @@ def test_a_request_that_fails_is_tried_again_and_scores_are_normalized(endpoint:
     assert asyncio.run(score([[{"role": "assistant", "content": "12345"}]])) == [2.0]
 
 
-def test_an_endpoint_that_stays_away_ends_with_its_address_and_reason(endpoint: str) -> None:
+def test_an_endpoint_that_never_answers_is_an_error_with_address_and_reason(endpoint: str) -> None:
     Endpoint.failures = 3
     score = endpoint_scorer(RewardModelConfig(endpoint=endpoint, retries=2))
     with pytest.raises(RuntimeError, match=r"reward_model\.endpoint=http.*3 tries failed.*503"):

@@ -77,15 +77,15 @@ def test_a_reward_of_which_every_call_fails_is_exit_status_1_with_each_error_onc
 ) -> None:
     monkeypatch.syspath_prepend(str(FIXTURES))
     assert score_by("fails_in_its_helper", ["x", "{}", "{}", "x", "{}"], tmp_path) == 1
-    place = fixture_line('    return json.loads(text)["value"]')
+    location = fixture_line('    return json.loads(text)["value"]')
     assert capsys.readouterr().err.splitlines() == [
         "reward hostile_rewards:fails_in_its_helper: 5 of 5 calls failed",
-        f"  3 x {place}: KeyError: 'value'",
-        f"  2 x {place}: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+        f"  3 x {location}: KeyError: 'value'",
+        f"  2 x {location}: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
     ]
 
 
-def test_a_reward_that_fails_at_times_is_told_with_its_errors_and_exit_status_0(
+def test_a_reward_that_fails_sometimes_is_reported_with_its_errors_and_exit_status_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(FIXTURES))
@@ -99,15 +99,15 @@ def test_a_reward_that_fails_at_times_is_told_with_its_errors_and_exit_status_0(
     ]
 
 
-def test_a_reward_with_another_signature_is_pointed_at(
+def test_a_reward_with_another_signature_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(FIXTURES))
     assert score_by("takes_no_answer", ["x"] * 20, tmp_path) == 1  # more than may fail: the rest is not tried
     error = capsys.readouterr().err
     assert error.startswith("error: reward 'hostile_rewards:takes_no_answer': 11 of 11 calls failed")
-    place = fixture_line("def takes_no_answer(response):")
-    assert f"\n  11 x {place}: TypeError: takes_no_answer() got an unexpected keyword argument" in error
+    location = fixture_line("def takes_no_answer(response):")
+    assert f"\n  11 x {location}: TypeError: takes_no_answer() got an unexpected keyword argument" in error
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_reward_with_another_signature_is_pointed_at(
         ('{"response": "x", "ground_truth": "5"}\n', ["--output", "/no/such/folder/out.jsonl"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_graded_is_one_line_before_anything_starts(
+def test_bad_input_is_one_line_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, arguments: list[str], message: str
 ) -> None:
     file = tmp_path / "in.jsonl"

@@ -84,7 +84,7 @@ def test_resuming_without_a_checkpoint_says_what_would_have_written_one(model: P
         ({"critic": {"warmup_steps": 2}}, r"critic\.warmup_steps=2: the run began with 0"),
     ],
 )
-def test_a_resumed_run_keeps_what_its_schedules_count(
+def test_a_resumed_run_may_not_change_its_number_of_optimizer_steps(
     model: Path, tmp_path: Path, sections: dict[str, Any], message: str
 ) -> None:
     run = {"run": {"dir": str(tmp_path), "steps": 10}}
@@ -96,7 +96,7 @@ def test_a_resumed_run_keeps_what_its_schedules_count(
         TrainingRun(make_ppo_config(model, **run, **sections), resume=True)
 
 
-def test_a_run_goes_on_from_the_step_of_the_newest_checkpoint_that_is_whole(model: Path, tmp_path: Path) -> None:
+def test_a_run_continues_from_the_newest_complete_checkpoint(model: Path, tmp_path: Path) -> None:
     config = make_config(model, run={"dir": str(tmp_path), "steps": 10})
     folder = RunFolder(tmp_path, resume=False)
     for step in (2, 4):
@@ -118,7 +118,7 @@ def test_a_run_is_resumed_by_the_program_that_began_it(model: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("key", ["critic.path", "reward_model.path"])
-def test_every_model_of_a_run_is_looked_for_before_anything_starts(model: Path, key: str) -> None:
+def test_every_model_of_a_run_is_checked_before_anything_starts(model: Path, key: str) -> None:
     section = key.split(".")[0]
     with pytest.raises(ValueError, match=rf"^{key}=/nowhere/judge: there is no such folder"):
         TrainingRun(make_ppo_config(model, **{section: {"path": "/nowhere/judge"}}), resume=False)

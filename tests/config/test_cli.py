@@ -30,9 +30,9 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def help_text() -> str:
-    found = run("--help")
-    assert found.returncode == 0
-    return found.stdout
+    completed = run("--help")
+    assert completed.returncode == 0
+    return completed.stdout
 
 
 # --- --help ---
@@ -185,11 +185,11 @@ def test_the_cpu_overlay_goes_on_top_of_every_config(base: tuple[str, ...], coun
     ],
 )
 def test_a_user_error_is_one_message_and_exit_status_2(argv: tuple[str, ...], message: str) -> None:
-    found = run(*argv)
-    assert found.returncode == USER_ERROR
-    assert found.stderr.startswith(message)
-    assert len(found.stderr.splitlines()) == 1
-    assert found.stdout == ""
+    completed = run(*argv)
+    assert completed.returncode == USER_ERROR
+    assert completed.stderr.startswith(message)
+    assert len(completed.stderr.splitlines()) == 1
+    assert completed.stdout == ""
 
 
 def test_what_goes_wrong_at_run_time_has_another_exit_status(capsys: pytest.CaptureFixture[str]) -> None:

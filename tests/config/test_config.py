@@ -152,9 +152,9 @@ def test_what_is_required_is_named_key_by_key_when_a_section_is_missing(tmp_path
 def test_a_file_that_holds_no_sections_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    found = refusal(str(file))
-    assert str(file) in found
-    assert message in found
+    refused = refusal(str(file))
+    assert str(file) in refused
+    assert message in refused
 
 
 def test_a_missing_file_is_refused_by_name() -> None:

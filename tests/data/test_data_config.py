@@ -25,7 +25,7 @@ def test_a_string_a_mapping_and_a_list_of_either_name_the_same_data() -> None:
     assert parse(train=[{"path": "openai/gsm8k"}]).train == expected
 
 
-def test_what_was_resolved_reads_back_as_the_same_config() -> None:
+def test_a_resolved_section_reads_back_as_the_same_config() -> None:
     config = parse(train=["a/train.jsonl", {"path": "b/c", "rows": 3}], eval="b/test.parquet", prompt_column="text")
     assert DataConfig.model_validate_json(config.model_dump_json()) == config
 

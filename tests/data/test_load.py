@@ -31,9 +31,9 @@ def tokenizer() -> Any:
     fast = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<end>")
-    made.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<end>{% endfor %}"
-    return made
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<end>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<end>{% endfor %}"
+    return tokenizer
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_sources_are_mixed_by_weight_or_by_row_count(folder: Path, tokenizer: An
         load(tokenizer, train=["a.jsonl", {"path": "b.jsonl", "rows": 11}])
 
 
-def test_data_without_answers_needs_to_be_told_so(folder: Path, tokenizer: Any) -> None:
+def test_data_without_answers_needs_answer_format_none(folder: Path, tokenizer: Any) -> None:
     write_jsonl(folder / "train.jsonl", [{"prompt": "Write a poem."}])
     with pytest.raises(ValueError, match=r"answer_column is not set, and train\.jsonl has none of .*, only prompt"):
         load(tokenizer)
@@ -199,7 +199,7 @@ def test_the_first_prompt_is_shown_with_its_special_tokens_and_its_answer(folder
     assert shown == "prompt train/1 (16 tokens):\nuser: How many?<end>\nanswer: 72"
 
 
-# --- bad data: one message with the key, the place, the reason and the remedy ---
+# --- bad data: one message with the key, the row, the reason and the remedy ---
 
 
 @pytest.mark.parametrize(

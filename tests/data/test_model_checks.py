@@ -91,7 +91,7 @@ def written(folder: Path, config: PreTrainedConfig) -> Path:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_json_tells_of_the_window_that_the_models_attention_is_asked_for(name: str, tmp_path: Path) -> None:
+def test_the_window_of_a_config_json_is_the_one_that_the_models_attention_uses(name: str, tmp_path: Path) -> None:
     window = attention_window(json.loads((written(tmp_path, CONFIGS[name]) / "config.json").read_text()))
     model = AutoModelForCausalLM.from_config(CONFIGS[name].get_text_config())
     model.set_attn_implementation(PACKED)
@@ -138,7 +138,7 @@ def test_sequences_that_the_window_holds_pass(tmp_path: Path) -> None:
         check_models(make_config(written(tmp_path, MistralConfig(**SMALL, sliding_window=longest - 1))))
 
 
-def test_critics_and_reward_models_are_looked_at_too(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_critics_and_reward_models_are_checked_too(tiny_model_dir: Path, tmp_path: Path) -> None:
     model, judge = (
         tiny_model_dir / "model",
         {"path": str(written(tmp_path, Olmo3Config(**SMALL | {"vocab_size": 999}, sliding_window=16)))},

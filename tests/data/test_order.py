@@ -52,7 +52,7 @@ def test_the_order_is_the_same_on_every_machine() -> None:
 
 
 @given(before=st.integers(0, 40), after=st.integers(1, 25), sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)))
-def test_a_resumed_stream_goes_on_with_the_very_next_prompt(before: int, after: int, sizes: tuple[int, int]) -> None:
+def test_a_resumed_stream_continues_with_the_next_prompt(before: int, after: int, sizes: tuple[int, int]) -> None:
     data = {"a": prompts("a", sizes[0]), "b": prompts("b", sizes[1])}
     stream = PromptStream(data, seed=5, rows_per_epoch={"a": 1})
     stream.take(before)
@@ -82,7 +82,7 @@ def test_an_epoch_takes_the_rows_of_each_source_that_the_mix_asks_for_and_other_
     assert len({tuple(prompt.source for prompt in epoch) for epoch in epochs}) > 1  # sources are interleaved
 
 
-def test_progress_is_told_in_passes_over_the_data() -> None:
+def test_progress_is_counted_in_passes_over_the_data() -> None:
     stream = PromptStream({"a": prompts("a", 4)}, seed=0)
     stream.take(6)
     assert stream.epochs == 1.5

@@ -41,9 +41,9 @@ def byte_tokenizer(*, adds_bos: bool) -> Any:
         fast.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
         )
-    made = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", eos_token="</s>")
-    made.chat_template = OWN_TEMPLATE
-    return made
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = OWN_TEMPLATE
+    return tokenizer
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_question_in_every_template_ends_where_the_response_begins(
         ("model", "<s>[system]Be brief.[user]1+1?[assistant]2[user]2+2?[assistant]"),
         ("tulu", "<|system|>\nBe brief.\n<|user|>\n1+1?\n<|assistant|>\n2</s>\n<|user|>\n2+2?\n<|assistant|>\n"),
         (
-            "qwen-math",  # the conversation's own system message takes the place of the template's
+            "qwen-math",  # the conversation's own system message replaces the template's
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
             "<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
         ),
@@ -116,7 +116,7 @@ def test_plain_text_gets_no_eos_from_a_tokenizer_that_appends_one() -> None:
     assert tokenizer.decode(token_ids.tolist()) == "<s>ab"
 
 
-def test_a_model_without_a_chat_template_is_told_which_ones_there_are() -> None:
+def test_a_model_without_a_chat_template_gets_a_list_of_templates() -> None:
     tokenizer = byte_tokenizer(adds_bos=False)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"data\.template=model.*no chat template.*chatml, qwen-math, tulu, qa or raw"):

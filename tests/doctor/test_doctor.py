@@ -49,8 +49,8 @@ def make(tiny_model_dir: Path, tmp_path: Path) -> Any:
 
 
 def finding(check: Any, patient: Patient) -> Finding:
-    found: Finding = asyncio.run(check(patient))
-    return found
+    result: Finding = asyncio.run(check(patient))
+    return result
 
 
 # --- the list of checks ---
@@ -64,22 +64,22 @@ def test_one_broken_check_or_one_that_hangs_does_not_hide_the_others(make: Any) 
         await in_thread(time.sleep, 3)
         return Finding("ok", "late")
 
-    async def works(_: Patient) -> Finding:
+    async def succeeds(_: Patient) -> Finding:
         return Finding("ok", "fine")
 
-    told: list[str] = []
-    some = [Check(check.__name__, check, 0.2, "do this") for check in (breaks, hangs, works)]
-    results = asyncio.run(examine_all(some, make(), lambda result: told.append(result.name)))
+    reported: list[str] = []
+    three = [Check(check.__name__, check, 0.2, "do this") for check in (breaks, hangs, succeeds)]
+    results = asyncio.run(examine_all(three, make(), lambda result: reported.append(result.name)))
     assert [(r.status, r.text, r.remedy) for r in results] == [
         ("fail", "KeyError: 'part'", "do this"),
         ("fail", "no answer within 0 s", "do this"),
         ("ok", "fine", ""),
     ]
-    assert told == ["breaks", "hangs", "works"]
+    assert reported == ["breaks", "hangs", "succeeds"]
     assert "\n".join(lines(results[0])).startswith("FAIL  breaks")
 
 
-def test_what_needs_a_broken_part_says_so_and_is_not_run(make: Any) -> None:
+def test_a_check_that_needs_a_broken_part_is_not_run_and_says_why(make: Any) -> None:
     patient = make("model.path=/nowhere")
     later = [check for check in checks(patient.config) if check.name in ("data", "rewards", "start-up", "transfer")]
     results = asyncio.run(examine_all(later, patient, lambda _: None))
@@ -92,8 +92,8 @@ def test_what_needs_a_broken_part_says_so_and_is_not_run(make: Any) -> None:
 
 
 def test_versions_that_fit_pass(make: Any) -> None:
-    found = finding(machine.check_versions, make())
-    assert found.status == "ok", found.text
+    result = finding(machine.check_versions, make())
+    assert result.status == "ok", result.text
 
 
 def test_a_package_out_of_its_range_is_named_with_the_range(
@@ -101,10 +101,10 @@ def test_a_package_out_of_its_range_is_named_with_the_range(
 ) -> None:
     seems_installed(tmp_path / "site", "datasets", "0.1")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    found = finding(machine.check_versions, make())
-    assert found.status == "fail"
-    assert found.text == "datasets 0.1 is not in <6,>=5.2"
-    assert "make setup" in found.remedy
+    result = finding(machine.check_versions, make())
+    assert result.status == "fail"
+    assert result.text == "datasets 0.1 is not in <6,>=5.2"
+    assert "make setup" in result.remedy
 
 
 def test_a_copied_package_without_plug_in_and_engine_is_named(
@@ -122,7 +122,7 @@ def test_a_copied_package_without_plug_in_and_engine_is_named(
     assert "rich" not in text
 
 
-def test_what_vllm_for_gpus_needs_beside_it_is_looked_at_too(
+def test_the_other_requirements_of_the_gpu_extra_are_checked_too(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs = 'Requires-Python: >=3.11\nRequires-Dist: vllm>=0.32; extra == "gpu"\nProvides-Extra: gpu\n'
@@ -135,14 +135,14 @@ def test_what_vllm_for_gpus_needs_beside_it_is_looked_at_too(
     assert "neither" not in text
 
 
-def test_a_run_that_writes_more_than_there_is_room_for_fails_with_both_numbers(make: Any) -> None:
+def test_a_run_that_writes_more_than_the_free_space_fails_with_both_numbers(make: Any) -> None:
     patient = make("checkpoint.every=1", "checkpoint.keep=1000000000")
-    found = finding(machine.check_disk, patient)
-    assert found.status == "fail"
+    result = finding(machine.check_disk, patient)
+    assert result.status == "fail"
     need = machine.needed_gib(patient.config)
     assert need is not None
-    assert f"the run writes up to {need:.1f}" in found.text
-    assert f"run.dir={patient.config.run.dir}" in found.text
+    assert f"the run writes up to {need:.1f}" in result.text
+    assert f"run.dir={patient.config.run.dir}" in result.text
 
 
 def test_what_a_run_writes_by_hand(make: Any) -> None:
@@ -166,16 +166,16 @@ def test_a_full_disk_fails_and_little_shared_memory_warns(make: Any, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     assert finding(machine.check_disk, make()).status == "fail"
     free.update({"run": 50.0, "/dev/shm": 0.06})
-    found = finding(machine.check_disk, make())
-    assert found.status == "warn"
-    assert "/dev/shm has 0.06 GiB free" in found.text
-    assert "--shm-size" in found.remedy
+    result = finding(machine.check_disk, make())
+    assert result.status == "warn"
+    assert "/dev/shm has 0.06 GiB free" in result.text
+    assert "--shm-size" in result.remedy
 
 
 def test_a_folder_that_cannot_be_written_is_named(make: Any) -> None:
-    found = finding(machine.check_disk, make("run.dir=/proc/run"))
-    assert found.status == "fail"
-    assert "/proc cannot be written" in found.text
+    result = finding(machine.check_disk, make("run.dir=/proc/run"))
+    assert result.status == "fail"
+    assert "/proc cannot be written" in result.text
 
 
 def test_wandb_online_needs_a_key_and_a_host_that_answers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,15 +183,15 @@ def test_wandb_online_needs_a_key_and_a_host_that_answers(make: Any, monkeypatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/nowhere")
     assert finding(machine.check_wandb, make("logging.wandb.mode=auto")).status == "ok"
-    found = finding(machine.check_wandb, make("logging.wandb.mode=online"))
-    assert (found.status, found.remedy.split(",")[0]) == ("fail", "`wandb login`")
+    result = finding(machine.check_wandb, make("logging.wandb.mode=online"))
+    assert (result.status, result.remedy.split(",")[0]) == ("fail", "`wandb login`")
     monkeypatch.setenv("WANDB_API_KEY", "x")
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
-        found = finding(machine.check_wandb, make("logging.wandb.mode=online"))
-        assert found.status == "warn"  # the run goes on offline
-        assert "is not reached" in found.text
+        result = finding(machine.check_wandb, make("logging.wandb.mode=online"))
+        assert result.status == "warn"  # the run goes on offline
+        assert "is not reached" in result.text
         server.listen()
         assert finding(machine.check_wandb, make("logging.wandb.mode=online")).status == "ok"
 
@@ -199,27 +199,27 @@ def test_wandb_online_needs_a_key_and_a_host_that_answers(make: Any, monkeypatch
 # --- rewards ---
 
 
-def test_a_reward_that_hangs_is_killed_and_named_and_the_others_are_still_tried(make: Any) -> None:
+def test_a_reward_that_hangs_is_killed_and_named_and_the_others_still_run(make: Any) -> None:
     bounds = ["reward.cpu_seconds=0.5", "reward.wall_seconds=60", "reward.workers=2"]
     patient = make(f'reward.parts=["math", "{grading.HANGING}"]', *bounds)
     patient.prompts = [PROMPTS[0].__class__("p/0", 0, PROMPTS[0].token_ids, (), "12", "p")]
-    found = finding(grading.check_rewards, patient)
-    assert found.status == "fail"
-    assert found.text == f"reward {grading.HANGING}: 1 of 1 calls failed\n  1 x timeout: over 0.5 CPU seconds"
+    result = finding(grading.check_rewards, patient)
+    assert result.status == "fail"
+    assert result.text == f"reward {grading.HANGING}: 1 of 1 calls failed\n  1 x timeout: over 0.5 CPU seconds"
 
 
-def test_a_reward_that_raises_is_told_with_its_line(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_raises_is_reported_with_its_line(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file = Path(__file__).parents[1] / "fixtures/hostile_rewards.py"
     monkeypatch.syspath_prepend(str(file.parent))
     patient = make('reward.parts=["hostile_rewards:fails_in_its_helper"]', "reward.workers=1")
     patient.prompts = [PROMPTS[0].__class__(f"p/{i}", 0, PROMPTS[0].token_ids, (), "{}", "p") for i in range(20)]
-    found = finding(grading.check_rewards, patient)
+    result = finding(grading.check_rewards, patient)
     line = file.read_text().splitlines().index('    return json.loads(text)["value"]') + 1
-    assert found.status == "fail"
+    assert result.status == "fail"
     assert re.fullmatch(  # from 11 failures on the run stops; more may have ended by then
         r"reward hostile_rewards:fails_in_its_helper: (1[1-9]|20) of \1 calls failed\n"
         rf"  \1 x {re.escape(str(file))}:{line}: KeyError: 'value'",
-        found.text,
+        result.text,
     )
 
 
@@ -230,9 +230,9 @@ def test_gpus_that_are_missing_are_counted_and_drivers_that_differ_named(make: A
     patient = make("cluster.device=cuda", "model.dtype=bfloat16", "cluster.learners=2")
     card, older = "NVIDIA H100, 580.1, 81559 MiB", "NVIDIA H100, 550.2, 81559 MiB"
     patient.nodes = {"a": {"gpus": [card] * 2}, "b": {"gpus": []}}
-    found = finding(nodes.check_gpus, patient)
-    assert found.status == "fail"
-    assert f"asks for 3 GPUs, there are 2 (a: 2 x {card}; b: none)" in found.text
+    result = finding(nodes.check_gpus, patient)
+    assert result.status == "fail"
+    assert f"asks for 3 GPUs, there are 2 (a: 2 x {card}; b: none)" in result.text
     patient.nodes["b"]["gpus"] = [older]
     assert finding(nodes.check_gpus, patient).status == "warn"
     patient.nodes["b"]["gpus"] = [card]
@@ -254,7 +254,7 @@ def node(key: str, address: str, *, alive: bool = True, reason: int = 2) -> dict
     return row | {"DeathReason": 0 if alive else reason, "DeathReasonMessage": "" if alive else "gone"}
 
 
-def test_nodes_that_died_are_told_from_those_that_left_and_those_that_came_back() -> None:
+def test_dead_nodes_are_distinguished_from_nodes_that_left_or_were_replaced() -> None:
     from rlhf.cluster.node_report import node_names
 
     lost, left, idle = (node(k, f"10.0.0.{k}", alive=False, reason=r) for k, r in (("2", 2), ("3", 1), ("4", 4)))
@@ -273,7 +273,7 @@ def test_nodes_that_died_are_told_from_those_that_left_and_those_that_came_back(
         ({"replaced": "restarted"}, "warn", "node b died: restarted"),
     ],
 )
-def test_a_node_that_died_or_keeps_silent_is_named(
+def test_a_node_that_died_or_does_not_answer_is_named(
     make: Any, monkeypatch: pytest.MonkeyPatch, answer: dict[str, str], status: str, says: str
 ) -> None:
     async def ask(_: str) -> dict[str, dict[str, Any]]:
@@ -281,9 +281,9 @@ def test_a_node_that_died_or_keeps_silent_is_named(
 
     monkeypatch.setattr(nodes, "_ask", ask)
     patient = make("cluster.ray_address=10.0.0.1:6379")
-    found = finding(nodes.check_nodes, patient)
-    assert found.status == status
-    assert says in found.text
+    result = finding(nodes.check_nodes, patient)
+    assert result.status == status
+    assert says in result.text
     assert patient.nodes is not None
     assert list(patient.nodes) == ["a"]
 
@@ -294,9 +294,9 @@ def test_a_node_with_another_version_is_named(make: Any, monkeypatch: pytest.Mon
         return {"b (10.0.0.2)": {**there, "installed": {**there["installed"], "ray": "2.59.0"}}}
 
     monkeypatch.setattr(nodes, "_ask", ask)
-    found = finding(nodes.check_nodes, make("cluster.ray_address=10.0.0.1:6379"))
-    assert found.status == "fail"
-    assert "node b (10.0.0.2): ray is 2.59.0, but 2.60.0 on " in found.text
+    result = finding(nodes.check_nodes, make("cluster.ray_address=10.0.0.1:6379"))
+    assert result.status == "fail"
+    assert "node b (10.0.0.2): ray is 2.59.0, but 2.60.0 on " in result.text
 
 
 def test_a_cluster_that_does_not_answer_is_named(make: Any) -> None:
@@ -335,9 +335,9 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def test_a_config_that_is_not_valid_is_the_users_error() -> None:
-    found = doctor("--config", str(Path(__file__).parents[2] / "configs/quickstart.yaml"), "run.stepz=3")
-    assert found.returncode == 2
-    assert "run.stepz" in found.stderr
+    completed = doctor("--config", str(Path(__file__).parents[2] / "configs/quickstart.yaml"), "run.stepz=3")
+    assert completed.returncode == 2
+    assert "run.stepz" in completed.stderr
 
 
 NAMES = ["versions", "disk", "wandb", "data", "scorer", "rewards", "nodes", "gpu", "start-up", "collective", "transfer"]
@@ -346,9 +346,9 @@ NAMES += ["agreement"]
 
 @pytest.mark.stack
 def test_a_healthy_machine_passes_with_two_learners_and_an_engine() -> None:
-    found = doctor("--json")
-    assert found.returncode == 0, found.stdout + found.stderr[-3000:]
-    results = {result["name"]: result for result in json.loads(found.stdout)}
+    completed = doctor("--json")
+    assert completed.returncode == 0, completed.stdout + completed.stderr[-3000:]
+    results = {result["name"]: result for result in json.loads(completed.stdout)}
     assert list(results) == NAMES
     assert {result["status"] for result in results.values()} <= {"ok", "warn"}
     assert "1 engine(s), 2 learner(s) on cpu" in results["start-up"]["text"]
@@ -372,14 +372,14 @@ def test_everything_that_is_broken_at_once_is_named_and_the_rest_is_fine(tmp_pat
     (tmp_path / "stale_receiver.py").write_text(STALE)
     full = ["checkpoint.every=1", "checkpoint.keep=1000000000"]
     hangs = [f'reward.parts=["math", "{grading.HANGING}"]', "reward.wall_seconds=1", "reward.cpu_seconds=1"]
-    found = doctor("cluster.learners=1", *full, *hangs, PYTHONPATH=str(tmp_path))
-    assert found.returncode == 1, found.stdout + found.stderr[-3000:]
-    failed = [line.split()[1] for line in found.stdout.splitlines() if line.startswith("FAIL")]
-    assert failed == ["versions", "disk", "rewards", "agreement"], found.stdout
-    assert "datasets 0.1 is not in" in found.stdout
-    assert f"reward {grading.HANGING}: 8 of 8 calls ended with timeout" in found.stdout
-    assert "engine 0 does not hold the perturbed weights" in found.stdout
-    assert [line.split()[1] for line in found.stdout.splitlines() if line.startswith("ok")] == [
+    completed = doctor("cluster.learners=1", *full, *hangs, PYTHONPATH=str(tmp_path))
+    assert completed.returncode == 1, completed.stdout + completed.stderr[-3000:]
+    failed = [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("FAIL")]
+    assert failed == ["versions", "disk", "rewards", "agreement"], completed.stdout
+    assert "datasets 0.1 is not in" in completed.stdout
+    assert f"reward {grading.HANGING}: 8 of 8 calls ended with timeout" in completed.stdout
+    assert "engine 0 does not hold the perturbed weights" in completed.stdout
+    assert [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("ok")] == [
         name for name in NAMES if name not in failed
     ]
-    assert found.stderr.splitlines()[-1] == "error: 4 of 12 checks failed: versions, disk, rewards, agreement"
+    assert completed.stderr.splitlines()[-1] == "error: 4 of 12 checks failed: versions, disk, rewards, agreement"

@@ -194,18 +194,18 @@ def test_70b_on_64_learners_at_zero_3_divides_everything(make: Any) -> None:
 def test_zero_stages_divide_optimizer_then_gradients_then_weights(
     make: Any, stage: int, weights: float, gradients: float, optimizer: float
 ) -> None:
-    found = sizes(learner_memory(model_shape(LLAMA31_8B), make(f"learner.zero_stage={stage}")))
-    assert found["weights, bfloat16"] == pytest.approx(weights * P8)
-    assert found["gradients, float32"] == pytest.approx(gradients * P8)
-    moments = found["master weights, float32"] + found["Adam's two moments, float32"]
+    parts = sizes(learner_memory(model_shape(LLAMA31_8B), make(f"learner.zero_stage={stage}")))
+    assert parts["weights, bfloat16"] == pytest.approx(weights * P8)
+    assert parts["gradients, float32"] == pytest.approx(gradients * P8)
+    moments = parts["master weights, float32"] + parts["Adam's two moments, float32"]
     assert moments == pytest.approx(optimizer * P8)
 
 
 def test_without_zero_every_learner_holds_everything(make: Any) -> None:
     config = make("learner.zero_stage=0", "model.dtype=float32", "cluster.device=cpu")
-    found = sizes(learner_memory(model_shape(LLAMA31_8B), config))
-    assert found["Adam's two moments, float32"] == 8 * P8
-    assert "master weights, float32" not in found  # the weights are the master weights
+    parts = sizes(learner_memory(model_shape(LLAMA31_8B), config))
+    assert parts["Adam's two moments, float32"] == 8 * P8
+    assert "master weights, float32" not in parts  # the weights are the master weights
 
 
 def test_a_critic_has_one_row_for_a_head_its_own_zero_stage_and_no_reference(make: Any) -> None:
@@ -214,18 +214,18 @@ def test_a_critic_has_one_row_for_a_head_its_own_zero_stage_and_no_reference(mak
     assert scalar_parameters(shape) == count
     assert scalar_parameters(model_shape(QWEN25_1B5)) == model_shape(QWEN25_1B5).parameters + 1536  # tied: kept
     config = make("critic.zero_stage=3", schema=PPOConfig)
-    found = sizes(critic_memory(shape, config, config.critic))
-    assert found["weights, bfloat16"] == 2 * count / 6
-    assert found["Adam's two moments, float32"] == 8 * count / 6
-    assert found["gradients, float32"] == 4 * count / 6
-    assert "reference, bfloat16" not in found
+    parts = sizes(critic_memory(shape, config, config.critic))
+    assert parts["weights, bfloat16"] == 2 * count / 6
+    assert parts["Adam's two moments, float32"] == 8 * count / 6
+    assert parts["gradients, float32"] == 4 * count / 6
+    assert "reference, bfloat16" not in parts
 
 
 def test_a_reward_model_holds_weights_and_the_activations_of_one_layer(make: Any) -> None:
     shape = model_shape(LLAMA31_8B)
-    found = sizes(reward_model_memory(shape, make("reward_model={path: r, max_tokens_per_batch: 1000}")))
-    assert found["weights, bfloat16"] == 2 * scalar_parameters(shape)
-    assert found["activations of one layer"] == 1000 * layer_activation_bytes(shape, b=2)
+    parts = sizes(reward_model_memory(shape, make("reward_model={path: r, max_tokens_per_batch: 1000}")))
+    assert parts["weights, bfloat16"] == 2 * scalar_parameters(shape)
+    assert parts["activations of one layer"] == 1000 * layer_activation_bytes(shape, b=2)
 
 
 def test_no_reference_is_counted_where_none_is_loaded(make: Any) -> None:
@@ -235,9 +235,9 @@ def test_no_reference_is_counted_where_none_is_loaded(make: Any) -> None:
 
 
 def test_an_offloaded_optimizer_takes_no_gpu_memory(make: Any) -> None:
-    found = sizes(learner_memory(model_shape(LLAMA31_8B), make("learner.offload_optimizer=true")))
-    assert found["optimizer"] == 0
-    assert "master weights, float32" not in found
+    parts = sizes(learner_memory(model_shape(LLAMA31_8B), make("learner.offload_optimizer=true")))
+    assert parts["optimizer"] == 0
+    assert "master weights, float32" not in parts
 
 
 def test_without_checkpointing_every_layer_keeps_its_activations(make: Any) -> None:

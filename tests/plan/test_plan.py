@@ -117,7 +117,7 @@ def test_colocated_engines_share_the_gpus_of_the_learners(make: Any) -> None:
     assert "GPUs                        4 on 1 node of 8" in plan_text(config)
 
 
-def test_a_node_may_have_another_number_of_gpus(make: Any) -> None:
+def test_the_number_of_gpus_per_node_is_configurable(make: Any) -> None:
     assert [len(node) for node in layout_of(make("cluster.gpus_per_node=4"))] == [4, 4]
     wide = draw(layout_of(make("cluster.gpus_per_node=16", "cluster.learners=12")))
     assert len(wide) == 4  # two rows of eight, a header above each
@@ -139,13 +139,13 @@ def test_the_plan_says_how_often_a_checkpoint_is_saved(make: Any, override: str,
     assert f"(float32 weights and moments of all trained models); {words} " in text
 
 
-def test_a_model_that_is_not_at_hand_costs_one_sentence_that_says_what_to_do(make: Any) -> None:
+def test_a_model_that_is_not_found_gives_one_sentence_with_the_remedy(make: Any) -> None:
     text = " ".join(plan_text(make()).split())
     assert "no estimate: config.json of model.path=no/model is not in the hub cache of this machine." in text
     assert "Fetch it with `hf download no/model config.json`" in text
 
 
-def test_an_unknown_architecture_costs_one_sentence(make: Any) -> None:
+def test_an_unknown_architecture_gives_one_sentence(make: Any) -> None:
     text = " ".join(plan_text(make(), model={"model_type": "mamba"}).split())
     assert "no estimate: model_type='mamba' is not one whose parameters the plan can count" in text
 
@@ -203,15 +203,15 @@ def warnings_of(config: GRPOConfig, **changed: Any) -> str:
         ),
     ],
 )
-def test_what_is_likely_wrong_is_said_with_its_keys(make: Any, overrides: list[str], parts: list[str]) -> None:
-    found = warnings_of(make(*overrides))
+def test_a_likely_mistake_is_a_warning_with_its_keys(make: Any, overrides: list[str], parts: list[str]) -> None:
+    warnings = warnings_of(make(*overrides))
     for part in parts:
-        assert part in found
+        assert part in warnings
 
 
-def test_a_context_that_is_too_short_is_said(make: Any) -> None:
-    found = warnings_of(make("model.gradient_checkpointing=true"), max_position_embeddings=1024)
-    assert "data.max_prompt_tokens=1000 + rollout.max_response_tokens=1000: 2000 tokens exceed the context" in found
+def test_a_context_that_is_too_short_is_a_warning(make: Any) -> None:
+    warnings = warnings_of(make("model.gradient_checkpointing=true"), max_position_embeddings=1024)
+    assert "data.max_prompt_tokens=1000 + rollout.max_response_tokens=1000: 2000 tokens exceed the context" in warnings
 
 
 def test_a_run_that_fits_has_no_warnings(make: Any) -> None:
@@ -250,7 +250,7 @@ def test_an_endpoint_takes_no_gpu(make_ppo: Any) -> None:
     assert "reward 0" not in plan_text(config)
 
 
-def test_steps_in_which_the_critic_learns_alone_count_for_it_and_not_for_the_policy(make_ppo: Any) -> None:
+def test_warm_up_steps_of_the_critic_count_for_the_critic_and_not_for_the_policy(make_ppo: Any) -> None:
     config = make_ppo("critic.warmup_steps=10")
     drawn = plan_text(config)
     assert line_of(drawn, "optimizer steps, learner") == (
@@ -290,7 +290,7 @@ def test_fewer_cores_than_reserved_are_refused_with_both_numbers(make: Any) -> N
         check_resources(make(), {"CPU": 2.0, "GPU": 8.0})
 
 
-def test_what_is_there_is_enough(make: Any) -> None:
+def test_enough_cpus_and_gpus_pass(make: Any) -> None:
     check_resources(make(), {"CPU": 3.0, "GPU": 8.0})
     check_resources(make("cluster.placement=colocated"), {"CPU": 3.0, "GPU": 4.0})
     check_resources(make("cluster.device=cpu"), {"CPU": 3.0})
@@ -336,10 +336,10 @@ def test_a_plan_takes_less_than_a_second(files: list[str]) -> None:
     assert cpu_seconds([sys.executable, "-m", "rlhf.grpo", *flags_of(files), "--plan"]) < 1.0
 
 
-def test_a_reader_that_has_enough_is_no_error() -> None:
+def test_a_pipe_that_is_closed_early_is_no_error() -> None:
     command = f"{sys.executable} -m rlhf.grpo --config configs/math.yaml --plan | head -1; exit ${{PIPESTATUS[0]}}"
-    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (found.returncode, found.stderr) == (0, "")
+    completed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (completed.returncode, completed.stderr) == (0, "")
 
 
 def test_the_published_experiment_adds_up() -> None:

@@ -124,7 +124,7 @@ def test_a_critic_and_a_reward_model_that_do_not_fit_are_named(make: Any, tmp_pa
     text = " ".join(plan_text(load_config(PPOConfig, [str(tmp_path / "run.yaml")], overrides)).split())
     assert "a reward model needs about" in text
     assert "a critic needs about" not in text
-    # weights and moments of both, 12 bytes a parameter; a critic has one number a token in the place of the head
+    # weights and moments of both, 12 bytes a parameter; a critic has one number a token instead of logits
     size = 12 * (P8 + P8 - 128_256 * 4_096 + 4_096) / GIB
     assert f"{size:.1f} GiB (float32 weights and moments of all trained models); " in text
     overrides = ["cluster.learners=16", "algo.ref_update=average", f"critic.path={large}"]
@@ -140,31 +140,31 @@ SIZES = ["cluster.learners=8", "cluster.engines=8", "plan.response_tokens=800", 
 
 
 def test_the_hours_of_a_run_by_hand(make: Any) -> None:
-    found = expected(make(LLAMA_8B, *SPEEDS, *SIZES))
-    assert found is not None
-    assert (found.tokens, found.sampled) == (2_048 * 1_000, 2_048 * 800)
-    assert found.sampling_s == 1_638_400 / (8 * 2_500) == 81.92
-    assert found.update_s == 2_048_000 / (8 * 4_000) == 64.0
-    assert found.logprobs_s == pytest.approx(2 * 64 / 3)  # old and reference policy, forward alone
-    assert found.step_s == pytest.approx(81.92 + 64 + 128 / 3)
-    assert found.hours == pytest.approx(200 * found.step_s / 3600)
-    assert found.gpu_hours == pytest.approx(16 * found.hours)
+    hours = expected(make(LLAMA_8B, *SPEEDS, *SIZES))
+    assert hours is not None
+    assert (hours.tokens, hours.sampled) == (2_048 * 1_000, 2_048 * 800)
+    assert hours.sampling_s == 1_638_400 / (8 * 2_500) == 81.92
+    assert hours.update_s == 2_048_000 / (8 * 4_000) == 64.0
+    assert hours.logprobs_s == pytest.approx(2 * 64 / 3)  # old and reference policy, forward alone
+    assert hours.step_s == pytest.approx(81.92 + 64 + 128 / 3)
+    assert hours.hours == pytest.approx(200 * hours.step_s / 3600)
+    assert hours.gpu_hours == pytest.approx(16 * hours.hours)
 
 
 def test_with_a_lag_sampling_and_training_run_side_by_side(make: Any) -> None:
-    found = expected(make(LLAMA_8B, *SPEEDS, *SIZES, "rollout.max_policy_lag=1"))
-    assert found is not None
-    assert found.step_s == pytest.approx(64 + 128 / 3)  # longer than the 81.92 s of sampling
+    hours = expected(make(LLAMA_8B, *SPEEDS, *SIZES, "rollout.max_policy_lag=1"))
+    assert hours is not None
+    assert hours.step_s == pytest.approx(64 + 128 / 3)  # longer than the 81.92 s of sampling
 
 
 def test_the_time_of_ppo_is_the_critics_where_it_takes_more_passes(make: Any, tmp_path: Path) -> None:
     make(LLAMA_8B)
     times = ["learner.minibatches_per_epoch=1", "algo.kl_coef=0", "critic.epochs_per_step=3"]
-    found = expected(load_config(PPOConfig, [str(tmp_path / "run.yaml")], [*SPEEDS, *SIZES[:3], *times]))
-    assert found is not None
-    assert (found.passes, found.epochs) == (1, 3)  # the values of the critic, and its passes
-    assert found.update_s == 3 * 64.0
-    assert found.logprobs_s == pytest.approx(64 / 3)
+    hours = expected(load_config(PPOConfig, [str(tmp_path / "run.yaml")], [*SPEEDS, *SIZES[:3], *times]))
+    assert hours is not None
+    assert (hours.passes, hours.epochs) == (1, 3)  # the values of the critic, and its passes
+    assert hours.update_s == 3 * 64.0
+    assert hours.logprobs_s == pytest.approx(64 / 3)
 
 
 def test_without_both_speeds_there_are_no_hours(make: Any) -> None:
