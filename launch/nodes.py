@@ -65,13 +65,13 @@ def share_token(options: argparse.Namespace) -> None:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
             launcher.say(f"made a Ray token: {path}")
-    if (found := launcher.wait_until(token, options.deadline)) is None:
+    if (shared := launcher.wait_until(token, options.deadline)) is None:
         raise LaunchError(
             f"no Ray token: neither RAY_AUTH_TOKEN nor {path}. Copy that file from the head, or set the variable "
             "to the same value on all nodes.",
             launcher.USER_ERROR,
         )
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": found}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": shared}
 
 
 class Gcs:

@@ -31,10 +31,10 @@ def run_dir(arguments: Sequence[str]) -> Path:
     known, _ = parser.parse_known_intermixed_args(arguments)
     layers = [OmegaConf.load(file) for file in known.config]
     overrides = [argument for argument in known.overrides if "=" in argument]
-    found = OmegaConf.select(OmegaConf.merge(*layers, OmegaConf.from_dotlist(overrides)), "run.dir")
-    if found is None:
+    folder = OmegaConf.select(OmegaConf.merge(*layers, OmegaConf.from_dotlist(overrides)), "run.dir")
+    if folder is None:
         raise ValueError("run.dir is set neither in the files nor as an override. Set run.dir=FOLDER.")
-    return Path(str(found))
+    return Path(str(folder))
 
 
 def prepare(folder: Path) -> list[str]:

@@ -51,10 +51,10 @@ class Cell:
     def summary(self) -> dict[str, Any] | None:
         """What the finished run wrote; None where there is none."""
         try:
-            found = json.loads((self.folder / "summary.json").read_text())
+            summary = json.loads((self.folder / "summary.json").read_text())
         except (FileNotFoundError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return summary if isinstance(summary, dict) else None
 
     def last_step(self) -> dict[str, Any]:
         """The metrics of the last training step; empty where there are none."""
@@ -98,14 +98,14 @@ def cells(axes: Sequence[tuple[str, list[str]]], output: Path) -> list[Cell]:
         raise ValueError(f"--grid: {next(k for k in keys if keys.count(k) > 1)} stands twice. Give each key one list.")
     short = [key.rsplit(".", 1)[-1] for key in keys]
     names = keys if len(set(short)) < len(short) else short
-    found = []
+    grid = []
     for values in itertools.product(*(values for _, values in axes)):
         name = ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
         folder = re.sub(r"[^\w.,=+-]+", "_", name)
-        found.append(Cell(tuple(zip(keys, values, strict=True)), output / folder))
-    if len({cell.folder for cell in found}) < len(found):
+        grid.append(Cell(tuple(zip(keys, values, strict=True)), output / folder))
+    if len({cell.folder for cell in grid}) < len(grid):
         raise ValueError("--grid: two cells would have the same folder, for their values differ in signs alone.")
-    return found
+    return grid
 
 
 def command(cell: Cell, module: str, arguments: Sequence[str]) -> list[str]:

@@ -30,8 +30,8 @@ def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(int(sys.argv[1]))]
-        about = {"address": cluster.address, "nodes": [[node.node_id, node.node_ip_address] for node in nodes]}
-        print(json.dumps(about), flush=True)
+        cluster_nodes = {"address": cluster.address, "nodes": [[node.node_id, node.node_ip_address] for node in nodes]}
+        print(json.dumps(cluster_nodes), flush=True)
         for line in sys.stdin:
             cluster.remove_node(nodes[int(line.removeprefix("kill "))], allow_graceful=False)
             print("killed", flush=True)

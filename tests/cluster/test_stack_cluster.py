@@ -155,9 +155,9 @@ def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_do
     assert cluster.stdin is not None
     assert cluster.stdout is not None
     try:
-        description = json.loads(cluster.stdout.readline())
+        cluster_nodes = json.loads(cluster.stdout.readline())
         config = write_config(tmp_path, tiny_model_dir, run={"steps": 100000}, logging={"wandb": {"mode": "disabled"}})
-        environment = os.environ | {"RAY_ADDRESS": description["address"]}
+        environment = os.environ | {"RAY_ADDRESS": cluster_nodes["address"]}
         program = subprocess.Popen(
             [sys.executable, "-m", "rlhf.grpo", "--config", config, *APART],
             env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -166,7 +166,7 @@ def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_do
         print("kill 0", file=cluster.stdin, flush=True)
         assert cluster.stdout.readline() == "killed\n"
         # Asked at once: Ray lists the node as alive until it has missed five health checks.
-        command = [sys.executable, "-m", "rlhf.doctor.nodes", description["address"], str(STACK_WAIT_S)]
+        command = [sys.executable, "-m", "rlhf.doctor.nodes", cluster_nodes["address"], str(STACK_WAIT_S)]
         asked = subprocess.run(command, capture_output=True, text=True, check=True)
         answers = json.loads(asked.stdout.splitlines()[-1])
         (lost,) = [name for name, answer in answers.items() if "installed" not in answer]
@@ -174,7 +174,7 @@ def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_do
         _, stderr = program.communicate(timeout=STACK_WAIT_S)
         assert program.returncode == 1, stderr[-3000:]
         (message,) = stderr.strip().splitlines()
-        (dead, address), _ = description["nodes"]
+        (dead, address), _ = cluster_nodes["nodes"]
         assert f", {dead[:8]})" in lost
         assert f" on node {address} ({dead[:8]}) is lost: " in message
 

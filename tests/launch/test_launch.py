@@ -31,7 +31,7 @@ TOKEN = "5ecret" * 8
 AWKWARD = ["run.dir=my runs/a b", 'model.path=it\'s "quoted" $HOME `x` \\', "reward=[{name: math}]", ""]
 
 # Ray's commands: `ray start` is RAY_START, `ray job submit` takes a job or refuses it. With RAY_WAITS, the one dies
-# and the other answers when the test says so (`Place.go_on`).
+# and the other answers when the test says so (`Sandbox.go_on`).
 RAY = """\
 #!/usr/bin/env bash
 printf '%s|%s|%s\\n' "$RAY_AUTH_MODE" "$RAY_AUTH_TOKEN" "$*" >>"$RECORD/ray"
@@ -119,7 +119,7 @@ sys.exit(int(os.environ.get("PROGRAM_STATUS", "0")))
 
 
 @dataclass
-class Place:
+class Sandbox:
     """A folder of stand-ins, what they recorded, and the processes that were started."""
 
     folder: Path
@@ -193,13 +193,13 @@ def is_alive(pid: object) -> bool:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
     for name in ("bin", "record", "python", "home"):
         (tmp_path / name).mkdir()
     (tmp_path / "python/stand_in_program.py").write_text(PROGRAM)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
     environment = {
-        **kept,
+        **inherited,
         "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
         "RECORD": str(tmp_path / "record"),
         "PYTHONPATH": f"{tmp_path}/python:{ROOT}",
@@ -210,15 +210,15 @@ def place(tmp_path: Path) -> Iterator[Place]:
         "RAY_TMPDIR": str(tmp_path / "home"),
         "HOME": str(tmp_path / "home"),
     }
-    made = Place(tmp_path, environment)
-    made.add("ray", RAY)
-    made.add("ray_start.py", RAY_START)
+    sandbox = Sandbox(tmp_path, environment)
+    sandbox.add("ray", RAY)
+    sandbox.add("ray_start.py", RAY_START)
     package = {"__init__": "", "exceptions": RAY_EXCEPTIONS, "_raylet": RAYLET, "job_submission": FAKE_JOB_CLIENT}
     (tmp_path / "python/ray").mkdir()
     for name, text in package.items():
         (tmp_path / f"python/ray/{name}.py").write_text(text)
-    yield made
-    for process in made.started:
+    yield sandbox
+    for process in sandbox.started:
         if process.poll() is None:
             process.kill()
             process.communicate()
@@ -227,83 +227,83 @@ def place(tmp_path: Path) -> Iterator[Place]:
 # --- ray_node_setup.sh ---
 
 
-def test_every_node_ends_with_the_programs_status_and_the_program_gets_its_arguments_unharmed(place: Place) -> None:
+def test_every_node_ends_with_the_programs_status_and_the_program_gets_its_arguments_unharmed(sandbox: Sandbox) -> None:
     port = free_port()
     arguments = ["--", "--config", "a b.yaml", *AWKWARD]
-    nodes = [place.node(rank, 3, port, *arguments, PROGRAM_STATUS="5") for rank in (2, 0, 1)]
+    nodes = [sandbox.node(rank, 3, port, *arguments, PROGRAM_STATUS="5") for rank in (2, 0, 1)]
     statuses, output = ending(*nodes)
     assert statuses == [5, 5, 5], output
-    (program,) = place.programs()
+    (program,) = sandbox.programs()
     assert program["arguments"] == arguments[1:]
     assert program["address"] == f"127.0.0.1:{port}"
     assert output.count("the program speaks") == 1
 
 
-def test_all_nodes_have_one_token_and_nothing_prints_it(place: Place) -> None:
+def test_all_nodes_have_one_token_and_nothing_prints_it(sandbox: Sandbox) -> None:
     port = free_port()
-    _, output = ending(*(place.node(rank, 3, port) for rank in range(3)))
-    starts = [line.split("|") for line in place.recorded("ray")]
+    _, output = ending(*(sandbox.node(rank, 3, port) for rank in range(3)))
+    starts = [line.split("|") for line in sandbox.recorded("ray")]
     assert [(mode, token) for mode, token, _ in starts] == [("token", TOKEN)] * 3
-    assert [program["token"] for program in place.programs()] == [TOKEN]
+    assert [program["token"] for program in sandbox.programs()] == [TOKEN]
     assert TOKEN not in output
     assert not any(TOKEN in arguments for _, _, arguments in starts)
 
 
-def test_the_head_makes_a_token_that_only_its_user_reads_and_the_others_take_it(place: Place) -> None:
-    del place.environment["RAY_AUTH_TOKEN"]
+def test_the_head_makes_a_token_that_only_its_user_reads_and_the_others_take_it(sandbox: Sandbox) -> None:
+    del sandbox.environment["RAY_AUTH_TOKEN"]
     port = free_port()
-    worker = place.node(1, 2, port)
-    statuses, output = ending(place.node(0, 2, port), worker)
-    path = place.folder / "home/.ray/auth_token"
+    worker = sandbox.node(1, 2, port)
+    statuses, output = ending(sandbox.node(0, 2, port), worker)
+    path = sandbox.folder / "home/.ray/auth_token"
     assert statuses == [0, 0], output
     assert path.stat().st_mode & 0o777 == 0o600
-    assert {line.split("|")[1] for line in place.recorded("ray")} == {path.read_text()}
+    assert {line.split("|")[1] for line in sandbox.recorded("ray")} == {path.read_text()}
     assert path.read_text() not in output
 
 
-def test_a_worker_whose_ray_dies_ends_the_run_and_is_named(place: Place) -> None:
+def test_a_worker_whose_ray_dies_ends_the_run_and_is_named(sandbox: Sandbox) -> None:
     port = free_port()
-    head = place.node(0, 2, port, PROGRAM_SLEEPS="1000")
-    worker = place.node(1, 2, port, RAY_WAITS="1")
-    place.wait_for("program")
-    place.go_on("ray")
+    head = sandbox.node(0, 2, port, PROGRAM_SLEEPS="1000")
+    worker = sandbox.node(1, 2, port, RAY_WAITS="1")
+    sandbox.wait_for("program")
+    sandbox.go_on("ray")
     statuses, output = ending(head, worker)
     assert statuses == [1, 1]
     assert "(rank 1)" in output.partition("Ray's logs")[0]  # the head says it first: from Ray, or from the worker
     assert "the raylet fell over" in output
-    assert not any(is_alive(program["pid"]) for program in place.programs())
+    assert not any(is_alive(program["pid"]) for program in sandbox.programs())
 
 
-def test_a_worker_that_is_killed_ends_the_run_and_is_named(place: Place) -> None:
+def test_a_worker_that_is_killed_ends_the_run_and_is_named(sandbox: Sandbox) -> None:
     port = free_port()
-    head, worker = place.node(0, 2, port, PROGRAM_SLEEPS="1000"), place.node(1, 2, port)
-    place.wait_for("program")
+    head, worker = sandbox.node(0, 2, port, PROGRAM_SLEEPS="1000"), sandbox.node(1, 2, port)
+    sandbox.wait_for("program")
     worker.kill()
     statuses, output = ending(head)
     assert statuses == [1]
     assert "(rank 1) is gone: Ray does not reach it any more." in output
-    assert not is_alive(place.programs()[0]["pid"])
+    assert not is_alive(sandbox.programs()[0]["pid"])
 
 
-def test_workers_end_when_the_head_is_killed_and_so_does_the_program(place: Place) -> None:
+def test_workers_end_when_the_head_is_killed_and_so_does_the_program(sandbox: Sandbox) -> None:
     port = free_port()
-    head, worker = place.node(0, 2, port, PROGRAM_SLEEPS="1000"), place.node(1, 2, port)
-    place.wait_for("program")
+    head, worker = sandbox.node(0, 2, port, PROGRAM_SLEEPS="1000"), sandbox.node(1, 2, port)
+    sandbox.wait_for("program")
     head.kill()
     head.communicate()
     statuses, output = ending(worker)
     assert statuses == [1]
     assert "Ray ended on this node" in output
-    assert eventually(lambda: not is_alive(place.programs()[0]["pid"]))
+    assert eventually(lambda: not is_alive(sandbox.programs()[0]["pid"]))
 
 
 @pytest.mark.parametrize(("how", "status"), [("TERM", 143), ("INT", 130), ("stdin", 129)])
-def test_a_signal_or_the_end_of_stdin_ends_everything(place: Place, how: str, status: int) -> None:
+def test_a_signal_or_the_end_of_stdin_ends_everything(sandbox: Sandbox, how: str, status: int) -> None:
     port = free_port()
     flags = ["--end-with-stdin"] if how == "stdin" else []
-    head = place.node(0, 2, port, *flags, PROGRAM_SLEEPS="1000")
-    worker = place.node(1, 2, port)
-    place.wait_for("program")
+    head = sandbox.node(0, 2, port, *flags, PROGRAM_SLEEPS="1000")
+    worker = sandbox.node(1, 2, port)
+    sandbox.wait_for("program")
     if how == "stdin":
         assert head.stdin is not None
         head.stdin.close()
@@ -312,59 +312,59 @@ def test_a_signal_or_the_end_of_stdin_ends_everything(place: Place, how: str, st
         head.send_signal(getattr(signal, f"SIG{how}"))
     statuses, output = ending(head, worker)
     assert statuses == [status, status], output
-    assert not is_alive(place.programs()[0]["pid"])
+    assert not is_alive(sandbox.programs()[0]["pid"])
 
 
-def test_a_node_with_another_token_is_refused_and_told_why(place: Place) -> None:
+def test_a_node_with_another_token_is_refused_and_told_why(sandbox: Sandbox) -> None:
     port = free_port()
-    head = place.node(0, 2, port)
-    statuses, output = ending(place.node(1, 2, port, RAY_AUTH_TOKEN="another"))
+    head = sandbox.node(0, 2, port)
+    statuses, output = ending(sandbox.node(1, 2, port, RAY_AUTH_TOKEN="another"))
     assert statuses == [2]
     assert "refused this node: it has another Ray token" in output
     head.terminate()
     assert ending(head)[0] == [143]
 
 
-def test_a_head_names_who_did_not_come_in_time(place: Place) -> None:
-    statuses, output = ending(place.node(0, 3, free_port(), DEADLINE="10"))
+def test_a_head_names_who_did_not_come_in_time(sandbox: Sandbox) -> None:
+    statuses, output = ending(sandbox.node(0, 3, free_port(), DEADLINE="10"))
     assert statuses == [1]
     assert "1 of 3 nodes joined Ray within 10 s; missing: rank 1, rank 2." in output
 
 
-def test_a_node_that_cannot_start_ray_ends_the_run_at_once(place: Place) -> None:
+def test_a_node_that_cannot_start_ray_ends_the_run_at_once(sandbox: Sandbox) -> None:
     port = free_port()
-    statuses, output = ending(place.node(0, 2, port), place.node(1, 2, port, RAY="/bin/false"))
+    statuses, output = ending(sandbox.node(0, 2, port), sandbox.node(1, 2, port, RAY="/bin/false"))
     assert statuses == [1, 1]
     assert f"node {socket.gethostname()} (rank 1): Ray ended on this node" in output
 
 
-def test_a_port_that_is_taken_ends_the_head_with_what_ray_says(place: Place) -> None:
+def test_a_port_that_is_taken_ends_the_head_with_what_ray_says(sandbox: Sandbox) -> None:
     with socket.create_server(("", free_port())) as other:
-        statuses, output = ending(place.node(0, 2, other.getsockname()[1]))
+        statuses, output = ending(sandbox.node(0, 2, other.getsockname()[1]))
     assert statuses == [1]
     assert "Address already in use" in output
 
 
-def test_two_nodes_of_one_rank_are_told_apart(place: Place) -> None:
+def test_two_nodes_of_one_rank_are_told_apart(sandbox: Sandbox) -> None:
     port = free_port()
-    head, *twins = place.node(0, 3, port), place.node(1, 3, port), place.node(1, 3, port)
+    head, *twins = sandbox.node(0, 3, port), sandbox.node(1, 3, port), sandbox.node(1, 3, port)
     assert eventually(lambda: any(twin.poll() is not None for twin in twins)), "nobody was refused"
     refused, accepted = sorted(twins, key=lambda twin: twin.poll() is None)
     statuses, output = ending(refused)
     assert statuses == [2]
     assert f"--rank=1: taken by {socket.gethostname()}, process " in output
-    assert eventually(lambda: list(place.folder.glob("record/gcs-*/nodes/rank-1"))), "the other one did not join"
+    assert eventually(lambda: list(sandbox.folder.glob("record/gcs-*/nodes/rank-1"))), "the other one did not join"
     head.terminate()
     assert ending(head, accepted)[0] == [143, 143]
 
 
-def test_one_node_needs_no_flags(place: Place) -> None:
-    head = place.start(
+def test_one_node_needs_no_flags(sandbox: Sandbox) -> None:
+    head = sandbox.start(
         LAUNCH / "ray_node_setup.sh", "--port", str(free_port()), "--module", "stand_in_program", "--config", "x"
     )
     statuses, output = ending(head)
     assert statuses == [0], output
-    assert place.programs()[0]["arguments"] == ["--config", "x"]
+    assert sandbox.programs()[0]["arguments"] == ["--config", "x"]
 
 
 def test_what_a_node_lacks_or_has_otherwise_is_one_line_each() -> None:
@@ -403,134 +403,134 @@ printf '%s\\n' "$*" >>"$RECORD/scontrol"
 
 
 def slurm(
-    place: Place, *arguments: str, module: str = "stand_in_program", srun: str = SRUN, **environment: str
+    sandbox: Sandbox, *arguments: str, module: str = "stand_in_program", srun: str = SRUN, **environment: str
 ) -> subprocess.Popen[str]:
-    place.add("srun", srun)
-    place.add("scontrol", SCONTROL)
-    place.environment.pop("RAY_AUTH_TOKEN", None)
+    sandbox.add("srun", srun)
+    sandbox.add("scontrol", SCONTROL)
+    sandbox.environment.pop("RAY_AUTH_TOKEN", None)
     job = {"SLURM_JOB_ID": str(free_port() - 20000), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
-    program = ["--module", module, "--deadline", str(WAIT_S), "--config", str(place.folder / "run.yaml")]
-    (place.folder / "run.yaml").write_text(f"run: {{dir: '{place.folder}/the run'}}\n")
+    program = ["--module", module, "--deadline", str(WAIT_S), "--config", str(sandbox.folder / "run.yaml")]
+    (sandbox.folder / "run.yaml").write_text(f"run: {{dir: '{sandbox.folder}/the run'}}\n")
     job["SLURM_SUBMIT_DIR"] = str(ROOT)
-    return place.start("bash", LAUNCH / "slurm.sbatch", *program, *arguments, **job, **environment)
+    return sandbox.start("bash", LAUNCH / "slurm.sbatch", *program, *arguments, **job, **environment)
 
 
-def test_a_slurm_job_has_the_programs_status_even_where_srun_has_another(place: Place) -> None:
-    statuses, output = ending(slurm(place, *AWKWARD, PROGRAM_STATUS="3", SRUN_STATUS="137"))
+def test_a_slurm_job_has_the_programs_status_even_where_srun_has_another(sandbox: Sandbox) -> None:
+    statuses, output = ending(slurm(sandbox, *AWKWARD, PROGRAM_STATUS="3", SRUN_STATUS="137"))
     assert statuses == [3], output
-    (program,) = place.programs()
-    assert program["arguments"] == ["--config", f"{place.folder}/run.yaml", *AWKWARD]
-    (called,) = place.recorded("srun")
+    (program,) = sandbox.programs()
+    assert program["arguments"] == ["--config", f"{sandbox.folder}/run.yaml", *AWKWARD]
+    (called,) = sandbox.recorded("srun")
     assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1" in called
-    tokens = {line.split("|")[1] for line in place.recorded("ray")} | {program["token"]}
+    tokens = {line.split("|")[1] for line in sandbox.recorded("ray")} | {program["token"]}
     (token,) = tokens
     assert len(str(token)) == 64
     assert str(token) not in output + called
 
 
-def test_a_requeued_job_resumes_where_there_is_a_whole_checkpoint(place: Place) -> None:
-    place.write_checkpoint()
-    (place.folder / "the run/checkpoints/step-000006.partial").mkdir()
-    statuses, _ = ending(slurm(place, SLURM_RESTART_COUNT="1"))
+def test_a_requeued_job_resumes_where_there_is_a_whole_checkpoint(sandbox: Sandbox) -> None:
+    sandbox.write_checkpoint()
+    (sandbox.folder / "the run/checkpoints/step-000006.partial").mkdir()
+    statuses, _ = ending(slurm(sandbox, SLURM_RESTART_COUNT="1"))
     assert statuses == [0]
-    assert "--resume" in place.programs()[0]["arguments"]  # type: ignore[operator]
+    assert "--resume" in sandbox.programs()[0]["arguments"]  # type: ignore[operator]
 
 
-def test_a_requeued_job_without_a_checkpoint_begins_anew_and_keeps_what_was_there(place: Place) -> None:
-    (place.folder / "the run/checkpoints/step-000002.partial").mkdir(parents=True)
-    statuses, output = ending(slurm(place, SLURM_RESTART_COUNT="1"))
+def test_a_requeued_job_without_a_checkpoint_begins_anew_and_keeps_what_was_there(sandbox: Sandbox) -> None:
+    (sandbox.folder / "the run/checkpoints/step-000002.partial").mkdir(parents=True)
+    statuses, output = ending(slurm(sandbox, SLURM_RESTART_COUNT="1"))
     assert statuses == [0]
-    assert "--resume" not in place.programs()[0]["arguments"]  # type: ignore[operator]
-    assert (place.folder / "the run.interrupted-1/checkpoints/step-000002.partial").exists()
+    assert "--resume" not in sandbox.programs()[0]["arguments"]  # type: ignore[operator]
+    assert (sandbox.folder / "the run.interrupted-1/checkpoints/step-000002.partial").exists()
     assert "beginning anew" in output
 
 
-def in_a_container(place: Place) -> dict[str, str]:
+def in_a_container(sandbox: Sandbox) -> dict[str, str]:
     """An interpreter that is found inside of the container alone."""
-    image = place.folder / "image"
+    image = sandbox.folder / "image"
     image.mkdir()
     (image / "python-inside").write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
     (image / "python-inside").chmod(0o755)
     return {"PYTHON": "python-inside", "SRUN_ARGS": f"--container-image={image}"}
 
 
-def test_a_requeued_job_in_a_container_resumes_and_its_status_comes_out(place: Place) -> None:
-    place.write_checkpoint()
-    job = slurm(place, SLURM_RESTART_COUNT="1", PROGRAM_STATUS="3", **in_a_container(place))
+def test_a_requeued_job_in_a_container_resumes_and_its_status_comes_out(sandbox: Sandbox) -> None:
+    sandbox.write_checkpoint()
+    job = slurm(sandbox, SLURM_RESTART_COUNT="1", PROGRAM_STATUS="3", **in_a_container(sandbox))
     statuses, output = ending(job)
     assert statuses == [3], output
-    assert "--resume" in place.programs()[0]["arguments"]  # type: ignore[operator]
-    status_file = Path(place.recorded("srun")[-1].partition("--status-file ")[2].split()[0])
+    assert "--resume" in sandbox.programs()[0]["arguments"]  # type: ignore[operator]
+    status_file = Path(sandbox.recorded("srun")[-1].partition("--status-file ")[2].split()[0])
     assert status_file.is_relative_to(ROOT / "runs")  # with the checkout, it is there inside and outside
     assert not status_file.parent.exists()
 
 
-def test_near_the_time_limit_a_job_in_a_container_requeues_itself_too(place: Place) -> None:
-    job = slurm(place, PROGRAM_SLEEPS="1000", **in_a_container(place))
-    place.wait_for("program")
-    place.write_checkpoint()
+def test_near_the_time_limit_a_job_in_a_container_requeues_itself_too(sandbox: Sandbox) -> None:
+    job = slurm(sandbox, PROGRAM_SLEEPS="1000", **in_a_container(sandbox))
+    sandbox.wait_for("program")
+    sandbox.write_checkpoint()
     job.send_signal(signal.SIGUSR1)
     assert ending(job)[0] == [143]
-    assert place.recorded("scontrol")[-1].startswith("requeue ")
+    assert sandbox.recorded("scontrol")[-1].startswith("requeue ")
 
 
-def test_a_requeued_job_that_does_not_train_leaves_the_run_folder_alone(place: Place) -> None:
-    (place.folder / "the run/checkpoints/step-000002.partial").mkdir(parents=True)
+def test_a_requeued_job_that_does_not_train_leaves_the_run_folder_alone(sandbox: Sandbox) -> None:
+    (sandbox.folder / "the run/checkpoints/step-000002.partial").mkdir(parents=True)
     only_noted = '#!/usr/bin/env bash\nprintf "%s\\n" "$*" >>"$RECORD/srun"\n'
-    statuses, output = ending(slurm(place, module="rlhf.doctor", srun=only_noted, SLURM_RESTART_COUNT="1"))
+    statuses, output = ending(slurm(sandbox, module="rlhf.doctor", srun=only_noted, SLURM_RESTART_COUNT="1"))
     assert statuses == [0], output
-    (called,) = place.recorded("srun")
+    (called,) = sandbox.recorded("srun")
     assert "--module rlhf.doctor" in called
     assert "--resume" not in called
-    assert (place.folder / "the run/checkpoints/step-000002.partial").exists()
+    assert (sandbox.folder / "the run/checkpoints/step-000002.partial").exists()
 
 
-def test_the_first_start_of_a_job_does_not_resume(place: Place) -> None:
-    place.write_checkpoint()
-    ending(slurm(place))
-    assert "--resume" not in place.programs()[0]["arguments"]  # type: ignore[operator]
+def test_the_first_start_of_a_job_does_not_resume(sandbox: Sandbox) -> None:
+    sandbox.write_checkpoint()
+    ending(slurm(sandbox))
+    assert "--resume" not in sandbox.programs()[0]["arguments"]  # type: ignore[operator]
 
 
-def test_near_the_time_limit_the_job_requeues_itself_if_it_can_go_on(place: Place) -> None:
-    job = slurm(place, PROGRAM_SLEEPS="1000")
-    place.wait_for("program")
-    place.write_checkpoint()
+def test_near_the_time_limit_the_job_requeues_itself_if_it_can_go_on(sandbox: Sandbox) -> None:
+    job = slurm(sandbox, PROGRAM_SLEEPS="1000")
+    sandbox.wait_for("program")
+    sandbox.write_checkpoint()
     job.send_signal(signal.SIGUSR1)
     statuses, _ = ending(job)
     assert statuses == [143]
-    assert place.recorded("scontrol")[-1].startswith("requeue ")
-    assert not is_alive(place.programs()[0]["pid"])
+    assert sandbox.recorded("scontrol")[-1].startswith("requeue ")
+    assert not is_alive(sandbox.programs()[0]["pid"])
 
 
-def test_near_the_time_limit_a_job_without_a_new_checkpoint_goes_on(place: Place) -> None:
-    job = slurm(place, PROGRAM_SLEEPS="1000", PROGRAM_STATUS="4")
-    place.wait_for("program")
+def test_near_the_time_limit_a_job_without_a_new_checkpoint_goes_on(sandbox: Sandbox) -> None:
+    job = slurm(sandbox, PROGRAM_SLEEPS="1000", PROGRAM_STATUS="4")
+    sandbox.wait_for("program")
     job.send_signal(signal.SIGUSR1)
     output = read_until(job, "not requeueing")
-    place.go_on("program")
+    sandbox.go_on("program")
     assert ending(job)[0] == [4]
     assert "no checkpoint since the start" in output
-    assert not any(line.startswith("requeue") for line in place.recorded("scontrol"))
+    assert not any(line.startswith("requeue") for line in sandbox.recorded("scontrol"))
 
 
-def test_near_the_time_limit_a_job_that_cannot_look_for_checkpoints_says_so(place: Place) -> None:
-    job = slurm(place, PROGRAM_SLEEPS="1000", PROGRAM_STATUS="4")
-    place.wait_for("program")
-    (place.folder / "run.yaml").unlink()
+def test_near_the_time_limit_a_job_that_cannot_look_for_checkpoints_says_so(sandbox: Sandbox) -> None:
+    job = slurm(sandbox, PROGRAM_SLEEPS="1000", PROGRAM_STATUS="4")
+    sandbox.wait_for("program")
+    (sandbox.folder / "run.yaml").unlink()
     job.send_signal(signal.SIGUSR1)
     output = read_until(job, "not requeueing")
-    place.go_on("program")
+    sandbox.go_on("program")
     assert ending(job)[0] == [4]
     assert "no answer to whether there is a checkpoint" in output
     assert "No such file" in output
 
 
-def test_a_cancelled_slurm_job_leaves_no_program(place: Place) -> None:
-    job = slurm(place, PROGRAM_SLEEPS="1000")
-    place.wait_for("program")
+def test_a_cancelled_slurm_job_leaves_no_program(sandbox: Sandbox) -> None:
+    job = slurm(sandbox, PROGRAM_SLEEPS="1000")
+    sandbox.wait_for("program")
     job.terminate()
     assert ending(job)[0] == [143]
-    assert not is_alive(place.programs()[0]["pid"])
+    assert not is_alive(sandbox.programs()[0]["pid"])
 
 
 # --- ssh ---
@@ -544,45 +544,45 @@ exec sh -c "$2"
 """
 
 
-def over_ssh(place: Place, hosts: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    place.add("ssh", SSH)
-    place.environment.pop("RAY_AUTH_TOKEN", None)
-    (place.folder / "hosts").write_text(hosts)
-    flags = ["--hosts", str(place.folder / "hosts"), "--port", str(free_port()), "--module", "stand_in_program"]
-    return place.start(LAUNCH / "ssh_cluster.sh", *flags, *arguments, **environment)
+def over_ssh(sandbox: Sandbox, hosts: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    sandbox.add("ssh", SSH)
+    sandbox.environment.pop("RAY_AUTH_TOKEN", None)
+    (sandbox.folder / "hosts").write_text(hosts)
+    flags = ["--hosts", str(sandbox.folder / "hosts"), "--port", str(free_port()), "--module", "stand_in_program"]
+    return sandbox.start(LAUNCH / "ssh_cluster.sh", *flags, *arguments, **environment)
 
 
-def test_ssh_takes_arguments_and_a_token_to_every_machine_and_brings_the_status_back(place: Place) -> None:
+def test_ssh_takes_arguments_and_a_token_to_every_machine_and_brings_the_status_back(sandbox: Sandbox) -> None:
     hosts = "# the head first\nme@127.0.0.1   # here\n\nlocalhost\n"
-    statuses, output = ending(over_ssh(place, hosts, *AWKWARD, PROGRAM_STATUS="7"))
+    statuses, output = ending(over_ssh(sandbox, hosts, *AWKWARD, PROGRAM_STATUS="7"))
     assert statuses == [7], output
-    (program,) = place.programs()
+    (program,) = sandbox.programs()
     assert program["arguments"] == AWKWARD
-    assert [line.split("|")[0] for line in place.recorded("ssh")] in (
+    assert [line.split("|")[0] for line in sandbox.recorded("ssh")] in (
         ["me@127.0.0.1", "localhost"],
         ["localhost", "me@127.0.0.1"],
     )
-    (token,) = {line.split("|")[1] for line in place.recorded("ray")}
+    (token,) = {line.split("|")[1] for line in sandbox.recorded("ray")}
     assert len(token) == 64
-    assert token not in output + "".join(place.recorded("ssh"))
+    assert token not in output + "".join(sandbox.recorded("ssh"))
 
 
-def test_a_machine_that_ssh_does_not_reach_ends_the_run(place: Place) -> None:
-    statuses, output = ending(over_ssh(place, "127.0.0.1\nunreachable\n", HEAD_NOTICES_S="1"))
+def test_a_machine_that_ssh_does_not_reach_ends_the_run(sandbox: Sandbox) -> None:
+    statuses, output = ending(over_ssh(sandbox, "127.0.0.1\nunreachable\n", HEAD_NOTICES_S="1"))
     assert statuses == [255]
     assert "connect to host unreachable: refused" in output
     assert "a machine ended with status 255 while the head went on" in output
-    assert place.programs() == []
+    assert sandbox.programs() == []
 
 
 @pytest.mark.parametrize("how", ["TERM", "KILL"])
-def test_when_the_ssh_script_ends_so_does_everything_on_the_machines(place: Place, how: str) -> None:
-    script = over_ssh(place, "127.0.0.1\nlocalhost\n", PROGRAM_SLEEPS="1000")
-    place.wait_for("program")
+def test_when_the_ssh_script_ends_so_does_everything_on_the_machines(sandbox: Sandbox, how: str) -> None:
+    script = over_ssh(sandbox, "127.0.0.1\nlocalhost\n", PROGRAM_SLEEPS="1000")
+    sandbox.wait_for("program")
     script.send_signal(getattr(signal, f"SIG{how}"))
     statuses, _ = ending(script)
     assert statuses == [143 if how == "TERM" else -9]
-    assert not is_alive(place.programs()[0]["pid"])
+    assert not is_alive(sandbox.programs()[0]["pid"])
 
 
 # --- submit ---
@@ -610,90 +610,90 @@ class JobSubmissionClient:
 """
 
 
-def submit(place: Place, *arguments: str, job: object = (), **environment: str) -> subprocess.Popen[str]:
+def submit(sandbox: Sandbox, *arguments: str, job: object = (), **environment: str) -> subprocess.Popen[str]:
     flags = ["--id", "job-1", "--nodes", "2"]
-    return place.start(LAUNCH / "submit.sh", *flags, *arguments, JOB=json.dumps(job), **environment)
+    return sandbox.start(LAUNCH / "submit.sh", *flags, *arguments, JOB=json.dumps(job), **environment)
 
 
-def stops(place: Place) -> list[str]:
-    return [line.split("|")[2] for line in place.recorded("ray") if "job stop" in line]
+def stops(sandbox: Sandbox) -> list[str]:
+    return [line.split("|")[2] for line in sandbox.recorded("ray") if "job stop" in line]
 
 
-def test_a_job_gets_the_arguments_and_its_exit_status_comes_back(place: Place) -> None:
+def test_a_job_gets_the_arguments_and_its_exit_status_comes_back(sandbox: Sandbox) -> None:
     arguments = ["--config", "configs/math.yaml", *AWKWARD]
-    statuses, output = ending(submit(place, *arguments, job=[["it ran\n", "closed"], "FAILED"]))
+    statuses, output = ending(submit(sandbox, *arguments, job=[["it ran\n", "closed"], "FAILED"]))
     assert statuses == [2], output
-    (mode, token, called) = place.recorded("ray")[0].split("|")
+    (mode, token, called) = sandbox.recorded("ray")[0].split("|")
     assert (mode, token) == ("token", TOKEN)
     assert f"--submission-id job-1 --no-wait --working-dir {ROOT}" in called
-    entry = (place.folder / "record/entrypoint").read_text().split("\0")[:-1]
+    entry = (sandbox.folder / "record/entrypoint").read_text().split("\0")[:-1]
     flags = ["--nodes", "2", "--module", "rlhf.grpo", "--deadline", "600.0"]
     assert entry == ["python", "launch/nodes.py", "run", *flags, "--", *arguments]
-    assert stops(place) == []
+    assert stops(sandbox) == []
     assert "it ran\n" in output
     assert TOKEN not in output
 
 
 @pytest.mark.parametrize(("state", "status"), [("SUCCEEDED", 0), ("FAILED", 2), ("STOPPED", 143)])
-def test_only_a_job_that_succeeded_gives_0(place: Place, state: str, status: int) -> None:
-    assert ending(submit(place, "--config", "x", job=[["", "closed"], state]))[0] == [status]
-    assert stops(place) == []
+def test_only_a_job_that_succeeded_gives_0(sandbox: Sandbox, state: str, status: int) -> None:
+    assert ending(submit(sandbox, "--config", "x", job=[["", "closed"], state]))[0] == [status]
+    assert stops(sandbox) == []
 
 
 @pytest.mark.parametrize("how", ["breaks", "closed"])
-def test_a_log_that_breaks_off_goes_on_where_it_was_and_the_job_with_it(place: Place, how: str) -> None:
+def test_a_log_that_breaks_off_goes_on_where_it_was_and_the_job_with_it(sandbox: Sandbox, how: str) -> None:
     story = [["step 1\n", how], "RUNNING", ["step 1\nstep 2\n", how], "RUNNING", ["step 1\nstep 2\nend\n", how]]
-    statuses, output = ending(submit(place, "--config", "x", job=[*story, "SUCCEEDED"]))
+    statuses, output = ending(submit(sandbox, "--config", "x", job=[*story, "SUCCEEDED"]))
     assert statuses == [0], output
     assert output == "step 1\nstep 2\nend\n"
-    assert stops(place) == []
+    assert stops(sandbox) == []
 
 
-def test_a_job_of_which_nothing_is_heard_any_more_is_left_alone(place: Place) -> None:
-    statuses, output = ending(submit(place, "--patience", "0", "--config", "x", job=[["", "breaks"], "silence"]))
+def test_a_job_of_which_nothing_is_heard_any_more_is_left_alone(sandbox: Sandbox) -> None:
+    statuses, output = ending(submit(sandbox, "--patience", "0", "--config", "x", job=[["", "breaks"], "silence"]))
     assert statuses == [1]
     assert "It may still run: ray job status --address http://127.0.0.1:8265 job-1" in output
 
 
-def test_an_id_that_another_job_has_is_refused_and_that_job_goes_on(place: Place) -> None:
-    statuses, output = ending(submit(place, "--config", "x", JOB_IS_REFUSED="1"))
+def test_an_id_that_another_job_has_is_refused_and_that_job_goes_on(sandbox: Sandbox) -> None:
+    statuses, output = ending(submit(sandbox, "--config", "x", JOB_IS_REFUSED="1"))
     assert statuses == [1]
     assert "already exists" in output
     assert "Ray did not take job job-1" in output
-    assert stops(place) == []
+    assert stops(sandbox) == []
 
 
-def test_interrupting_the_log_stops_the_job(place: Place) -> None:
-    job = submit(place, "--config", "x", job=[["", "hangs"]])
-    place.wait_for("log")
+def test_interrupting_the_log_stops_the_job(sandbox: Sandbox) -> None:
+    job = submit(sandbox, "--config", "x", job=[["", "hangs"]])
+    sandbox.wait_for("log")
     job.terminate()
     statuses, _ = ending(job)
     assert statuses == [143]
-    assert stops(place) == ["job stop --address http://127.0.0.1:8265 job-1"]
+    assert stops(sandbox) == ["job stop --address http://127.0.0.1:8265 job-1"]
 
 
 @pytest.mark.parametrize(("refused", "stopped"), [("", 1), ("1", 0)], ids=["taken", "refused"])
 def test_interrupting_the_submission_stops_the_job_only_if_ray_took_it(
-    place: Place, refused: str, stopped: int
+    sandbox: Sandbox, refused: str, stopped: int
 ) -> None:
-    job = submit(place, "--config", "x", RAY_WAITS="1", JOB_IS_REFUSED=refused)
-    place.wait_for("ray")
+    job = submit(sandbox, "--config", "x", RAY_WAITS="1", JOB_IS_REFUSED=refused)
+    sandbox.wait_for("ray")
     job.terminate()
-    place.go_on("ray")
+    sandbox.go_on("ray")
     statuses, _ = ending(job)
     assert statuses == [143]
-    assert len(stops(place)) == stopped
+    assert len(stops(sandbox)) == stopped
 
 
-def test_a_job_that_is_not_waited_for_shows_its_id(place: Place) -> None:
-    statuses, output = ending(submit(place, "--no-wait", "--config", "x"))
+def test_a_job_that_is_not_waited_for_shows_its_id(sandbox: Sandbox) -> None:
+    statuses, output = ending(submit(sandbox, "--no-wait", "--config", "x"))
     assert (statuses, output) == ([0], "job-1\n")
-    assert stops(place) == []
+    assert stops(sandbox) == []
 
 
-def test_without_a_token_the_submission_says_where_to_get_it(place: Place) -> None:
-    del place.environment["RAY_AUTH_TOKEN"]
-    statuses, output = ending(submit(place, "--config", "x"))
+def test_without_a_token_the_submission_says_where_to_get_it(sandbox: Sandbox) -> None:
+    del sandbox.environment["RAY_AUTH_TOKEN"]
+    statuses, output = ending(submit(sandbox, "--config", "x"))
     assert statuses == [2]
     assert "copy the head's ~/.ray/auth_token here" in output
 
@@ -701,30 +701,30 @@ def test_without_a_token_the_submission_says_where_to_get_it(place: Place) -> No
 # --- a program on a cluster that is up ---
 
 
-def on_cluster(place: Place, wanted: int, **environment: str) -> tuple[list[int], str]:
+def on_cluster(sandbox: Sandbox, wanted: int, **environment: str) -> tuple[list[int], str]:
     """`nodes.py run` on a cluster of two nodes."""
     port = free_port()
     for rank, flag in enumerate((f"--port={port}", f"--address=127.0.0.1:{port}")):
         head = ["--head"] if rank == 0 else []
-        place.start(place.folder / "bin/ray", "start", *head, flag, f"--node-name=rank-{rank}")
-        node = place.folder / f"record/gcs-{port}/nodes/rank-{rank}"
+        sandbox.start(sandbox.folder / "bin/ray", "start", *head, flag, f"--node-name=rank-{rank}")
+        node = sandbox.folder / f"record/gcs-{port}/nodes/rank-{rank}"
         assert eventually(node.exists)
     command = [sys.executable, LAUNCH / "nodes.py", "run", "--nodes", str(wanted), "--deadline", "1"]
     command += ["--module", "stand_in_program", "--", *AWKWARD]
-    return ending(place.start(*command, **({"RAY_ADDRESS": f"127.0.0.1:{port}"} | environment)))
+    return ending(sandbox.start(*command, **({"RAY_ADDRESS": f"127.0.0.1:{port}"} | environment)))
 
 
-def test_on_a_running_cluster_the_program_starts_when_all_nodes_are_there(place: Place) -> None:
-    statuses, output = on_cluster(place, 2, PROGRAM_STATUS="9")
+def test_on_a_running_cluster_the_program_starts_when_all_nodes_are_there(sandbox: Sandbox) -> None:
+    statuses, output = on_cluster(sandbox, 2, PROGRAM_STATUS="9")
     assert statuses == [9], output
-    assert place.programs()[0]["arguments"] == AWKWARD
+    assert sandbox.programs()[0]["arguments"] == AWKWARD
 
 
-def test_on_a_running_cluster_nothing_starts_while_a_node_is_absent(place: Place) -> None:
-    statuses, output = on_cluster(place, 3)
+def test_on_a_running_cluster_nothing_starts_while_a_node_is_absent(sandbox: Sandbox) -> None:
+    statuses, output = on_cluster(sandbox, 3)
     assert statuses == [1]
     assert "2 of 3 nodes are in the Ray cluster after 1 s." in output
-    assert place.programs() == []
+    assert sandbox.programs() == []
 
 
 # --- all of them ---
@@ -794,35 +794,35 @@ sys.exit(6)
 
 
 @pytest.fixture
-def real(place: Place) -> Iterator[Place]:
+def real(sandbox: Sandbox) -> Iterator[Sandbox]:
     """Ray itself, in a folder below which no process is left when the test has ended."""
-    del place.environment["RAY"]
-    shutil.rmtree(place.folder / "python/ray")
-    (place.folder / "python/stand_in_program.py").write_text(JOINS_RAY)
+    del sandbox.environment["RAY"]
+    shutil.rmtree(sandbox.folder / "python/ray")
+    (sandbox.folder / "python/stand_in_program.py").write_text(JOINS_RAY)
     with ray_folder() as folder:
-        place.environment |= {"RAY_TMPDIR": folder, "RAY_ARGS": "--num-cpus=1"}
-        yield place
+        sandbox.environment |= {"RAY_TMPDIR": folder, "RAY_ARGS": "--num-cpus=1"}
+        yield sandbox
 
 
-def left_behind(place: Place) -> list[str]:
+def left_behind(sandbox: Sandbox) -> list[str]:
     """Processes of Ray's that name the test's folder."""
     commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             commands.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return [command for command in commands if place.environment["RAY_TMPDIR"] in command]
+    return [command for command in commands if sandbox.environment["RAY_TMPDIR"] in command]
 
 
-def two_real_nodes(place: Place, port: int) -> list[subprocess.Popen[str]]:
-    nodes = [place.node(rank, 2, port, DEADLINE=str(STACK_WAIT_S)) for rank in (0, 1)]
-    eventually(lambda: place.recorded("program") or any(node.poll() is not None for node in nodes), STACK_WAIT_S)
-    assert place.recorded("program"), ending(*nodes)
-    assert place.programs()[0]["alive"] == 2
+def two_real_nodes(sandbox: Sandbox, port: int) -> list[subprocess.Popen[str]]:
+    nodes = [sandbox.node(rank, 2, port, DEADLINE=str(STACK_WAIT_S)) for rank in (0, 1)]
+    eventually(lambda: sandbox.recorded("program") or any(node.poll() is not None for node in nodes), STACK_WAIT_S)
+    assert sandbox.recorded("program"), ending(*nodes)
+    assert sandbox.programs()[0]["alive"] == 2
     return nodes
 
 
 @pytest.mark.stack
-def test_real_nodes_end_with_the_programs_status_and_a_stranger_is_refused(real: Place) -> None:
+def test_real_nodes_end_with_the_programs_status_and_a_stranger_is_refused(real: Sandbox) -> None:
     port = free_port()
     nodes = two_real_nodes(real, port)
     statuses, output = ending(real.node(2, 3, port, RAY_AUTH_TOKEN="f" * 48))
@@ -836,7 +836,7 @@ def test_real_nodes_end_with_the_programs_status_and_a_stranger_is_refused(real:
 
 @pytest.mark.stack
 @pytest.mark.parametrize("who", ["head", "worker"])
-def test_a_real_node_that_is_killed_ends_the_other_and_leaves_nothing(real: Place, who: str) -> None:
+def test_a_real_node_that_is_killed_ends_the_other_and_leaves_nothing(real: Sandbox, who: str) -> None:
     """A worker hears of its head's end from Ray, which gives up after a minute without it."""
     head, worker = two_real_nodes(real, free_port())
     killed, other = (head, worker) if who == "head" else (worker, head)
@@ -850,7 +850,7 @@ def test_a_real_node_that_is_killed_ends_the_other_and_leaves_nothing(real: Plac
 
 
 @pytest.mark.stack
-def test_a_signal_ends_real_nodes_and_no_other_ray(real: Place, tmp_path: Path) -> None:
+def test_a_signal_ends_real_nodes_and_no_other_ray(real: Sandbox, tmp_path: Path) -> None:
     with ray_folder() as folder:
         (tmp_path / "other").mkdir()
         apart = {"RAY_TMPDIR": folder, "RECORD": str(tmp_path / "other"), "DEADLINE": str(STACK_WAIT_S)}
