@@ -2,9 +2,13 @@
 
     python -m rlhf.grpo --config configs/math.yaml [--config configs/cpu.yaml] [section.key=value ...]
 
-A step, all of it in `train_step`: take groups -> plan minibatches, fix denominators -> old and reference log-probs on
-those microbatches -> KL reward, advantages -> update -> new weights into the engines, canary -> metrics. Without a KL
-in the reward the advantages come first, and rollouts that cannot have a gradient are not computed.
+`train_step` is one training step, in the order in which it happens:
+
+    take graded groups -> flat batch -> minibatches and their denominators -> the learners' old and reference log-probs,
+    where the config needs them -> advantages -> update -> new weights into the engines, canary -> metrics
+
+Unless the KL is in the reward, the advantages come before the log-probs. If the loss is then also free of a KL and an
+entropy bonus, and algo.log_kl is off, rollouts whose advantage is 0 are not computed.
 """
 
 from __future__ import annotations
@@ -40,9 +44,10 @@ async def train(run: TrainingRun) -> None:
 
 async def train_step(run: TrainingRun, step: int) -> None:
     """One training step: consumes prompts_per_step x samples_per_prompt rollouts, takes updates_per_step updates."""
+    # imported here, so that --help and --plan need neither torch nor ray
     from rlhf.step.batch import at_every_token, make_batch
     from rlhf.step.minibatches import plan_epochs, rows_with_gradient
-    from rlhf.step.rewards import penalize_kl, step_advantages
+    from rlhf.step.advantages import penalize_kl, step_advantages
     from rlhf.types import PolicyTargets
 
     config, algo, clock, learners = run.config, run.config.algo, run.clock, run.cluster.learners
@@ -50,7 +55,7 @@ async def train_step(run: TrainingRun, step: int) -> None:
 
     with clock.phase("sampling"):
         groups = await run.buffer.take()
-    await run.cluster.yield_gpus()
+    await run.cluster.yield_gpus()  # engines on the learners' GPUs sleep until send_weights wakes them
     batch = make_batch(groups, mask_truncated=algo.mask_truncated)
 
     computed = batch.trained
@@ -61,8 +66,8 @@ async def train_step(run: TrainingRun, step: int) -> None:
 
     with clock.phase("logprobs"):
         await learners.start_step(batch, epochs)
-        old, ref = await learners.columns("logprobs")
-    if config.kl_in_reward:
+        old, ref = await learners.columns("logprobs")  # each None where nothing reads it
+    if config.kl_in_reward:  # rows that are not computed become NaN here, and so leave the baseline
         assert old is not None
         assert ref is not None
         rewards = penalize_kl(
@@ -78,8 +83,8 @@ async def train_step(run: TrainingRun, step: int) -> None:
     with clock.phase("transfer"):
         await run.cluster.send_weights(step + 1)
     with clock.phase("canary"):
-        canary = await run.canary.check(run.cluster, step + 1)
-    run.buffer.step_done()
+        canary = await run.canary.check(run.cluster, step + 1)  # raises where an engine does not hold the weights
+    run.buffer.step_done()  # after the transfer: the next groups are sampled with the new weights
     measured = {"learner/skipped_rollouts": int((batch.trained & ~computed).sum()), **canary}
     run.log_step(step + 1, groups, batch, advantages, epochs, updates, measured)
 

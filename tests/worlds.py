@@ -19,7 +19,7 @@ from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import Place
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.step.rewards import step_advantages
+from rlhf.step.advantages import step_advantages
 from rlhf.types import (
     Minibatch,
     PackedTokens,

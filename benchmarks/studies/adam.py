@@ -42,7 +42,7 @@ from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.math import math_reward
 from rlhf.step.batch import at_every_token, make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.step.rewards import step_advantages
+from rlhf.step.advantages import step_advantages
 from rlhf.types import (
     Minibatch,
     PolicyTargets,

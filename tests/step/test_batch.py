@@ -14,7 +14,7 @@ from rlhf.step.batch import (
     penalize_non_stop,
     sum_over_responses,
 )
-from rlhf.step.rewards import penalize_kl, step_advantages
+from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.types import Rollout, ScoredRollout, StepBatch
 
 GROUPS = make_groups(groups=2, samples=4, vocabulary=99, longest=40, seed=1)

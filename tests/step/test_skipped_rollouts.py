@@ -19,7 +19,7 @@ from rlhf.learner.model import DeviceTokens, PolicyModel
 from rlhf.learner.update import PolicyObjective, policy_microbatch
 from rlhf.step.batch import at_every_token, make_batch
 from rlhf.step.minibatches import plan_epochs, rows_with_gradient
-from rlhf.step.rewards import step_advantages
+from rlhf.step.advantages import step_advantages
 from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
 NOWHERE = Path("nowhere/model")
