@@ -67,15 +67,17 @@ class RaySession:
         folder = Path.cwd()
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = node_names(nodes)
+        answers = await ask_nodes(nodes, report, deadline_s=deadline_s)
+        # Every node unpacks the working directory of a job before it answers. Where several nodes share a machine, each
+        # of them removes it first: the path is now another folder than the one that this process began in, and until
+        # now it may have been half full.
+        os.chdir(folder)
         reports = [report()]
         reports[0]["node"] += " (driver)"
-        for key, (found, problem) in (await ask_nodes(nodes, report, deadline_s=deadline_s)).items():
+        for key, (found, problem) in answers.items():
             if problem:
                 raise ClusterError(f"node {names[key]} does not answer: {problem}")
             reports.append({**found, "node": names[key]})
-        # Every node unpacks the working directory of a job, and where several nodes share a machine, each of them
-        # removes it first: the path is now another folder than the one that this process began in.
-        os.chdir(folder)
         if lines := differences(reports):
             remedy = "All nodes need the package installed from the same checkout: run make setup-gpu on each."
             raise ValueError("\n".join(["the nodes do not have the same installed:", *lines, remedy]))
