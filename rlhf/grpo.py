@@ -45,9 +45,9 @@ async def train(run: TrainingRun) -> None:
 async def train_step(run: TrainingRun, step: int) -> None:
     """One training step: consumes prompts_per_step x samples_per_prompt rollouts, takes updates_per_step updates."""
     # imported here, so that --help and --plan need neither torch nor ray
+    from rlhf.step.advantages import penalize_kl, step_advantages
     from rlhf.step.batch import at_every_token, make_batch
     from rlhf.step.minibatches import plan_epochs, rows_with_gradient
-    from rlhf.step.advantages import penalize_kl, step_advantages
     from rlhf.types import PolicyTargets
 
     config, algo, clock, learners = run.config, run.config.algo, run.clock, run.cluster.learners

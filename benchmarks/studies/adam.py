@@ -40,9 +40,9 @@ from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.update import PolicyObjective, policy_microbatch
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.math import math_reward
+from rlhf.step.advantages import step_advantages
 from rlhf.step.batch import at_every_token, make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.step.advantages import step_advantages
 from rlhf.types import (
     Minibatch,
     PolicyTargets,

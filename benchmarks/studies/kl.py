@@ -42,9 +42,9 @@ from rlhf.log.metrics import mean_over_updates
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
 from rlhf.run.sampler import Sampler
+from rlhf.step.advantages import step_advantages
 from rlhf.step.batch import at_every_token, make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.step.advantages import step_advantages
 from rlhf.types import PolicyTargets, RolloutGroup, StepBatch
 
 BETAS = (0.01, 0.1, 1.0)

@@ -23,9 +23,9 @@ from worlds import (
 )
 
 from rlhf.learner.messages import Place
+from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.step.batch import at_every_token, make_batch
 from rlhf.step.credit import assign_credit
-from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.types import Minibatch, PolicyTargets, StepBatch
 
 pytestmark = pytest.mark.stack

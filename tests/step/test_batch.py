@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from worlds import group_of, make_groups
 
+from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.step.batch import (
     at_every_token,
     make_batch,
     penalize_non_stop,
     sum_over_responses,
 )
-from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.types import Rollout, ScoredRollout, StepBatch
 
 GROUPS = make_groups(groups=2, samples=4, vocabulary=99, longest=40, seed=1)

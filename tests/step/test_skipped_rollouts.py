@@ -17,9 +17,9 @@ from rlhf.learner.attention import PACKED
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, PolicyModel
 from rlhf.learner.update import PolicyObjective, policy_microbatch
+from rlhf.step.advantages import step_advantages
 from rlhf.step.batch import at_every_token, make_batch
 from rlhf.step.minibatches import plan_epochs, rows_with_gradient
-from rlhf.step.advantages import step_advantages
 from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
 NOWHERE = Path("nowhere/model")
