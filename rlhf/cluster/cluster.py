@@ -20,7 +20,7 @@ from rlhf.cluster.actors import ActorGroup, Location, RemoteCall, wait_for
 from rlhf.cluster.placement import Placed, create, shared_gpus
 from rlhf.cluster.ranks import RankGroup
 from rlhf.cluster.session import RaySession
-from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL
+from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import Place
 from rlhf.plan import check_resources
@@ -101,10 +101,9 @@ class Cluster:
         roles = {role.name: role for role in self.roles}
         engine = roles.pop(ENGINE) if self._shares_gpus else None
         # Every creation ends before the first failure is raised: none may go on while the rest is stopped.
-        created = await asyncio.gather(*(create(role, config) for role in roles.values()), return_exceptions=True)
-        self._placed = {placed.role.name: placed for placed in created if isinstance(placed, Placed)}
+        created = await asyncio.gather(*(self._create(role) for role in roles.values()), return_exceptions=True)
         for failure in created:
-            if isinstance(failure, BaseException):
+            if failure is not None:
                 raise failure
         if engine is not None:
             self._placed[ENGINE] = await create(engine, config, beside=self._placed[LEARNER])
@@ -119,6 +118,9 @@ class Cluster:
             await asyncio.gather(*starts, self._build(ENGINE))
         if self.trains:
             await self._connect()
+
+    async def _create(self, role: Role) -> None:
+        self._placed[role.name] = await create(role, self.config.cluster)
 
     async def _build(self, role: str) -> None:
         """Construct the hosted objects of a role."""
@@ -220,9 +222,8 @@ class Cluster:
 
     async def _connect(self) -> None:
         config = self.config.cluster
-        sender = (await self.learners.locate(deadline_s=config.start_deadline_s))[
-            0
-        ]  # again, for a port that is free now
+        # Located again, for a port that is free now.
+        sender, *_ = await self.learners.locate(deadline_s=config.start_deadline_s)
         engine_nodes = {location.node for location in self._placed[ENGINE].locations}
         rendezvous = transfer.Rendezvous(
             host=sender.host,

@@ -32,8 +32,7 @@ def report() -> dict[str, str]:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 found.setdefault(name, metadata.version(candidate).split("+")[0])
         found.setdefault(name, "missing")
-    plugins = metadata.entry_points(group="vllm.general_plugins")
-    found["vLLM plug-in"] = "installed" if "rlhf" in plugins.names else "missing"
+    found["vLLM plug-in"] = "installed" if plugin_is_installed() else "missing"
     spec = importlib.util.find_spec("rlhf")
     digest = hashlib.sha256()
     if spec is not None and spec.origin is not None:
@@ -42,6 +41,15 @@ def report() -> dict[str, str]:
             digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     found["source of rlhf"] = digest.hexdigest()[:12]
     return found
+
+
+def plugin_is_installed() -> bool:
+    """Whether vLLM finds the package's plug-in; an installation of an older checkout may name a module that is gone."""
+    points = metadata.entry_points(group="vllm.general_plugins", name="rlhf")
+    try:
+        return any(importlib.util.find_spec(point.module) is not None for point in points)
+    except ModuleNotFoundError:
+        return False
 
 
 def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:

@@ -50,7 +50,8 @@ class RankGroup(ActorGroup):
 
     async def update(self, targets: PolicyTargets | ValueTargets) -> list[StepMetrics]:
         """Every optimizer step of the step; the metrics of each, over all ranks."""
-        by_rank = await self.call("update", ray.put(targets))
+        deadline_s = self.deadline_s * len(self._epochs)  # the key bounds one pass over the rollouts
+        by_rank = await self.call("update", ray.put(targets), deadline_s=deadline_s)
         return [merge_metrics(list(parts)) for parts in zip(*by_rank, strict=True)]
 
 

@@ -35,9 +35,8 @@ class RaySession:
             ValueError: no cluster answers there.
         """
         address = address or os.environ.get("RAY_ADDRESS")
-        os.environ.setdefault(
-            "RAY_worker_niceness", "0"
-        )  # Ray's default is nice 15: any other process would starve the workers
+        # Ray's default is nice 15: any other process would starve the workers.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         logging.getLogger("ray").setLevel(logging.ERROR)
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         try:

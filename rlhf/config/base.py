@@ -9,6 +9,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+REMOVED = {
+    "rollout.top_p": "It had to be 1. Delete the line.",
+    "reward.start_seconds": "It is 120 now. Delete the line.",
+    "reward.cache_size": "It is 100,000 now. Delete the line.",
+}
+
 
 class Section(BaseModel):
     """One section of the config; every field has a default (or is required), a unit and a one-line description.
@@ -32,6 +38,9 @@ def unknown_keys(
     messages = []
     for name, value in values.items() if isinstance(values, dict) else ():
         if name in schema.model_fields:
+            continue
+        if (reason := REMOVED.get(f"{prefix}{name}")) is not None:
+            messages.append(f"{prefix}{name}={short(value)}: this key was removed. {reason}")
             continue
         moved = [key for key in elsewhere if key.endswith(f".{name}")]
         hint = f"Did you mean {' or '.join(moved)}?" if moved else suggest(name, schema.model_fields, prefix)

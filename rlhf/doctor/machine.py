@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from rlhf.cluster.node_report import plugin_is_installed
 from rlhf.config.run import GRPOConfig
 from rlhf.data.model_checks import check_models
 from rlhf.data.model_files import load_tokenizer
@@ -57,7 +58,7 @@ async def check_versions(_: Patient) -> Finding:
     if not engine:
         problems.append(f"neither {' nor '.join(sorted(build[0].name for build in builds))} is installed")
     problems += [problem for problem in engine if problem]
-    if "rlhf" not in metadata.entry_points(group="vllm.general_plugins").names:
+    if not plugin_is_installed():
         problems.append("the plug-in of the package for vLLM is not installed (a copy of the code is not enough)")
     if problems:
         return Finding(

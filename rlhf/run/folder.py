@@ -95,19 +95,16 @@ class RunFolder:
         The files of an earlier run that finished no step are kept: its config and metrics are renamed.
 
         Raises:
-            ValueError: another run has started here and has not finished its first step yet.
+            ValueError: another run is using the folder.
         """
         for folder in (self.path, self.rollouts, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
-        text = resolved_yaml(config)
-        if self.resume:
-            (self.path / "config.resumed.yaml").write_text(text)
-            return
         self._lock()
-        file = self.path / "config.yaml"
+        text = resolved_yaml(config)
+        file = self.path / ("config.resumed.yaml" if self.resume else "config.yaml")
         if file.exists() and file.read_text() != text:
             _set_aside(file)
-        if self.metrics.exists() and self.metrics.stat().st_size:
+        if not self.resume and self.metrics.exists() and self.metrics.stat().st_size:
             _set_aside(self.metrics)
         file.write_text(text)
 
@@ -118,7 +115,7 @@ class RunFolder:
             fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise ValueError(
-                f"run.dir={self.path}: another run is starting in it. Wait for its end, or write to another folder "
+                f"run.dir={self.path}: another run is using it. Wait for its end, or write to another folder "
                 f"(run.dir={self.path}-2)."
             ) from None
         except OSError:

@@ -29,6 +29,10 @@ class PromptTickets:
     def next(self) -> Ticket:
         return self._outstanding.popleft() if self._outstanding else self._draw()
 
+    def waiting(self) -> list[int]:
+        """Stream positions of the restored prompts that are not dispatched again yet."""
+        return [ticket.position for ticket in self._outstanding]
+
     def _draw(self) -> Ticket:
         position = self.stream.drawn
         return Ticket(position, self.stream.take(1)[0])

@@ -50,4 +50,4 @@ class RunLog:
             sink.log(step, values)
 
     def print(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, markup=False, highlight=False)

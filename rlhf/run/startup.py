@@ -48,7 +48,7 @@ def show_data(console: Console, prompts: LoadedPrompts, tokenizer: Any, *, max_p
     for source, rows in prompts.prompts.items():
         dropped = prompts.dropped_too_long[source]
         left_out = f", {dropped} left out as longer than {max_prompt_tokens} tokens" if dropped else ""
-        console.print(f"data {source}: {len(rows)} prompts{left_out}", highlight=False)
+        console.print(f"data {source}: {len(rows)} prompts{left_out}", markup=False, highlight=False)
     console.print("first prompt, as the model is given it:")
     console.print(show_prompt(first_prompt(prompts), tokenizer), markup=False, highlight=False)
 
@@ -71,5 +71,6 @@ def without_bad_gold(
             f"{len(bad)} gold answers cannot be graded:\n{named}{more}\n"
             "Repair these rows, or set reward.bad_gold=skip to leave them out."
         )
-    console.print(f"left out {len(bad)} rows whose gold answer cannot be graded:\n{named}{more}")
+    text = f"left out {len(bad)} rows whose gold answer cannot be graded:\n{named}{more}"
+    console.print(text, markup=False, highlight=False)
     return leave_out(config.data, which, loaded, {row.row for row in bad})

@@ -245,7 +245,7 @@ class TrainingRun(Generic[C]):
                 step=step,
                 updates=self.config.update_plan,
                 stream=self.stream.state(),
-                outstanding=self.buffer.outstanding(),
+                outstanding=sorted([*self.buffer.outstanding(), *self.tickets.waiting()]),
                 # a resumed run samples the waiting rollouts again
                 account=replace(account, sampled=account.sampled - account.waiting),
                 reward_status=dict(self.scorer.counters),

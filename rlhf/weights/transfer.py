@@ -304,7 +304,7 @@ class CPUSender:
         return loading
 
     def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a bucket, which the one before it has left: a broadcast has ended when the next is filled."""
+        """Memory for a bucket; it is reused after the previous broadcast has finished."""
         size = numel * dtype.itemsize
         if len(self._staging) < size:
             self._staging = torch.empty(size, dtype=torch.uint8)

@@ -62,6 +62,8 @@ class Rank(StepRank):
 
 
 class LocalRanks(RankGroup):
+    deadline_s = 1.0
+
     def __init__(self) -> None:
         self._ranks = [Rank(rank) for rank in range(LEARNERS)]
 

@@ -97,6 +97,7 @@ def test_a_value_may_refer_to_another_key(base: str) -> None:
         ("run.stepss=3", "run.stepss=3: there is no such key. Did you mean run.steps?"),
         ("learner.optimizer.learning_rate=1", "learner.optimizer.learning_rate=1: there is no such key."),
         ("rnu.steps=3", "there is no such key. Did you mean run?"),
+        ("rollout.top_p=1.0", "rollout.top_p=1.0: this key was removed. It had to be 1. Delete the line."),
         ("data.trian=x", "data.trian=x: there is no such key. Did you mean data.train?"),
         ("reward={part: []}", "reward.part=[]: there is no such key. Did you mean reward.parts?"),
         ("run.steps=1.5", "run.steps=1.5: "),

@@ -122,6 +122,16 @@ def test_a_copied_package_without_plug_in_and_engine_is_named(
     assert "rich" not in text
 
 
+def test_a_plug_in_of_an_older_checkout_is_not_taken_for_this_one(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seems_installed(
+        tmp_path / "site", "rlhf", "0.0.1", more="Requires-Python: >=3.11\n", plugin="rlhf = rlhf.moved:register"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert "plug-in of the package for vLLM is not installed" in finding(machine.check_versions, make()).text
+
+
 def test_the_other_requirements_of_the_gpu_extra_are_checked_too(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,10 +182,13 @@ def test_a_second_run_cannot_start_in_the_folder_of_a_starting_run(tmp_path: Pat
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"up\n"
-        with pytest.raises(ValueError, match="another run is starting in it"):
+        with pytest.raises(ValueError, match="another run is using it"):
             RunFolder(tmp_path, resume=False).create(CONFIG)
+        write_checkpoints(tmp_path, 1)
+        with pytest.raises(ValueError, match="another run is using it"):
+            RunFolder(tmp_path, resume=True).create(CONFIG)
         other.kill()
-    RunFolder(tmp_path, resume=False).create(CONFIG)
+    RunFolder(tmp_path, resume=True).create(CONFIG)
 
 
 def test_resuming_is_suggested_only_if_there_is_a_complete_checkpoint(tmp_path: Path) -> None:
