@@ -53,7 +53,7 @@ def collect_gradients(place: Place, model: Path, budgets: tuple[int, ...], stage
         for budget in budgets:
             config = config_for(model, learners=place.world_size, budget=budget, stage=stage, dtype=dtype)
             learner = Probe(config, place)
-            loaded = learner._load_model(trains=False)  # at stage 3 a share of each parameter, from the first byte on
+            loaded = learner._load_model(frozen=True)  # at stage 3 a share of each parameter, from the first byte on
             assert all((p.numel() == 0) == (stage == 3) for p in loaded.parameters())
             batch, minibatches, advantages = plan_first_epoch(config, groups)
             old, ref = random_column(batch, 1), random_column(batch, 2)
