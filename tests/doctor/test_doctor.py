@@ -387,7 +387,7 @@ def test_everything_that_is_broken_at_once_is_named_and_the_rest_is_fine(tmp_pat
     failed = [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("FAIL")]
     assert failed == ["versions", "disk", "rewards", "agreement"], completed.stdout
     assert "datasets 0.1 is not in" in completed.stdout
-    assert f"reward {grading.HANGING}: 8 of 8 calls failed\n" in completed.stdout
+    assert f"reward {grading.HANGING}: 8 of 8 calls failed" in completed.stdout
     assert "engine 0 does not hold the perturbed weights" in completed.stdout
     assert [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("ok")] == [
         name for name in NAMES if name not in failed
