@@ -6,10 +6,10 @@ is 0.002 with 1 M parameters, 0.04 to 0.08 with 135 M in 30 layers. So the learn
 own type and in float32. An engine may differ from the float32 pass by NOISE_FACTOR times what the learner itself does.
 
 One update at lr 1e-6 is far below that rounding: an engine that silently keeps some old tensor would agree with the
-learner for many steps. So at start-up every tensor is perturbed, a run of consecutive tensors at a time. The engines
-must follow, and the true weights are sent back. The layers before a run compute what they always do. Were all tensors
-perturbed at once, late layers would attend to noise, and one old query projection among them could not be seen. After
-that the canary runs after every transfer.
+learner for many steps. So at start-up every tensor is perturbed once, a block of consecutive tensors at a time. The
+engines must follow each block, and then the true weights are sent back. All tensors at once would not do: the late
+layers would then attend to noise, and one old query projection in them would not show. After the start the canary runs
+after every transfer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 128, 64
 # Distance from the float32 pass over the learner's own, measured on SmolLM2-135M in bfloat16: a correct engine is at
 # 0.8 to 1.2, one with a single old tensor at 4.7 or more, one at temperature 0.9 or 1.1 at 4 or more.
 NOISE_FACTOR = 2.5
-LATER_FACTOR = 3.0  # without a float32 pass: both sides round, and training changes by how much
-TOLERANCE = 1e-3  # never less; float32 differs by 2e-5, there is nothing to measure
-RUN_TENSORS = 36  # perturbed at a time; about four layers
+LATER_FACTOR = 3.0  # after a transfer there is no float32 pass: both sides round, and the noise itself may grow
+TOLERANCE = 1e-3  # the smallest bound, and the one of float32, where correct engines differ by 2e-5
+BLOCK_TENSORS = 36  # perturbed at a time; about four layers
 MOVED = 5.0  # the perturbation must move log-probs by this many tolerances, or following it would prove nothing
 
 Logprobs = Sequence[np.ndarray]
@@ -80,13 +80,13 @@ class Canary:
         """
         true = (await cluster.learners.call("canary", self.sequences))[0]
         names = [meta.name for meta in (await cluster.learners.call("metadata"))[0]]
-        runs = np.array_split(np.arange(len(names)), -(-len(names) // RUN_TENSORS))
-        for run in runs:
-            await self._check_run(cluster, version, true, int(run[0]), int(run[-1]) + 1, names)
+        blocks = np.array_split(np.arange(len(names)), -(-len(names) // BLOCK_TENSORS))
+        for block in blocks:
+            await self._check_block(cluster, version, true, int(block[0]), int(block[-1]) + 1, names)
         await cluster.send_weights(version)
         return await self.check(cluster, version)
 
-    async def _check_run(
+    async def _check_block(
         self, cluster: Cluster, version: int, true: Logprobs, start: int, stop: int, names: list[str]
     ) -> None:
         what = f"{names[start]} to {names[stop - 1]}"
