@@ -64,7 +64,6 @@ class RoleMemory:
     """Memory of one actor of a role; no parts if its model is not known."""
 
     role: Role
-    shape: ModelShape | None
     parts: tuple[Part, ...]
 
 
@@ -73,7 +72,7 @@ def memory_of_roles(config: GRPOConfig, policy: ModelShape) -> list[RoleMemory]:
     estimates = []
     for role in config.roles():
         shape = policy if role.model == config.model.path else shape_at(role.model)
-        estimates.append(RoleMemory(role, shape, () if shape is None else _parts_of(role, shape, config)))
+        estimates.append(RoleMemory(role, () if shape is None else _parts_of(role, shape, config)))
     return estimates
 
 
