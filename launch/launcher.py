@@ -1,4 +1,4 @@
-"""What the launchers share: errors, signals, waiting, processes and the command line. Standard library alone."""
+"""What the launchers share: errors, signals, waiting, processes and the command line."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 The nodes of `up` leave notes for each other in the key-value store of Ray's head, which asks everyone for the token:
 
     key      written by   value
-    head     the head     its host name; workers come when it is there
+    head     the head     its --nodes; workers come when it is there
     rank-R   worker R     its host name, so that no second node takes this rank
     lost     a worker     why it cannot go on; the head then ends the run
     end      the head     the exit status, for every node
@@ -146,7 +146,7 @@ class Node:
             raise LaunchError(f"`ray start` was not up within {options.deadline:.0f} s:\n{self._output()}")
         self.is_up = True
         self.gcs = gcs = Gcs(f"{host}:{options.port}")
-        gcs.write("head", socket.gethostname())
+        gcs.write("head", options.nodes)
         if not launcher.wait_until(lambda: self._absent() == [], options.deadline, self._check):
             absent = self._absent() or []
             raise LaunchError(
@@ -162,20 +162,30 @@ class Node:
 
     def _follow(self) -> int:
         options = self.options
-        if not launcher.wait_until(self._meet, options.deadline):
+        if not (nodes := launcher.wait_until(self._meet, options.deadline)):
             raise LaunchError(
                 f"no head at {options.head}, port {options.port}, within {options.deadline:.0f} s. "
                 "Is rank 0 running, is --head its address, and are the ports between the nodes open?"
             )
-        name, this = f"rank-{options.rank}", f"{socket.gethostname()}, process {os.getpid()}"
-        self.gcs.write(name, this, over=False)
-        if (other := launcher.wait_until(lambda: self.gcs.read(name))) != this:
-            raise LaunchError(f"--rank={options.rank}: taken by {other}. Give each node its own.", launcher.USER_ERROR)
+        if nodes != str(options.nodes):
+            reason = f"the head was started with --nodes={nodes}. Give all nodes the same number."
+            raise LaunchError(f"--nodes={options.nodes}: {reason}", launcher.USER_ERROR)
+        this = f"{socket.gethostname()}, process {os.getpid()}"
+        if (owner := launcher.wait_until(lambda: self._take_rank(this), options.deadline)) is None:
+            raise LaunchError(f"the head at {self.gcs.address} stopped answering. Look at its output.")
+        if owner != this:
+            raise LaunchError(f"--rank={options.rank}: taken by {owner}. Give each node its own.", launcher.USER_ERROR)
         self._start_ray(f"--address={self.gcs.address}")
         return int(launcher.wait_until(lambda: self.gcs.read("end"), check=self._check) or launcher.RUN_ERROR)
 
+    def _take_rank(self, this: str) -> str:
+        """The node that owns this rank: the first that wrote its note; "" without an answer."""
+        name = f"rank-{self.options.rank}"
+        self.gcs.write(name, this, over=False)
+        return self.gcs.read(name)
+
     def _meet(self) -> str:
-        """The head's note that workers may come."""
+        """The head's note that workers may come: its --nodes."""
         try:
             socket.create_connection((self.options.head, self.options.port), CALL_S).close()
         except OSError:

@@ -358,6 +358,16 @@ def test_two_nodes_of_one_rank_are_told_apart(sandbox: Sandbox) -> None:
     assert ending(head, accepted)[0] == [143, 143]
 
 
+def test_a_node_with_another_number_of_nodes_than_the_head_is_refused(sandbox: Sandbox) -> None:
+    port = free_port()
+    head, other = sandbox.node(0, 2, port), sandbox.node(3, 4, port)
+    statuses, output = ending(other)
+    assert statuses == [2]
+    assert "--nodes=4: the head was started with --nodes=2." in output
+    head.terminate()
+    assert ending(head)[0] == [143]
+
+
 def test_one_node_needs_no_flags(sandbox: Sandbox) -> None:
     head = sandbox.start(
         LAUNCH / "ray_node_setup.sh", "--port", str(free_port()), "--module", "stand_in_program", "--config", "x"
