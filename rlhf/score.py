@@ -1,7 +1,7 @@
 """Grade a JSONL file of responses offline: python -m rlhf.score FILE.jsonl --output OUT.jsonl
 
-Every row gets `score`, `extracted` and `status`, in the order of the file. Answers are extracted leniently, as in
-evaluation; --strict accepts boxed answers only, as training does by default.
+Every row gets `score`, `extracted` and `status`, in the order of the file. Any stated answer is accepted; with --strict
+boxed answers only, as training and evaluation do by default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--reward", default="math", help="math, gsm8k, multiple_choice, exact, f1, format, ... or module:function"
     )
-    parser.add_argument("--strict", action="store_true", help="math: boxed answers only, as in training")
+    parser.add_argument("--strict", action="store_true", help="math: boxed answers only, the default of a run")
     parser.add_argument("--workers", type=int, help="grading processes (default: the cores, at most 8)")
     parser.add_argument("--cpu-seconds", type=float, default=2.0, help="CPU seconds for one response (default: 2)")
     return parser.parse_args(argv)

@@ -29,7 +29,7 @@ class MathOptions(Section):
     """A math answer, found in the response and compared with the gold answer."""
 
     mode: Literal["strict", "lenient"] = Field(
-        "strict", description="strict takes a boxed answer only (training), lenient any stated answer (evaluation)"
+        "strict", description="strict takes a boxed answer only, lenient any stated answer"
     )
     extract: tuple[ExtractionStep, ...] | None = Field(
         None, description="places to look for an answer, in order; null: those of the mode"

@@ -15,9 +15,8 @@ from typing import Any
 
 from rlhf.config.data import AnswerFormat
 
-GoldAnswer = Callable[
-    [str, AnswerFormat], str | None
-]  # text of a cell, format of the answer -> the answer; None if there is none
+# Text of a cell, format of the answer -> the answer; None if there is none.
+GoldAnswer = Callable[[str, AnswerFormat], str | None]
 
 
 def extract_answer(value: Any, answer_format: AnswerFormat, gold_answer: GoldAnswer) -> str:
