@@ -305,10 +305,11 @@ class Pool:
                 self._kill(worker, "died")
             if not worker.jobs or worker.doomed or elapsed < min(POLL_S, self._wall_seconds):
                 continue
-            if worker.watch.over(worker.pid, cpu_seconds=self._cpu_seconds, wall_seconds=self._wall_seconds):
-                self._kill(worker, "timeout")
+            limits = {"cpu_seconds": self._cpu_seconds, "wall_seconds": self._wall_seconds}
+            if limit := worker.watch.exceeded(worker.pid, **limits):
+                self._kill(worker, "timeout", limit)
 
-    def _kill(self, worker: _Worker, why: str) -> None:
+    def _kill(self, worker: _Worker, why: str, detail: str = "the process died") -> None:
         """Have the keeper kill a worker; the running job gets the status `why`, the jobs behind it are queued again."""
         if worker.doomed:
             return
@@ -320,8 +321,7 @@ class Pool:
                 job.alone = True
         elif worker.jobs:
             extracted = worker.asked[-2] if len(worker.asked) >= 2 else ""
-            limit = f"over {self._cpu_seconds:g} CPU seconds" if why == "timeout" else "the process died"
-            self._finish(worker, Grade(None, why, extracted, limit), cpu=0.0)
+            self._finish(worker, Grade(None, why, extracted, detail), cpu=0.0)
         self._requeue(worker)
         self._failed_starts = 0 if worker.ready else self._failed_starts + 1
         if self._failed_starts > MAX_FAILED_STARTS:

@@ -29,13 +29,15 @@ class Stopwatch:
     def elapsed(self) -> float:
         return time.monotonic() - self._started
 
-    def over(self, pid: int, *, cpu_seconds: float, wall_seconds: float) -> bool:
-        """Whether the job has used up either limit."""
+    def exceeded(self, pid: int, *, cpu_seconds: float, wall_seconds: float) -> str:
+        """The limit that the job has used up, as a message says it; "" while it is within both."""
         waited = seconds_waiting_for_a_core(pid)
         if self._waited is None:
             self._waited = waited
-        over_cpu = cpu_seconds_of(pid) - self.cpu > cpu_seconds
-        return over_cpu or self.elapsed() - (waited - self._waited) > wall_seconds
+        if cpu_seconds_of(pid) - self.cpu > cpu_seconds:
+            return f"over {cpu_seconds:g} CPU seconds"
+        over_wall = self.elapsed() - (waited - self._waited) > wall_seconds
+        return f"over {wall_seconds:g} seconds by the clock" if over_wall else ""
 
 
 def cpu_seconds_of(pid: int) -> float:

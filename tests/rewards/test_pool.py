@@ -119,6 +119,11 @@ def test_a_worker_that_exceeds_a_limit_is_replaced_and_the_next_answer_is_quick(
     assert eventually(lambda: len(before & descendants()) == pool.full_size - 1)
 
 
+@pytest.mark.parametrize(("response", "limit"), [("spin", "CPU seconds"), ("sleep", "seconds by the clock")])
+def test_a_timeout_names_the_limit_that_was_exceeded(pool: Pool, response: str, limit: str) -> None:
+    assert pool.submit(job(response)).result(timeout=WAIT_S).detail.endswith(limit)
+
+
 def test_detached_children_of_a_killed_worker_are_killed(pool: Pool) -> None:
     assert pool.wait_full(WAIT_S) == pool.full_size
     before = descendants()
