@@ -59,7 +59,10 @@ async def check_versions(_: Patient) -> Finding:
         problems.append(f"neither {' nor '.join(sorted(build[0].name for build in builds))} is installed")
     problems += [problem for problem in engine if problem]
     if not plugin_is_installed():
-        problems.append("the plug-in of the package for vLLM is not installed (a copy of the code is not enough)")
+        problems.append(
+            "the plug-in of the package for vLLM is not installed (a copy of the code, or an older installation, is not "
+            "enough)"
+        )
     if problems:
         return Finding(
             "fail", "\n".join(problems), "make setup (make setup-gpu on GPUs), in a new environment if need be"
