@@ -60,8 +60,8 @@ async def check_versions(_: Patient) -> Finding:
     problems += [problem for problem in engine if problem]
     if not plugin_is_installed():
         problems.append(
-            "the plug-in of the package for vLLM is not installed (a copy of the code, or an older installation, is not "
-            "enough)"
+            "the plug-in of the package for vLLM is not installed (a copy of the code is not enough, nor is an older "
+            "installation)"
         )
     if problems:
         return Finding(
