@@ -15,6 +15,7 @@ values (on CPU queries too) are repeated here, and nowhere else, for each sequen
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,7 +243,8 @@ def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tupl
             if error.args != (PACKED,):
                 raise
             raise UnpackableError("its attention cannot be replaced") from None
-        if not transformer._supports_attention_backend:
+        looks_up = hasattr(sys.modules[type(transformer).__module__], "ALL_ATTENTION_FUNCTIONS")  # hybrids set no flag
+        if not (transformer._supports_attention_backend or looks_up):
             raise UnpackableError("its attention cannot be replaced")
     except UnpackableError as error:
         raise ValueError(error.of(key, path)) from None

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.learner.attention import Segments, UnpackableError, load_packed, segments_of
+from rlhf.learner.mixers import checkpoint_contexts, mixers_of, row_of, run_by_segments
 from rlhf.types import PackedTokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -59,12 +60,13 @@ class DeviceTokens:
 def hidden_states(transformer: PreTrainedModel, tokens: DeviceTokens) -> Tensor:
     """[U, H] of the row's computed tokens, as the last norm leaves them."""
     computed = tokens.segments.computed
-    states: Tensor = transformer.base_model(
-        input_ids=tokens.token_ids[computed].unsqueeze(0),
-        position_ids=tokens.position_ids[computed].unsqueeze(0),
-        use_cache=False,
-        segments=tokens.segments,
-    ).last_hidden_state[0]
+    with row_of(tokens.segments):
+        states: Tensor = transformer.base_model(
+            input_ids=tokens.token_ids[computed].unsqueeze(0),
+            position_ids=tokens.position_ids[computed].unsqueeze(0),
+            use_cache=False,
+            segments=tokens.segments,
+        ).last_hidden_state[0]
     return states
 
 
@@ -111,23 +113,25 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
 
     The memory is that of the largest module, never of the model, and nothing is read from disk. It works on a model
     that ZeRO-3 partitions: the hooks are set inside the wrapped forward, so that a module is gathered before the first
-    of them and released after the second.
+    of them and released after the second. A mixer is one module here: it reads the weights of its convolution itself.
     """
     kept: dict[nn.Module, list[Tensor]] = {}
+    own = {module: list(module.parameters(recurse=False)) for module in model.modules()}
+    for mixer in mixers_of(model):
+        own |= {module: [] for module in mixer.modules()} | {mixer: list(mixer.parameters())}
 
     def widen(module: nn.Module, _: Any) -> None:
-        own = list(module.parameters(recurse=False))
-        kept[module] = [param.data for param in own]
-        for param in own:
+        kept[module] = [param.data for param in own[module]]
+        for param in own[module]:
             param.data = param.data.float()
 
     def narrow(module: nn.Module, _: Any, __: Any) -> None:
-        for param, true in zip(module.parameters(recurse=False), kept.pop(module), strict=True):
+        for param, true in zip(own[module], kept.pop(module), strict=True):
             param.data = true
 
     with contextlib.ExitStack() as hooks:
-        for module in model.modules():
-            if next(module.parameters(recurse=False), None) is not None:
+        for module, params in own.items():
+            if params:
                 hooks.callback(module.register_forward_pre_hook(widen).remove)
                 hooks.callback(module.register_forward_hook(narrow, prepend=True, always_call=True).remove)
         yield
@@ -181,12 +185,14 @@ def check_packed(
 
 
 def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Switch gradient checkpointing on if asked, and dropout off.
+    """Switch gradient checkpointing on if asked, and dropout off; let mixers compute packed rows.
 
     With dropout, old and current log-probabilities would differ before the first update.
     """
+    run_by_segments(transformer)
     if gradient_checkpointing:
-        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        options = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for module in transformer.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
