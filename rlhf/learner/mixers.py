@@ -9,34 +9,14 @@ The mixers are told the row's segments here and not by an argument, since many d
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf.learner.attention import Segments, take_rows
-
-_SEGMENTS: ContextVar[Segments | None] = ContextVar("segments of the row that is computed", default=None)
-
-
-@contextlib.contextmanager
-def row_of(segments: Segments | None) -> Iterator[None]:
-    """Within this context mixers compute the row of these segments."""
-    token = _SEGMENTS.set(segments)
-    try:
-        yield
-    finally:
-        _SEGMENTS.reset(token)
-
-
-def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The `context_fn` of gradient checkpointing: layers are recomputed on the row of their forward."""
-    return contextlib.nullcontext(), row_of(_SEGMENTS.get())
+from rlhf.learner.segments import segments_of_row, take_rows
 
 
 def mixers_of(model: nn.Module) -> list[nn.Module]:
@@ -49,23 +29,31 @@ def mixers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if mixes(module)]
 
 
-def run_by_segments(model: nn.Module) -> None:
-    """Let every mixer of the model compute packed rows.
+def whole_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers whose parameters are gathered together, before any of their modules computes: those of a model with
+    mixers.
 
-    At ZeRO-3 the parameters of a mixer are gathered together, once: the ranks have different numbers of blocks, so
-    gathers inside the blocks would wait for each other forever.
+    A mixer reads the weights of its convolution itself, and a layer may ask for the type of its norm. At ZeRO-3 the
+    ranks have different numbers of blocks, so gathers inside the blocks would wait for each other forever.
     """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {module for layer in layers for module in layer.modules() if module is not layer}
+    return [layer for layer in layers if layer not in inner] if mixers_of(model) else []
+
+
+def run_by_segments(model: nn.Module) -> None:
+    """Let every mixer of the model compute packed rows."""
     for mixer in mixers_of(model):
         mixer.forward = _by_segments(mixer.forward)
-        mixer._z3_leaf = True  # type: ignore[assignment]  # what deepspeed.utils.set_z3_leaf_module sets
+    for layer in whole_layers(model):
+        layer._z3_leaf = True  # type: ignore[assignment]  # as deepspeed.utils.set_z3_leaf_module does
 
 
 def _by_segments(whole: Any) -> Any:
     """The forward of a mixer, from one that computes a batch of single sequences."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        segments = _SEGMENTS.get()
-        assert segments is not None, "row_of() says which row is computed"
+        segments = segments_of_row()
         kwargs.pop("segments", None)  # meant for attention; fused kernels take no unknown argument
         sizes = [n * longest for n, longest in segments.blocks]
         outputs = []

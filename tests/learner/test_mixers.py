@@ -1,9 +1,8 @@
-"""Mixers that are not attention compute packed rows segment by segment; tests/learner/test_families.py has each kind."""
+"""Mixers that are not attention compute packed rows segment by segment; test_families.py has each kind of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +41,7 @@ def test_checkpointed_layers_are_recomputed_on_the_row_of_their_forward(model_ty
     plain = load(tmp_path, "float32")
     for row in rows:
         plain(row).logprobs.sum().backward()
-    checkpointed = load(tmp_path, "float32", gradient_checkpointing=True).train()
+    checkpointed = load(tmp_path, "float32", gradient_checkpointing=True)
     outputs = [checkpointed(row).logprobs.sum() for row in rows]
     torch.stack(outputs).sum().backward()
     expected = gradients(plain)
@@ -64,20 +63,24 @@ def test_a_pass_in_float32_computes_mixers_in_float32_too(model_type: str, tmp_p
     assert (rounded - expected).abs().mean() > 1e-3
 
 
-def pass_of_own_row(place: Place, model: Path) -> Any:
-    """Log-probs of a row whose segments make one block on the first rank and three on the second."""
+LENGTHS_OF_RANKS = ((30, 29), (30, 12, 5))  # one block, and three
+
+
+def sequences_of(rank: int) -> list[np.ndarray]:
+    return [np.arange(5, 5 + length, dtype=np.int32) for length in LENGTHS_OF_RANKS[rank]]
+
+
+def pass_of_own_row(place: Place, model: Path) -> np.ndarray:
     from rlhf.learner.worker import Learner
 
-    learner = Learner(
-        make_config(
-            model, learner={"zero_stage": 3, "optimizer": {"lr": 0.0}}, model={"gradient_checkpointing": True},
-            cluster={"device": "cpu", "learners": place.world_size},
-        ),
-        place,
-    )  # fmt: skip
-    sequences = [np.arange(5, 5 + length, dtype=np.int32) for length in ((30, 29), (30, 12, 5))[place.rank]]
-    tokens = DeviceTokens.of(pack(sequences), learner.device)
-    logprobs = learner.engine(tokens).logprobs
+    config = make_config(
+        model,
+        model={"gradient_checkpointing": True},
+        learner={"zero_stage": 3, "optimizer": {"lr": 0.0}},
+        cluster={"device": "cpu", "learners": place.world_size},
+    )
+    learner = Learner(config, place)
+    logprobs = learner.engine(DeviceTokens.of(pack(sequences_of(place.rank)), learner.device)).logprobs
     learner.engine.backward(logprobs.sum())
     return logprobs.detach().numpy()
 
@@ -87,8 +90,5 @@ def test_at_zero_3_ranks_with_different_numbers_of_blocks_do_not_wait_for_each_o
     write_family("qwen3_5_text", tmp_path)
     model = load(tmp_path, "float32")
     for rank, logprobs in enumerate(run_world(pass_of_own_row, 2, tmp_path)):
-        for length, own in zip(
-            ((30, 29), (30, 12, 5))[rank], np.split(logprobs, (30,) if rank == 0 else (30, 42)), strict=True
-        ):
-            alone = model(DeviceTokens.of(pack([np.arange(5, 5 + length, dtype=np.int32)]), torch.device("cpu")))
-            np.testing.assert_allclose(own, alone.logprobs.detach().numpy(), rtol=0, atol=1e-5)
+        alone = [model(DeviceTokens.of(pack([x]), torch.device("cpu"))).logprobs for x in sequences_of(rank)]
+        np.testing.assert_allclose(logprobs, torch.cat(alone).detach().numpy(), rtol=0, atol=1e-5)
