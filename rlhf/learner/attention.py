@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlhf.algo.numerics import full_precision
-from rlhf.learner.segments import Segments, take_rows
+from rlhf.learner.segments import Segments, current_segments, take_rows
 
 PACKED = "packed"
 FLASH_WIDTH = 256  # the widest heads of flash attention 2
@@ -58,12 +58,11 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    segments: Segments,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one packed row; query [1, heads, U, d], key and value [1, kv_heads, U, d] -> [1, U, heads, d].
+    """Attention of the row of `row_of`; query [1, heads, U, d], key and value [1, kv_heads, U, d] -> [1, U, heads, d].
 
     Args:
         attention_mask: the layer's window, as this module's mask function returned it.
@@ -73,7 +72,7 @@ def packed_attention(
     Raises:
         AssertionError: with a batch of rows, an attention mask or dropout.
     """
-    window = attention_mask
+    window, segments = attention_mask, current_segments()
     assert query.shape[0] == 1, "a packed row is a batch of one"
     assert window is None or isinstance(window, Window), "segments say what may be attended to"
     assert dropout == 0.0, "dropout would make old and current log-probabilities differ"

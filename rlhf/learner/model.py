@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.learner.attention import UnpackableError, load_packed
-from rlhf.learner.segments import Segments, segments_of
+from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
 from rlhf.types import PackedTokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -61,12 +61,12 @@ def hidden_states(transformer: PreTrainedModel, tokens: DeviceTokens) -> Tensor:
     """[U, H] of the row's computed tokens, as the last norm leaves them."""
     computed = tokens.segments.computed
     base = transformer.base_model if transformer.base_model is not transformer else transformer.model
-    states: Tensor = base(
-        input_ids=tokens.token_ids[computed].unsqueeze(0),
-        position_ids=tokens.position_ids[computed].unsqueeze(0),
-        use_cache=False,
-        segments=tokens.segments,
-    ).last_hidden_state[0]
+    with row_of(tokens.segments):
+        states: Tensor = base(
+            input_ids=tokens.token_ids[computed].unsqueeze(0),
+            position_ids=tokens.position_ids[computed].unsqueeze(0),
+            use_cache=False,
+        ).last_hidden_state[0]
     return states
 
 
@@ -188,7 +188,8 @@ def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing:
     With dropout or sampled experts, old and current log-probabilities would differ before the first update.
     """
     if gradient_checkpointing:
-        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        options = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for module in transformer.modules():
         module.training = gradient_checkpointing and hasattr(module, "gradient_checkpointing")
         if isinstance(module, nn.Dropout):

@@ -29,8 +29,8 @@ from worlds import pack_rows
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.learner.attention import PACKED, Window, packed_attention
 from rlhf.learner.flex import scored_attention_on_gpu
-from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
-from rlhf.learner.segments import segments_of, take_rows
+from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy, prepare_transformer
+from rlhf.learner.segments import row_of, segments_of, take_rows
 from rlhf.learner.value_model import ValueModel
 from rlhf.types import Rollout
 
@@ -134,7 +134,8 @@ def test_capped_scores_and_sinks_are_the_same_by_flex_attention_as_in_blocks(bat
     packed = pack_rows(*BATCHES[batch])
     segments = segments_of(packed.cu_seqlens, shared_beginnings(packed), torch.device("cpu"))
     q, k, v = (torch.randn(1, heads, len(segments.computed), 32) for heads in (4, 2, 2))
-    in_blocks, _ = packed_attention(torch.nn.Identity(), q, k, v, window, segments=segments, **options)
+    with row_of(segments):
+        in_blocks, _ = packed_attention(torch.nn.Identity(), q, k, v, window, **options)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     k, v = k[torch.from_numpy(segments.source)], v[torch.from_numpy(segments.source)]
     by_flex = scored_attention_on_gpu(
@@ -155,8 +156,9 @@ def test_a_window_that_no_sequence_exceeds_makes_no_mask(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     q, k, v = (torch.randn(1, heads, len(segments.computed), 32) for heads in (4, 2, 2))
-    for window in (Window(64, chunked=False), Window(64, chunked=True), Window(63, chunked=False)):
-        packed_attention(torch.nn.Identity(), q, k, v, window, segments=segments)
+    with row_of(segments):
+        for window in (Window(64, chunked=False), Window(64, chunked=True), Window(63, chunked=False)):
+            packed_attention(torch.nn.Identity(), q, k, v, window)
     blocks = len(segments.blocks)
     assert segments.blocks[0] == (2, 64)
     assert causal == [True] * blocks * 2 + [False] + [True] * (blocks - 1)
@@ -178,7 +180,8 @@ def test_on_a_gpu_attention_and_its_gradients_are_those_of_the_cpu(batch: str, n
         segments = segments_of(packed.cu_seqlens, shared, torch.device(device))
         q, k, v = (x.to(device, dtype).requires_grad_() for x in states)
         sinks = SINKS.to(device, dtype).requires_grad_() if "s_aux" in options else None
-        out, _ = packed_attention(torch.nn.Identity(), q, k, v, window, segments=segments, **options | {"s_aux": sinks})
+        with row_of(segments):
+            out, _ = packed_attention(torch.nn.Identity(), q, k, v, window, **options | {"s_aux": sinks})
         out.backward(pull.to(device, dtype))
         results.append([out, *(x.grad for x in (q, k, v, sinks) if x is not None)])
     for exact, half in zip(*results, strict=True):
@@ -273,9 +276,9 @@ def test_gradient_checkpointing_changes_neither_logprobs_nor_gradients() -> None
         torch.manual_seed(0)
         model = MODELS["qwen2, tied"]()
         model.set_attn_implementation(PACKED)
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        policy = PolicyModel(model.train(), temperature=1.0)
+        prepare_transformer(model, gradient_checkpointing=checkpointing)
+        assert any(layer.training for layer in model.model.layers) == checkpointing
+        policy = PolicyModel(model, temperature=1.0)
         logprobs = policy(DeviceTokens.of(pack_rows(make_rollouts(), range(10)), torch.device("cpu"))).logprobs
         logprobs.sum().backward()
         grads.append([logprobs.detach(), *(p.grad for p in model.parameters())])

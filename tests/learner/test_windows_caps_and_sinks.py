@@ -20,6 +20,7 @@ SLIDING: dict[str, Any] = {"sliding_window": WINDOW}
 SWITCHED: dict[str, Any] = {**SLIDING, "use_sliding_window": True, "max_window_layers": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {},
+    "deepseek_v3": {},  # values of another width than keys
     "dots1": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "exaone4": {},
     "gemma2": {},
@@ -32,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral": {},
     "mistral": {},
     "mixtral": SLIDING,
+    "nemotron": {},  # its layers hand on no arguments
     "olmo3": {},
     "phi3": {},
     "phimoe": SLIDING,
