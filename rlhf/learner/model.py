@@ -66,6 +66,7 @@ def hidden_states(transformer: PreTrainedModel, tokens: DeviceTokens) -> Tensor:
             input_ids=tokens.token_ids[computed].unsqueeze(0),
             position_ids=tokens.position_ids[computed].unsqueeze(0),
             use_cache=False,
+            segments=tokens.segments,
         ).last_hidden_state[0]
     return states
 
@@ -183,7 +184,7 @@ def check_packed(
 
 
 def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Switch gradient checkpointing on if asked, and everything off that a model does in training alone.
+    """Switch gradient checkpointing on if asked, and all that is random off.
 
     With dropout or sampled experts, old and current log-probabilities would differ before the first update.
     """

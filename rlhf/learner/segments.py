@@ -3,8 +3,6 @@
 A prompt that samples share goes through the transformer once. If a sequence begins like the previous one, the shared
 tokens are not computed again: U of the row's T tokens are computed, and the transformer sees only those. Attention
 repeats keys and values (in blocks queries too) for each sequence that begins with them.
-
-Layers are told the row's segments by `row_of` and not by an argument, since many decoder layers pass them none.
 """
 
 from __future__ import annotations
@@ -101,31 +99,6 @@ class Segments:
         return self.chunks[size]
 
 
-_SEGMENTS: ContextVar[Segments | None] = ContextVar("segments of the row that is computed", default=None)
-
-
-@contextlib.contextmanager
-def row_of(segments: Segments | None) -> Iterator[None]:
-    """Within this context layers compute the row of these segments."""
-    token = _SEGMENTS.set(segments)
-    try:
-        yield
-    finally:
-        _SEGMENTS.reset(token)
-
-
-def current_segments() -> Segments:
-    """The segments of the row that is computed."""
-    segments = _SEGMENTS.get()
-    assert segments is not None, "row_of() says which row is computed"
-    return segments
-
-
-def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The `context_fn` of gradient checkpointing: layers are recomputed on the row of their forward."""
-    return contextlib.nullcontext(), row_of(_SEGMENTS.get())
-
-
 def segments_of(cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device) -> Segments:
     """Prepare a row's segments once, for all layers.
 
@@ -215,3 +188,29 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """
     taken: Tensor = _TakeRows.apply(x, index)
     return taken
+
+
+# Many decoder layers pass no argument of ours on to what mixes their tokens.
+_SEGMENTS: ContextVar[Segments | None] = ContextVar("segments of the row that is computed", default=None)
+
+
+@contextlib.contextmanager
+def row_of(segments: Segments | None) -> Iterator[None]:
+    """Within this context the row of these segments is computed."""
+    token = _SEGMENTS.set(segments)
+    try:
+        yield
+    finally:
+        _SEGMENTS.reset(token)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The `context_fn` of gradient checkpointing: layers are recomputed on the row of their forward."""
+    return contextlib.nullcontext(), row_of(_SEGMENTS.get())
+
+
+def segments_of_row() -> Segments:
+    """The segments of the row that is computed."""
+    segments = _SEGMENTS.get()
+    assert segments is not None, "row_of() says which row is computed"
+    return segments

@@ -30,7 +30,7 @@ from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.learner.attention import PACKED, Window, packed_attention
 from rlhf.learner.flex import scored_attention_on_gpu
 from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy, prepare_transformer
-from rlhf.learner.segments import row_of, segments_of, take_rows
+from rlhf.learner.segments import segments_of, take_rows
 from rlhf.learner.value_model import ValueModel
 from rlhf.types import Rollout
 
@@ -134,8 +134,7 @@ def test_capped_scores_and_sinks_are_the_same_by_flex_attention_as_in_blocks(bat
     packed = pack_rows(*BATCHES[batch])
     segments = segments_of(packed.cu_seqlens, shared_beginnings(packed), torch.device("cpu"))
     q, k, v = (torch.randn(1, heads, len(segments.computed), 32) for heads in (4, 2, 2))
-    with row_of(segments):
-        in_blocks, _ = packed_attention(torch.nn.Identity(), q, k, v, window, **options)
+    in_blocks, _ = packed_attention(torch.nn.Identity(), q, k, v, window, segments=segments, **options)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     k, v = k[torch.from_numpy(segments.source)], v[torch.from_numpy(segments.source)]
     by_flex = scored_attention_on_gpu(
@@ -156,9 +155,8 @@ def test_a_window_that_no_sequence_exceeds_makes_no_mask(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     q, k, v = (torch.randn(1, heads, len(segments.computed), 32) for heads in (4, 2, 2))
-    with row_of(segments):
-        for window in (Window(64, chunked=False), Window(64, chunked=True), Window(63, chunked=False)):
-            packed_attention(torch.nn.Identity(), q, k, v, window)
+    for window in (Window(64, chunked=False), Window(64, chunked=True), Window(63, chunked=False)):
+        packed_attention(torch.nn.Identity(), q, k, v, window, segments=segments)
     blocks = len(segments.blocks)
     assert segments.blocks[0] == (2, 64)
     assert causal == [True] * blocks * 2 + [False] + [True] * (blocks - 1)
@@ -180,8 +178,7 @@ def test_on_a_gpu_attention_and_its_gradients_are_those_of_the_cpu(batch: str, n
         segments = segments_of(packed.cu_seqlens, shared, torch.device(device))
         q, k, v = (x.to(device, dtype).requires_grad_() for x in states)
         sinks = SINKS.to(device, dtype).requires_grad_() if "s_aux" in options else None
-        with row_of(segments):
-            out, _ = packed_attention(torch.nn.Identity(), q, k, v, window, **options | {"s_aux": sinks})
+        out, _ = packed_attention(torch.nn.Identity(), q, k, v, window, segments=segments, **options | {"s_aux": sinks})
         out.backward(pull.to(device, dtype))
         results.append([out, *(x.grad for x in (q, k, v, sinks) if x is not None)])
     for exact, half in zip(*results, strict=True):

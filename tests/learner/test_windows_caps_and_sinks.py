@@ -20,22 +20,13 @@ SLIDING: dict[str, Any] = {"sliding_window": WINDOW}
 SWITCHED: dict[str, Any] = {**SLIDING, "use_sliding_window": True, "max_window_layers": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {},
-    "deepseek_v3": {},  # values of another width than keys
     "dots1": {"layer_types": ["sliding_attention", "full_attention"] * 2},
-    "exaone4": {},
     "gemma2": {},
-    "gemma3_text": {},
     "gemma4_text": {},
     "gpt_oss": {},
-    "granite": {},
-    "granitemoe": {},
     "llama4_text": {"attn_temperature_tuning": True, "floor_scale": 8, "attn_scale": 0.5},
-    "ministral": {},
     "mistral": {},
     "mixtral": SLIDING,
-    "nemotron": {},  # its layers hand on no arguments
-    "olmo3": {},
-    "phi3": {},
     "phimoe": SLIDING,
     "qwen2": SWITCHED,
     "qwen2_moe": SWITCHED,
