@@ -19,8 +19,8 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.plan import check_resources, joins_a_cluster, local_resources, print_plan
 
 if TYPE_CHECKING:
+    from rlhf.algo.kl import KLController
     from rlhf.run.training_run import TrainingRun
-    from rlhf.step.credit import KLController
 
 DESCRIPTION = "Proximal policy optimization (arXiv:1707.06347) with a critic, as in RLHF (arXiv:1909.08593)."
 
@@ -30,9 +30,7 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
     from rlhf.step.credit import make_controller
 
     config = run.config
-    controller = make_controller(config.algo)
-    if run.state.kl_controller is not None:
-        controller.load_state_dict(run.state.kl_controller)
+    controller = make_controller(config.algo, run.state.kl_controller.get("coef"))
     async with run:
         await run.evaluate(0, due=config.evaluation.at_start and run.first_step == 0)
         for step in range(run.first_step, config.run.steps):
@@ -41,7 +39,8 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
             last = done == config.run.steps
             every = config.evaluation.every
             await run.evaluate(done, due=config.evaluation.at_end if last else every is not None and done % every == 0)
-            await run.checkpoint(done, last=last, kl_controller=controller.state_dict())
+            run.state.kl_controller = {"coef": controller.coef}
+            await run.checkpoint(done, last=last)
         await run.finish()
 
 

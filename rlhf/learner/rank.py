@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf.algo.optim import build_adam, set_step
+from rlhf.algo.optim import set_step
 from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.sections import TrainedConfig
@@ -58,14 +58,15 @@ class TrainedRank:
 
     def wrap(self, module: nn.Module) -> None:
         """Hand the module to DeepSpeed; `names` are those of the Hugging Face model in its `transformer`."""
-        optimizer = self.training.section.optimizer
-        adam = build_adam(
+        config = self.training.section.optimizer
+        # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
+        adam = torch.optim.AdamW(
             module.parameters(),
-            variant=optimizer.variant,
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         settings = _training_config(self.training, self.place)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=settings)

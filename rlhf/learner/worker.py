@@ -18,7 +18,7 @@ from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_pol
 from rlhf.learner.rank import Training
 from rlhf.learner.reference import Reference
 from rlhf.learner.step import StepRank
-from rlhf.learner.update import PolicyObjective, policy_microbatch
+from rlhf.learner.update import policy_microbatch
 from rlhf.log.metrics import StepMetrics
 from rlhf.types import PolicyTargets
 from rlhf.weights.transfer import EngineClient, ParameterMeta, Rendezvous, WeightSender, make_sender
@@ -43,7 +43,6 @@ class Learner(StepRank):
     def __init__(self, config: GRPOConfig, place: Place) -> None:
         super().__init__(policy_training(config), place)
         self.config = config
-        self.objective = PolicyObjective.of(config)
         self._sender: WeightSender | None = None
         self._saved: list[tuple[nn.Parameter, Tensor]] = []
         self.wrap(self._load_model(frozen=False))
@@ -82,7 +81,7 @@ class Learner(StepRank):
     def update(self, targets: PolicyTargets) -> list[StepMetrics]:
         """Every optimizer step of the training step; this rank's metrics of each."""
         return self.updates(
-            targets, lambda tokens, own, sizes: policy_microbatch(self.engine, tokens, own, sizes, self.objective)
+            targets, lambda tokens, own, sizes: policy_microbatch(self.engine, tokens, own, sizes, self.config)
         )
 
     @torch.no_grad()
@@ -99,9 +98,9 @@ class Learner(StepRank):
         logprobs = self.engine(tokens, temperature=1.0, in_float32=in_float32).logprobs.float().cpu().numpy()
         return np.split(logprobs, packed.cu_seqlens[1:-1])
 
-    def change_objective(self, objective: PolicyObjective) -> None:
-        """Use another objective from the next update on, so that a scan of objectives starts the engines once."""
-        self.objective = objective
+    def change_config(self, config: GRPOConfig) -> None:
+        """Use another `algo` section from the next update on, so that a scan of objectives starts the engines once."""
+        self.config = config
 
     def blend_reference(self, decay: float) -> None:
         """Reference := decay x reference + (1 - decay) x policy; a decay of 0 replaces it by the policy."""

@@ -231,7 +231,7 @@ class TrainingRun(Generic[C]):
         elif algo.ref_update == "replace" and done % algo.ref_every == 0:
             await self.cluster.learners.call("blend_reference", 0.0)
 
-    async def checkpoint(self, step: int, *, last: bool, kl_controller: dict[str, float] | None = None) -> None:
+    async def checkpoint(self, step: int, *, last: bool) -> None:
         """Write a checkpoint every `checkpoint_every` steps, and after the last step where checkpoints are on."""
         every = self.config.checkpoint_every
         if every is None or (step % every and not last):
@@ -251,7 +251,6 @@ class TrainingRun(Generic[C]):
                 reward_status=dict(self.scorer.counters),
                 wandb_run_id=self.log.wandb_run_id,
                 seconds=dict(self.clock.total),
-                kl_controller=kl_controller,
             ).to_json()
             # Every byte is read again for its checksum: minutes for a large model, in which engines must be served.
             await asyncio.to_thread(self.folder.finish_checkpoint, folder, state, keep=self.config.checkpoint.keep)

@@ -16,7 +16,7 @@ from rlhf.algo.packing import FILLER_TOKENS, filler
 from rlhf.learner.attention import PACKED
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, PolicyModel
-from rlhf.learner.update import PolicyObjective, policy_microbatch
+from rlhf.learner.update import policy_microbatch
 from rlhf.step.advantages import step_advantages
 from rlhf.step.batch import at_every_token, make_batch
 from rlhf.step.minibatches import plan_epochs, rows_with_gradient
@@ -89,13 +89,12 @@ def gradients(model: PolicyModel, groups: list[RolloutGroup], config: Any, *, sk
     tokens = planned.batch.tokens
     noise = np.random.default_rng(7).normal(0, 0.3, len(tokens.token_ids))
     targets = planned.targets((tokens.rollout_logprobs + noise).astype(np.float32))
-    objective = PolicyObjective.of(config)
     model.zero_grad(set_to_none=True)
     for minibatch in planned.minibatches:
         for rows in minibatch.microbatches[0]:
             packed = DeviceTokens.of(tokens.take(rows) if len(rows) else filler(), torch.device("cpu"))
             own = targets.take(tokens.token_indices(rows) if len(rows) else np.zeros(FILLER_TOKENS, np.int64))
-            loss, _ = policy_microbatch(model, packed, own, minibatch.denominators, objective)
+            loss, _ = policy_microbatch(model, packed, own, minibatch.denominators, config)
             loss.backward()
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
