@@ -131,14 +131,16 @@ class ActorGroup:
 
     async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> list[Any]:
         """The same call on every actor; results in rank order."""
-        return await self.call_each(method, [arguments] * len(self.actors), deadline_s=deadline_s)
+        return await self._gather([a.call.remote(method, *arguments) for a in self.actors], method, deadline_s)
 
-    async def call_each(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], *, deadline_s: float | None = None
-    ) -> list[Any]:
-        """One call on each actor, with its own arguments; the first failure is raised at once."""
-        refs = [a.call.remote(method, *args) for a, args in zip(self.actors, arguments, strict=True)]
-        return await self._gather(refs, method, deadline_s)
+    async def call_one(self, rank: int, method: str, *arguments: Any, what: str) -> Any:
+        """A call on one actor; `what` says in messages what was asked of it."""
+        return await wait_for(
+            self.actors[rank].call.remote(method, *arguments),
+            what=f"{self.name} {rank}, {what}",
+            deadline_s=self.deadline_s,
+            homes=self.homes,
+        )
 
     async def locate(self, *, deadline_s: float) -> list[Location]:
         locations: list[Location] = await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
@@ -196,15 +198,10 @@ class ActorGroup:
             ray.kill(actor)
 
 
-class RemoteCall:
-    """Lets learner rank 0 call the engine actors: starts a call and returns a function that waits for its result."""
-
-    def __init__(self, actors: list[Any]) -> None:
-        self._actors = actors
-
-    def __call__(self, engine: int, method: str, *arguments: Any) -> Callable[[], Any]:
-        ref = self._actors[engine].call.remote(method, *arguments)
-        return lambda: ray.get(ref)
+def start_call(actors: Sequence[Any], rank: int, method: str, *arguments: Any) -> Callable[[], Any]:
+    """Start a call on an actor from another actor; the function that is returned waits for the result."""
+    ref = actors[rank].call.remote(method, *arguments)
+    return lambda: ray.get(ref)
 
 
 def check_address(address: str) -> None:

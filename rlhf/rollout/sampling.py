@@ -1,12 +1,7 @@
-"""One prompt -> the rollouts of its group, by a `generate` function that knows nothing about training.
-
-A multi-turn environment would be another coroutine like `sample_group`: it may call `generate` several times, and
-leaves holes in the response mask where the text is not the policy's.
-"""
+"""How responses are sampled and cut, and what an engine's completion becomes; without vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,24 +20,6 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class EngineSettings:
-    """Settings of an engine; plain values, so that a test or the doctor can start an engine without a run."""
-
-    model: str
-    dtype: str
-    seed: int
-    max_model_len: int
-    max_concurrent_sequences: int
-    tensor_parallel: int
-    gpu_memory_utilization: float
-    enforce_eager: bool
-    transfer_backend: str
-    keep_kv: bool
-    sleep_mode: bool
-    trust_remote_code: bool
-
-
-@dataclass(frozen=True)
 class SamplingSettings:
     """How responses are sampled.
 
@@ -56,16 +33,6 @@ class SamplingSettings:
     stop: tuple[str, ...] = ()
     truncate_token: int | None = None
     truncate_after: int = 0
-
-
-Generate = Callable[[np.ndarray, int], Awaitable[list[Completion]]]
-
-
-async def sample_group(prompt: Prompt, samples: int, generate: Generate) -> list[Rollout]:
-    """Sample the whole group of one prompt, in sample order; nothing is re-tokenized."""
-    completions = await generate(prompt.token_ids, samples)
-    assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
-    return [_join(prompt, sample, completion) for sample, completion in enumerate(completions)]
 
 
 def truncate(completion: Completion, *, token: int, after: int) -> Completion:
@@ -82,7 +49,8 @@ def truncate(completion: Completion, *, token: int, after: int) -> Completion:
     return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", tuple(spans))
 
 
-def _join(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
+def to_rollout(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
+    """Prompt and response as one row, id for id; nothing is tokenized again."""
     shift = len(prompt.token_ids)
     response = len(completion.token_ids)
     return Rollout(
