@@ -59,10 +59,7 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
         groups = await run.buffer.take()
     batch = make_batch(groups, mask_truncated=algo.mask_truncated)
     epochs = plan_epochs(batch, config, step=step)
-    critic_epochs = plan_epochs(
-        batch, config, step=step,
-        epochs=config.critic_training.epochs_per_step, minibatches=config.critic_training.minibatches_per_epoch,
-    )  # fmt: skip
+    critic_epochs = plan_epochs(batch, config, step=step, training=config.critic_training)
 
     with clock.phase("logprobs"):
         await asyncio.gather(learners.start_step(batch, epochs), critics.start_step(batch, critic_epochs))
@@ -83,13 +80,13 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
             at_once.append(learners.update(PolicyTargets(credit.advantages, old, ref)))
         updates = [update for of_module in await asyncio.gather(*at_once) for update in of_module]
 
-    run.account(batch)
+    run.count_rollouts(batch)
     await run.move_reference(step + 1)
     with clock.phase("transfer"):
         await run.cluster.send_weights(step + 1)
     with clock.phase("canary"):
         measured |= await run.canary.check(run.cluster, step + 1)
-    run.buffer.step_done()
+    run.buffer.begin_next_step()
     advantages = mean_over_responses(batch, credit.advantages)
     run.log_step(step + 1, groups, batch, advantages, epochs if policy_learns else [], updates, measured)
 

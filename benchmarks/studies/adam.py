@@ -136,7 +136,7 @@ def make_case(
     prompt = Prompt("p", 0, np.zeros(1, np.int32), (), "", "p")
     scored = [ScoredRollout(r, "", "", reward, {}, "ok") for r, reward in zip(rollouts, rewards, strict=True)]
     batch = make_batch([RolloutGroup(prompt, (sample,)) for sample in scored], mask_truncated=False)
-    ((minibatch,),) = plan_epochs(batch, config, step=0, epochs=1)
+    (minibatch,) = plan_epochs(batch, config, step=0)[0]
     advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
     case = Case(name, model, config, batch, minibatch, advantages, np.zeros(0, np.float32), lr)
     return replace(case, old=logprobs_of(case))

@@ -29,7 +29,7 @@ class RewardScorer:
         self.device = torch.device(device)
         self.tokenizer = AutoTokenizer.from_pretrained(config.path)
         transformer = load_scalar_transformer(
-            config.path, key="reward_model.path", dtype=config.dtype, head_std=None,
+            config.path, key="reward_model.path", dtype=config.dtype, new_head=None,
             gradient_checkpointing=False, trust_remote_code=False,
         )  # fmt: skip
         self.longest = min(config.max_tokens_per_batch, int(transformer.config.max_position_embeddings))

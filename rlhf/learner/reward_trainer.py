@@ -17,9 +17,10 @@ from torch import Tensor
 
 from rlhf.algo.packing import draw_minibatches, filler, pack, pack_microbatches
 from rlhf.config.reward_model import RewardTrainingConfig
+from rlhf.config.roles import Training
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, check_packed
-from rlhf.learner.rank import TrainedRank, Training
+from rlhf.learner.rank import TrainedRank
 from rlhf.learner.reward_scorer import NORMALIZATION_FILE
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
 from rlhf.log.metrics import Mean, StepMetrics, Sum, merge_metrics
@@ -37,38 +38,27 @@ class Pair:
         return len(self.chosen) + len(self.rejected)
 
 
-def count_updates(config: RewardTrainingConfig, pairs: int) -> int:
-    return config.run.epochs * updates_per_epoch(config, pairs)
-
-
-def updates_per_epoch(config: RewardTrainingConfig, pairs: int) -> int:
-    return math.ceil(pairs / config.learner.pairs_per_update)
+def training_on(pairs: int, config: RewardTrainingConfig) -> Training:
+    """The training on this many pairs: one step, of which each pass over them is an epoch."""
+    updates_per_epoch = math.ceil(pairs / config.learner.pairs_per_update)
+    return Training(config.learner, config.run.epochs, updates_per_epoch, steps=1)
 
 
 class RewardTrainer(TrainedRank):
     """The reward model's rank; every rank holds all pairs and takes its part of each minibatch."""
 
     def __init__(self, config: RewardTrainingConfig, place: Place, pairs: Sequence[Pair]) -> None:
-        total = count_updates(config, len(pairs))
-        training = Training(
-            name="learner",
-            section=config.learner,
-            total_updates=total,
-            dtype=config.model.dtype,
-            device=config.cluster.device,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        super().__init__(training, place)
+        training = training_on(len(pairs), config)
+        super().__init__(place, name="learner", training=training, model=config.model, device=config.cluster.device)
         self.config = config
         self.pairs = pairs
-        hidden = _hidden_size(config.model.path, config.model.trust_remote_code)
         torch.manual_seed(config.run.seed)  # the head is drawn alike on every rank
         with self.loading():
             transformer = load_scalar_transformer(
                 config.model.path,
                 key="model.path",
                 dtype=config.model.dtype,
-                head_std=1 / math.sqrt(hidden + 1),  # as in the original RLHF code
+                new_head="random",
                 gradient_checkpointing=config.model.gradient_checkpointing,
                 trust_remote_code=config.model.trust_remote_code,
             )
@@ -80,15 +70,9 @@ class RewardTrainer(TrainedRank):
 
     def train(self) -> Iterator[StepMetrics]:
         """Every update of the run; yields its metrics over all ranks."""
-        for epoch in range(self.config.run.epochs):
-            drawn = draw_minibatches(
-                len(self.pairs),
-                minibatches=updates_per_epoch(self.config, len(self.pairs)),
-                seed=self.config.run.seed,
-                step=0,
-                epoch=epoch,
-            )
-            for indices in drawn:
+        seed, minibatches = self.config.run.seed, self.training.minibatches_per_epoch
+        for epoch in range(self.training.epochs_per_step):
+            for indices in draw_minibatches(len(self.pairs), minibatches=minibatches, seed=seed, step=0, epoch=epoch):
                 yield self.update([self.pairs[i] for i in indices])
 
     def update(self, pairs: Sequence[Pair]) -> StepMetrics:
@@ -156,9 +140,3 @@ def merge_ranks(metrics: StepMetrics, place: Place) -> StepMetrics:
     by_rank: list[Any] = [None] * place.world_size
     dist.all_gather_object(by_rank, metrics)
     return merge_metrics(by_rank)
-
-
-def _hidden_size(path: str, trust_remote_code: bool) -> int:
-    from transformers import AutoConfig
-
-    return int(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).hidden_size)

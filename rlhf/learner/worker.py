@@ -15,7 +15,6 @@ from rlhf.algo.packing import pack
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
-from rlhf.learner.rank import Training
 from rlhf.learner.reference import Reference
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
@@ -26,22 +25,13 @@ from rlhf.weights.transfer import EngineClient, ParameterMeta, Rendezvous, Weigh
 PERTURBED_STRIDE = 3  # a third of the signs: a tensor that is not perturbed with the others around it stands out
 
 
-def policy_training(config: GRPOConfig) -> Training:
-    return Training(
-        name="learner",
-        section=config.learner,
-        total_updates=config.total_updates,
-        dtype=config.model.dtype,
-        device=config.cluster.device,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-
-
 class Learner(StepRank):
     """One rank of the policy."""
 
     def __init__(self, config: GRPOConfig, place: Place) -> None:
-        super().__init__(policy_training(config), place)
+        super().__init__(
+            place, name="learner", training=config.training, model=config.model, device=config.cluster.device
+        )
         self.config = config
         self._sender: WeightSender | None = None
         self._saved: list[tuple[nn.Parameter, Tensor]] = []

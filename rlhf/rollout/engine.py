@@ -18,10 +18,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlhf.config.run import GRPOConfig
-from rlhf.rollout.sampling import Completion, SamplingSettings, to_rollout, truncate
+from rlhf.rollout.sampling import Completion, SamplingSettings, engine_arguments, to_rollout, truncate
 from rlhf.types import Prompt, Rollout, VersionSpan
 
-CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU rollout.kv_cache_gib sets the size of the KV cache
 CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
 
 
@@ -29,32 +28,11 @@ class RolloutEngine:
     """One vLLM engine behind Ray calls; every method but the constructor is a coroutine."""
 
     def __init__(self, config: GRPOConfig, seed: int, transfer_backend: str) -> None:
-        rollout, cluster = config.rollout, config.cluster
-        on_cpu = cluster.device == "cpu"
-        self._keep_kv = rollout.on_weight_update == "keep_kv"
+        self._keep_kv = config.rollout.on_weight_update == "keep_kv"
         self._request_ids = itertools.count()
-        self._engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=config.model.path,
-                dtype=config.model.dtype,
-                seed=seed,
-                max_model_len=config.max_sequence_tokens,
-                max_num_seqs=rollout.max_concurrent_sequences,
-                tensor_parallel_size=cluster.tensor_parallel,
-                # Inside a placement group vLLM would choose Ray, which needs a bundle for every GPU.
-                distributed_executor_backend="mp" if cluster.tensor_parallel > 1 else None,
-                gpu_memory_utilization=CPU_MEMORY_SHARE if on_cpu else rollout.gpu_memory_utilization,
-                enforce_eager=rollout.enforce_eager or on_cpu,
-                trust_remote_code=config.model.trust_remote_code,
-                # Log-probs of the distribution that is sampled from, after the temperature; the default is before it.
-                logprobs_mode="processed_logprobs",
-                weight_transfer_config=WeightTransferConfig(backend=transfer_backend),
-                enable_prefix_caching=not self._keep_kv,
-                enable_sleep_mode=cluster.placement == "colocated",
-                disable_log_stats=True,
-                scheduling_policy="priority",  # so that the canary does not wait behind a backlog of rollouts
-            )
-        )
+        transfer = WeightTransferConfig(backend=transfer_backend)
+        arguments = AsyncEngineArgs(**engine_arguments(config, seed), weight_transfer_config=transfer)
+        self._engine = AsyncLLM.from_engine_args(arguments)
 
     # --- sampling ---
 

@@ -1,12 +1,16 @@
-"""How responses are sampled and cut, and what an engine's completion becomes; without vLLM."""
+"""How an engine is set up and sampled from, and what its completions become; imports no vLLM."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from rlhf.config.run import GRPOConfig
 from rlhf.types import Prompt, Rollout, VersionSpan
+
+CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU rollout.kv_cache_gib sets the size of the KV cache
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,31 @@ class SamplingSettings:
     stop: tuple[str, ...] = ()
     truncate_token: int | None = None
     truncate_after: int = 0
+
+
+def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
+    """The arguments that vLLM gets for an engine of this run, besides the weight transfer."""
+    rollout, cluster = config.rollout, config.cluster
+    on_cpu = cluster.device == "cpu"
+    return {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": seed,
+        "max_model_len": config.max_sequence_tokens,
+        "max_num_seqs": rollout.max_concurrent_sequences,
+        "tensor_parallel_size": cluster.tensor_parallel,
+        # Inside a placement group vLLM would choose Ray, which needs a bundle for every GPU.
+        "distributed_executor_backend": "mp" if cluster.tensor_parallel > 1 else None,
+        "gpu_memory_utilization": CPU_MEMORY_SHARE if on_cpu else rollout.gpu_memory_utilization,
+        "enforce_eager": rollout.enforce_eager or on_cpu,
+        # Log-probs of the distribution that is sampled from, after the temperature; the default is before it.
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": rollout.on_weight_update != "keep_kv",
+        "enable_sleep_mode": cluster.placement == "colocated",
+        "disable_log_stats": True,
+        "scheduling_policy": "priority",  # so that the canary does not wait behind a backlog of rollouts
+    }
 
 
 def truncate(completion: Completion, *, token: int, after: int) -> Completion:

@@ -166,13 +166,15 @@ class TrainingRun(Generic[C]):
         self.log.write(step, values)
         self.log.terminal.evaluation(step, values)
 
-    def account(self, batch: StepBatch) -> None:
+    def count_rollouts(self, batch: StepBatch) -> None:
         """Count the rollouts of the step: unscorable as failed, cut-off as filtered, the others as trained."""
-        unscorable = int(np.isnan(batch.rewards).sum())
-        trained = int(batch.trained.sum())
+        unscorable, trained = int(np.isnan(batch.rewards).sum()), int(batch.trained.sum())
         self.buffer.account.trained += trained
         self.buffer.account.failed += unscorable
         self.buffer.account.filtered += len(batch.rewards) - trained - unscorable
+        response_tokens = int(batch.response_lengths.sum())
+        self.state.tokens["prompt"] += len(batch.tokens.token_ids) - response_tokens
+        self.state.tokens["response"] += response_tokens
 
     def log_step(
         self,
@@ -191,9 +193,7 @@ class TrainingRun(Generic[C]):
             epochs: minibatches of the policy; empty while a critic warms up.
             measured: metrics that are logged as they are.
         """
-        learned = mean_over_updates(updates)
-        self._count(batch, learned)
-        values = to_values(rollout_metrics(groups, advantages, step=step - 1) | learned)
+        values = to_values(rollout_metrics(groups, advantages, step=step - 1) | mean_over_updates(updates))
         values |= measured | self.buffer.account.metrics()
         values["time/step"] = self.clock.step_seconds()
         phases, window_s = self.clock.take()
@@ -215,13 +215,9 @@ class TrainingRun(Generic[C]):
         if (warning := self.signal_watch.after_step(groups, advantages)) is not None:
             self.log.warn(warning)
 
-    def _count(self, batch: StepBatch, learned: StepMetrics) -> None:
-        if "learner/updates_taken" in learned:  # absent while a critic warms up: the policy has no updates then
-            self.state.updates_taken = int(learned["learner/updates_taken"].value())
-            self.state.updates_skipped = int(learned["learner/updates_skipped"].value())
-        response_tokens = int(batch.response_lengths.sum())
-        self.state.tokens["prompt"] += len(batch.tokens.token_ids) - response_tokens
-        self.state.tokens["response"] += response_tokens
+    async def _count_updates(self) -> None:
+        counts = await self.cluster.learners.call("update_counts")
+        self.state.updates_taken, self.state.updates_skipped = counts[0]
 
     async def move_reference(self, done: int) -> None:
         """After `done` training steps: replace the reference by the policy when that is due, or average it in."""
@@ -239,6 +235,7 @@ class TrainingRun(Generic[C]):
         with self.clock.phase("checkpoint"):
             folder = self.folder.begin_checkpoint(step)
             await self.cluster.save(folder)
+            await self._count_updates()
             account = self.buffer.account
             state = replace(
                 self.state,
@@ -258,6 +255,7 @@ class TrainingRun(Generic[C]):
     async def finish(self) -> None:
         """Export the model and write the summary."""
         config, state = self.config, self.state
+        await self._count_updates()
         if config.run.export:
             with self.clock.phase("export"):
                 await self.cluster.learners.call("export", str(self.folder.model.resolve()), config.model.path)

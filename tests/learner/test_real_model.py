@@ -194,9 +194,9 @@ first = {}
 def install():
     from rlhf.weights.transfer import Inbox
     receive = Inbox.receive
-    def receive_all_but_one(self, bucket, start):
+    def receive_all_but_one(self, number):
         stale = pathlib.Path(os.environ["STALE_TENSOR"]).read_text()
-        for name, tensor in receive(self, bucket, start):
+        for name, tensor in receive(self, number):
             first.setdefault(name, tensor.clone())
             yield name, first[name] if name == stale else tensor
     Inbox.receive = receive_all_but_one

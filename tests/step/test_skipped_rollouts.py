@@ -50,7 +50,7 @@ def plan(groups: list[RolloutGroup], config: Any, *, skip: bool) -> Plan:
     batch = make_batch(groups, mask_truncated=False)
     advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
     computed = rows_with_gradient(batch, advantages, config) if skip else batch.trained
-    return Plan(batch, plan_epochs(batch, config, step=0, computed=computed)[0], advantages, computed)
+    return Plan(batch, plan_epochs(batch, config, step=0, rows_to_compute=computed)[0], advantages, computed)
 
 
 def test_only_rollouts_with_an_advantage_are_packed_and_all_are_counted() -> None:
