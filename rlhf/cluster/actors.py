@@ -121,9 +121,8 @@ async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
 class ActorGroup:
     """Actors of one kind, called together; the order of `actors` is the order of ranks."""
 
-    def __init__(self, name: str, actors: list[Any], *, deadline_s: float, ends_by: str) -> None:
+    def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
         self.name = name
-        self._ends_by = ends_by
         self.actors = actors
         self.deadline_s = deadline_s
         self.homes: dict[str, str] = {}  # by actor id; known once they are located
@@ -188,10 +187,10 @@ class ActorGroup:
         return [self.homes[key] for key in gone if key in self.homes]
 
     async def end(self) -> None:
-        """Let each actor close by `ends_by`, then kill it; during start-up, kill it with its child processes."""
+        """Let each actor close, then kill it; during start-up, kill it with its child processes."""
         with contextlib.suppress(ClusterError, ValueError):
             if self.built:
-                await self.call(self._ends_by, deadline_s=END_S)
+                await self.call("close", deadline_s=END_S)
             elif hasattr(self.actors[0], "end_children"):
                 await self._gather([a.end_children.remote() for a in self.actors], "end_children", END_S)
         for actor in self.actors:

@@ -82,7 +82,6 @@ async def _start_actors(
         role.name,
         [_actor(role, cpus, bundles, index) for index in order],
         deadline_s=cluster.step_deadline_s,
-        ends_by="shutdown" if role.name == ENGINE else "close",
     )
     locations = await group.locate(deadline_s=cluster.start_deadline_s)
     if role.training is not None:

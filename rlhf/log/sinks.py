@@ -136,16 +136,17 @@ def no_answer(url: str) -> str:
     reasons = [f"no answer within {WANDB_ANSWER_S:.0f} s"]
 
     def ask() -> None:
+        reason = ""
         try:
             urllib.request.urlopen(url, timeout=WANDB_ANSWER_S).close()
         except urllib.error.HTTPError:
-            reasons.append("")
-        except urllib.error.URLError as error:  # wandb may know certificates that Python does not
-            reasons.append("" if isinstance(error.reason, ssl.SSLError) else str(error.reason))
+            pass
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ssl.SSLError):  # wandb may know certificates that Python does not
+                reason = str(error.reason)
         except (OSError, http.client.HTTPException) as error:
-            reasons.append(str(error) or type(error).__name__)
-        else:
-            reasons.append("")
+            reason = str(error) or type(error).__name__
+        reasons.append(reason)
 
     asking = threading.Thread(target=ask, daemon=True)  # a name look-up has no time limit of its own
     asking.start()

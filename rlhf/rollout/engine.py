@@ -111,7 +111,7 @@ class RolloutEngine:
         """Raise if a process of the engine has died: the actor itself would stay alive."""
         await self._engine.check_health()
 
-    async def shutdown(self) -> None:
+    async def close(self) -> None:
         """End the engine's processes; the actor itself is killed by its owner."""
         self._engine.shutdown()
 
