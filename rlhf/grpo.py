@@ -29,16 +29,12 @@ DESCRIPTION = "Group-relative policy optimization (DeepSeekMath, arXiv:2402.0330
 
 async def train(run: TrainingRun) -> None:
     """The run: evaluate, take the steps, evaluate, export."""
-    config = run.config
     async with run:
-        await run.evaluate(0, due=config.evaluation.at_start and run.first_step == 0)
-        for step in range(run.first_step, config.run.steps):
+        await run.evaluate_if_due(0)
+        for step in range(run.first_step, run.config.run.steps):
             await train_step(run, step)
-            done = step + 1
-            last = done == config.run.steps
-            every = config.evaluation.every
-            await run.evaluate(done, due=config.evaluation.at_end if last else every is not None and done % every == 0)
-            await run.checkpoint(done, last=last)
+            await run.evaluate_if_due(step + 1)
+            await run.checkpoint_if_due(step + 1)
         await run.finish()
 
 

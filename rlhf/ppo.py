@@ -29,18 +29,14 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
     """The run: evaluate, take the steps, evaluate, export."""
     from rlhf.step.credit import make_controller
 
-    config = run.config
-    controller = make_controller(config.algo, run.state.kl_controller.get("coef"))
+    controller = make_controller(run.config.algo, run.state.kl_controller.get("coef"))
     async with run:
-        await run.evaluate(0, due=config.evaluation.at_start and run.first_step == 0)
-        for step in range(run.first_step, config.run.steps):
+        await run.evaluate_if_due(0)
+        for step in range(run.first_step, run.config.run.steps):
             await train_step(run, step, controller)
-            done = step + 1
-            last = done == config.run.steps
-            every = config.evaluation.every
-            await run.evaluate(done, due=config.evaluation.at_end if last else every is not None and done % every == 0)
             run.state.kl_controller = {"coef": controller.coef}
-            await run.checkpoint(done, last=last)
+            await run.evaluate_if_due(step + 1)
+            await run.checkpoint_if_due(step + 1)
         await run.finish()
 
 

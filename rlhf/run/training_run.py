@@ -57,7 +57,6 @@ class TrainingRun(Generic[C]):
         self.state = RunState() if self.restored is None else RunState.from_json(RunFolder.read_state(self.restored))
         check_resumed_state(config, self.folder, self.state)
         self.first_step = self.state.step
-        self.evaluations = self.state.evaluations
         self.clock = Clock(self.state.seconds)
         self.log = RunLog(config, first_step=self.first_step, wandb_run_id=self.state.wandb_run_id)
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
@@ -115,7 +114,6 @@ class TrainingRun(Generic[C]):
         await asyncio.to_thread(check_gold)  # takes minutes for a large data set; SIGTERM must still be handled
         restored = None if self.restored is None else self.state
         self.tickets = PromptTickets(self.prompts, seed=config.run.seed, restored=restored)
-        self.stream = self.tickets.stream
 
     async def _start_cluster(self) -> None:
         """Start engines and learners, load a checkpoint, and check that both hold the same weights."""
@@ -154,15 +152,22 @@ class TrainingRun(Generic[C]):
 
     # --- around a step ---
 
-    async def evaluate(self, step: int, *, due: bool) -> None:
-        """Evaluate the current policy on all of `data.eval`, and log it under this step."""
+    async def evaluate_if_due(self, step: int) -> None:
+        """Evaluate the policy on all of `data.eval`, and log it under this step, as the `evaluation` section says."""
+        evaluation = self.config.evaluation
+        if step == 0:
+            due = evaluation.at_start and self.first_step == 0
+        elif step == self.config.run.steps:
+            due = evaluation.at_end
+        else:
+            due = evaluation.every is not None and step % evaluation.every == 0
         if not due or not self.eval_prompts.prompts:
             return
         with self.clock.phase("evaluation"):
             values = await evaluate(
                 self.eval_prompts.prompts, self.sampler.for_evaluation, at_once=self.config.evaluation_groups_at_once
             )
-        self.evaluations[step] = values
+        self.state.evaluations[step] = values
         self.log.write(step, values)
         self.log.terminal.evaluation(step, values)
 
@@ -202,7 +207,7 @@ class TrainingRun(Generic[C]):
         values |= self.speed.of_step(batch, epochs, self.cluster.learners.shared, phases.get("update", 0.0))
         values |= {
             "rollout/tokens_per_second": rate,
-            "data/epoch": self.stream.epochs,
+            "data/epoch": self.tickets.stream.epochs,
             "sync/seconds": phases["transfer"],
         }
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
@@ -227,10 +232,10 @@ class TrainingRun(Generic[C]):
         elif algo.ref_update == "replace" and done % algo.ref_every == 0:
             await self.cluster.learners.call("blend_reference", 0.0)
 
-    async def checkpoint(self, step: int, *, last: bool) -> None:
+    async def checkpoint_if_due(self, step: int) -> None:
         """Write a checkpoint every `checkpoint_every` steps, and after the last step where checkpoints are on."""
         every = self.config.checkpoint_every
-        if every is None or (step % every and not last):
+        if every is None or (step % every and step < self.config.run.steps):
             return
         with self.clock.phase("checkpoint"):
             folder = self.folder.begin_checkpoint(step)
@@ -241,7 +246,7 @@ class TrainingRun(Generic[C]):
                 self.state,
                 step=step,
                 updates=self.config.update_plan,
-                stream=self.stream.state(),
+                stream=self.tickets.stream.state(),
                 outstanding=sorted([*self.buffer.outstanding(), *self.tickets.waiting()]),
                 # a resumed run samples the waiting rollouts again
                 account=replace(account, sampled=account.sampled - account.waiting),
@@ -259,7 +264,7 @@ class TrainingRun(Generic[C]):
         if config.run.export:
             with self.clock.phase("export"):
                 await self.cluster.learners.call("export", str(self.folder.model.resolve()), config.model.path)
-        before, after = self.evaluations.get(0, {}), self.evaluations.get(config.run.steps, {})
+        before, after = state.evaluations.get(0, {}), state.evaluations.get(config.run.steps, {})
         summary = {
             "evaluation_before": before,
             "evaluation_after": after,
