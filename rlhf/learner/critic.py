@@ -28,14 +28,8 @@ class Critic(StepRank):
         self.clip = config.critic.value_clip
         key, path = config.critic_model
         with self.loading():
-            transformer = load_scalar_transformer(
-                path,
-                key=key,
-                dtype=config.model.dtype,
-                new_head="zeros",  # every value is 0 before the first update, as in the original RLHF code
-                gradient_checkpointing=config.model.gradient_checkpointing,
-                trust_remote_code=config.model.trust_remote_code,
-            )
+            # every value is 0 before the first update, as in the original RLHF code
+            transformer = load_scalar_transformer(path, config.model, key=key, new_head="zeros")
         _, std = recorded_normalization(path)
         head = transformer.get_parameter(HEAD)
         with torch.no_grad(), self.whole(head, modify=True):

@@ -54,14 +54,7 @@ class RewardTrainer(TrainedRank):
         self.pairs = pairs
         torch.manual_seed(config.run.seed)  # the head is drawn alike on every rank
         with self.loading():
-            transformer = load_scalar_transformer(
-                config.model.path,
-                key="model.path",
-                dtype=config.model.dtype,
-                new_head="random",
-                gradient_checkpointing=config.model.gradient_checkpointing,
-                trust_remote_code=config.model.trust_remote_code,
-            )
+            transformer = load_scalar_transformer(config.model.path, config.model, key="model.path", new_head="random")
         self.wrap(RewardModel(transformer).train())
         check_packed(
             self.engine, self.device, longest=config.data.max_tokens,
@@ -85,7 +78,7 @@ class RewardTrainer(TrainedRank):
             loss = pair_loss(margins).sum() / len(pairs) + 0.0 * scores.sum()
             return loss, pair_metrics("train", margins.detach()) | {"train/loss": Sum(loss.item())}
 
-        return merge_ranks(self.take_step(len(microbatches), forward), self.place)
+        return merge_metrics(self._gather(self.take_step(len(microbatches), forward)))
 
     @torch.no_grad()
     def measure(self, pairs: Sequence[Pair]) -> tuple[StepMetrics, float, float]:
@@ -97,16 +90,20 @@ class RewardTrainer(TrainedRank):
             own_scores += scores.tolist()
             margins = scores[0::2] - scores[1::2]
             parts = merge_metrics([parts, pair_metrics("eval", margins), {"eval/loss": _mean(pair_loss(margins))}])
-        by_rank: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(by_rank, own_scores)
-        all_scores = np.concatenate(by_rank)
-        return merge_ranks(parts, self.place), float(all_scores.mean()), float(all_scores.std())
+        all_scores = np.concatenate(self._gather(own_scores))
+        return merge_metrics(self._gather(parts)), float(all_scores.mean()), float(all_scores.std())
 
     def write(self, folder: str, tokenizer_path: str, mean: float, std: float) -> None:
         """The model in Hugging Face format, with the normalization of its scores."""
         self.export(folder, tokenizer_path)
         if self.place.rank == 0:
             (Path(folder) / NORMALIZATION_FILE).write_text(json.dumps({"mean": mean, "std": std}) + "\n")
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The value of every rank."""
+        by_rank: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(by_rank, value)
+        return by_rank
 
     def _own(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
         plan = pack_microbatches(
@@ -134,9 +131,3 @@ def pair_metrics(name: str, margins: Tensor) -> StepMetrics:
 
 def _mean(values: Tensor) -> Mean:
     return Mean(values.double().sum().item(), float(len(values)))
-
-
-def merge_ranks(metrics: StepMetrics, place: Place) -> StepMetrics:
-    by_rank: list[Any] = [None] * place.world_size
-    dist.all_gather_object(by_rank, metrics)
-    return merge_metrics(by_rank)

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf.algo.logprobs import response_states
 from rlhf.algo.numerics import full_precision
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.attention import load_packed, take_rows
 from rlhf.learner.model import DTYPES, DeviceTokens, hidden_states, prepare_transformer
 
@@ -58,18 +59,13 @@ def _scalars(transformer: PreTrainedModel, tokens: DeviceTokens, positions: Tens
 
 
 def load_scalar_transformer(
-    path: str,
-    *,
-    key: str,
-    dtype: str,
-    new_head: Literal["random", "zeros"] | None,
-    gradient_checkpointing: bool,
-    trust_remote_code: bool,
+    path: str, model: ModelConfig, *, key: str, new_head: Literal["random", "zeros"] | None
 ) -> PreTrainedModel:
     """Load a language model or a sequence-classification model with one number as its output.
 
     Args:
-        key: of the config, for messages.
+        model: type, gradient checkpointing and trust; its own path is not read.
+        key: the key of `path`, for messages.
         new_head: of a model that has none; None: the model must have one.
 
     Raises:
@@ -80,8 +76,8 @@ def load_scalar_transformer(
         path,
         key=key,
         num_labels=1,
-        dtype=DTYPES[dtype],
-        trust_remote_code=trust_remote_code,
+        dtype=DTYPES[model.dtype],
+        trust_remote_code=model.trust_remote_code,
         ignore_mismatched_sizes=True,
     )
     head = vars(transformer)["_modules"].get("score")
@@ -105,5 +101,5 @@ def load_scalar_transformer(
                 nn.init.zeros_(head.weight)
             else:  # as in the original RLHF code
                 nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
-    prepare_transformer(transformer, gradient_checkpointing=gradient_checkpointing)
+    prepare_transformer(transformer, gradient_checkpointing=model.gradient_checkpointing)
     return transformer
