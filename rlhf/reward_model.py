@@ -81,12 +81,12 @@ def read_pairs(path: str, tokenizer: Any, which: str, *, max_tokens: int) -> tup
 
 def train_rank(place: Place, config: RewardTrainingConfig, train: list[Pair], held_out: list[Pair]) -> None:
     """The whole training on one rank; rank 0 logs and writes."""
-    from rlhf.learner.reward_trainer import RewardTrainer
+    from rlhf.learner.reward_trainer import RewardTrainer, count_updates
     from rlhf.log.metrics import to_values
     from rlhf.log.sinks import JsonlSink
 
     trainer = RewardTrainer(config, place, train)
-    total = trainer.training.total_updates
+    total = count_updates(config, len(train))
     folder = Path(config.run.dir)
     sink = JsonlSink(folder / "metrics.jsonl") if place.rank == 0 else None
     for update, metrics in enumerate(trainer.train(), start=1):
@@ -180,14 +180,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rlhf.config.load import resolved_yaml
     from rlhf.data.model_checks import check_folder, check_pairs_window
     from rlhf.data.model_files import load_tokenizer
-    from rlhf.learner.reward_trainer import training_on
+    from rlhf.learner.reward_trainer import count_updates
 
     check_folder(config.model.path)
     check_pairs_window(config)
     tokenizer = load_tokenizer(config.model)
     longest = config.data.max_tokens
     train, too_long = read_pairs(config.data.train, tokenizer, "train", max_tokens=longest)
-    total = training_on(len(train), config).total_updates
+    total = count_updates(config, len(train))
     if problems := training_problems(
         "learner", config.learner, total_updates=total, dtype=config.model.dtype, counted_as=STEPS_OF_PAIRS
     ):

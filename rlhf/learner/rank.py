@@ -51,16 +51,9 @@ class TrainedRank:
 
     def wrap(self, module: nn.Module) -> None:
         """Hand the module to DeepSpeed; `names` are those of the Hugging Face model in its `transformer`."""
-        config = self.training.section.optimizer
+        options = self.training.section.optimizer.model_dump(exclude={"variant"})
         # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
-        adam = torch.optim.AdamW(
-            module.parameters(),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        adam = torch.optim.AdamW(module.parameters(), fused=True, **options)
         settings = self._deepspeed_settings()
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=settings)
         self.names = {name.removeprefix("transformer."): param for name, param in module.named_parameters()}
@@ -154,16 +147,9 @@ class TrainedRank:
             self.engine.backward(loss * self.place.world_size)
             parts.append(metrics)
         self.updates_done += 1
-        optimizer = self.training.section.optimizer
         lr = self.learning_rate(self.updates_done)
-        set_step(
-            self.engine.optimizer,
-            lr=lr,
-            adam_step=self.adam_steps + 1,
-            variant=optimizer.variant,
-            eps=optimizer.eps,
-            betas=optimizer.betas,
-        )
+        options = self.training.section.optimizer.model_dump(include={"variant", "eps", "betas"})
+        set_step(self.engine.optimizer, lr=lr, adam_step=self.adam_steps + 1, **options)
         grad_norm, taken = self._apply()
         self.adam_steps += taken
         name, (updates_taken, updates_skipped) = self.name, self.update_counts()
@@ -180,16 +166,13 @@ class TrainedRank:
         return self.adam_steps, self.updates_done - self.adam_steps
 
     def learning_rate(self, update: int) -> float:
-        schedule = self.training.section.schedule
+        form = self.training.section.schedule.model_dump(exclude={"warmup_steps", "warmup_fraction"})
         return learning_rate(
             update,
             total_updates=self.training.total_updates,
             lr=self.training.section.optimizer.lr,
-            name=schedule.name,
             warmup_steps=self.training.warmup_updates,
-            num_cycles=schedule.num_cycles,
-            min_lr=schedule.min_lr,
-            power=schedule.power,
+            **form,
         )
 
     def _apply(self) -> tuple[float, bool]:

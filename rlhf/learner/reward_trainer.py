@@ -44,6 +44,10 @@ def training_on(pairs: int, config: RewardTrainingConfig) -> Training:
     return Training(config.learner, config.run.epochs, updates_per_epoch, steps=1)
 
 
+def count_updates(config: RewardTrainingConfig, pairs: int) -> int:
+    return training_on(pairs, config).total_updates
+
+
 class RewardTrainer(TrainedRank):
     """The reward model's rank; every rank holds all pairs and takes its part of each minibatch."""
 
