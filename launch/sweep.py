@@ -81,11 +81,13 @@ def cells(axes: Sequence[tuple[str, list[str]]], output: Path) -> list[Cell]:
     """The grid, the last axis turning fastest.
 
     Raises:
-        ValueError: a key stands twice, or two cells have the same name.
+        ValueError: a key is given twice, or two cells have the same name.
     """
     keys = [key for key, _ in axes]
     if len(set(keys)) < len(keys):
-        raise ValueError(f"--grid: {next(k for k in keys if keys.count(k) > 1)} stands twice. Give each key one list.")
+        raise ValueError(
+            f"--grid: {next(k for k in keys if keys.count(k) > 1)} is given twice. Give each key one list."
+        )
     short = [key.rsplit(".", 1)[-1] for key in keys]
     names = keys if len(set(short)) < len(short) else short
     grid = []

@@ -105,7 +105,7 @@ class Cluster:
             if failure is not None:
                 raise failure
         if engine is not None:
-            self._placed[ENGINE] = await create(engine, config, beside=self._placed[LEARNER])
+            self._placed[ENGINE] = await create(engine, config, learners=self._placed[LEARNER])
         starts = [self._build(role.name) for role in self.roles if role.name != ENGINE]
         if self._shares_gpus:
             # An engine takes the memory that is free when it starts, so the roles on the same GPUs start first.

@@ -152,16 +152,18 @@ class TrainingRun(Generic[C]):
 
     # --- around a step ---
 
-    async def evaluate_if_due(self, step: int) -> None:
-        """Evaluate the policy on all of `data.eval`, and log it under this step, as the `evaluation` section says."""
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether the `evaluation` section asks for one after this many training steps."""
         evaluation = self.config.evaluation
         if step == 0:
-            due = evaluation.at_start and self.first_step == 0
-        elif step == self.config.run.steps:
-            due = evaluation.at_end
-        else:
-            due = evaluation.every is not None and step % evaluation.every == 0
-        if not due or not self.eval_prompts.prompts:
+            return evaluation.at_start and self.first_step == 0
+        if step == self.config.run.steps:
+            return evaluation.at_end
+        return evaluation.every is not None and step % evaluation.every == 0
+
+    async def evaluate_if_due(self, step: int) -> None:
+        """Evaluate the current policy on all of `data.eval`, and log it under this step."""
+        if not self.evaluation_is_due(step) or not self.eval_prompts.prompts:
             return
         with self.clock.phase("evaluation"):
             values = await evaluate(

@@ -189,7 +189,7 @@ def test_keys_with_the_same_last_part_are_named_in_full(tmp_path: Path) -> None:
     axes = [("rollout.temperature", ["1"]), ("evaluation.temperature", ["0"])]
     (cell,) = sweep.cells(axes, tmp_path)
     assert cell.folder.name == "rollout.temperature=1,evaluation.temperature=0"
-    with pytest.raises(ValueError, match="stands twice"):
+    with pytest.raises(ValueError, match="is given twice"):
         sweep.cells([("a.b", ["1"]), ("a.b", ["2"])], tmp_path)
 
 
