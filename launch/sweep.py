@@ -84,10 +84,8 @@ def cells(axes: Sequence[tuple[str, list[str]]], output: Path) -> list[Cell]:
         ValueError: a key is given twice, or two cells have the same name.
     """
     keys = [key for key, _ in axes]
-    if len(set(keys)) < len(keys):
-        raise ValueError(
-            f"--grid: {next(k for k in keys if keys.count(k) > 1)} is given twice. Give each key one list."
-        )
+    if repeated := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"--grid: {repeated[0]} is given twice. Give each key one list.")
     short = [key.rsplit(".", 1)[-1] for key in keys]
     names = keys if len(set(short)) < len(short) else short
     grid = []

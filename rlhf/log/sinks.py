@@ -32,8 +32,6 @@ WANDB_START_S = 20.0  # for a server that answers to accept the run
 class Sink(Protocol):
     def log(self, step: int, values: Mapping[str, Any]) -> None: ...
 
-    def close(self, *, failed: bool = False) -> None: ...
-
 
 class JsonlSink:
     """`metrics.jsonl`: one object per line. Resuming at a step removes the lines of later steps."""
@@ -47,7 +45,7 @@ class JsonlSink:
         self._file.write(json.dumps({STEP: step, "time": round(time.time(), 3), **values}) + "\n")
         self._file.flush()
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self) -> None:
         self._file.close()
 
 
@@ -202,9 +200,6 @@ class TerminalSink:
 
     def warn(self, message: str) -> None:
         self._console.print(f"[yellow]warning:[/yellow] {escape(message)}", highlight=False)
-
-    def close(self, *, failed: bool = False) -> None:
-        return
 
 
 def summary_table(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Table:
