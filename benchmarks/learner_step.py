@@ -68,7 +68,7 @@ def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
     from benchmarks.models import run_config
     from rlhf.learner.attention import PACKED
     from rlhf.learner.model import DeviceTokens, PolicyModel
-    from rlhf.learner.update import PolicyObjective, policy_microbatch
+    from rlhf.learner.update import policy_microbatch
     from rlhf.step.batch import at_every_token, make_batch
     from rlhf.step.minibatches import plan_epochs
     from rlhf.types import PolicyTargets, Prompt, RolloutGroup, ScoredRollout
@@ -78,7 +78,6 @@ def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
     # The peers have no correction, and these rollouts no log-probs of an engine.
     algo = {"importance_correction": "none"}
     config = run_config("nowhere", algo=algo, learner={"max_tokens_per_microbatch": case["budget"]})
-    objective = PolicyObjective.of(config)
     prompt = Prompt("p", 0, np.zeros(1, np.int32), (), "", "p")
     samples = tuple(ScoredRollout(rollout, "", "", 0.0, {}, "ok") for rollout in rollouts)
     batch = make_batch([RolloutGroup(prompt, samples)], mask_truncated=False)
@@ -87,7 +86,7 @@ def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
     for rows in minibatch.microbatches[0]:
         tokens = DeviceTokens.of(batch.tokens.take(rows), torch.device(case["device"]))
         own = targets.take(batch.tokens.token_indices(rows))
-        policy_microbatch(policy, tokens, own, minibatch.denominators, objective)[0].backward()
+        policy_microbatch(policy, tokens, own, minibatch.denominators, config)[0].backward()
 
 
 def padded_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, case: Case) -> None:

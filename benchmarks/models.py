@@ -131,16 +131,12 @@ def placement(device: str) -> str:
 def bare_engine(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, str]]:
     """What vLLM alone is given to be the peer of a run's engine: its arguments, and the environment of its processes.
 
-    Both are those of the run's own engine, without what serves a trainer only: weight transfer, request priorities.
+    Both are those of the run's own engine, without what only a trainer needs: weight transfer, sleep, priorities.
     """
     from rlhf.cluster.cluster import Cluster
+    from rlhf.rollout.sampling import engine_arguments
 
-    cluster = Cluster(config, trains=False)
-    settings = cluster._engine_settings(0)
-    arguments = {
-        "model": settings.model, "dtype": settings.dtype, "seed": settings.seed,
-        "max_model_len": settings.max_model_len, "max_num_seqs": settings.max_concurrent_sequences,
-        "enforce_eager": settings.enforce_eager, "disable_log_stats": True,
-        "gpu_memory_utilization": settings.gpu_memory_utilization, "logprobs_mode": "processed_logprobs",
-    }  # fmt: skip
-    return arguments, cluster._environment()
+    arguments = engine_arguments(config, config.run.seed)
+    for serves_a_trainer in ("enable_sleep_mode", "scheduling_policy"):
+        del arguments[serves_a_trainer]
+    return arguments, Cluster(config, trains=False)._environment()

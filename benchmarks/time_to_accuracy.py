@@ -69,8 +69,8 @@ async def train_until_target(config: GRPOConfig) -> None:
     async with TrainingRun(config, resume=False) as run:
         for done in range(1, config.run.steps + 1):
             await grpo.train_step(run, done - 1)
-            await run.evaluate(done, due=done % EVERY == 0)
-            if (accuracy_in(run.evaluations.get(done, {})) or 0.0) >= TARGET:
+            await run.evaluate_if_due(done)
+            if (accuracy_in(run.state.evaluations.get(done, {})) or 0.0) >= TARGET:
                 break
 
 

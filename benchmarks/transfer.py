@@ -64,7 +64,7 @@ def receive(connection: Any, size: str) -> None:
     """The receiving process: does what an engine is asked to, with a plain copy in the place of vLLM's reload."""
     import torch
 
-    from rlhf.weights.transfer import Inbox, ParameterMeta
+    from rlhf.weights.transfer import Inbox
 
     torch.set_num_threads(1)  # the sender fills the next bucket meanwhile
     own = Weights(size).tensors
@@ -75,10 +75,8 @@ def receive(connection: Any, size: str) -> None:
         if method == "init_weight_transfer_engine":
             inbox = Inbox(argument, worker=0)
         elif method == "update_weights":
-            triples = zip(argument["names"], argument["dtypes"], argument["shapes"], strict=True)
-            bucket = [ParameterMeta(name, dtype, tuple(shape)) for name, dtype, shape in triples]
             assert inbox is not None
-            for name, tensor in inbox.receive(bucket, argument["start"]):
+            for name, tensor in inbox.receive(argument["bucket"]):
                 own[name].copy_(tensor)
         connection.send("done")
 
@@ -147,7 +145,7 @@ def _sender(source: Weights, receiver: Receiver, one_node: bool) -> Callable[[],
     from rlhf.learner.messages import free_port
     from rlhf.weights.transfer import CPUSender, Rendezvous
 
-    rendezvous = Rendezvous("127.0.0.1", free_port(), "weights", 2, 60.0, one_node=one_node)
+    rendezvous = Rendezvous("127.0.0.1", free_port(), 2, 60.0, one_node=one_node)
     sender = CPUSender(source, receiver, rendezvous, rank=0)  # type: ignore[arg-type]
     return lambda: sender.send(1)
 

@@ -123,8 +123,8 @@ def kill_descendants() -> None:
 
 
 def ray_command() -> str:
-    beside = Path(sys.executable).parent / "ray"
-    return os.environ.get("RAY") or (str(beside) if beside.exists() else "ray")
+    installed = Path(sys.executable).parent / "ray"
+    return os.environ.get("RAY") or (str(installed) if installed.exists() else "ray")
 
 
 def exit_status(returncode: int) -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import launcher
+import yaml
 from resume import prepare
 
 GRACE_S = 90.0  # a run ends its engines on SIGTERM
@@ -39,10 +40,6 @@ class Cell:
 
     values: tuple[tuple[str, str], ...]
     folder: Path
-
-    @property
-    def overrides(self) -> list[str]:
-        return [f"{key}={value}" for key, value in self.values]
 
     @property
     def log(self) -> Path:
@@ -66,24 +63,17 @@ class Cell:
 
 
 def parse_axis(text: str) -> tuple[str, list[str]]:
-    """`key=a,b` -> the key and its values; commas inside brackets and quotes belong to a value."""
-    key, separator, values = text.partition("=")
-    parts, depth, quote = [""], 0, ""
-    for letter in values:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        else:
-            depth += (letter in "[{(") - (letter in "]})")
-        if letter == "," and depth == 0 and not quote:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    if not separator or not key or not all(parts):
+    """`key=a,b` -> the key and its values; commas inside brackets and quotes belong to a value, as in YAML."""
+    key, _, values = text.partition("=")
+    try:
+        listed = yaml.compose(f"[{values}]")
+        parts = [values[node.start_mark.index - 1 : node.end_mark.index - 1] for node in listed.value]
+    except yaml.YAMLError:
+        parts = []
+    if not key or not parts or values.endswith(","):
         raise ValueError(f"--grid {text!r}: write section.key=value,value, such as algo.kl_coef=0.01,0.1.")
     if len(set(parts)) < len(parts):
-        raise ValueError(f"--grid {text!r}: a value stands twice. Name each once.")
+        raise ValueError(f"--grid {text!r}: a value is repeated. Name each once.")
     return key, parts
 
 
@@ -91,11 +81,11 @@ def cells(axes: Sequence[tuple[str, list[str]]], output: Path) -> list[Cell]:
     """The grid, the last axis turning fastest.
 
     Raises:
-        ValueError: a key stands twice, or two cells have the same name.
+        ValueError: a key is given twice, or two cells have the same name.
     """
     keys = [key for key, _ in axes]
-    if len(set(keys)) < len(keys):
-        raise ValueError(f"--grid: {next(k for k in keys if keys.count(k) > 1)} stands twice. Give each key one list.")
+    if repeated := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"--grid: {repeated[0]} is given twice. Give each key one list.")
     short = [key.rsplit(".", 1)[-1] for key in keys]
     names = keys if len(set(short)) < len(short) else short
     grid = []
@@ -109,7 +99,8 @@ def cells(axes: Sequence[tuple[str, list[str]]], output: Path) -> list[Cell]:
 
 
 def command(cell: Cell, module: str, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", module, *arguments, *cell.overrides, f"run.dir={cell.folder}"]
+    overrides = [f"{key}={value}" for key, value in cell.values]
+    return [sys.executable, "-m", module, *arguments, *overrides, f"run.dir={cell.folder}"]
 
 
 # --- running ---
@@ -146,6 +137,8 @@ def run_cells(waiting: list[Cell], options: argparse.Namespace) -> list[Cell]:
                     print(_tail(cell.log), file=sys.stderr, flush=True)
             time.sleep(0.1)
     finally:
+        for _, process, _ in running:  # all end at the same time
+            process.terminate()
         for _, process, _ in running:
             launcher.stop(process, GRACE_S)
     return failed

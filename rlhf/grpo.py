@@ -29,16 +29,12 @@ DESCRIPTION = "Group-relative policy optimization (DeepSeekMath, arXiv:2402.0330
 
 async def train(run: TrainingRun) -> None:
     """The run: evaluate, take the steps, evaluate, export."""
-    config = run.config
     async with run:
-        await run.evaluate(0, due=config.evaluation.at_start and run.first_step == 0)
-        for step in range(run.first_step, config.run.steps):
+        await run.evaluate_if_due(0)
+        for step in range(run.first_step, run.config.run.steps):
             await train_step(run, step)
-            done = step + 1
-            last = done == config.run.steps
-            every = config.evaluation.every
-            await run.evaluate(done, due=config.evaluation.at_end if last else every is not None and done % every == 0)
-            await run.checkpoint(done, last=last)
+            await run.evaluate_if_due(step + 1)
+            await run.checkpoint_if_due(step + 1)
         await run.finish()
 
 
@@ -58,34 +54,30 @@ async def train_step(run: TrainingRun, step: int) -> None:
     await run.cluster.yield_gpus()  # engines on the learners' GPUs sleep until send_weights wakes them
     batch = make_batch(groups, mask_truncated=algo.mask_truncated)
 
-    computed = batch.trained
+    rows_to_compute = batch.trained
     if not config.kl_in_reward:
         advantages = step_advantages(batch, batch.rewards, algo.advantage)
-        computed = rows_with_gradient(batch, advantages, config)
-    epochs = plan_epochs(batch, config, step=step, computed=computed)
+        rows_to_compute = rows_with_gradient(batch, advantages, config)
+    epochs = plan_epochs(batch, config, step=step, rows_to_compute=rows_to_compute)
 
     with clock.phase("logprobs"):
         await learners.start_step(batch, epochs)
         old, ref = await learners.columns("logprobs")  # each None where nothing reads it
-    if config.kl_in_reward:  # rows that are not computed become NaN here, and so leave the baseline
-        assert old is not None
-        assert ref is not None
-        rewards = penalize_kl(
-            batch, computed, old_logprobs=old, ref_logprobs=ref, estimator=algo.kl_estimator, kl_coef=algo.kl_coef
-        )
+    if config.kl_in_reward:  # rows that were not computed become NaN here, and so leave the baseline
+        rewards = penalize_kl(batch, rows_to_compute, old, ref, algo)
         advantages = step_advantages(batch, rewards, algo.advantage)
 
     with clock.phase("update"):
         updates = await learners.update(PolicyTargets(at_every_token(batch, advantages), old, ref))
 
-    run.account(batch)
+    run.count_rollouts(batch)
     await run.move_reference(step + 1)
     with clock.phase("transfer"):
         await run.cluster.send_weights(step + 1)
     with clock.phase("canary"):
         canary = await run.canary.check(run.cluster, step + 1)  # raises where an engine does not hold the weights
-    run.buffer.step_done()  # after the transfer: the next groups are sampled with the new weights
-    measured = {"learner/skipped_rollouts": int((batch.trained & ~computed).sum()), **canary}
+    run.buffer.begin_next_step()  # its groups are sampled with the new weights
+    measured = {"learner/skipped_rollouts": int((batch.trained & ~rows_to_compute).sum()), **canary}
     run.log_step(step + 1, groups, batch, advantages, epochs, updates, measured)
 
 

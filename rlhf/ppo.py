@@ -19,8 +19,8 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.plan import check_resources, joins_a_cluster, local_resources, print_plan
 
 if TYPE_CHECKING:
+    from rlhf.algo.kl import KLController
     from rlhf.run.training_run import TrainingRun
-    from rlhf.step.credit import KLController
 
 DESCRIPTION = "Proximal policy optimization (arXiv:1707.06347) with a critic, as in RLHF (arXiv:1909.08593)."
 
@@ -29,19 +29,14 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
     """The run: evaluate, take the steps, evaluate, export."""
     from rlhf.step.credit import make_controller
 
-    config = run.config
-    controller = make_controller(config.algo)
-    if run.state.kl_controller is not None:
-        controller.load_state_dict(run.state.kl_controller)
+    controller = make_controller(run.config.algo, run.state.kl_controller.get("coef"))
     async with run:
-        await run.evaluate(0, due=config.evaluation.at_start and run.first_step == 0)
-        for step in range(run.first_step, config.run.steps):
+        await run.evaluate_if_due(0)
+        for step in range(run.first_step, run.config.run.steps):
             await train_step(run, step, controller)
-            done = step + 1
-            last = done == config.run.steps
-            every = config.evaluation.every
-            await run.evaluate(done, due=config.evaluation.at_end if last else every is not None and done % every == 0)
-            await run.checkpoint(done, last=last, kl_controller=controller.state_dict())
+            run.state.kl_controller = {"coef": controller.coef}
+            await run.evaluate_if_due(step + 1)
+            await run.checkpoint_if_due(step + 1)
         await run.finish()
 
 
@@ -60,10 +55,7 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
         groups = await run.buffer.take()
     batch = make_batch(groups, mask_truncated=algo.mask_truncated)
     epochs = plan_epochs(batch, config, step=step)
-    critic_epochs = plan_epochs(
-        batch, config, step=step,
-        epochs=config.critic_training.epochs_per_step, minibatches=config.critic_training.minibatches_per_epoch,
-    )  # fmt: skip
+    critic_epochs = plan_epochs(batch, config, step=step, training=config.critic_training)
 
     with clock.phase("logprobs"):
         await asyncio.gather(learners.start_step(batch, epochs), critics.start_step(batch, critic_epochs))
@@ -84,13 +76,13 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
             at_once.append(learners.update(PolicyTargets(credit.advantages, old, ref)))
         updates = [update for of_module in await asyncio.gather(*at_once) for update in of_module]
 
-    run.account(batch)
+    run.count_rollouts(batch)
     await run.move_reference(step + 1)
     with clock.phase("transfer"):
         await run.cluster.send_weights(step + 1)
     with clock.phase("canary"):
         measured |= await run.canary.check(run.cluster, step + 1)
-    run.buffer.step_done()
+    run.buffer.begin_next_step()
     advantages = mean_over_responses(batch, credit.advantages)
     run.log_step(step + 1, groups, batch, advantages, epochs if policy_learns else [], updates, measured)
 

@@ -24,6 +24,7 @@ ON_THE_STACK = {
     "cluster/placement.py": "ray",
     "cluster/ranks.py": "ray",
     "cluster/session.py": "ray",
+    "learner/checkpoint.py": "deepspeed",
     "learner/rank.py": "deepspeed",
     "rollout/engine.py": "vllm",
     "weights/receiver.py": "vllm",

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks.studies import report
 from rlhf.algo.kl import kl_per_token
-from rlhf.algo.optim import ADAM_VARIANTS, adam_epsilon, build_adam, set_step
+from rlhf.algo.optim import adam_epsilon, set_step
 from rlhf.config.load import load_config
 from rlhf.config.reward import MathOptions
 from rlhf.config.run import GRPOConfig
@@ -37,7 +37,7 @@ from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
 from rlhf.learner.attention import PACKED
 from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
-from rlhf.learner.update import PolicyObjective, policy_microbatch
+from rlhf.learner.update import policy_microbatch
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.math import math_reward
 from rlhf.step.advantages import step_advantages
@@ -54,6 +54,7 @@ from rlhf.types import (
     VersionSpan,
 )
 
+ADAM_VARIANTS = ("torch", "tensorflow")
 BETAS = (0.9, 0.999)  # of both frameworks' Adam
 EPS = 1e-5  # of the original RLHF code
 UPDATES = 4
@@ -135,7 +136,7 @@ def make_case(
     prompt = Prompt("p", 0, np.zeros(1, np.int32), (), "", "p")
     scored = [ScoredRollout(r, "", "", reward, {}, "ok") for r, reward in zip(rollouts, rewards, strict=True)]
     batch = make_batch([RolloutGroup(prompt, (sample,)) for sample in scored], mask_truncated=False)
-    ((minibatch,),) = plan_epochs(batch, config, step=0, epochs=1)
+    (minibatch,) = plan_epochs(batch, config, step=0)[0]
     advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
     case = Case(name, model, config, batch, minibatch, advantages, np.zeros(0, np.float32), lr)
     return replace(case, old=logprobs_of(case))
@@ -215,18 +216,19 @@ def distance(logprobs: Tensor, old_logprobs: Tensor) -> report.Row:
 
 def backward(case: Case) -> None:
     """The gradient of the whole minibatch, as the learner computes it."""
-    objective = PolicyObjective.of(case.config)
     tokens = case.batch.tokens
     targets = PolicyTargets(at_every_token(case.batch, case.advantages), case.old, None)
     for rows in case.minibatch.microbatches[0]:
         packed, own = DeviceTokens.of(tokens.take(rows), torch.device("cpu")), targets.take(tokens.token_indices(rows))
-        loss, _ = policy_microbatch(case.model, packed, own, case.minibatch.denominators, objective)
+        loss, _ = policy_microbatch(case.model, packed, own, case.minibatch.denominators, case.config)
         loss.backward()
 
 
 def updates(case: Case, variant: str, *, eps: float = EPS, count: int = UPDATES) -> list[report.Row]:
     """The distance after each update; the policy keeps the last update. Gradients are not clipped by norm."""
-    optimizer = build_adam(case.model.parameters(), variant=variant, lr=case.lr, betas=BETAS, eps=eps, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        case.model.parameters(), lr=case.lr, betas=BETAS, eps=eps, weight_decay=0.0, fused=True
+    )
     rows = []
     for step in range(1, count + 1):
         optimizer.zero_grad()

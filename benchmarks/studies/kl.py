@@ -37,7 +37,6 @@ from rlhf.data.load import LoadedPrompts, load_prompts
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
 from rlhf.learner.checkpoint import MOMENTS
-from rlhf.learner.update import PolicyObjective
 from rlhf.log.metrics import mean_over_updates
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
@@ -180,7 +179,7 @@ class Stack:
         """Put everything back to the start and take up these settings; the prompts of a run."""
         self.config = settings.config(self.config)
         await self.cluster.load(self._start_state, 0)
-        await self.cluster.learners.call("change_objective", PolicyObjective.of(self.config))
+        await self.cluster.learners.call("change_config", self.config)
         await self.send_weights()
         return PromptStream(self.prompts.prompts, seed=self.config.run.seed)
 

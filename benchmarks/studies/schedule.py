@@ -82,9 +82,10 @@ def our_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -> list[
     """One rank of our learner, without its model: DeepSpeed ZeRO-2, every optimizer step of each run."""
     import torch
 
-    from rlhf.config.sections import OptimizerConfig, ScheduleConfig, TrainedConfig
+    from rlhf.config.roles import Training
+    from rlhf.config.sections import ModelConfig, OptimizerConfig, ScheduleConfig, TrainedConfig
     from rlhf.learner.messages import Place
-    from rlhf.learner.rank import TrainedRank, Training
+    from rlhf.learner.rank import TrainedRank
 
     place = Place(rank, processes, rank, "127.0.0.1", port, threads=1)
     rates_of_runs = []
@@ -93,8 +94,9 @@ def our_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -> list[
             optimizer=OptimizerConfig(lr=PEAK),
             schedule=ScheduleConfig(name=run.schedule, warmup_fraction=WARMUP_FRACTION),  # type: ignore[arg-type]
         )
-        training = Training("learner", section, run.updates, "float32", "cpu", trust_remote_code=False)
-        trained = TrainedRank(training, place)
+        training = Training(section, epochs_per_step=1, minibatches_per_epoch=run.updates, steps=1)
+        model = ModelConfig(path="", dtype="float32")
+        trained = TrainedRank(place, name="learner", training=training, model=model, device="cpu")
         trained.wrap(torch.nn.Linear(4, 1))
         rates = []
         for _ in range(run.updates):

@@ -1,4 +1,4 @@
-"""The KL penalty to the reference policy: four per-token estimators and two controllers of its coefficient.
+"""The KL penalty to the reference policy: four per-token estimators and the controller of its coefficient.
 
 With d = log pi - log pi_ref at a sampled token and r = pi / pi_old:
 
@@ -56,14 +56,9 @@ def kl_per_token(
 
     Returns:
         [T] float32 (float64 stays). Exponents are exact up to MAX_LOG_RATIO and continue along the tangent.
-
-    Raises:
-        ValueError: an unknown estimator, missing `old_logprobs`, or a weight on another estimator than k3.
     """
-    if estimator not in KL_ESTIMATORS:
-        raise ValueError(f"algo.kl_estimator={estimator!r}: unknown. Use one of {', '.join(KL_ESTIMATORS)}.")
-    if ratio_weighted and estimator != "k3":
-        raise ValueError(f"algo.kl_estimator={estimator}: only k3 can be weighted by the ratio; weighted k1 is k4.")
+    assert estimator in KL_ESTIMATORS, estimator
+    assert not ratio_weighted or estimator == "k3", "weighted k1 is k4"
     if response_mask is None:
         response_mask = torch.ones_like(logprobs, dtype=torch.bool)
     logprobs = masked(logprobs, response_mask)
@@ -75,49 +70,28 @@ def kl_per_token(
             return difference.square() / 2
         case "k3" if not ratio_weighted:
             return bounded_exp(-difference) - 1 + difference
-    if old_logprobs is None:
-        raise ValueError(f"algo.kl_estimator={estimator}: a ratio-weighted estimate needs old_logprobs.")
+    assert old_logprobs is not None, "a ratio-weighted estimate needs the policy that sampled"
     ratio = bounded_exp(logprobs - masked(old_logprobs, response_mask))
     return ratio * (difference if estimator == "k4" else bounded_exp(-difference) - 1 + difference)
 
 
-class FixedKLController:
-    """A coefficient that always has the value of the config, also after a resume."""
+class KLController:
+    """The coefficient of the KL in the reward: fixed, or steered so that the KL reaches a target.
 
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
-
-    def update(self, kl: float, rollouts: int) -> None:
-        """The measured KL changes nothing."""
-
-    def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """The checkpoint is ignored: the config decides."""
-
-
-class AdaptiveKLController:
-    """A proportional controller in log space that steers the KL to a target (arXiv:1909.08593, sec. 2.2).
+    With a target it is a proportional controller in log space (arXiv:1909.08593, sec. 2.2):
 
         error = clip(kl / target - 1, -0.2, 0.2)        coef *= 1 + error * rollouts / horizon
 
     Args:
-        init: the first coefficient, above 0: the update is multiplicative.
-        target: nats per response (the sum over its tokens).
+        coef: the first coefficient, above 0 if there is a target: the update is multiplicative.
+        target: nats per response (the sum over its tokens); None: the coefficient is fixed.
         horizon: rollouts after which a constant error of 0.2 (the bound) has changed the coefficient by about a fifth.
-
-    Raises:
-        ValueError: an argument that is not positive.
     """
 
     MAX_ERROR = 0.2  # sec. 2.2 of the paper
 
-    def __init__(self, *, init: float, target: float, horizon: int) -> None:
-        for name, value in (("init", init), ("target", target), ("horizon", horizon)):
-            if not value > 0:
-                raise ValueError(f"adaptive KL controller: {name}={value} must be above 0.")
-        self.coef = init
+    def __init__(self, coef: float, *, target: float | None = None, horizon: int = 1) -> None:
+        self.coef = coef
         self.target = target
         self.horizon = horizon
 
@@ -127,13 +101,9 @@ class AdaptiveKLController:
         Raises:
             ValueError: a KL that is not finite, which would spoil the coefficient for the rest of the run.
         """
+        if self.target is None:
+            return
         if not math.isfinite(kl):
             raise ValueError(f"adaptive KL controller: the measured KL is {kl}; the coefficient stays {self.coef}.")
         error = min(max(kl / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
         self.coef *= 1 + error * rollouts / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = state["coef"]

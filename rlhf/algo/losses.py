@@ -13,11 +13,6 @@ from torch import Tensor
 
 from rlhf.algo.numerics import MAX_LOG_RATIO, bounded_exp, masked, segment_counts, segment_ids, segment_sums
 
-POLICY_LOSSES = ("ppo", "gspo", "cispo")
-LOSS_AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
-IMPORTANCE_CORRECTIONS = ("none", "truncated", "masked")
-IMPORTANCE_LEVELS = ("token", "sequence")
-
 
 class PolicyLossTerms(NamedTuple):
     """Per token, all [T] and 0 or False outside of the mask.
@@ -63,28 +58,23 @@ def policy_loss(
         response_mask: [T] bool; tokens elsewhere get loss 0 and gradient 0 for any input.
         dual_clip: c > 1 bounds the loss of ppo and gspo at -c A where A < 0 (arXiv:1912.09729); None: no bound.
         cu_seqlens: [S+1], for gspo.
-
-    Raises:
-        ValueError: an unknown kind, a dual clip of at most 1 or for cispo, or gspo without cu_seqlens.
     """
     logprobs, old_logprobs, advantages = (masked(x, response_mask) for x in (logprobs, old_logprobs, advantages))
     log_ratio = logprobs - old_logprobs.detach()
     advantages = advantages.detach()
     if kind == "cispo":
-        if dual_clip is not None:
-            raise ValueError(f"algo.dual_clip={dual_clip}: cispo has no dual clip. Leave it out, or use ppo or gspo.")
+        assert dual_clip is None, "cispo has no dual clip"
         ratio = bounded_exp(log_ratio.detach())
         weight = ratio.clamp(1 - clip_low, 1 + clip_high)
         not_dual = torch.zeros_like(response_mask)
         return PolicyLossTerms(-weight * advantages * logprobs, ratio * response_mask, weight != ratio, not_dual)
     if kind == "gspo":
-        if cu_seqlens is None:
-            raise ValueError("gspo needs cu_seqlens: its ratio is per sequence.")
+        assert cu_seqlens is not None, "the ratio of gspo is per sequence"
         sequence = _segment_mean(log_ratio.detach(), response_mask, cu_seqlens)
         # The value is the sequence's log ratio (the bracket is exactly 0), the gradient that of the token's log pi.
         log_ratio = torch.where(response_mask, sequence + (logprobs - logprobs.detach()), 0.0)
-    elif kind != "ppo":
-        raise ValueError(f"algo.policy_loss={kind!r}: unknown. Use one of {', '.join(POLICY_LOSSES)}.")
+    else:
+        assert kind == "ppo", kind
     ratio = bounded_exp(log_ratio)
     free = -ratio * advantages
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -92,8 +82,7 @@ def policy_loss(
     clipped = bounded > free
     dual_clipped = torch.zeros_like(clipped)
     if dual_clip is not None:
-        if dual_clip <= 1:
-            raise ValueError(f"algo.dual_clip={dual_clip}: must be above 1, or it would also cut ratios near 1.")
+        assert dual_clip > 1, "it would also cut ratios near 1"
         limit = -dual_clip * advantages
         dual_clipped = (advantages < 0) & (loss > limit)
         loss = torch.where(dual_clipped, limit, loss)
@@ -169,25 +158,15 @@ def importance_weights(
     Args:
         old_logprobs, rollout_logprobs: [T], from the learner and as the engine reported them.
         response_mask: [T] bool. cu_seqlens: [S+1].
-        cap: at least 1.
-
-    Raises:
-        ValueError: an unknown mode or level, or a cap below 1.
+        cap: at least 1, or weights would be cut where the policies agree.
     """
-    if mode not in IMPORTANCE_CORRECTIONS:
-        raise ValueError(f"algo.importance_correction={mode!r}: use one of {', '.join(IMPORTANCE_CORRECTIONS)}.")
-    if level not in IMPORTANCE_LEVELS:
-        raise ValueError(f"algo.importance_level={level!r}: unknown. Use one of {', '.join(IMPORTANCE_LEVELS)}.")
-    if cap < 1:
-        raise ValueError(
-            f"algo.importance_cap={cap}: below 1 it would cut weights where policies agree. Use at least 1."
-        )
     log_ratio = masked(old_logprobs, response_mask) - masked(rollout_logprobs, response_mask)
     if level == "sequence":
         sums = segment_sums(log_ratio, cu_seqlens)
         counted = segment_counts(response_mask, cu_seqlens) > 0
         log_ratio = sums[segment_ids(cu_seqlens, len(log_ratio))]
     else:
+        assert level == "token", level
         sums, counted = log_ratio, response_mask
     ratios = torch.where(counted, torch.exp(sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), 0.0)
     weights = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -200,6 +179,8 @@ def importance_weights(
         case "masked":
             outside = ((weights > cap) | (weights < 1 / cap)) & response_mask
             weights = torch.where(outside, 0.0, weights)
+        case _:
+            raise AssertionError(mode)
     return ImportanceWeights(
         torch.where(response_mask, weights, 0.0), outside, counted.sum(), ratios.sum(), ratios.double().square().sum()
     )
@@ -226,9 +207,6 @@ def aggregate(
         response_mask: [T] bool. cu_seqlens: [S+1].
         tokens, sequences: of the whole minibatch over all ranks; 0 (nothing to train anywhere) gives a loss of 0.
         constant_length: tokens; for `constant`.
-
-    Raises:
-        ValueError: an unknown aggregation, or `constant` without its length.
     """
     values = masked(per_token, response_mask)
     match aggregation:
@@ -238,10 +216,9 @@ def aggregate(
             counts = segment_counts(response_mask, cu_seqlens)[segment_ids(cu_seqlens, len(values))]
             return (values / counts.clamp(min=1)).sum() / max(sequences, 1)
         case "constant":
-            if not constant_length:
-                raise ValueError("algo.loss_aggregation=constant needs a positive constant_length.")
+            assert constant_length
             return values.sum() / (max(sequences, 1) * constant_length)
-    raise ValueError(f"algo.loss_aggregation={aggregation!r}: unknown. Use one of {', '.join(LOSS_AGGREGATIONS)}.")
+    raise AssertionError(aggregation)
 
 
 def _segment_mean(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -17,13 +17,7 @@ therefore turns any Adam that reads it, fused or inside DeepSpeed's ZeRO, into t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, Protocol
-
-import torch
-from torch import Tensor
-
-ADAM_VARIANTS = ("torch", "tensorflow")
 
 
 class HasParamGroups(Protocol):
@@ -33,41 +27,15 @@ class HasParamGroups(Protocol):
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
-def build_adam(
-    parameters: Iterable[Tensor],
-    *,
-    variant: str,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> torch.optim.AdamW:
-    """AdamW with decoupled weight decay (arXiv:1711.05101), ready for its first step.
-
-    The fused kernel is used on CPU as well as on GPU: one pass over parameter, gradient and both moments. `eps` is
-    the epsilon of the variant as published; `set_step` writes the effective one before every step.
-
-    Raises:
-        ValueError: an unknown variant.
-    """
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-    set_step(optimizer, lr=lr, adam_step=1, variant=variant, eps=eps, betas=betas)
-    return optimizer
-
-
 def adam_epsilon(adam_step: int, *, variant: str, eps: float, betas: tuple[float, float]) -> float:
-    """The epsilon that torch's Adam must be given at step t to be the variant: eps, or eps / sqrt(1 - beta2^t).
-
-    Raises:
-        ValueError: an unknown variant.
-    """
+    """The epsilon that torch's Adam must be given at step t to be the variant: eps, or eps / sqrt(1 - beta2^t)."""
     assert adam_step >= 1, f"Adam counts its steps from 1, got {adam_step}"
     match variant:
         case "torch":
             return eps
         case "tensorflow":
             return eps / math.sqrt(1 - betas[1] ** adam_step)
-    raise ValueError(f"learner.optimizer.variant={variant!r}: unknown. Use one of {', '.join(ADAM_VARIANTS)}.")
+    raise AssertionError(variant)
 
 
 def set_step(

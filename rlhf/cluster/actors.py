@@ -121,9 +121,8 @@ async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
 class ActorGroup:
     """Actors of one kind, called together; the order of `actors` is the order of ranks."""
 
-    def __init__(self, name: str, actors: list[Any], *, deadline_s: float, ends_by: str) -> None:
+    def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
         self.name = name
-        self._ends_by = ends_by
         self.actors = actors
         self.deadline_s = deadline_s
         self.homes: dict[str, str] = {}  # by actor id; known once they are located
@@ -131,14 +130,16 @@ class ActorGroup:
 
     async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> list[Any]:
         """The same call on every actor; results in rank order."""
-        return await self.call_each(method, [arguments] * len(self.actors), deadline_s=deadline_s)
+        return await self._gather([a.call.remote(method, *arguments) for a in self.actors], method, deadline_s)
 
-    async def call_each(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], *, deadline_s: float | None = None
-    ) -> list[Any]:
-        """One call on each actor, with its own arguments; the first failure is raised at once."""
-        refs = [a.call.remote(method, *args) for a, args in zip(self.actors, arguments, strict=True)]
-        return await self._gather(refs, method, deadline_s)
+    async def call_one(self, rank: int, method: str, *arguments: Any, what: str) -> Any:
+        """A call on one actor; `what` says in messages what was asked of it."""
+        return await wait_for(
+            self.actors[rank].call.remote(method, *arguments),
+            what=f"{self.name} {rank}, {what}",
+            deadline_s=self.deadline_s,
+            homes=self.homes,
+        )
 
     async def locate(self, *, deadline_s: float) -> list[Location]:
         locations: list[Location] = await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
@@ -186,25 +187,20 @@ class ActorGroup:
         return [self.homes[key] for key in gone if key in self.homes]
 
     async def end(self) -> None:
-        """Let each actor close by `ends_by`, then kill it; during start-up, kill it with its child processes."""
+        """Let each actor close, then kill it; during start-up, kill it with its child processes."""
         with contextlib.suppress(ClusterError, ValueError):
             if self.built:
-                await self.call(self._ends_by, deadline_s=END_S)
+                await self.call("close", deadline_s=END_S)
             elif hasattr(self.actors[0], "end_children"):
                 await self._gather([a.end_children.remote() for a in self.actors], "end_children", END_S)
         for actor in self.actors:
             ray.kill(actor)
 
 
-class RemoteCall:
-    """Lets learner rank 0 call the engine actors: starts a call and returns a function that waits for its result."""
-
-    def __init__(self, actors: list[Any]) -> None:
-        self._actors = actors
-
-    def __call__(self, engine: int, method: str, *arguments: Any) -> Callable[[], Any]:
-        ref = self._actors[engine].call.remote(method, *arguments)
-        return lambda: ray.get(ref)
+def start_call(actors: Sequence[Any], rank: int, method: str, *arguments: Any) -> Callable[[], Any]:
+    """Start a call on an actor from another actor; the function that is returned waits for the result."""
+    ref = actors[rank].call.remote(method, *arguments)
+    return lambda: ray.get(ref)
 
 
 def check_address(address: str) -> None:

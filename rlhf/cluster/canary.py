@@ -59,17 +59,10 @@ class Canary:
             ClusterError: learner and engine differ by more than rounding.
         """
         self.sequences = list(await asyncio.gather(*(self._written(cluster, prompt) for prompt in self._prompts)))
-        seen = await cluster.engines.call("canary", self.sequences)
+        by_engine = await cluster.engines.call("canary", self.sequences)
         exact, noise = await self._exact(cluster)
-        bound = _bound(noise)
-        for engine, logprobs in enumerate(seen):
-            mean, worst = _difference(exact, logprobs)
-            if not mean <= bound:
-                raise ClusterError(
-                    f"canary: learner and engine {engine} disagree on the untouched weights of model.path: mean "
-                    f"|log-prob difference| {mean:.4g}, at most {bound:.2g} is rounding; {worst}. One of them does not "
-                    "compute this model as it was trained."
-                )
+        problem = "and the learner disagree on the untouched weights of model.path: one of them computes another model"
+        _compare(exact, by_engine, problem, _bound(noise))
         self.tolerance = max(TOLERANCE, LATER_FACTOR * noise)
 
     async def check_start(self, cluster: Cluster, version: int) -> dict[str, float]:
@@ -101,8 +94,8 @@ class Canary:
                     f"tolerance of {bound:.2g}. The model's head may be constant; its weights cannot be verified."
                 )
             await cluster.send_weights(version)
-            seen = await cluster.engines.call("canary", self.sequences)
-            _compare(exact, seen, f"perturbed weights at start-up, {what}", bound)
+            by_engine = await cluster.engines.call("canary", self.sequences)
+            _compare(exact, by_engine, f"does not hold the perturbed weights at start-up, {what}", bound)
         finally:
             await cluster.learners.call("restore_weights")
 
@@ -112,10 +105,11 @@ class Canary:
         Raises:
             ClusterError: naming the worst token and both values.
         """
-        (expected, *_), seen = await asyncio.gather(
+        (expected, *_), by_engine = await asyncio.gather(
             cluster.learners.call("canary", self.sequences), cluster.engines.call("canary", self.sequences)
         )
-        difference = _compare(expected, seen, f"weights of version {version}", self.tolerance)
+        problem = f"does not hold the weights of version {version}"
+        difference = _compare(expected, by_engine, problem, self.tolerance)
         return {"sync/canary_difference": difference}
 
     async def _written(self, cluster: Cluster, prompt: Prompt) -> np.ndarray:
@@ -140,13 +134,14 @@ def _bound(noise: float) -> float:
     return max(TOLERANCE, NOISE_FACTOR * noise)
 
 
-def _compare(expected: Logprobs, by_engine: Sequence[Logprobs], what: str, bound: float) -> float:
+def _compare(expected: Logprobs, by_engine: Sequence[Logprobs], problem: str, bound: float) -> float:
+    """The largest difference; raises ClusterError with the problem for an engine that differs by more than `bound`."""
     largest = 0.0
-    for engine, seen in enumerate(by_engine):
-        mean, worst = _difference(expected, seen)
-        if not mean <= bound:
+    for engine, logprobs in enumerate(by_engine):
+        mean, worst = _difference(expected, logprobs)
+        if not mean <= bound:  # NaN does not pass either
             raise ClusterError(
-                f"canary: engine {engine} does not hold the {what}: mean |log-prob difference| {mean:.4g} over "
+                f"canary: engine {engine} {problem}: mean |log-prob difference| {mean:.4g} over "
                 f"{sum(len(s) - 1 for s in expected)} tokens, tolerance {bound:.4g}; {worst}."
             )
         largest = max(largest, mean)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ import numpy as np
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from rlhf.cluster.actors import ActorGroup, Location, RemoteCall, wait_for
+from rlhf.cluster.actors import ActorGroup, Location, start_call
 from rlhf.cluster.placement import Placed, create, shared_gpus
 from rlhf.cluster.ranks import RankGroup
 from rlhf.cluster.session import RaySession
@@ -24,11 +25,9 @@ from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import Place
 from rlhf.plan import check_resources
-from rlhf.rollout.sampling import EngineSettings, SamplingSettings
+from rlhf.rollout.sampling import SamplingSettings
 from rlhf.types import Prompt, Rollout
 from rlhf.weights import transfer
-
-CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU rollout.kv_cache_gib sets the size of the KV cache
 
 HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
@@ -106,7 +105,7 @@ class Cluster:
             if failure is not None:
                 raise failure
         if engine is not None:
-            self._placed[ENGINE] = await create(engine, config, beside=self._placed[LEARNER])
+            self._placed[ENGINE] = await create(engine, config, learners=self._placed[LEARNER])
         starts = [self._build(role.name) for role in self.roles if role.name != ENGINE]
         if self._shares_gpus:
             # An engine takes the memory that is free when it starts, so the roles on the same GPUs start first.
@@ -132,7 +131,8 @@ class Cluster:
         elif role == REWARD_MODEL:
             arguments = [(self.config.reward_model, config.device, config.threads_per_learner or 1)] * placed.role.count
         else:
-            arguments = [(self._engine_settings(i),) for i in range(placed.role.count)]
+            seeds = [_engine_seed(self.config.run.seed, i, self.first_step) for i in range(placed.role.count)]
+            arguments = [(self.config, seed, self.transfer_backend) for seed in seeds]
         if role == ENGINE and self._shares_gpus:
             for i, environment in enumerate(environments):
                 gpus = shared_gpus(self._placed[LEARNER].locations, i, config.tensor_parallel)
@@ -156,24 +156,6 @@ class Cluster:
         """Give memory that torch caches back to the GPUs before the engines use them."""
         for ranks in self.trained().values():
             await ranks.call("empty_cache")
-
-    def _engine_settings(self, i: int) -> EngineSettings:
-        config = self.config
-        on_cpu = config.cluster.device == "cpu"
-        return EngineSettings(
-            model=config.model.path,
-            dtype=config.model.dtype,
-            seed=_engine_seed(config.run.seed, engine=i, first_step=self.first_step),
-            max_model_len=config.max_sequence_tokens,
-            max_concurrent_sequences=config.rollout.max_concurrent_sequences,
-            tensor_parallel=config.cluster.tensor_parallel,
-            gpu_memory_utilization=CPU_MEMORY_SHARE if on_cpu else config.rollout.gpu_memory_utilization,
-            enforce_eager=config.rollout.enforce_eager or on_cpu,
-            transfer_backend=self.transfer_backend,
-            keep_kv=config.rollout.on_weight_update == "keep_kv",
-            sleep_mode=config.cluster.placement == "colocated",
-            trust_remote_code=config.model.trust_remote_code,
-        )
 
     def _environment(self) -> dict[str, str]:
         level = self.config.logging.level.upper()
@@ -228,14 +210,12 @@ class Cluster:
         rendezvous = transfer.Rendezvous(
             host=sender.host,
             port=sender.port,
-            tag="weights",
             world_size=1 + config.engines * config.tensor_parallel,
             timeout_s=config.start_deadline_s,
             one_node=engine_nodes == {sender.node},
         )
-        client = transfer.EngineClient(
-            RemoteCall(self.engines.actors), engines=config.engines, workers_per_engine=config.tensor_parallel
-        )
+        call = partial(start_call, self.engines.actors)
+        client = transfer.EngineClient(call, engines=config.engines, workers_per_engine=config.tensor_parallel)
         await self.learners.call(
             "connect", self.transfer_backend, client, rendezvous, deadline_s=config.start_deadline_s
         )
@@ -283,22 +263,15 @@ class Cluster:
     async def sample_group(
         self, engine: int, prompt: Prompt, samples: int, settings: SamplingSettings
     ) -> list[Rollout]:
-        rollouts: list[Rollout] = await wait_for(
-            self.engines.actors[engine].call.remote("sample_group", prompt, samples, settings),
-            what=f"engine {engine}, sampling {prompt.id}",
-            deadline_s=self.engines.deadline_s,
-            homes=self.engines.homes,
+        rollouts: list[Rollout] = await self.engines.call_one(
+            engine, "sample_group", prompt, samples, settings, what=f"sampling {prompt.id}"
         )
         return rollouts
 
     async def score_conversations(self, copy: int, conversations: list[list[dict[str, str]]]) -> list[float | None]:
         """Scores from one copy of the reward model."""
-        group = self.group(REWARD_MODEL)
-        scores: list[float | None] = await wait_for(
-            group.actors[copy].call.remote("score", conversations),
-            what=f"{group.name} {copy}, {len(conversations)} responses",
-            deadline_s=group.deadline_s,
-            homes=group.homes,
+        scores: list[float | None] = await self.group(REWARD_MODEL).call_one(
+            copy, "score", conversations, what=f"{len(conversations)} responses"
         )
         return scores
 
@@ -321,6 +294,6 @@ def _folder_of(role: str, checkpoint: Path, *, make: bool = False) -> Path:
     return folder
 
 
-def _engine_seed(seed: int, *, engine: int, first_step: int) -> int:
+def _engine_seed(seed: int, engine: int, first_step: int) -> int:
     """Engines sample differently from each other, and a resumed run does not repeat the noise of its first part."""
     return int(np.random.SeedSequence([seed, engine, first_step]).generate_state(1)[0]) & 0x7FFFFFFF

@@ -26,21 +26,21 @@ NVIDIA_SMI_S = 30.0
 
 def report() -> dict[str, str]:
     """Versions, build tags left out: nodes with and without GPUs may make one cluster."""
-    found = {"node": socket.gethostname(), "python": "{}.{}".format(*sys.version_info)}
+    versions = {"node": socket.gethostname(), "python": "{}.{}".format(*sys.version_info)}
     for name in PACKAGES:
         for candidate in (name, OTHER_BUILDS.get(name, name)):
             with contextlib.suppress(metadata.PackageNotFoundError):
-                found.setdefault(name, metadata.version(candidate).split("+")[0])
-        found.setdefault(name, "missing")
-    found["vLLM plug-in"] = "installed" if plugin_is_installed() else "missing"
+                versions.setdefault(name, metadata.version(candidate).split("+")[0])
+        versions.setdefault(name, "missing")
+    versions["vLLM plug-in"] = "installed" if plugin_is_installed() else "missing"
     spec = importlib.util.find_spec("rlhf")
     digest = hashlib.sha256()
     if spec is not None and spec.origin is not None:
         folder = Path(spec.origin).parent
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    found["source of rlhf"] = digest.hexdigest()[:12]
-    return found
+    versions["source of rlhf"] = digest.hexdigest()[:12]
+    return versions
 
 
 def plugin_is_installed() -> bool:
@@ -56,12 +56,12 @@ def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
     """One line for each thing that a node lacks, or has otherwise than the first node."""
     first = reports[0]
     lines = []
-    for found in reports:
-        for name, value in found.items():
+    for node in reports:
+        for name, value in node.items():
             if name in NEEDED and value == "missing":
-                lines.append(f"node {found['node']}: {name} is not installed. Set it up there: make setup-gpu.")
+                lines.append(f"node {node['node']}: {name} is not installed. Set it up there: make setup-gpu.")
             elif name != "node" and value != first[name]:
-                lines.append(f"node {found['node']}: {name} is {value}, but {first[name]} on {first['node']}.")
+                lines.append(f"node {node['node']}: {name} is {value}, but {first[name]} on {first['node']}.")
     return lines
 
 
@@ -71,10 +71,10 @@ def gpus() -> list[str]:
         return []
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
+        completed = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
     except subprocess.TimeoutExpired:
         return []
-    return found.stdout.splitlines() if found.returncode == 0 else []
+    return completed.stdout.splitlines() if completed.returncode == 0 else []
 
 
 def node_names(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -118,4 +118,4 @@ async def ask_nodes(
             return None, (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
     answers = await asyncio.gather(*map(answer, references))
-    return {node["NodeID"]: found for node, found in zip(nodes, answers, strict=True)}
+    return {node["NodeID"]: answer for node, answer in zip(nodes, answers, strict=True)}

@@ -6,7 +6,7 @@ Learners form one DeepSpeed world whose ranks on a node are neighbours. Engines 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -44,52 +44,46 @@ class Placed:
     order: list[int]
 
 
-async def create(role: Role, cluster: ClusterConfig, *, beside: Placed | None = None) -> Placed:
+async def create(role: Role, cluster: ClusterConfig, *, learners: Placed | None = None) -> Placed:
     """Reserve what a role asks for and create its actors; nothing is loaded in them yet.
 
     Args:
-        beside: the learners whose GPUs engines share; engine i is in the bundle of its first learner.
+        learners: those whose GPUs engines share; engine i is in the bundle of its first learner.
 
     Raises:
         ClusterError: the resources were not free within the deadline. Nothing stays reserved.
     """
-    if beside is not None:
-        assert beside.bundles is not None
-        order = beside.order[:: cluster.tensor_parallel]
-        return await _start_actors(role, cluster, beside.bundles, order, cpus=_shared_cpus(cluster), owns_bundles=False)
+    if learners is not None:
+        assert learners.bundles is not None
+        order = learners.order[:: cluster.tensor_parallel]
+        placed = await _start_actors(role, cluster, learners.bundles, order, _shared_cpus(cluster))
+        return replace(placed, bundles=None)
     shared = _shared_cpus(cluster) if role.name == LEARNER and cluster.placement == "colocated" else 0.0
     bundle = {"CPU": role.cpus + shared} | ({GPU: role.gpus} if role.gpus else {})
     bundles = placement_group([bundle] * role.count, strategy="PACK")
     try:
         await _wait_until_reserved(bundles, f"{role.count} {role.name}s of {bundle} each", cluster.start_deadline_s)
-        return await _start_actors(role, cluster, bundles, range(role.count), cpus=role.cpus, owns_bundles=True)
+        return await _start_actors(role, cluster, bundles, range(role.count), role.cpus)
     except BaseException:
         remove_placement_group(bundles)
         raise
 
 
 async def _start_actors(
-    role: Role,
-    cluster: ClusterConfig,
-    bundles: PlacementGroup,
-    order: Sequence[int],
-    *,
-    cpus: float,
-    owns_bundles: bool,
+    role: Role, cluster: ClusterConfig, bundles: PlacementGroup, order: Sequence[int], cpus: float
 ) -> Placed:
     """Create the actors of a role in these bundles; ranks of a trained role that share a node become neighbours."""
     group = (ActorGroup if role.training is None else RankGroup)(
         role.name,
         [_actor(role, cpus, bundles, index) for index in order],
         deadline_s=cluster.step_deadline_s,
-        ends_by="shutdown" if role.name == ENGINE else "close",
     )
     locations = await group.locate(deadline_s=cluster.start_deadline_s)
     if role.training is not None:
         neighbours = _neighbours_together(locations)
         group.reorder(neighbours, locations)
         locations, order = [locations[i] for i in neighbours], [order[i] for i in neighbours]
-    return Placed(role, group, locations, bundles if owns_bundles else None, list(order))
+    return Placed(role, group, locations, bundles, list(order))
 
 
 def _shared_cpus(cluster: ClusterConfig) -> float:

@@ -73,10 +73,10 @@ class RaySession:
         os.chdir(folder)
         reports = [report()]
         reports[0]["node"] += " (driver)"
-        for key, (found, problem) in answers.items():
+        for key, (versions, problem) in answers.items():
             if problem:
                 raise ClusterError(f"node {names[key]} does not answer: {problem}")
-            reports.append({**found, "node": names[key]})
+            reports.append({**versions, "node": names[key]})
         if lines := differences(reports):
             remedy = "All nodes need the package installed from the same checkout: run make setup-gpu on each."
             raise ValueError("\n".join(["the nodes do not have the same installed:", *lines, remedy]))

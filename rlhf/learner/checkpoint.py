@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed import utils, zero
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -72,49 +73,24 @@ class OptimizerView:
         return self._stage == 0 and not hasattr(param, "_hp_mapping")
 
     def weight(self, param: nn.Parameter) -> Tensor:
-        if self._is_plain(param):
-            return param.detach()
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return safe_get_full_fp32_param(param)
+        return param.detach() if self._is_plain(param) else utils.safe_get_full_fp32_param(param)
 
     def moment(self, param: nn.Parameter, key: str) -> Tensor:
         if self._is_plain(param):
-            state = self._engine.optimizer.state.get(param, {})
-            return state.get(key, torch.zeros_like(param))
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        return safe_get_full_optimizer_state(param, key)
-
-    def gradient(self, param: nn.Parameter) -> Tensor:
-        """The reduced gradient after the last backward of a minibatch, before the step consumes it."""
-        from deepspeed.utils import safe_get_full_grad
-
-        return safe_get_full_grad(param)
+            return self._engine.optimizer.state.get(param, {}).get(key, torch.zeros_like(param))
+        return utils.safe_get_full_optimizer_state(param, key)
 
     def set_weight(self, param: nn.Parameter, value: Tensor) -> None:
-        if self._is_plain(param):
+        if not self._is_plain(param):
+            utils.safe_set_full_fp32_param(param, value.to(param.device))
+        with zero.GatheredParameters([param], modifier_rank=0, enabled=self._stage == 3):
             param.data.copy_(value)
-            return
-        from deepspeed.utils import safe_set_full_fp32_param
-
-        value = value.to(param.device)
-        safe_set_full_fp32_param(param, value)
-        if self._stage < 3:
-            param.data.copy_(value)
-        else:
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
-                param.data.copy_(value)
 
     def set_moment(self, param: nn.Parameter, key: str, value: Tensor) -> None:
         if self._is_plain(param):
             self._engine.optimizer.state[param][key] = value.to(param.device)
-            return
-        from deepspeed.utils import safe_set_full_optimizer_state
-
-        safe_set_full_optimizer_state(param, value.to(param.device), key)
+        else:
+            utils.safe_set_full_optimizer_state(param, value.to(param.device), key)
 
 
 def save_learner(

@@ -10,7 +10,6 @@ from rlhf.algo import losses
 from rlhf.config.ppo import PPOConfig
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, check_packed
-from rlhf.learner.rank import Training
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import masked_mean
@@ -23,26 +22,14 @@ class Critic(StepRank):
     """One rank of the critic; a plain class, `rlhf.cluster.cluster` makes a Ray actor of it."""
 
     def __init__(self, config: PPOConfig, place: Place) -> None:
-        training = Training(
-            name="critic",
-            section=config.critic,
-            total_updates=config.critic_training.total_updates,
-            dtype=config.model.dtype,
-            device=config.cluster.device,
-            trust_remote_code=config.model.trust_remote_code,
+        super().__init__(
+            place, name="critic", training=config.critic_training, model=config.model, device=config.cluster.device
         )
-        super().__init__(training, place)
         self.clip = config.critic.value_clip
         key, path = config.critic_model
         with self.loading():
-            transformer = load_scalar_transformer(
-                path,
-                key=key,
-                dtype=config.model.dtype,
-                head_std=0.0,  # every value is 0 before the first update, as in the original RLHF code
-                gradient_checkpointing=config.model.gradient_checkpointing,
-                trust_remote_code=config.model.trust_remote_code,
-            )
+            # every value is 0 before the first update, as in the original RLHF code
+            transformer = load_scalar_transformer(path, config.model, key=key, new_head="zeros")
         _, std = recorded_normalization(path)
         head = transformer.get_parameter(HEAD)
         with torch.no_grad(), self.whole(head, modify=True):

@@ -9,7 +9,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +18,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf.algo.optim import build_adam, set_step
+from rlhf.algo.optim import set_step
 from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
-from rlhf.config.sections import TrainedConfig
+from rlhf.config.roles import Training
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.checkpoint import MOMENTS, OptimizerView, load_learner, save_learner
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens
 from rlhf.log.metrics import Last, Mean, StepMetrics, merge_metrics
 
 
-@dataclass(frozen=True)
-class Training:
-    """How a module is trained: its section of the config, its planned updates (N), and its device.
+class TrainedRank:
+    """A module wrapped by DeepSpeed, with what policy, critic and reward model share.
 
-    `name` is the first part of its metric names.
+    Args:
+        name: the first part of the metric names.
+        training: optimizer, schedule and planned updates.
+        device: cpu or cuda.
     """
 
-    name: str
-    section: TrainedConfig
-    total_updates: int
-    dtype: str
-    device: str
-    trust_remote_code: bool
-
-
-class TrainedRank:
-    """A module wrapped by DeepSpeed, with what policy, critic and reward model share."""
-
-    def __init__(self, training: Training, place: Place) -> None:
+    def __init__(self, place: Place, *, name: str, training: Training, model: ModelConfig, device: str) -> None:
+        self.name = name
         self.training = training
         self.place = place
-        self.device = _join_world(training.device, place)
+        self.device = _join_world(device, place)
+        self._model = model
         self.updates_done = 0  # u of the schedule: taken and skipped
         self.adam_steps = 0  # t of Adam: taken
         self.engine: Any = None
@@ -58,16 +51,10 @@ class TrainedRank:
 
     def wrap(self, module: nn.Module) -> None:
         """Hand the module to DeepSpeed; `names` are those of the Hugging Face model in its `transformer`."""
-        optimizer = self.training.section.optimizer
-        adam = build_adam(
-            module.parameters(),
-            variant=optimizer.variant,
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-        )
-        settings = _training_config(self.training, self.place)
+        options = self.training.section.optimizer.model_dump(exclude={"variant"})
+        # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
+        adam = torch.optim.AdamW(module.parameters(), fused=True, **options)
+        settings = self._deepspeed_settings()
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=settings)
         self.names = {name.removeprefix("transformer."): param for name, param in module.named_parameters()}
 
@@ -83,7 +70,7 @@ class TrainedRank:
         from transformers.integrations import HfDeepSpeedConfig
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        sharding = HfDeepSpeedConfig(_training_config(self.training, self.place))  # from_pretrained asks for it
+        sharding = HfDeepSpeedConfig(self._deepspeed_settings())  # from_pretrained asks for it
         try:
             yield
         finally:
@@ -111,6 +98,37 @@ class TrainedRank:
             seconds.append(time.monotonic() - began)
         return float(np.median(seconds[1:]))
 
+    def place_frozen(self, module: nn.Module) -> Any:
+        """Move a frozen module to the device; at ZeRO-3 it is partitioned like the trained one."""
+        if self.training.section.zero_stage < 3:
+            return module.to(self.device)
+        settings = self._settings_of_any_module() | {"zero_optimization": {"stage": 3}}
+        engine, *_ = deepspeed.initialize(model=module, config=settings)
+        return engine
+
+    def _settings_of_any_module(self) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "train_batch_size": self.place.world_size,
+            "bf16": {"enabled": self._model.dtype == "bfloat16"},
+        }
+
+    def _deepspeed_settings(self) -> dict[str, Any]:
+        section = self.training.section
+        zero: dict[str, Any] = {"stage": section.zero_stage}
+        if section.offload_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        settings = self._settings_of_any_module() | {
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": zero,
+            "gradient_clipping": section.max_grad_norm or 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        if section.zero_stage > 0:
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        return settings
+
     # --- update ---
 
     def take_step(self, microbatches: int, forward: Callable[[int], tuple[Tensor, StepMetrics]]) -> StepMetrics:
@@ -129,38 +147,32 @@ class TrainedRank:
             self.engine.backward(loss * self.place.world_size)
             parts.append(metrics)
         self.updates_done += 1
-        optimizer = self.training.section.optimizer
         lr = self.learning_rate(self.updates_done)
-        set_step(
-            self.engine.optimizer,
-            lr=lr,
-            adam_step=self.adam_steps + 1,
-            variant=optimizer.variant,
-            eps=optimizer.eps,
-            betas=optimizer.betas,
-        )
+        options = self.training.section.optimizer.model_dump(include={"variant", "eps", "betas"})
+        set_step(self.engine.optimizer, lr=lr, adam_step=self.adam_steps + 1, **options)
         grad_norm, taken = self._apply()
         self.adam_steps += taken
-        name = self.training.name
+        name, (updates_taken, updates_skipped) = self.name, self.update_counts()
         return merge_metrics(parts) | {
             f"{name}/lr": Last(lr),
             f"{name}/grad_norm": Mean(grad_norm, 1.0),
-            f"{name}/updates_taken": Last(float(self.adam_steps)),
-            f"{name}/updates_skipped": Last(float(self.updates_done - self.adam_steps)),
+            f"{name}/updates_taken": Last(float(updates_taken)),
+            f"{name}/updates_skipped": Last(float(updates_skipped)),
             f"{name}/update_seconds": Mean(time.monotonic() - started, 1.0),
         }
 
+    def update_counts(self) -> tuple[int, int]:
+        """Optimizer steps taken, and those skipped for a non-finite gradient."""
+        return self.adam_steps, self.updates_done - self.adam_steps
+
     def learning_rate(self, update: int) -> float:
-        schedule = self.training.section.schedule
+        form = self.training.section.schedule.model_dump(exclude={"warmup_steps", "warmup_fraction"})
         return learning_rate(
             update,
             total_updates=self.training.total_updates,
             lr=self.training.section.optimizer.lr,
-            name=schedule.name,
-            warmup_steps=schedule.warmup_updates(self.training.total_updates),
-            num_cycles=schedule.num_cycles,
-            min_lr=schedule.min_lr,
-            power=schedule.power,
+            warmup_steps=self.training.warmup_updates,
+            **form,
         )
 
     def _apply(self) -> tuple[float, bool]:
@@ -236,7 +248,7 @@ class TrainedRank:
             transformer = self.engine.module.transformer
             transformer.save_pretrained(folder, state_dict=state)
             AutoTokenizer.from_pretrained(
-                tokenizer_path, trust_remote_code=self.training.trust_remote_code
+                tokenizer_path, trust_remote_code=self._model.trust_remote_code
             ).save_pretrained(folder)
 
     def close(self) -> None:
@@ -263,39 +275,3 @@ def _join_world(device: str, place: Place) -> torch.device:
         deepspeed.ops.__compatible_ops__[SHM_OP] = False
     deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
     return torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
-
-
-def place_frozen(module: nn.Module, rank: TrainedRank) -> Any:
-    """Move a frozen module to the device; at ZeRO-3 it is partitioned like the trained one."""
-    if rank.training.section.zero_stage < 3:
-        return module.to(rank.device)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "train_batch_size": rank.place.world_size,
-        "bf16": {"enabled": rank.training.dtype == "bfloat16"},
-        "zero_optimization": {"stage": 3},
-    }
-    engine, *_ = deepspeed.initialize(model=module, config=config)
-    return engine
-
-
-def _training_config(training: Training, place: Place) -> dict[str, Any]:
-    section = training.section
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "train_batch_size": place.world_size,
-        "bf16": {"enabled": training.dtype == "bfloat16"},
-        "zero_optimization": {"stage": section.zero_stage},
-        "gradient_clipping": section.max_grad_norm or 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    if section.zero_stage > 0:
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if section.offload_optimizer:
-        settings["zero_optimization"]["offload_optimizer"] = {
-            "device": "cpu",
-            "pin_memory": training.device == "cuda",
-        }
-    return settings

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf.learner.checkpoint import ShardWriter, read_shards
 from rlhf.learner.model import PolicyModel
-from rlhf.learner.rank import TrainedRank, place_frozen
+from rlhf.learner.rank import TrainedRank
 
 KIND = "reference"
 
@@ -24,7 +24,7 @@ class Reference:
     """
 
     def __init__(self, module: PolicyModel, rank: TrainedRank) -> None:
-        self.model: Any = place_frozen(module, rank)
+        self.model: Any = rank.place_frozen(module)
         self._params: dict[str, nn.Parameter] = {
             name.removeprefix("transformer."): param for name, param in module.named_parameters()
         }

@@ -11,6 +11,7 @@ import torch
 
 from rlhf.algo.packing import pack, pack_microbatches
 from rlhf.config.reward_model import RewardModelConfig
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.model import DeviceTokens, check_packed
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
 
@@ -28,10 +29,8 @@ class RewardScorer:
             torch.set_num_threads(threads)
         self.device = torch.device(device)
         self.tokenizer = AutoTokenizer.from_pretrained(config.path)
-        transformer = load_scalar_transformer(
-            config.path, key="reward_model.path", dtype=config.dtype, head_std=None,
-            gradient_checkpointing=False, trust_remote_code=False,
-        )  # fmt: skip
+        model = ModelConfig(path=config.path, dtype=config.dtype)
+        transformer = load_scalar_transformer(config.path, model, key="reward_model.path", new_head=None)
         self.longest = min(config.max_tokens_per_batch, int(transformer.config.max_position_embeddings))
         self.max_tokens = config.max_tokens_per_batch
         self.model = RewardModel(transformer).eval().requires_grad_(False).to(self.device)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from rlhf.algo.packing import draw_minibatches, filler, pack, pack_microbatches
 from rlhf.config.reward_model import RewardTrainingConfig
+from rlhf.config.roles import Training
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, check_packed
-from rlhf.learner.rank import TrainedRank, Training
+from rlhf.learner.rank import TrainedRank
 from rlhf.learner.reward_scorer import NORMALIZATION_FILE
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
 from rlhf.log.metrics import Mean, StepMetrics, Sum, merge_metrics
@@ -37,55 +38,35 @@ class Pair:
         return len(self.chosen) + len(self.rejected)
 
 
+def training_on(pairs: int, config: RewardTrainingConfig) -> Training:
+    """The training on this many pairs: one step, of which each pass over them is an epoch."""
+    updates_per_epoch = math.ceil(pairs / config.learner.pairs_per_update)
+    return Training(config.learner, config.run.epochs, updates_per_epoch, steps=1)
+
+
 def count_updates(config: RewardTrainingConfig, pairs: int) -> int:
-    return config.run.epochs * updates_per_epoch(config, pairs)
-
-
-def updates_per_epoch(config: RewardTrainingConfig, pairs: int) -> int:
-    return math.ceil(pairs / config.learner.pairs_per_update)
+    return training_on(pairs, config).total_updates
 
 
 class RewardTrainer(TrainedRank):
     """The reward model's rank; every rank holds all pairs and takes its part of each minibatch."""
 
     def __init__(self, config: RewardTrainingConfig, place: Place, pairs: Sequence[Pair]) -> None:
-        total = count_updates(config, len(pairs))
-        training = Training(
-            name="learner",
-            section=config.learner,
-            total_updates=total,
-            dtype=config.model.dtype,
-            device=config.cluster.device,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        super().__init__(training, place)
+        training = training_on(len(pairs), config)
+        super().__init__(place, name="learner", training=training, model=config.model, device=config.cluster.device)
         self.config = config
         self.pairs = pairs
-        hidden = _hidden_size(config.model.path, config.model.trust_remote_code)
         torch.manual_seed(config.run.seed)  # the head is drawn alike on every rank
         with self.loading():
-            transformer = load_scalar_transformer(
-                config.model.path,
-                key="model.path",
-                dtype=config.model.dtype,
-                head_std=1 / math.sqrt(hidden + 1),  # as in the original RLHF code
-                gradient_checkpointing=config.model.gradient_checkpointing,
-                trust_remote_code=config.model.trust_remote_code,
-            )
-        self.wrap(RewardModel(transformer))
+            transformer = load_scalar_transformer(config.model.path, config.model, key="model.path", new_head="random")
+        self.wrap(RewardModel(transformer).train())
         check_packed(self.engine, self.device, dtype=config.model.dtype, key="model.path", path=config.model.path)
 
     def train(self) -> Iterator[StepMetrics]:
         """Every update of the run; yields its metrics over all ranks."""
-        for epoch in range(self.config.run.epochs):
-            drawn = draw_minibatches(
-                len(self.pairs),
-                minibatches=updates_per_epoch(self.config, len(self.pairs)),
-                seed=self.config.run.seed,
-                step=0,
-                epoch=epoch,
-            )
-            for indices in drawn:
+        seed, minibatches = self.config.run.seed, self.training.minibatches_per_epoch
+        for epoch in range(self.training.epochs_per_step):
+            for indices in draw_minibatches(len(self.pairs), minibatches=minibatches, seed=seed, step=0, epoch=epoch):
                 yield self.update([self.pairs[i] for i in indices])
 
     def update(self, pairs: Sequence[Pair]) -> StepMetrics:
@@ -98,7 +79,7 @@ class RewardTrainer(TrainedRank):
             loss = pair_loss(margins).sum() / len(pairs) + 0.0 * scores.sum()
             return loss, pair_metrics("train", margins.detach()) | {"train/loss": Sum(loss.item())}
 
-        return merge_ranks(self.take_step(len(microbatches), forward), self.place)
+        return merge_metrics(self._gather(self.take_step(len(microbatches), forward)))
 
     @torch.no_grad()
     def measure(self, pairs: Sequence[Pair]) -> tuple[StepMetrics, float, float]:
@@ -110,16 +91,20 @@ class RewardTrainer(TrainedRank):
             own_scores += scores.tolist()
             margins = scores[0::2] - scores[1::2]
             parts = merge_metrics([parts, pair_metrics("eval", margins), {"eval/loss": _mean(pair_loss(margins))}])
-        by_rank: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(by_rank, own_scores)
-        all_scores = np.concatenate(by_rank)
-        return merge_ranks(parts, self.place), float(all_scores.mean()), float(all_scores.std())
+        all_scores = np.concatenate(self._gather(own_scores))
+        return merge_metrics(self._gather(parts)), float(all_scores.mean()), float(all_scores.std())
 
     def write(self, folder: str, tokenizer_path: str, mean: float, std: float) -> None:
         """The model in Hugging Face format, with the normalization of its scores."""
         self.export(folder, tokenizer_path)
         if self.place.rank == 0:
             (Path(folder) / NORMALIZATION_FILE).write_text(json.dumps({"mean": mean, "std": std}) + "\n")
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The value of every rank."""
+        by_rank: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(by_rank, value)
+        return by_rank
 
     def _own(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
         plan = pack_microbatches(
@@ -147,15 +132,3 @@ def pair_metrics(name: str, margins: Tensor) -> StepMetrics:
 
 def _mean(values: Tensor) -> Mean:
     return Mean(values.double().sum().item(), float(len(values)))
-
-
-def merge_ranks(metrics: StepMetrics, place: Place) -> StepMetrics:
-    by_rank: list[Any] = [None] * place.world_size
-    dist.all_gather_object(by_rank, metrics)
-    return merge_metrics(by_rank)
-
-
-def _hidden_size(path: str, trust_remote_code: bool) -> int:
-    from transformers import AutoConfig
-
-    return int(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).hidden_size)

@@ -26,28 +26,24 @@ Targets = TypeVar("Targets", PolicyTargets, ValueTargets)
 
 @dataclass(frozen=True)
 class HeldMicrobatch:
-    """A microbatch on the device, and the positions of its tokens [T] in the step.
+    """A microbatch on the device.
 
-    A filler has no position: its index points at the step's first token, and its response mask is False.
+    Attributes:
+        index: [T] positions of its tokens in the step. A filler has none: its index points at the step's first token,
+            and its response mask is False.
+        denominators: of its minibatch.
     """
 
     tokens: DeviceTokens
     index: np.ndarray
     is_filler: bool
-
-
-@dataclass(frozen=True)
-class HeldMinibatch:
-    """This rank's part of one optimizer step."""
-
-    microbatches: list[HeldMicrobatch]
     denominators: Denominators
 
 
 class StepRank(TrainedRank):
     """One rank of a module that learns from the rollouts of a step."""
 
-    _epochs: list[list[HeldMinibatch]]
+    _epochs: list[list[list[HeldMicrobatch]]]  # by epoch and minibatch
 
     def start_step(self, tokens: PackedTokens, epochs: Sequence[Sequence[Minibatch]]) -> np.ndarray:
         """Keep this rank's microbatches of the step.
@@ -60,19 +56,17 @@ class StepRank(TrainedRank):
         """
         self._epochs = []  # the previous step's microbatches give their memory back first
         self._epochs = [[self._hold(tokens, minibatch) for minibatch in epoch] for epoch in epochs]
-        held = [x for epoch in self._epochs for minibatch in epoch for x in minibatch.microbatches if not x.is_filler]
+        held = [x for epoch in self._epochs for minibatch in epoch for x in minibatch if not x.is_filler]
         return np.concatenate([np.zeros(0, np.int64), *(x.tokens.segments.shared for x in held)])
 
-    def _hold(self, tokens: PackedTokens, minibatch: Minibatch) -> HeldMinibatch:
+    def _hold(self, tokens: PackedTokens, minibatch: Minibatch) -> list[HeldMicrobatch]:
         def microbatch(rows: np.ndarray) -> HeldMicrobatch:
-            if not len(rows):
-                index = np.zeros(FILLER_TOKENS, np.int64)
-                return HeldMicrobatch(DeviceTokens.of(filler(), self.device), index, is_filler=True)
-            packed = DeviceTokens.of(tokens.take(rows), self.device)
-            return HeldMicrobatch(packed, tokens.token_indices(rows), is_filler=False)
+            packed = tokens.take(rows) if len(rows) else filler()
+            index = tokens.token_indices(rows) if len(rows) else np.zeros(FILLER_TOKENS, np.int64)
+            on_device = DeviceTokens.of(packed, self.device)
+            return HeldMicrobatch(on_device, index, not len(rows), minibatch.denominators)
 
-        own = minibatch.microbatches[self.place.rank]
-        return HeldMinibatch([microbatch(rows) for rows in own], minibatch.denominators)
+        return [microbatch(rows) for rows in minibatch.microbatches[self.place.rank]]
 
     @torch.no_grad()
     def passes(self, forward: Callable[[DeviceTokens], Tensor]) -> np.ndarray:
@@ -82,7 +76,7 @@ class StepRank(TrainedRank):
         """
         outputs = [np.zeros(0, np.float32)]
         for minibatch in self._epochs[0]:
-            for held in minibatch.microbatches:
+            for held in minibatch:
                 values = forward(held.tokens).float().cpu().numpy()
                 if not held.is_filler:
                     outputs.append(values)
@@ -99,11 +93,11 @@ class StepRank(TrainedRank):
             targets: columns [N] of the step; `loss` gets the part [T] of its microbatch.
         """
 
-        def update(minibatch: HeldMinibatch) -> StepMetrics:
+        def update(minibatch: Sequence[HeldMicrobatch]) -> StepMetrics:
             def forward(i: int) -> tuple[Tensor, StepMetrics]:
-                held = minibatch.microbatches[i]
-                return loss(held.tokens, targets.take(held.index), minibatch.denominators)
+                held = minibatch[i]
+                return loss(held.tokens, targets.take(held.index), held.denominators)
 
-            return self.take_step(len(minibatch.microbatches), forward)
+            return self.take_step(len(minibatch), forward)
 
         return [update(minibatch) for epoch in self._epochs for minibatch in epoch]

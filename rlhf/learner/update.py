@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -19,59 +17,19 @@ from rlhf.types import Denominators, PolicyTargets
 HEALTH_KL = "k3"  # the estimator of kl_old and engine_kl; its first argument is the policy that sampled
 
 
-@dataclass(frozen=True)
-class PolicyObjective:
-    """The choices of the config that the policy loss reads."""
-
-    kind: str
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-    aggregation: str
-    constant_length: int
-    kl_coef: float
-    kl_estimator: str
-    kl_ratio_weighted: bool
-    entropy_coef: float
-    importance_mode: str
-    importance_level: str
-    importance_cap: float
-    router_balance_coef: float
-
-    @classmethod
-    def of(cls, config: GRPOConfig) -> PolicyObjective:
-        algo = config.algo
-        return cls(
-            kind=algo.policy_loss,
-            clip_low=algo.clip_low,
-            clip_high=algo.clip_high,
-            dual_clip=algo.dual_clip,
-            aggregation=algo.loss_aggregation,
-            constant_length=algo.constant_length or config.rollout.max_response_tokens,
-            kl_coef=0.0 if config.kl_in_reward else algo.kl_coef,
-            kl_estimator=algo.kl_estimator,
-            kl_ratio_weighted=algo.kl_ratio_weighted,
-            entropy_coef=algo.entropy_coef,
-            importance_mode=algo.importance_correction,
-            importance_level=algo.importance_level,
-            importance_cap=algo.importance_cap,
-            router_balance_coef=config.learner.router_balance_coef,
-        )
-
-
 def policy_microbatch(
     model: nn.Module,
     tokens: DeviceTokens,
     targets: PolicyTargets,
     denominators: Denominators,
-    objective: PolicyObjective,
+    config: GRPOConfig,
 ) -> tuple[Tensor, StepMetrics]:
     """This microbatch's share of the minibatch loss, under the global denominators, and its metrics.
 
     The shares of all microbatches of all ranks add up to the loss of the minibatch. A KL in the loss is added to each
     token before aggregation, and its gradient flows.
     """
-    mask = tokens.response_mask
+    algo, mask = config.algo, tokens.response_mask
 
     def column(values: np.ndarray) -> Tensor:
         return masked(torch.from_numpy(values).to(mask.device), mask)
@@ -87,10 +45,10 @@ def policy_microbatch(
         advantages=advantages,
         response_mask=mask,
         cu_seqlens=tokens.cu_seqlens,
-        kind=objective.kind,
-        clip_low=objective.clip_low,
-        clip_high=objective.clip_high,
-        dual_clip=objective.dual_clip,
+        kind=algo.policy_loss,
+        clip_low=algo.clip_low,
+        clip_high=algo.clip_high,
+        dual_clip=algo.dual_clip,
     )
     per_token = terms.loss
     correction = losses.importance_weights(
@@ -98,49 +56,51 @@ def policy_microbatch(
         rollout_logprobs,
         response_mask=mask,
         cu_seqlens=tokens.cu_seqlens,
-        mode=objective.importance_mode,
-        level=objective.importance_level,
-        cap=objective.importance_cap,
+        mode=algo.importance_correction,
+        level=algo.importance_level,
+        cap=algo.importance_cap,
     )
     metrics: StepMetrics = {
         "policy/effective_sample_fraction": EffectiveSampleFraction(
             correction.samples.item(), correction.ratio_sum.item(), correction.ratio_square_sum.item()
         )
     }
-    if objective.importance_mode != "none":
+    if algo.importance_correction != "none":
         per_token = per_token * correction.weights
         metrics["policy/importance_weight"] = masked_mean(correction.weights, mask)
         metrics["policy/importance_outside_fraction"] = masked_mean(correction.outside.float(), mask)
     if targets.ref_logprobs is not None:
         ref_logprobs = column(targets.ref_logprobs)
-        if objective.kl_coef > 0:
+        if algo.kl_coef > 0 and algo.kl_place == "loss":
             penalty = kl.kl_per_token(
                 logprobs,
                 ref_logprobs,
-                estimator=objective.kl_estimator,
+                estimator=algo.kl_estimator,
                 old_logprobs=old_logprobs,
-                ratio_weighted=objective.kl_ratio_weighted,
+                ratio_weighted=algo.kl_ratio_weighted,
             )
-            per_token = per_token + objective.kl_coef * penalty
+            per_token = per_token + algo.kl_coef * penalty
         metrics |= _kl_metrics(old_logprobs, ref_logprobs, mask)
-    if objective.entropy_coef:
-        per_token = per_token - objective.entropy_coef * entropy
+    if algo.entropy_coef:
+        per_token = per_token - algo.entropy_coef * entropy
+    if algo.dual_clip is not None:
+        metrics["policy/dual_clip_fraction"] = masked_mean(terms.dual_clipped.float(), mask)
 
     loss = losses.aggregate(
         per_token,
         mask,
         tokens.cu_seqlens,
-        aggregation=objective.aggregation,
+        aggregation=algo.loss_aggregation,
         tokens=denominators.tokens,
         sequences=denominators.sequences,
-        constant_length=objective.constant_length,
+        constant_length=algo.constant_length or config.rollout.max_response_tokens,
     )
     if routing is not None:
         trained = segment_counts(mask, tokens.cu_seqlens) > 0
         metrics |= _routing_metrics(routing, trained)
-        if objective.router_balance_coef:
+        if config.learner.router_balance_coef:
             assert routing.balance is not None, "refused when the model was loaded"
-            loss = loss + objective.router_balance_coef * routing.balance[trained].sum() / denominators.sequences
+            loss = loss + config.learner.router_balance_coef * routing.balance[trained].sum() / denominators.sequences
     # Keeps a microbatch without a trained token in the graph: every rank must make the same backward calls.
     loss = loss + 0.0 * logprobs.sum()
     metrics |= {

@@ -6,12 +6,16 @@ with the policy, the head is applied inside the forward that DeepSpeed wraps.
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf.algo.logprobs import response_states
 from rlhf.algo.numerics import full_precision
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.attention import load_packed
 from rlhf.learner.model import DTYPES, DeviceTokens, hidden_states, prepare_transformer
 from rlhf.learner.segments import take_rows
@@ -56,13 +60,14 @@ def _scalars(transformer: PreTrainedModel, tokens: DeviceTokens, positions: Tens
 
 
 def load_scalar_transformer(
-    path: str, *, key: str, dtype: str, head_std: float | None, gradient_checkpointing: bool, trust_remote_code: bool
+    path: str, model: ModelConfig, *, key: str, new_head: Literal["random", "zeros"] | None
 ) -> PreTrainedModel:
     """Load a language model or a sequence-classification model with one number as its output.
 
     Args:
-        key: of the config, for messages.
-        head_std: standard deviation of a new head if the model has none (0 for zeros); None: the model must have one.
+        model: type, gradient checkpointing and trust; its own path is not read.
+        key: the key of `path`, for messages.
+        new_head: of a model that has none; None: the model must have one.
 
     Raises:
         ValueError: the model has several labels, no head, a head of another form, or does not take packed rows.
@@ -72,8 +77,8 @@ def load_scalar_transformer(
         path,
         key=key,
         num_labels=1,
-        dtype=DTYPES[dtype],
-        trust_remote_code=trust_remote_code,
+        dtype=DTYPES[model.dtype],
+        trust_remote_code=model.trust_remote_code,
         ignore_mismatched_sizes=True,
     )
     head = vars(transformer)["_modules"].get("score")
@@ -85,7 +90,7 @@ def load_scalar_transformer(
     if info["mismatched_keys"]:
         raise ValueError(f"{key}={path}: its head gives several numbers. Use a model with one label.")
     if HEAD in info["missing_keys"]:
-        if head_std is None:
+        if new_head is None:
             raise ValueError(
                 f"{key}={path}: it has no head {HEAD}, so it is not a reward model. Train one with "
                 "`python -m rlhf.reward_model`, or name another."
@@ -93,6 +98,9 @@ def load_scalar_transformer(
         from deepspeed import zero  # at ZeRO-3 each rank holds only its share of the head
 
         with zero.GatheredParameters([head.weight], modifier_rank=0, enabled=hasattr(head.weight, "ds_id")):
-            nn.init.normal_(head.weight, std=head_std) if head_std else nn.init.zeros_(head.weight)
-    prepare_transformer(transformer, gradient_checkpointing=gradient_checkpointing)
+            if new_head == "zeros":
+                nn.init.zeros_(head.weight)
+            else:  # as in the original RLHF code
+                nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
+    prepare_transformer(transformer, gradient_checkpointing=model.gradient_checkpointing)
     return transformer

@@ -15,10 +15,9 @@ from rlhf.algo.packing import pack
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
-from rlhf.learner.rank import Training
 from rlhf.learner.reference import Reference
 from rlhf.learner.step import StepRank
-from rlhf.learner.update import PolicyObjective, policy_microbatch
+from rlhf.learner.update import policy_microbatch
 from rlhf.log.metrics import StepMetrics
 from rlhf.types import PolicyTargets
 from rlhf.weights.transfer import EngineClient, ParameterMeta, Rendezvous, WeightSender, make_sender
@@ -26,24 +25,14 @@ from rlhf.weights.transfer import EngineClient, ParameterMeta, Rendezvous, Weigh
 PERTURBED_STRIDE = 3  # a third of the signs: a tensor that is not perturbed with the others around it stands out
 
 
-def policy_training(config: GRPOConfig) -> Training:
-    return Training(
-        name="learner",
-        section=config.learner,
-        total_updates=config.total_updates,
-        dtype=config.model.dtype,
-        device=config.cluster.device,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-
-
 class Learner(StepRank):
     """One rank of the policy."""
 
     def __init__(self, config: GRPOConfig, place: Place) -> None:
-        super().__init__(policy_training(config), place)
+        super().__init__(
+            place, name="learner", training=config.training, model=config.model, device=config.cluster.device
+        )
         self.config = config
-        self.objective = PolicyObjective.of(config)
         self._sender: WeightSender | None = None
         self._saved: list[tuple[nn.Parameter, Tensor]] = []
         model = self._load_model(frozen=False)
@@ -88,7 +77,7 @@ class Learner(StepRank):
     def update(self, targets: PolicyTargets) -> list[StepMetrics]:
         """Every optimizer step of the training step; this rank's metrics of each."""
         return self.updates(
-            targets, lambda tokens, own, sizes: policy_microbatch(self.engine, tokens, own, sizes, self.objective)
+            targets, lambda tokens, own, sizes: policy_microbatch(self.engine, tokens, own, sizes, self.config)
         )
 
     @torch.no_grad()
@@ -105,9 +94,9 @@ class Learner(StepRank):
         logprobs = self.engine(tokens, temperature=1.0, in_float32=in_float32).logprobs.float().cpu().numpy()
         return np.split(logprobs, packed.cu_seqlens[1:-1])
 
-    def change_objective(self, objective: PolicyObjective) -> None:
-        """Use another objective from the next update on, so that a scan of objectives starts the engines once."""
-        self.objective = objective
+    def change_config(self, config: GRPOConfig) -> None:
+        """Use another `algo` section from the next update on, so that a scan of objectives starts the engines once."""
+        self.config = config
 
     def blend_reference(self, decay: float) -> None:
         """Reference := decay x reference + (1 - decay) x policy; a decay of 0 replaces it by the policy."""

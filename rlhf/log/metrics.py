@@ -6,33 +6,35 @@ The values come from log/measure.py (rollouts), learner/update.py (losses) and r
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
 
+class _Added:
+    """A metric whose numbers add up."""
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
+
+
 @dataclass(frozen=True)
-class Mean:
+class Mean(_Added):
     """Weighted mean: `total` over `weight`; with weight 0 it is NaN, which is not logged."""
 
     total: float
     weight: float
-
-    def merge(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.weight + other.weight)
 
     def value(self) -> float:
         return self.total / self.weight if self.weight else float("nan")
 
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(_Added):
     total: float
-
-    def merge(self, other: Sum) -> Sum:
-        return Sum(self.total + other.total)
 
     def value(self) -> float:
         return self.total
@@ -63,32 +65,22 @@ class Last:
 
 
 @dataclass(frozen=True)
-class EffectiveSampleFraction:
+class EffectiveSampleFraction(_Added):
     """Kish's effective sample size over n, (sum w)^2 / (n sum w^2), of importance ratios w."""
 
     samples: float
     ratio_sum: float
     ratio_square_sum: float
 
-    def merge(self, other: EffectiveSampleFraction) -> EffectiveSampleFraction:
-        return EffectiveSampleFraction(
-            self.samples + other.samples,
-            self.ratio_sum + other.ratio_sum,
-            self.ratio_square_sum + other.ratio_square_sum,
-        )
-
     def value(self) -> float:
         return self.ratio_sum**2 / (self.samples * self.ratio_square_sum) if self.samples else float("nan")
 
 
 @dataclass(frozen=True)
-class Histogram:
+class Histogram(_Added):
     """All values; logged as their mean and four quantiles."""
 
     values: tuple[float, ...]
-
-    def merge(self, other: Histogram) -> Histogram:
-        return Histogram(self.values + other.values)
 
     def value(self) -> float:
         return float(np.mean(self.values)) if self.values else float("nan")

@@ -32,8 +32,6 @@ WANDB_START_S = 20.0  # for a server that answers to accept the run
 class Sink(Protocol):
     def log(self, step: int, values: Mapping[str, Any]) -> None: ...
 
-    def close(self, *, failed: bool = False) -> None: ...
-
 
 class JsonlSink:
     """`metrics.jsonl`: one object per line. Resuming at a step removes the lines of later steps."""
@@ -47,7 +45,7 @@ class JsonlSink:
         self._file.write(json.dumps({STEP: step, "time": round(time.time(), 3), **values}) + "\n")
         self._file.flush()
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self) -> None:
         self._file.close()
 
 
@@ -136,16 +134,17 @@ def no_answer(url: str) -> str:
     reasons = [f"no answer within {WANDB_ANSWER_S:.0f} s"]
 
     def ask() -> None:
+        reason = ""
         try:
             urllib.request.urlopen(url, timeout=WANDB_ANSWER_S).close()
         except urllib.error.HTTPError:
-            reasons.append("")
-        except urllib.error.URLError as error:  # wandb may know certificates that Python does not
-            reasons.append("" if isinstance(error.reason, ssl.SSLError) else str(error.reason))
+            pass
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ssl.SSLError):  # wandb may know certificates that Python does not
+                reason = str(error.reason)
         except (OSError, http.client.HTTPException) as error:
-            reasons.append(str(error) or type(error).__name__)
-        else:
-            reasons.append("")
+            reason = str(error) or type(error).__name__
+        reasons.append(reason)
 
     asking = threading.Thread(target=ask, daemon=True)  # a name look-up has no time limit of its own
     asking.start()
@@ -201,9 +200,6 @@ class TerminalSink:
 
     def warn(self, message: str) -> None:
         self._console.print(f"[yellow]warning:[/yellow] {escape(message)}", highlight=False)
-
-    def close(self, *, failed: bool = False) -> None:
-        return
 
 
 def summary_table(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Table:

@@ -165,8 +165,8 @@ class RolloutBuffer:
                 self._dispatched -= 1
         self._ready = fresh
 
-    def step_done(self) -> None:
-        """Call this when the weights of a training step are in the engines: groups of later steps may be dispatched."""
+    def begin_next_step(self) -> None:
+        """Let the groups of the next training step be dispatched; its weights are in the engines."""
         self._step += 1
         self._replacements = 0
         self.dispatch()

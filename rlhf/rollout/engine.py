@@ -17,7 +17,8 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rlhf.rollout.sampling import Completion, EngineSettings, SamplingSettings, sample_group, truncate
+from rlhf.config.run import GRPOConfig
+from rlhf.rollout.sampling import Completion, SamplingSettings, engine_arguments, to_rollout, truncate
 from rlhf.types import Prompt, Rollout, VersionSpan
 
 CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
@@ -26,46 +27,20 @@ CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
 class RolloutEngine:
     """One vLLM engine behind Ray calls; every method but the constructor is a coroutine."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self._keep_kv = settings.keep_kv
+    def __init__(self, config: GRPOConfig, seed: int, transfer_backend: str) -> None:
+        self._keep_kv = config.rollout.on_weight_update == "keep_kv"
         self._request_ids = itertools.count()
-        self._engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=settings.model,
-                dtype=settings.dtype,  # type: ignore[arg-type]
-                seed=settings.seed,
-                max_model_len=settings.max_model_len,
-                max_num_seqs=settings.max_concurrent_sequences,
-                tensor_parallel_size=settings.tensor_parallel,
-                # Inside a placement group vLLM would choose Ray, which needs a bundle for every GPU.
-                distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
-                gpu_memory_utilization=settings.gpu_memory_utilization,
-                enforce_eager=settings.enforce_eager,
-                trust_remote_code=settings.trust_remote_code,
-                # Log-probs of the distribution that is sampled from, after the temperature; the default is before it.
-                logprobs_mode="processed_logprobs",
-                weight_transfer_config=WeightTransferConfig(backend=settings.transfer_backend),
-                enable_prefix_caching=not settings.keep_kv,
-                enable_sleep_mode=settings.sleep_mode,
-                disable_log_stats=True,
-                scheduling_policy="priority",  # so that the canary does not wait behind a backlog of rollouts
-            )
-        )
+        transfer = WeightTransferConfig(backend=transfer_backend)
+        arguments = AsyncEngineArgs(**engine_arguments(config, seed), weight_transfer_config=transfer)
+        self._engine = AsyncLLM.from_engine_args(arguments)
 
     # --- sampling ---
 
     async def sample_group(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> list[Rollout]:
         """All samples of one prompt, with log-probs, finish reasons and the weight version of every token."""
-
-        async def generate(token_ids: np.ndarray, n: int) -> list[Completion]:
-            return await self._generate(token_ids, n, settings)
-
-        return await sample_group(prompt, samples, generate)
-
-    async def _generate(self, token_ids: np.ndarray, n: int, settings: SamplingSettings) -> list[Completion]:
         token = settings.truncate_token
         params = SamplingParams(
-            n=n,
+            n=samples,
             temperature=settings.temperature,
             max_tokens=settings.max_tokens,
             stop=list(settings.stop) or None,
@@ -75,11 +50,12 @@ class RolloutEngine:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        final = await self._run(token_ids, params, priority=ROLLOUT_PRIORITY)
+        final = await self._run(prompt.token_ids, params, priority=ROLLOUT_PRIORITY)
         completions = [_completion(output) for output in final.outputs]
-        if token is None:
-            return completions
-        return [truncate(completion, token=token, after=settings.truncate_after) for completion in completions]
+        assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
+        if token is not None:
+            completions = [truncate(x, token=token, after=settings.truncate_after) for x in completions]
+        return [to_rollout(prompt, sample, completion) for sample, completion in enumerate(completions)]
 
     async def _run(self, token_ids: np.ndarray, params: SamplingParams, *, priority: int) -> Any:
         prompt: Any = {"prompt_token_ids": token_ids.tolist()}
@@ -128,14 +104,14 @@ class RolloutEngine:
         """Free the GPU memory: weights move to host memory, the KV cache is dropped."""
         await self._engine.sleep(level=1)
 
-    async def wake_up(self, tags: list[str] | None = None) -> None:
+    async def wake_up(self, tags: list[str]) -> None:
         await self._engine.wake_up(tags)
 
     async def check_health(self) -> None:
         """Raise if a process of the engine has died: the actor itself would stay alive."""
         await self._engine.check_health()
 
-    async def shutdown(self) -> None:
+    async def close(self) -> None:
         """End the engine's processes; the actor itself is killed by its owner."""
         self._engine.shutdown()
 

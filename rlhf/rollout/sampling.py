@@ -1,17 +1,16 @@
-"""One prompt -> the rollouts of its group, by a `generate` function that knows nothing about training.
-
-A multi-turn environment would be another coroutine like `sample_group`: it may call `generate` several times, and
-leaves holes in the response mask where the text is not the policy's.
-"""
+"""How an engine is set up and sampled from, and what its completions become; imports no vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from rlhf.config.run import GRPOConfig
 from rlhf.types import Prompt, Rollout, VersionSpan
+
+CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU rollout.kv_cache_gib sets the size of the KV cache
 
 
 @dataclass(frozen=True)
@@ -22,24 +21,6 @@ class Completion:
     logprobs: np.ndarray
     finish_reason: str
     version_spans: tuple[VersionSpan, ...]
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings of an engine; plain values, so that a test or the doctor can start an engine without a run."""
-
-    model: str
-    dtype: str
-    seed: int
-    max_model_len: int
-    max_concurrent_sequences: int
-    tensor_parallel: int
-    gpu_memory_utilization: float
-    enforce_eager: bool
-    transfer_backend: str
-    keep_kv: bool
-    sleep_mode: bool
-    trust_remote_code: bool
 
 
 @dataclass(frozen=True)
@@ -58,14 +39,29 @@ class SamplingSettings:
     truncate_after: int = 0
 
 
-Generate = Callable[[np.ndarray, int], Awaitable[list[Completion]]]
-
-
-async def sample_group(prompt: Prompt, samples: int, generate: Generate) -> list[Rollout]:
-    """Sample the whole group of one prompt, in sample order; nothing is re-tokenized."""
-    completions = await generate(prompt.token_ids, samples)
-    assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
-    return [_join(prompt, sample, completion) for sample, completion in enumerate(completions)]
+def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
+    """The arguments that vLLM gets for an engine of this run, besides the weight transfer."""
+    rollout, cluster = config.rollout, config.cluster
+    on_cpu = cluster.device == "cpu"
+    return {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": seed,
+        "max_model_len": config.max_sequence_tokens,
+        "max_num_seqs": rollout.max_concurrent_sequences,
+        "tensor_parallel_size": cluster.tensor_parallel,
+        # Inside a placement group vLLM would choose Ray, which needs a bundle for every GPU.
+        "distributed_executor_backend": "mp" if cluster.tensor_parallel > 1 else None,
+        "gpu_memory_utilization": CPU_MEMORY_SHARE if on_cpu else rollout.gpu_memory_utilization,
+        "enforce_eager": rollout.enforce_eager or on_cpu,
+        # Log-probs of the distribution that is sampled from, after the temperature; the default is before it.
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": rollout.on_weight_update != "keep_kv",
+        "enable_sleep_mode": cluster.placement == "colocated",
+        "disable_log_stats": True,
+        "scheduling_policy": "priority",  # so that the canary does not wait behind a backlog of rollouts
+    }
 
 
 def truncate(completion: Completion, *, token: int, after: int) -> Completion:
@@ -82,7 +78,8 @@ def truncate(completion: Completion, *, token: int, after: int) -> Completion:
     return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", tuple(spans))
 
 
-def _join(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
+def to_rollout(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
+    """Prompt and response as one row, id for id; nothing is tokenized again."""
     shift = len(prompt.token_ids)
     response = len(completion.token_ids)
     return Rollout(

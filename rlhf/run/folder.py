@@ -27,10 +27,14 @@ CHUNK_BYTES = 2**24
 FIRST_FILES = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|logs|\.lock")
 
 
+def all_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in this folder, damaged ones too, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.suffix != PARTIAL)
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in this folder that are complete by the sizes of their files, oldest first."""
-    found = (path for path in folder.glob("step-*") if path.suffix != PARTIAL)
-    return sorted(path for path in found if not find_damage(path, contents=False))
+    """Those that are complete by the sizes of their files, oldest first."""
+    return [path for path in all_checkpoints(folder) if not find_damage(path, contents=False)]
 
 
 class RunFolder:
@@ -57,7 +61,7 @@ class RunFolder:
         if resume:
             self._find_undamaged()
         elif self.path.is_dir() and any(self.path.iterdir()) and not self._has_no_finished_step():
-            advice = "Go on with it (--resume), write" if self.latest_checkpoint() else "Write"
+            advice = "Go on with it (--resume), write" if complete_checkpoints(self.checkpoints) else "Write"
             raise ValueError(
                 f"run.dir={self.path}: already holds a run. {advice} to another folder (run.dir={self.path}-2), or "
                 f"remove it (rm -r {self.path})."
@@ -123,29 +127,17 @@ class RunFolder:
 
     # --- checkpoints ---
 
-    def latest_checkpoint(self) -> Path | None:
-        """The newest that is complete, by the sizes of its files."""
-        complete = complete_checkpoints(self.checkpoints)
-        return complete[-1] if complete else None
-
-    def _newest_first(self) -> list[Path]:
-        return sorted((path for path in self.checkpoints.glob("step-*") if path.suffix != PARTIAL), reverse=True)
-
     def _find_undamaged(self) -> None:
-        for path in self._newest_first():
+        for path in reversed(all_checkpoints(self.checkpoints)):
             if not (damage := find_damage(path)):
                 self.restored = path
                 return
             self.damaged[path] = damage
-        if self.damaged:
-            reasons = "".join(f"\n  {path.name}: {reason}" for path, reason in self.damaged.items())
-            raise ValueError(
-                f"run.dir={self.path}: --resume finds no checkpoint in {self.checkpoints} that is complete and "
-                f"undamaged.{reasons}\nPut a copy of one in place, or start anew without --resume in another folder."
-            )
+        reasons = "".join(f"\n  {path.name}: {reason}" for path, reason in self.damaged.items())
+        remedy = "Put a copy of one in place" if reasons else "Set checkpoint.every so that a run writes some"
         raise ValueError(
-            f"run.dir={self.path}: --resume finds no complete checkpoint in {self.checkpoints}. Set "
-            "checkpoint.every so that a run writes some, or start anew without --resume in another folder."
+            f"run.dir={self.path}: --resume finds no complete, undamaged checkpoint in {self.checkpoints}.{reasons}\n"
+            f"{remedy}, or start anew without --resume in another folder."
         )
 
     def begin_checkpoint(self, step: int) -> Path:

@@ -32,18 +32,17 @@ class RunLog:
     def open(self, folder: RunFolder, exit_stack: contextlib.AsyncExitStack) -> None:
         """Open every sink; `exit_stack` closes them, and tells them whether the run failed."""
         resume_step = self._first_step if folder.restored is not None else None
-        self._add(JsonlSink(folder.metrics, resume_step=resume_step), exit_stack)
+        jsonl = JsonlSink(folder.metrics, resume_step=resume_step)
+        exit_stack.callback(jsonl.close)
+        self._sinks.append(jsonl)
         settings = self._config.logging.wandb
         if settings.mode != "disabled":
             resolved = self._config.model_dump(mode="json")
             wandb = WandbSink(settings, folder.path, resolved, run_id=self.wandb_run_id, warn=self.warn)
+            exit_stack.push(lambda kind, *_: wandb.close(failed=kind is not None))
             self.wandb_run_id = wandb.run_id
-            self._add(wandb, exit_stack)
-        self._add(self.terminal, exit_stack)
-
-    def _add(self, sink: Sink, exit_stack: contextlib.AsyncExitStack) -> None:
-        self._sinks.append(sink)
-        exit_stack.push(lambda kind, *_: sink.close(failed=kind is not None))
+            self._sinks.append(wandb)
+        self._sinks.append(self.terminal)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         for sink in self._sinks:

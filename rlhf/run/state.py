@@ -22,7 +22,7 @@ class RunState:
         reward_status: how often each part of the reward ended with each status.
         evaluations: metrics by training step.
         seconds: by phase of the run.
-        kl_controller: PPO's adaptive KL coefficient; None in GRPO.
+        kl_controller: `coef`, the coefficient of the KL in PPO; empty in GRPO.
     """
 
     step: int = 0
@@ -37,7 +37,7 @@ class RunState:
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     wandb_run_id: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    kl_controller: dict[str, float] | None = None
+    kl_controller: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "account": vars(self.account)}

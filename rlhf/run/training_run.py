@@ -57,7 +57,6 @@ class TrainingRun(Generic[C]):
         self.state = RunState() if self.restored is None else RunState.from_json(RunFolder.read_state(self.restored))
         check_resumed_state(config, self.folder, self.state)
         self.first_step = self.state.step
-        self.evaluations = self.state.evaluations
         self.clock = Clock(self.state.seconds)
         self.log = RunLog(config, first_step=self.first_step, wandb_run_id=self.state.wandb_run_id)
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
@@ -115,7 +114,6 @@ class TrainingRun(Generic[C]):
         await asyncio.to_thread(check_gold)  # takes minutes for a large data set; SIGTERM must still be handled
         restored = None if self.restored is None else self.state
         self.tickets = PromptTickets(self.prompts, seed=config.run.seed, restored=restored)
-        self.stream = self.tickets.stream
 
     async def _start_cluster(self) -> None:
         """Start engines and learners, load a checkpoint, and check that both hold the same weights."""
@@ -154,25 +152,36 @@ class TrainingRun(Generic[C]):
 
     # --- around a step ---
 
-    async def evaluate(self, step: int, *, due: bool) -> None:
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether the `evaluation` section asks for one after this many training steps."""
+        evaluation = self.config.evaluation
+        if step == 0:
+            return evaluation.at_start and self.first_step == 0
+        if step == self.config.run.steps:
+            return evaluation.at_end
+        return evaluation.every is not None and step % evaluation.every == 0
+
+    async def evaluate_if_due(self, step: int) -> None:
         """Evaluate the current policy on all of `data.eval`, and log it under this step."""
-        if not due or not self.eval_prompts.prompts:
+        if not self.evaluation_is_due(step) or not self.eval_prompts.prompts:
             return
         with self.clock.phase("evaluation"):
             values = await evaluate(
                 self.eval_prompts.prompts, self.sampler.for_evaluation, at_once=self.config.evaluation_groups_at_once
             )
-        self.evaluations[step] = values
+        self.state.evaluations[step] = values
         self.log.write(step, values)
         self.log.terminal.evaluation(step, values)
 
-    def account(self, batch: StepBatch) -> None:
+    def count_rollouts(self, batch: StepBatch) -> None:
         """Count the rollouts of the step: unscorable as failed, cut-off as filtered, the others as trained."""
-        unscorable = int(np.isnan(batch.rewards).sum())
-        trained = int(batch.trained.sum())
+        unscorable, trained = int(np.isnan(batch.rewards).sum()), int(batch.trained.sum())
         self.buffer.account.trained += trained
         self.buffer.account.failed += unscorable
         self.buffer.account.filtered += len(batch.rewards) - trained - unscorable
+        response_tokens = int(batch.response_lengths.sum())
+        self.state.tokens["prompt"] += len(batch.tokens.token_ids) - response_tokens
+        self.state.tokens["response"] += response_tokens
 
     def log_step(
         self,
@@ -191,9 +200,7 @@ class TrainingRun(Generic[C]):
             epochs: minibatches of the policy; empty while a critic warms up.
             measured: metrics that are logged as they are.
         """
-        learned = mean_over_updates(updates)
-        self._count(batch, learned)
-        values = to_values(rollout_metrics(groups, advantages, step=step - 1) | learned)
+        values = to_values(rollout_metrics(groups, advantages, step=step - 1) | mean_over_updates(updates))
         values |= measured | self.buffer.account.metrics()
         values["time/step"] = self.clock.step_seconds()
         phases, window_s = self.clock.take()
@@ -202,7 +209,7 @@ class TrainingRun(Generic[C]):
         values |= self.speed.of_step(batch, epochs, self.cluster.learners.shared, phases.get("update", 0.0))
         values |= {
             "rollout/tokens_per_second": rate,
-            "data/epoch": self.stream.epochs,
+            "data/epoch": self.tickets.stream.epochs,
             "sync/seconds": phases["transfer"],
         }
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
@@ -215,13 +222,9 @@ class TrainingRun(Generic[C]):
         if (warning := self.signal_watch.after_step(groups, advantages)) is not None:
             self.log.warn(warning)
 
-    def _count(self, batch: StepBatch, learned: StepMetrics) -> None:
-        if "learner/updates_taken" in learned:  # absent while a critic warms up: the policy has no updates then
-            self.state.updates_taken = int(learned["learner/updates_taken"].value())
-            self.state.updates_skipped = int(learned["learner/updates_skipped"].value())
-        response_tokens = int(batch.response_lengths.sum())
-        self.state.tokens["prompt"] += len(batch.tokens.token_ids) - response_tokens
-        self.state.tokens["response"] += response_tokens
+    async def _count_updates(self) -> None:
+        counts = await self.cluster.learners.call("update_counts")
+        self.state.updates_taken, self.state.updates_skipped = counts[0]
 
     async def move_reference(self, done: int) -> None:
         """After `done` training steps: replace the reference by the policy when that is due, or average it in."""
@@ -231,27 +234,27 @@ class TrainingRun(Generic[C]):
         elif algo.ref_update == "replace" and done % algo.ref_every == 0:
             await self.cluster.learners.call("blend_reference", 0.0)
 
-    async def checkpoint(self, step: int, *, last: bool, kl_controller: dict[str, float] | None = None) -> None:
+    async def checkpoint_if_due(self, step: int) -> None:
         """Write a checkpoint every `checkpoint_every` steps, and after the last step where checkpoints are on."""
         every = self.config.checkpoint_every
-        if every is None or (step % every and not last):
+        if every is None or (step % every and step < self.config.run.steps):
             return
         with self.clock.phase("checkpoint"):
             folder = self.folder.begin_checkpoint(step)
             await self.cluster.save(folder)
+            await self._count_updates()
             account = self.buffer.account
             state = replace(
                 self.state,
                 step=step,
                 updates=self.config.update_plan,
-                stream=self.stream.state(),
+                stream=self.tickets.stream.state(),
                 outstanding=sorted([*self.buffer.outstanding(), *self.tickets.waiting()]),
                 # a resumed run samples the waiting rollouts again
                 account=replace(account, sampled=account.sampled - account.waiting),
                 reward_status=dict(self.scorer.counters),
                 wandb_run_id=self.log.wandb_run_id,
                 seconds=dict(self.clock.total),
-                kl_controller=kl_controller,
             ).to_json()
             # Every byte is read again for its checksum: minutes for a large model, in which engines must be served.
             await asyncio.to_thread(self.folder.finish_checkpoint, folder, state, keep=self.config.checkpoint.keep)
@@ -259,10 +262,11 @@ class TrainingRun(Generic[C]):
     async def finish(self) -> None:
         """Export the model and write the summary."""
         config, state = self.config, self.state
+        await self._count_updates()
         if config.run.export:
             with self.clock.phase("export"):
                 await self.cluster.learners.call("export", str(self.folder.model.resolve()), config.model.path)
-        before, after = self.evaluations.get(0, {}), self.evaluations.get(config.run.steps, {})
+        before, after = state.evaluations.get(0, {}), state.evaluations.get(config.run.steps, {})
         summary = {
             "evaluation_before": before,
             "evaluation_after": after,

@@ -7,30 +7,32 @@ import torch
 
 from rlhf.algo import advantages as adv
 from rlhf.algo.kl import kl_per_token
+from rlhf.config.sections import AlgoConfig
 from rlhf.step.batch import sum_over_responses
 from rlhf.types import StepBatch
 
 
 def penalize_kl(
     batch: StepBatch,
-    computed: np.ndarray,
-    *,
-    old_logprobs: np.ndarray,
-    ref_logprobs: np.ndarray,
-    estimator: str,
-    kl_coef: float,
+    rows_to_compute: np.ndarray,
+    old_logprobs: np.ndarray | None,
+    ref_logprobs: np.ndarray | None,
+    algo: AlgoConfig,
 ) -> np.ndarray:
     """[B] rewards minus kl_coef times the KL to the reference, summed over the response.
 
-    The penalty of rows that are not computed is unknown: their reward becomes NaN, which keeps it out of the baseline.
+    The penalty of rows that were not computed is unknown: their reward becomes NaN, which keeps it out of the baseline.
 
     Args:
-        computed: [B] bool, rows whose log-probs [N] are known.
+        rows_to_compute: [B] bool, rows whose log-probs [N] are known.
     """
-    kl = kl_per_token(torch.from_numpy(old_logprobs), torch.from_numpy(ref_logprobs), estimator=estimator).numpy()
-    rows = np.flatnonzero(computed)
-    rewards = np.where(computed, batch.rewards, np.nan)
-    rewards[rows] -= kl_coef * sum_over_responses(batch, kl, rows)
+    assert old_logprobs is not None, "a KL in the reward needs both columns"
+    assert ref_logprobs is not None
+    old, ref = torch.from_numpy(old_logprobs), torch.from_numpy(ref_logprobs)
+    kl = kl_per_token(old, ref, estimator=algo.kl_estimator).numpy()
+    rows = np.flatnonzero(rows_to_compute)
+    rewards = np.where(rows_to_compute, batch.rewards, np.nan)
+    rewards[rows] -= algo.kl_coef * sum_over_responses(batch, kl, rows)
     return rewards
 
 

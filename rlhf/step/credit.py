@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from rlhf.algo import advantages as adv
-from rlhf.algo.kl import AdaptiveKLController, FixedKLController, kl_per_token
+from rlhf.algo.kl import KLController, kl_per_token
 from rlhf.config.ppo import PPOAlgoConfig
 from rlhf.step.batch import sum_over_responses
 from rlhf.types import StepBatch
-
-KLController = FixedKLController | AdaptiveKLController
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,11 @@ class Credit:
     metrics: dict[str, float]
 
 
-def make_controller(algo: PPOAlgoConfig) -> KLController:
-    """The controller of kl_coef that the config asks for."""
-    if algo.kl_controller == "adaptive":
-        return AdaptiveKLController(init=algo.kl_coef, target=algo.kl_target, horizon=algo.kl_horizon)
-    return FixedKLController(algo.kl_coef)
+def make_controller(algo: PPOAlgoConfig, restored_coef: float | None) -> KLController:
+    """The controller of kl_coef that the config asks for; an adaptive one goes on from the checkpoint's coefficient."""
+    if algo.kl_controller == "fixed":
+        return KLController(algo.kl_coef)
+    return KLController(restored_coef or algo.kl_coef, target=algo.kl_target, horizon=algo.kl_horizon)
 
 
 def response_kl(batch: StepBatch, old_logprobs: np.ndarray, ref_logprobs: np.ndarray) -> float:

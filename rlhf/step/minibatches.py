@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlhf.algo.packing import bundle_samples, bundle_sizes, draw_minibatches, pack_microbatches
+from rlhf.config.roles import Training
 from rlhf.config.run import GRPOConfig
 from rlhf.types import Denominators, Minibatch, StepBatch
 
@@ -34,35 +35,34 @@ def plan_epochs(
     config: GRPOConfig,
     *,
     step: int,
-    computed: np.ndarray | None = None,
-    epochs: int | None = None,
-    minibatches: int | None = None,
+    rows_to_compute: np.ndarray | None = None,
+    training: Training | None = None,
 ) -> list[list[Minibatch]]:
     """Draw, pack and balance every minibatch of the step: [epoch][minibatch].
 
     The draw covers all rollouts, so leaving some out of the loss does not change it.
 
     Args:
-        computed: [B] bool, the rows that are packed and computed; None: all trained rows.
-        epochs, minibatches: passes, and minibatches per pass; None: those of the policy.
+        rows_to_compute: [B] bool, the rows that are packed and computed; None: all trained rows.
+        training: epochs and minibatches; None: those of the policy.
     """
-    computed = batch.trained if computed is None else computed
-    minibatches = minibatches or config.learner.minibatches_per_epoch
-    planned = []
-    for epoch in range(epochs or config.learner.epochs_per_step):
-        drawn = draw_minibatches(
-            len(batch.trained), minibatches=minibatches, seed=config.run.seed, step=step, epoch=epoch
+    rows_to_compute = batch.trained if rows_to_compute is None else rows_to_compute
+    training = training or config.training
+
+    def minibatch(rows: np.ndarray) -> Minibatch:
+        return Minibatch(
+            microbatches=_microbatches(batch, rows[rows_to_compute[rows]], config),
+            denominators=_denominators(batch.response_lengths[rows[batch.trained[rows]]]),
         )
-        planned.append(
-            [
-                Minibatch(
-                    microbatches=_microbatches(batch, rows[computed[rows]], config),
-                    denominators=_denominators(batch.response_lengths[rows[batch.trained[rows]]]),
-                )
-                for rows in drawn
-            ]
-        )
-    return planned
+
+    count, minibatches, seed = len(batch.trained), training.minibatches_per_epoch, config.run.seed
+    return [
+        [
+            minibatch(rows)
+            for rows in draw_minibatches(count, minibatches=minibatches, seed=seed, step=step, epoch=epoch)
+        ]
+        for epoch in range(training.epochs_per_step)
+    ]
 
 
 def _denominators(responses: np.ndarray) -> Denominators:

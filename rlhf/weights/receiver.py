@@ -13,26 +13,24 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rlhf.weights.transfer import Inbox, ParameterMeta
+from rlhf.weights.transfer import Inbox
 
 
 @dataclass
 class CPUInitInfo(WeightTransferInitInfo):
     host: str
     port: int
-    tag: str
     world_size: int
     timeout_s: float
+    one_node: bool
     rank_offset: int
     memory: str
+    parameters: list[tuple[str, str, list[int]]]
 
 
 @dataclass
 class CPUUpdateInfo(WeightTransferUpdateInfo):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    start: int
+    bucket: int
 
 
 class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
@@ -53,12 +51,8 @@ class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
 
     def receive_weights(self, update_info: CPUUpdateInfo) -> None:
         assert self.inbox is not None, "init_weight_transfer_engine comes first"
-        bucket = [
-            ParameterMeta(name, dtype, tuple(shape))
-            for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
-        ]
         model: Any = self.model
-        model.load_weights(self.inbox.receive(bucket, update_info.start))
+        model.load_weights(self.inbox.receive(update_info.bucket))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -37,14 +38,13 @@ SPIN_S = 0.002  # vLLM's workers busy-wait this long after a message; its own 1 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the transfer group meets; a new port or tag for each group that is built.
+    """Where the transfer group meets; a free port for each group that is built.
 
     `one_node`: learner rank 0 and all engines share a node and so its memory; no group is needed there on CPU.
     """
 
     host: str
     port: int
-    tag: str
     world_size: int
     timeout_s: float
     one_node: bool = False
@@ -58,10 +58,16 @@ class ParameterMeta:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * torch_dtype(self.dtype).itemsize
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 class ParameterSource(Protocol):
@@ -123,27 +129,41 @@ class WeightSender(Protocol):
 # --- buckets: the same cut on both sides, from the metadata alone ---
 
 
-def buckets(metadata: Iterable[ParameterMeta], bucket_bytes: int = BUCKET_BYTES) -> list[list[ParameterMeta]]:
-    """Cut the parameters into consecutive runs of one dtype and at most `bucket_bytes` (one tensor may exceed it)."""
-    runs: list[list[ParameterMeta]] = []
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive parameters of one type; `start` is where their bytes begin in shared memory."""
+
+    start: int
+    parameters: list[ParameterMeta]
+
+    @property
+    def numel(self) -> int:
+        return sum(meta.numel for meta in self.parameters)
+
+    @property
+    def end(self) -> int:
+        return self.start + sum(meta.bytes for meta in self.parameters)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.parameters[0].dtype)
+
+    def split(self, flat: Tensor) -> Iterator[tuple[ParameterMeta, Tensor]]:
+        """Each parameter, and its part [numel] of the bucket's tensor."""
+        return zip(self.parameters, flat.split([meta.numel for meta in self.parameters]), strict=True)
+
+
+def buckets(metadata: Iterable[ParameterMeta], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Cut the parameters into buckets of at most `bucket_bytes`; a single larger tensor has a bucket of its own."""
+    cut: list[Bucket] = []
     filled = 0
     for meta in metadata:
-        size = meta.numel * getattr(torch, meta.dtype).itemsize
-        if not runs or runs[-1][0].dtype != meta.dtype or filled + size > bucket_bytes:
-            runs.append([])
+        if not cut or cut[-1].parameters[0].dtype != meta.dtype or filled + meta.bytes > bucket_bytes:
+            cut.append(Bucket(-(-cut[-1].end // ALIGNMENT) * ALIGNMENT if cut else 0, []))
             filled = 0
-        runs[-1].append(meta)
-        filled += size
-    return runs
-
-
-def bucket_starts(cut: Sequence[Sequence[ParameterMeta]]) -> list[int]:
-    """Byte offsets of the buckets in one stretch of memory, and its size as the last entry."""
-    starts = [0]
-    for bucket in cut:
-        size = sum(m.numel for m in bucket) * getattr(torch, bucket[0].dtype).itemsize
-        starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
-    return starts
+        cut[-1].parameters.append(meta)
+        filled += meta.bytes
+    return cut
 
 
 # --- two ways for the bytes on CPU ---
@@ -174,20 +194,18 @@ class SharedMemory:
         finally:
             os.close(descriptor)
 
-    def view(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], the memory itself."""
-        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
+    def view(self, bucket: Bucket) -> Tensor:
+        """[numel] of the bucket, the memory itself."""
+        return torch.frombuffer(self._map, dtype=bucket.dtype, count=bucket.numel, offset=bucket.start)
 
 
-def gloo_group(rendezvous: Rendezvous, rank: int) -> dist.ProcessGroup:
+def gloo_group(info: Mapping[str, Any], rank: int) -> dist.ProcessGroup:
     """Join the transfer group outside torch's default group, which belongs to the learners (or to vLLM)."""
-    timeout = datetime.timedelta(seconds=rendezvous.timeout_s)
+    timeout, size = datetime.timedelta(seconds=info["timeout_s"]), info["world_size"]
     store = dist.TCPStore(
-        rendezvous.host, rendezvous.port, rendezvous.world_size, is_master=rank == 0, timeout=timeout,
-        wait_for_workers=False,
-    )  # fmt: skip
-    prefixed = dist.PrefixStore(rendezvous.tag, store)
-    group: Any = dist.ProcessGroupGloo(prefixed, rank, rendezvous.world_size, timeout)
+        info["host"], info["port"], size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+    )
+    group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
     return group
 
 
@@ -200,28 +218,23 @@ class Inbox:
     """An engine worker's end: `info` is what the learner sent through init_weight_transfer_engine."""
 
     def __init__(self, info: Mapping[str, Any], *, worker: int) -> None:
-        self._memory: SharedMemory | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._kept: dict[int, Tensor] = {}  # buckets by their start: new memory costs four times the sending
-        if info["memory"]:
-            self._memory = SharedMemory.open(info["memory"])
-        else:
-            rendezvous = Rendezvous(info["host"], info["port"], info["tag"], info["world_size"], info["timeout_s"])
-            self._group = gloo_group(rendezvous, info["rank_offset"] + worker)
+        self._buckets = buckets(ParameterMeta(name, dtype, tuple(shape)) for name, dtype, shape in info["parameters"])
+        self._memory = SharedMemory.open(info["memory"]) if info["memory"] else None
+        self._group = None if info["memory"] else gloo_group(info, info["rank_offset"] + worker)
+        self._kept: dict[int, Tensor] = {}  # by bucket: new memory costs four times the sending
 
-    def receive(self, bucket: Sequence[ParameterMeta], start: int) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, number: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a bucket; they stay as they are until the next weights are sent."""
-        dtype, numel = getattr(torch, bucket[0].dtype), sum(m.numel for m in bucket)
+        bucket = self._buckets[number]
         if self._memory is not None:
-            flat = self._memory.view(start, numel, dtype)
+            flat = self._memory.view(bucket)
         else:
             assert self._group is not None
-            if start not in self._kept:
-                self._kept[start] = torch.empty(numel, dtype=dtype)
-            flat = self._kept[start]
+            if number not in self._kept:
+                self._kept[number] = torch.empty(bucket.numel, dtype=bucket.dtype)
+            flat = self._kept[number]
             _broadcast(self._group, flat)
-        pieces = flat.split([m.numel for m in bucket])
-        yield from ((m.name, piece.view(m.shape)) for m, piece in zip(bucket, pieces, strict=True))
+        yield from ((meta.name, part.view(meta.shape)) for meta, part in bucket.split(flat))
 
 
 class CPUSender:
@@ -234,25 +247,18 @@ class CPUSender:
         self._memory: SharedMemory | None = None
         self._group: dist.ProcessGroup | None = None
         self._staging = torch.empty(0, dtype=torch.uint8)  # of the largest bucket, where there is no shared memory
+        metadata = source.metadata()
+        self._buckets = buckets(metadata)
         if not self._is_sender:
             return
-        info = {
-            "host": rendezvous.host,
-            "port": rendezvous.port,
-            "tag": rendezvous.tag,
-            "world_size": rendezvous.world_size,
-            "timeout_s": rendezvous.timeout_s,
-            "rank_offset": 1,
-            "memory": "",
-        }
+        info = vars(rendezvous) | {"rank_offset": 1, "memory": "", "parameters": [astuple(meta) for meta in metadata]}
         if rendezvous.one_node:
-            size = bucket_starts(buckets(source.metadata()))[-1]
-            self._memory, info["memory"] = SharedMemory.create(size)
+            self._memory, info["memory"] = SharedMemory.create(self._buckets[-1].end)
             client.init_weight_transfer_engine(info)
             return
         with ThreadPoolExecutor(max_workers=1) as pool:
             engines_join = pool.submit(client.init_weight_transfer_engine, info)
-            self._group = gloo_group(rendezvous, 0)
+            self._group = gloo_group(info, 0)
             engines_join.result()
 
     def send(self, version: int) -> None:
@@ -261,14 +267,11 @@ class CPUSender:
             for _ in self._source:
                 pass
             return
-        cut = buckets(self._source.metadata())
         self._client.start_weight_update()
         stream = iter(self._source)
         pool = ThreadPoolExecutor(max_workers=1)
         try:
-            loads = [
-                self._send_bucket(b, start, stream, pool) for b, start in zip(cut, bucket_starts(cut), strict=False)
-            ]
+            loads = [self._send_bucket(number, stream, pool) for number in range(len(self._buckets))]
             assert next(stream, None) is None, "the weight stream goes on after the last announced parameter"
             for load in loads:
                 load.result()
@@ -276,39 +279,26 @@ class CPUSender:
             pool.shutdown(wait=False)  # an engine that died leaves its call hanging; the error must not wait for it
         self._client.finish_weight_update(str(version))
 
-    def _send_bucket(
-        self,
-        bucket: Sequence[ParameterMeta],
-        start: int,
-        stream: Iterator[tuple[str, Tensor]],
-        pool: ThreadPoolExecutor,
-    ) -> Future[None]:
+    def _send_bucket(self, number: int, stream: Iterator[tuple[str, Tensor]], pool: ThreadPoolExecutor) -> Future[None]:
         """Fill a bucket and send it; what is returned ends when the engines have loaded it."""
-        dtype, numel = getattr(torch, bucket[0].dtype), sum(m.numel for m in bucket)
-        memory = self._memory
-        flat = self._staged(numel, dtype) if memory is None else memory.view(start, numel, dtype)
+        bucket = self._buckets[number]
+        flat = self._staged(bucket) if self._memory is None else self._memory.view(bucket)
         with _one_thread():
-            for meta, piece in zip(bucket, flat.split([m.numel for m in bucket]), strict=True):
+            for meta, part in bucket.split(flat):
                 name, tensor = next(stream)
                 assert name == meta.name, f"the weight stream yielded {name} where {meta.name} was announced"
-                piece.copy_(tensor.reshape(-1))
-        update = {
-            "names": [m.name for m in bucket],
-            "dtypes": [m.dtype for m in bucket],
-            "shapes": [list(m.shape) for m in bucket],
-            "start": start,
-        }
-        loading = pool.submit(self._client.update_weights, update)
+                part.copy_(tensor.reshape(-1))
+        loading = pool.submit(self._client.update_weights, {"bucket": number})
         if self._group is not None:
             _broadcast(self._group, flat)
         return loading
 
-    def _staged(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _staged(self, bucket: Bucket) -> Tensor:
         """Memory for a bucket; it is reused after the previous broadcast has finished."""
-        size = numel * dtype.itemsize
+        size = bucket.end - bucket.start
         if len(self._staging) < size:
             self._staging = torch.empty(size, dtype=torch.uint8)
-        return self._staging[:size].view(dtype)
+        return self._staging[:size].view(bucket.dtype)
 
     def close(self) -> None:
         self._group = self._memory = None
@@ -341,26 +331,18 @@ class VLLMSender:
 
         class Source(WeightSource):
             def metadata(self) -> list[ParamMeta]:
-                return [ParamMeta(m.name, getattr(torch, m.dtype), m.shape) for m in source.metadata()]
+                return [ParamMeta(m.name, torch_dtype(m.dtype), m.shape) for m in source.metadata()]
 
             def __iter__(self) -> Iterator[tuple[str, Tensor]]:
                 return iter(source)
 
         self._client = client
-        info: Any
-        match backend:
-            case "nccl":
-                info = NCCLTrainerInitInfo(
-                    rank=rank,
-                    master_address=rendezvous.host,
-                    master_port=rendezvous.port,
-                    world_size=rendezvous.world_size,
-                )
-            case "ipc":
-                whole = max(m.numel * getattr(torch, m.dtype).itemsize for m in source.metadata())
-                info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(whole, BUCKET_BYTES))
-            case _:
-                raise AssertionError(backend)
+        if backend == "nccl":
+            where: dict[str, Any] = {"master_address": rendezvous.host, "master_port": rendezvous.port}
+            info: Any = NCCLTrainerInitInfo(rank=rank, world_size=rendezvous.world_size, **where)
+        else:
+            largest = max(meta.bytes for meta in source.metadata())
+            info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(largest, BUCKET_BYTES))
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
 
     def send(self, version: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.algo.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, kl_per_token
+from rlhf.algo.kl import KL_ESTIMATORS, KLController, kl_per_token
 from rlhf.algo.numerics import MAX_LOG_RATIO
 
 V = 5
@@ -268,21 +268,11 @@ def test_nothing_to_measure_is_zero_with_a_zero_gradient():
         assert value.tolist() == logprobs.grad.tolist() == [0, 0, 0]
 
 
-def test_refusals_name_the_key():
-    x = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"algo\.kl_estimator='k5'.*k1, k2, k3, k4"):
-        kl_per_token(x, x, estimator="k5")
-    with pytest.raises(ValueError, match="needs old_logprobs"):
-        kl_per_token(x, x, estimator="k4")
-    with pytest.raises(ValueError, match="only k3"):
-        kl_per_token(x, x, estimator="k2", old_logprobs=x, ratio_weighted=True)
-
-
-# --- controllers ---
+# --- the controller ---
 
 
 def test_adaptive_controller_hand_numbers():
-    controller = AdaptiveKLController(init=0.2, target=6.0, horizon=10_000)
+    controller = KLController(0.2, target=6.0, horizon=10_000)
     controller.update(6.6, 500)  # error 0.1: 0.2 (1 + 0.1 * 0.05)
     assert controller.coef == pytest.approx(0.2 * 1.005)
     controller.update(60.0, 500)  # error cut to 0.2
@@ -294,28 +284,18 @@ def test_adaptive_controller_hand_numbers():
 
 
 def test_adaptive_controller_finds_the_coefficient_that_holds_the_target():
-    controller = AdaptiveKLController(init=1.0, target=3.0, horizon=1000)
+    controller = KLController(1.0, target=3.0, horizon=1000)
     for _ in range(400):
         controller.update(0.6 / controller.coef, 100)  # a run whose KL falls as the coefficient rises
     assert 0.6 / controller.coef == pytest.approx(3.0, rel=0.01)
 
 
-def test_controller_state_survives_a_checkpoint_and_a_fixed_one_follows_the_config():
-    controller = AdaptiveKLController(init=0.2, target=6.0, horizon=100)
-    controller.update(60.0, 50)
-    resumed = AdaptiveKLController(init=0.2, target=6.0, horizon=100)
-    resumed.load_state_dict(controller.state_dict())
-    assert resumed.coef == controller.coef
-    assert all(type(value) is float for value in controller.state_dict().values())
-    fixed = FixedKLController(0.05)
+def test_a_controller_without_a_target_keeps_its_coefficient():
+    fixed = KLController(0.05)
     fixed.update(60.0, 50)
-    fixed.load_state_dict(controller.state_dict())
     assert fixed.coef == 0.05
 
 
-def test_adaptive_controller_refuses_what_would_break_it():
-    for arguments in ({"init": 0.0}, {"target": 0.0}, {"horizon": 0}):
-        with pytest.raises(ValueError, match=next(iter(arguments))):
-            AdaptiveKLController(**({"init": 0.2, "target": 6.0, "horizon": 100} | arguments))
+def test_a_kl_that_is_not_finite_does_not_spoil_the_coefficient():
     with pytest.raises(ValueError, match="measured KL is nan"):
-        AdaptiveKLController(init=0.2, target=6.0, horizon=100).update(math.nan, 1)
+        KLController(0.2, target=6.0, horizon=100).update(math.nan, 1)

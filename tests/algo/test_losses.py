@@ -8,19 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.algo.losses import (
-    IMPORTANCE_CORRECTIONS,
-    IMPORTANCE_LEVELS,
-    LOSS_AGGREGATIONS,
-    POLICY_LOSSES,
-    PolicyLossTerms,
-    aggregate,
-    importance_weights,
-    policy_loss,
-    value_loss,
-)
+from rlhf.algo.losses import PolicyLossTerms, aggregate, importance_weights, policy_loss, value_loss
 from rlhf.algo.numerics import MAX_LOG_RATIO
 from rlhf.log.metrics import EffectiveSampleFraction
+
+POLICY_LOSSES = ("ppo", "gspo", "cispo")
+LOSS_AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+IMPORTANCE_CORRECTIONS = ("none", "truncated", "masked")
+IMPORTANCE_LEVELS = ("token", "sequence")
 
 
 @pytest.fixture(autouse=True)
@@ -335,23 +330,3 @@ def test_garbage_outside_of_the_mask_changes_no_bit_of_loss_or_gradient(kind, ga
 
     dirty = [torch.where(MASK, x, garbage) for x in clean]
     assert all(torch.equal(a, b) for a, b in zip(outcome(*clean), outcome(*dirty), strict=True))
-
-
-def test_refusals_name_the_key():
-    with pytest.raises(ValueError, match=r"algo\.policy_loss='trpo'.*ppo, gspo, cispo"):
-        loss_at([1.0], [1.0], kind="trpo")
-    with pytest.raises(ValueError, match="gspo needs cu_seqlens"):
-        loss_at([1.0], [1.0], kind="gspo")
-    for options in ({"dual_clip": 1.0}, {"dual_clip": 3.0, "kind": "cispo"}):
-        with pytest.raises(ValueError, match=r"algo\.dual_clip"):
-            loss_at([1.0], [1.0], **options)
-    with pytest.raises(ValueError, match=r"algo\.importance_correction='clip'"):
-        corrected([1.0], [0, 1], "clip", "token")
-    with pytest.raises(ValueError, match="'batch'"):
-        corrected([1.0], [0, 1], "none", "batch")
-    with pytest.raises(ValueError, match=r"cap=0\.5"):
-        corrected([1.0], [0, 1], "masked", "token", cap=0.5)
-    with pytest.raises(ValueError, match=r"algo\.loss_aggregation='sum'"):
-        aggregate(VALUES, MASK, BOUNDS, aggregation="sum", tokens=1, sequences=1)
-    with pytest.raises(ValueError, match="constant_length"):
-        aggregate(VALUES, MASK, BOUNDS, aggregation="constant", tokens=1, sequences=1)

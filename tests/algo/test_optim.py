@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.algo.optim import ADAM_VARIANTS, adam_epsilon, build_adam, set_step
+from rlhf.algo.optim import adam_epsilon, set_step
 
 BETAS = (0.9, 0.99)
 
@@ -33,7 +33,7 @@ def epsilon_hat_adam(theta: np.ndarray, steps: list[np.ndarray], *, lr: float, e
 
 
 def train(parameter: torch.nn.Parameter, steps: list[np.ndarray], *, variant: str, lr: float, eps: float, wd: float):
-    optimizer = build_adam([parameter], variant=variant, lr=lr, betas=BETAS, eps=eps, weight_decay=wd)
+    optimizer = torch.optim.AdamW([parameter], lr=lr, betas=BETAS, eps=eps, weight_decay=wd, fused=True)
     for t, gradient in enumerate(steps, start=1):
         set_step(optimizer, lr=lr, adam_step=t, variant=variant, eps=eps, betas=BETAS)
         parameter.grad = torch.from_numpy(gradient).to(parameter.dtype)
@@ -67,7 +67,7 @@ def test_torch_variant_is_torch_adamw_and_not_the_other():
 def test_the_first_step_shrinks_small_gradients_only_in_the_tensorflow_variant():
     # g = eps: torch moves lr g / (g + eps) = lr / 2; epsilon-hat is eps / sqrt(1 - 0.99) = 10 eps, so lr / 11.
     moved = {}
-    for variant in ADAM_VARIANTS:
+    for variant in ("torch", "tensorflow"):
         parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         moved[variant] = -float(train(parameter, [np.array([1e-5])], variant=variant, lr=1.0, eps=1e-5, wd=0.0))
     assert moved["torch"] == pytest.approx(1 / 2)
@@ -86,18 +86,3 @@ def test_set_step_writes_every_group_of_anything_that_has_groups():
     set_step(wrapper, lr=3e-4, adam_step=1, variant="tensorflow", eps=1e-5, betas=(0.9, 0.75))
     assert [group["lr"] for group in wrapper.param_groups] == [3e-4, 3e-4]
     assert [group["eps"] for group in wrapper.param_groups] == [2e-5, 2e-5]
-
-
-def test_the_optimizer_holds_what_the_config_names():
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    group = build_adam(
-        [parameter], variant="torch", lr=1e-6, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.01
-    ).param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1e-6, (0.8, 0.95), 1e-7, 0.01)
-
-
-def test_an_unknown_variant_is_refused():
-    with pytest.raises(ValueError, match="torch, tensorflow"):
-        build_adam(
-            [torch.nn.Parameter(torch.zeros(1))], variant="keras", lr=1.0, betas=BETAS, eps=1e-8, weight_decay=0.0
-        )

@@ -78,7 +78,9 @@ def test_what_the_learners_own_type_costs_is_no_disagreement() -> None:
 def test_a_difference_that_this_models_rounding_does_not_explain_stops_the_run(rounding: float, wrong: float) -> None:
     cluster, canary = make(everything, rounding=rounding)
     cluster.served.body += wrong
-    with pytest.raises(ClusterError, match=r"engine 0 disagree on the untouched weights.*worst at token"):
+    with pytest.raises(
+        ClusterError, match=r"engine 0 and the learner disagree on the untouched weights.*worst at token"
+    ):
         asyncio.run(canary.measure_noise(cluster))  # type: ignore[arg-type]
 
 

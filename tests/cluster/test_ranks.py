@@ -84,7 +84,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalRanks, StepBatch, lis
     )
     batch = make_batch(make_groups(groups=2, samples=6, vocabulary=99, longest=40, seed=1), mask_truncated=False)
     computed = np.arange(12) >= 3
-    epochs = plan_epochs(batch, config, step=0, computed=computed)
+    epochs = plan_epochs(batch, config, step=0, rows_to_compute=computed)
     assert any(not len(rows) for minibatch in epochs[0] for rank in minibatch.microbatches for rows in rank)
     group = LocalRanks()
     asyncio.run(group.start_step(batch, epochs))

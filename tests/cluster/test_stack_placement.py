@@ -48,7 +48,7 @@ def test_colocated_roles_fit_a_machine_that_has_what_the_resource_check_counts()
 
     async def place() -> tuple[Any, Any]:
         ranks = await create(learners(2), config)
-        return ranks, await create(engines(1.0), config, beside=ranks)
+        return ranks, await create(engines(1.0), config, learners=ranks)
 
     ranks, engine = asyncio.run(place())
     assert shared_gpus(ranks.locations, 0, config.tensor_parallel) == "0,1"

@@ -25,7 +25,13 @@ sys.path.remove(str(ROOT / "launch"))
 
 # Writes what the real program does: an accuracy that grows with k, and a checkpoint before it fails or is ended.
 PROGRAM = """\
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
+def end(*_):
+    (folder / "ended").touch()
+    while len(list(folder.parent.glob("*/ended"))) < int(os.environ.get("END_TOGETHER", "1")): time.sleep(0.05)
+    (folder / "ended by itself").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
 values = dict(a.split("=", 1) for a in sys.argv[1:] if "=" in a and not a.startswith("-"))
 folder = pathlib.Path(values["run.dir"])
 with open(os.environ["RECORD"], "a") as file:
@@ -145,6 +151,15 @@ def test_a_signal_ends_the_run_that_is_under_way(scan: Sweep) -> None:
     assert not any(str(scan.output) in process.command for process in all_processes().values())
 
 
+def test_runs_at_the_same_time_are_ended_at_the_same_time(scan: Sweep) -> None:
+    process = scan.start("--jobs", "2", PROGRAM_SLEEPS="1000", END_TOGETHER="2")
+    assert eventually(lambda: len(scan.calls()) == 2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == 143
+    assert len(list(scan.output.glob("*/ended by itself"))) == 2  # each waits for the other's signal, else it is killed
+
+
 def test_the_table_of_an_unfinished_scan_says_what_is_not_there(scan: Sweep) -> None:
     assert scan.run("--table")[1].count("| - ") == 8  # two columns of four runs
     scan.run(FAILS="k2")
@@ -160,6 +175,8 @@ def test_values_may_hold_commas_in_brackets_and_quotes() -> None:
     axis = sweep.parse_axis("learner.optimizer.betas=[0.9, 0.95],[0.9, 0.999]")
     assert axis == ("learner.optimizer.betas", ["[0.9, 0.95]", "[0.9, 0.999]"])
     assert sweep.parse_axis("a.b='x,y',z") == ("a.b", ["'x,y'", "z"])
+    assert sweep.parse_axis("reward=[{name: math}],[]") == ("reward", ["[{name: math}]", "[]"])
+    assert sweep.parse_axis("a.b=1.0e-6, k=v,null") == ("a.b", ["1.0e-6", "k=v", "null"])
 
 
 @pytest.mark.parametrize("text", ["algo.kl_coef", "=1,2", "a.b=", "a.b=1,,2", "a.b=1,1"])
@@ -172,7 +189,7 @@ def test_keys_with_the_same_last_part_are_named_in_full(tmp_path: Path) -> None:
     axes = [("rollout.temperature", ["1"]), ("evaluation.temperature", ["0"])]
     (cell,) = sweep.cells(axes, tmp_path)
     assert cell.folder.name == "rollout.temperature=1,evaluation.temperature=0"
-    with pytest.raises(ValueError, match="stands twice"):
+    with pytest.raises(ValueError, match="is given twice"):
         sweep.cells([("a.b", ["1"]), ("a.b", ["2"])], tmp_path)
 
 

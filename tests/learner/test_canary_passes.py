@@ -36,12 +36,12 @@ def in_transformers(model: Path, state: dict[str, Tensor]) -> list[np.ndarray]:
 
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     net.load_state_dict({name: tensor.float() for name, tensor in state.items()}, strict=False)
-    found = []
+    by_sequence = []
     for sequence in SEQUENCES:
         ids = torch.from_numpy(sequence).long()
         logprobs = torch.log_softmax(net(input_ids=ids[None]).logits[0, :-1], -1)
-        found.append(logprobs.gather(-1, ids[1:, None])[:, 0].numpy())
-    return found
+        by_sequence.append(logprobs.gather(-1, ids[1:, None])[:, 0].numpy())
+    return by_sequence
 
 
 def float32_pass(place: Place, model: Path, stage: int) -> None:

@@ -43,13 +43,13 @@ def minibatches_of(config: PPOConfig) -> list[Minibatch]:
 
 def collect_gradients(place: Place, model: Path) -> Any:
     """(stage, budget) -> gradients of the first minibatch by name, on this rank, through the real DeepSpeed engine."""
-    from rlhf.learner.checkpoint import OptimizerView
+    from deepspeed.utils import safe_get_full_grad
+
     from rlhf.learner.critic import Critic
 
     class Probe(Critic):
         def _apply(self) -> tuple[float, bool]:
-            view = OptimizerView(self.engine)
-            self.seen = {name: view.gradient(param).float().clone() for name, param in self.names.items()}
+            self.seen = {name: safe_get_full_grad(param).float().clone() for name, param in self.names.items()}
             return super()._apply()
 
     by_case = {}

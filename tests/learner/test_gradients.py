@@ -38,13 +38,13 @@ def config_for(model: Path, *, learners: int, budget: int, stage: int, dtype: st
 
 def collect_gradients(place: Place, model: Path, budgets: tuple[int, ...], stages: tuple[int, ...], dtype: str) -> Any:
     """(stage, budget) -> gradients of the first minibatch by name, on this rank, through the real DeepSpeed engine."""
-    from rlhf.learner.checkpoint import OptimizerView
+    from deepspeed.utils import safe_get_full_grad
+
     from rlhf.learner.worker import Learner
 
     class Probe(Learner):
         def _apply(self) -> tuple[float, bool]:
-            view = OptimizerView(self.engine)
-            self.seen = {name: view.gradient(param).float().clone() for name, param in self.names.items()}
+            self.seen = {name: safe_get_full_grad(param).float().clone() for name, param in self.names.items()}
             return super()._apply()
 
     by_case = {}

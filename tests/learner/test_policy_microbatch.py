@@ -25,7 +25,7 @@ from rlhf.config.run import GRPOConfig
 from rlhf.learner.attention import PACKED
 from rlhf.learner.model import DeviceTokens, PolicyModel, PolicyOutput
 from rlhf.learner.routing import Routing
-from rlhf.learner.update import PolicyObjective, policy_microbatch
+from rlhf.learner.update import policy_microbatch
 from rlhf.log.metrics import StepMetrics, merge_metrics
 from rlhf.step.batch import at_every_token
 from rlhf.types import Denominators, PackedTokens, PolicyTargets
@@ -77,7 +77,7 @@ def microbatch(algo: dict[str, Any], *, old: bool = True) -> tuple[float, StepMe
     model = Fixed(spread(NEW, math.nan), spread(ENTROPY, 0.0))
     tokens = DeviceTokens.of(packed, torch.device("cpu"))
     denominators = Denominators(tokens=4, sequences=2)
-    loss, metrics = policy_microbatch(model, tokens, targets, denominators, PolicyObjective.of(config))
+    loss, metrics = policy_microbatch(model, tokens, targets, denominators, config)
     loss.backward()
     assert model.logprobs.grad is not None
     return loss.item(), metrics, model.logprobs.grad
@@ -173,6 +173,12 @@ def test_the_corrections_report_their_weights_and_what_was_outside() -> None:
     assert metrics["policy/importance_outside_fraction"].value() == pytest.approx(2 / 4)
 
 
+def test_the_dual_clip_reports_how_often_it_bounds_the_loss() -> None:
+    _, metrics, _ = microbatch({"dual_clip": 1.5})
+    assert metrics["policy/dual_clip_fraction"].value() == pytest.approx(1 / 4)  # ratio 2 with A < 0
+    assert "policy/dual_clip_fraction" not in microbatch({})[1]
+
+
 # --- KL metrics are expectations: each of four tokens stands in the row as often as the old policy samples it ---
 
 OLD_POLICY = np.log(np.array([4, 2, 1, 1]) / 8)
@@ -203,9 +209,7 @@ def logged_of_a_step(policies: list[np.ndarray], ref: np.ndarray) -> dict[str, f
     for policy in policies:
         model = Fixed(torch.from_numpy(policy[SAMPLED].astype(np.float32)), torch.zeros(8))
         tokens = DeviceTokens.of(packed, torch.device("cpu"))
-        updates.append(
-            policy_microbatch(model, tokens, targets, Denominators(tokens=8, sequences=1), PolicyObjective.of(config))
-        )
+        updates.append(policy_microbatch(model, tokens, targets, Denominators(tokens=8, sequences=1), config))
     return {name: metric.value() for name, metric in merge_metrics([metrics for _, metrics in updates]).items()}
 
 
@@ -240,7 +244,6 @@ def microbatches(config: GRPOConfig, *, old_is_given: bool) -> list[tuple[Tensor
     transformer = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
     transformer.set_attn_implementation(PACKED)
     model = PolicyModel(transformer, temperature=1.0)
-    objective = PolicyObjective.of(config)
     batch, (minibatch,), advantages = plan_first_epoch(
         config, make_groups(groups=4, samples=4, vocabulary=61, longest=30, seed=2)
     )
@@ -254,7 +257,7 @@ def microbatches(config: GRPOConfig, *, old_is_given: bool) -> list[tuple[Tensor
             with torch.no_grad():
                 own = dataclasses.replace(own, old_logprobs=model(tokens).logprobs.numpy())
         model.zero_grad(set_to_none=True)
-        loss, metrics = policy_microbatch(model, tokens, own, minibatch.denominators, objective)
+        loss, metrics = policy_microbatch(model, tokens, own, minibatch.denominators, config)
         loss.backward()
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         results.append((loss.detach(), gradients, {name: metric.value() for name, metric in metrics.items()}))

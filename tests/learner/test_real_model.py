@@ -58,13 +58,13 @@ def prompts_of(path: Path) -> list[Prompt]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    found = []
+    prompts = []
     for question, answer in DIALOGUES.items():
         messages = [{"role": "user", "content": question}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         columns = {"ids": tokenizer(answer)["input_ids"]}
-        found.append(Prompt(question, 0, np.array(ids, np.int32), (), "", "", columns))
-    return found
+        prompts.append(Prompt(question, 0, np.array(ids, np.int32), (), "", "", columns))
+    return prompts
 
 
 def untied(path: Path, target: Path) -> Path:
@@ -166,9 +166,9 @@ def refusals(place: Place, path: Path, dtype: str) -> dict[str, str]:
         return ""
 
     async def judge_all() -> dict[str, str]:
-        found = {"": await judge("", "")}
-        found |= {wrong: await judge("", wrong) for wrong in sorted(WRONG)}
-        return found | {stale: await judge(stale, "") for stale in STALE[dtype]}
+        messages = {"": await judge("", "")}
+        messages |= {wrong: await judge("", wrong) for wrong in sorted(WRONG)}
+        return messages | {stale: await judge(stale, "") for stale in STALE[dtype]}
 
     return asyncio.run(judge_all())
 
@@ -178,12 +178,12 @@ def test_one_old_tensor_a_wrong_temperature_and_a_shift_are_refused_and_a_correc
     real_model_dir: Path, tmp_path: Path, dtype: str
 ) -> None:
     path = real_model_dir if dtype == "float32" else untied(real_model_dir, tmp_path / "untied")
-    (found,) = run_world(refusals, 1, path, dtype)
-    assert found.pop("") == ""
+    (messages,) = run_world(refusals, 1, path, dtype)
+    assert messages.pop("") == ""
     for wrong in WRONG:
-        assert "disagree on the untouched weights" in found.pop(wrong), wrong
-    assert len(found) == {"float32": 11, "bfloat16": 32}[dtype]
-    for stale, message in found.items():
+        assert "disagree on the untouched weights" in messages.pop(wrong), wrong
+    assert len(messages) == {"float32": 11, "bfloat16": 32}[dtype]
+    for stale, message in messages.items():
         assert "does not hold the perturbed weights" in message, stale
 
 
@@ -194,9 +194,9 @@ first = {}
 def install():
     from rlhf.weights.transfer import Inbox
     receive = Inbox.receive
-    def receive_all_but_one(self, bucket, start):
+    def receive_all_but_one(self, number):
         stale = pathlib.Path(os.environ["STALE_TENSOR"]).read_text()
-        for name, tensor in receive(self, bucket, start):
+        for name, tensor in receive(self, number):
             first.setdefault(name, tensor.clone())
             yield name, first[name] if name == stale else tensor
     Inbox.receive = receive_all_but_one
@@ -208,7 +208,7 @@ async def refused_by_vllm(config: Any, prompts: list[Prompt], file: Path, stale:
     from rlhf.cluster.canary import Canary
     from rlhf.cluster.cluster import Cluster
 
-    found = {}
+    messages = {}
     async with Cluster(config) as cluster:
         canary = Canary(prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens)
         await canary.measure_noise(cluster)
@@ -218,10 +218,10 @@ async def refused_by_vllm(config: Any, prompts: list[Prompt], file: Path, stale:
             file.write_text(name)
             try:
                 await canary.check_start(cluster, 0)
-                found[name] = ""
+                messages[name] = ""
             except ClusterError as error:
-                found[name] = str(error)
-    return found
+                messages[name] = str(error)
+    return messages
 
 
 def test_an_engine_of_vllm_that_keeps_one_tensor_is_refused_and_one_that_follows_is_not(
@@ -233,7 +233,7 @@ def test_an_engine_of_vllm_that_keeps_one_tensor_is_refused_and_one_that_follows
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     config = make_config(real_model_dir, model={"dtype": "bfloat16"}, rollout={"max_response_tokens": 64})
     stale = ["model.layers.3.self_attn.q_proj.weight", "model.layers.0.input_layernorm.weight"]
-    found = asyncio.run(refused_by_vllm(config, prompts_of(real_model_dir), tmp_path / "stale", stale))
-    assert found.pop("") == ""
+    messages = asyncio.run(refused_by_vllm(config, prompts_of(real_model_dir), tmp_path / "stale", stale))
+    assert messages.pop("") == ""
     for name in stale:
-        assert "does not hold the perturbed weights" in found[name], name
+        assert "does not hold the perturbed weights" in messages[name], name

@@ -17,7 +17,7 @@ from rlhf.algo.packing import filler, pack
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.routing import Routing
-from rlhf.learner.update import PolicyObjective, policy_microbatch
+from rlhf.learner.update import policy_microbatch
 from rlhf.log.metrics import ExpertLoad, merge_metrics, to_values
 from rlhf.types import Denominators, PackedTokens, PolicyTargets
 
@@ -89,7 +89,7 @@ def share_of_loss(policy: PolicyModel, tokens: PackedTokens) -> tuple[Tensor, An
     zeros = np.zeros(len(tokens.token_ids), np.float32)  # without an advantage, all the loss that is left balances
     targets = PolicyTargets(advantages=zeros, old_logprobs=None, ref_logprobs=None)
     sizes = Denominators(tokens=14, sequences=3)
-    return policy_microbatch(policy, DeviceTokens.of(tokens, CPU), targets, sizes, PolicyObjective.of(config))
+    return policy_microbatch(policy, DeviceTokens.of(tokens, CPU), targets, sizes, config)
 
 
 def test_the_loss_and_the_metrics_do_not_depend_on_the_microbatches(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from worlds import (
     run_world,
 )
 
+from rlhf.config.sections import AlgoConfig
 from rlhf.learner.messages import Place
 from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.step.batch import at_every_token, make_batch
@@ -50,19 +51,19 @@ def advantages_of(config: Any, batch: StepBatch, old: np.ndarray, ref: np.ndarra
     """[N], as the program has them."""
     if program == "ppo":
         return assign_credit(batch, random_column(batch, 1), old, ref, kl_coef=BETA, algo=config.algo).advantages
-    rewards = penalize_kl(batch, batch.trained, old_logprobs=old, ref_logprobs=ref, estimator="k1", kl_coef=BETA)
+    rewards = penalize_kl(batch, batch.trained, old, ref, AlgoConfig(kl_estimator="k1", kl_coef=BETA))
     return at_every_token(batch, step_advantages(batch, rewards, "grpo"))
 
 
 def step_of_rank(place: Place, model: Path, program: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Weights of the moved policy, and the gradients of the first of two minibatches, by name."""
-    from rlhf.learner.checkpoint import OptimizerView
+    from deepspeed.utils import safe_get_full_grad
+
     from rlhf.learner.worker import Learner
 
     class Probe(Learner):
         def _apply(self) -> tuple[float, bool]:
-            view = OptimizerView(self.engine)
-            self.seen.append({name: view.gradient(param).float().numpy() for name, param in self.names.items()})
+            self.seen.append({name: safe_get_full_grad(param).float().numpy() for name, param in self.names.items()})
             return super()._apply()
 
     config = config_for(model, program)

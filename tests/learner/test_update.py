@@ -117,15 +117,15 @@ def adam_torch(weights: torch.Tensor, grads: list[torch.Tensor], *, lr: float, e
 
 def run_adam(place: Place, model: Path, variant: str, updates: int) -> dict[str, Any]:
     """Start and end weights and the gradients between, through ZeRO-2."""
-    from rlhf.learner.checkpoint import OptimizerView
+    from deepspeed.utils import safe_get_full_grad
+
     from rlhf.learner.worker import Learner
 
     class Probe(Learner):
         grads: list[dict[str, torch.Tensor]] = []  # noqa: RUF012
 
         def _apply(self) -> tuple[float, bool]:
-            view = OptimizerView(self.engine)
-            self.grads.append({name: view.gradient(p).clone() for name, p in self.names.items()})
+            self.grads.append({name: safe_get_full_grad(p).clone() for name, p in self.names.items()})
             return super()._apply()
 
     config = make_config(

@@ -74,7 +74,7 @@ def test_with_lag_0_only_the_groups_of_the_current_step_are_sampled() -> None:
             assert all(g.oldest_version == step for g in taken)
             consume(buffer, taken)
             engines.version = step + 1
-            buffer.step_done()
+            buffer.begin_next_step()
         assert balanced(buffer)
 
     asyncio.run(run())
@@ -92,7 +92,7 @@ def test_with_a_lag_engines_run_ahead_by_so_many_steps_and_no_more(lag: int) -> 
             assert all(step - g.oldest_version <= lag for g in taken)
             consume(buffer, taken)
             engines.version = step + 1
-            buffer.step_done()
+            buffer.begin_next_step()
             assert balanced(buffer)
 
     asyncio.run(run())
@@ -108,7 +108,7 @@ def test_a_group_that_has_become_too_old_is_dropped_counted_and_replaced() -> No
             assert "p1" not in [g.prompt.id for g in taken]
             consume(buffer, taken)
             engines.version = step + 1
-            buffer.step_done()
+            buffer.begin_next_step()
         engines.gates["p1"].set()
         for _ in range(3):
             await asyncio.sleep(0)
@@ -129,7 +129,7 @@ def test_a_stale_group_of_the_last_step_is_replaced_too() -> None:
         for step in range(2):
             consume(buffer, await buffer.take())
             engines.version = step + 1
-            buffer.step_done()
+            buffer.begin_next_step()
         waiting = asyncio.ensure_future(buffer.take())
         await asyncio.sleep(0.01)
         assert not waiting.done()  # all that is left to come is p1, which is of version 0
@@ -151,7 +151,7 @@ def test_no_group_is_sampled_beyond_the_last_step() -> None:
         for step in range(3):
             consume(buffer, await buffer.take())
             engines.version = step + 1
-            buffer.step_done()
+            buffer.begin_next_step()
         await asyncio.sleep(0)
         assert len(engines.order) == 6
         assert buffer.account.waiting == 0

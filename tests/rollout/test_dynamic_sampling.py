@@ -70,7 +70,7 @@ def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts_and_counted_as
         book(buffer, taken)
         assert balanced(buffer)
         task.version = 1
-        buffer.step_done()
+        buffer.begin_next_step()
         assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), WAIT_S)] == ["6", "7"]
         await buffer.close()
 
@@ -88,7 +88,7 @@ def test_after_the_last_replacement_equal_groups_train_and_the_next_step_may_rep
             book(buffer, taken)
             assert balanced(buffer)
             task.version = step + 1
-            buffer.step_done()
+            buffer.begin_next_step()
         await buffer.close()
 
     asyncio.run(run())
@@ -148,7 +148,7 @@ def test_with_a_lag_replacements_keep_to_the_staleness_rule() -> None:
             assert all(int(g.prompt.id) % 3 == 0 and step - g.oldest_version <= 1 for g in taken)
             book(buffer, taken)
             task.version = step + 1
-            buffer.step_done()
+            buffer.begin_next_step()
             assert balanced(buffer)
         await buffer.close()
 

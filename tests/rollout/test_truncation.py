@@ -51,9 +51,9 @@ def rollout(token: str | None) -> RolloutConfig:
 
 def test_the_truncate_token_is_one_token_of_the_model() -> None:
     tokenizer = quickstart.make_tokenizer()
-    found = truncate_token_id(rollout("."), tokenizer)
-    assert found is not None
-    assert tokenizer.decode([found]) == "."
+    token_id = truncate_token_id(rollout("."), tokenizer)
+    assert token_id is not None
+    assert tokenizer.decode([token_id]) == "."
     assert truncate_token_id(rollout(None), tokenizer) is None
     with pytest.raises(ValueError, match=r"rollout.truncate_token='ab'.*2 tokens"):
         truncate_token_id(rollout("ab"), tokenizer)

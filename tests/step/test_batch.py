@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from worlds import group_of, make_groups
 
+from rlhf.config.sections import AlgoConfig
 from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.step.batch import (
     at_every_token,
@@ -77,7 +78,7 @@ def test_the_non_stop_reward_replaces_the_reward_of_a_cut_off_response_only() ->
 def with_penalty(batch: StepBatch, computed: np.ndarray) -> np.ndarray:
     """Rewards minus 0.1 times the KL, where log pi - log pi_ref is 0.5 at every token."""
     old = np.full(len(batch.tokens.token_ids), -1.0, np.float32)
-    return penalize_kl(batch, computed, old_logprobs=old, ref_logprobs=old - 0.5, estimator="k1", kl_coef=0.1)
+    return penalize_kl(batch, computed, old, old - 0.5, AlgoConfig(kl_estimator="k1", kl_coef=0.1))
 
 
 def test_a_kl_in_the_reward_is_summed_over_the_response_and_subtracted_before_the_baseline() -> None:

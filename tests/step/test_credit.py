@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from worlds import group_of, make_groups
 
-from rlhf.algo.kl import AdaptiveKLController
 from rlhf.config.ppo import PPOAlgoConfig
 from rlhf.step.batch import make_batch
 from rlhf.step.credit import assign_credit, make_controller, mean_over_responses, response_kl
@@ -187,7 +186,12 @@ def test_the_controller_is_told_the_mean_kl_of_a_response_in_nats() -> None:
 
 def test_the_adaptive_controller_is_made_from_its_keys() -> None:
     algo = PPOAlgoConfig(kl_coef=0.2, kl_controller="adaptive", kl_target=3.0, kl_horizon=100)
-    controller = make_controller(algo)
-    assert isinstance(controller, AdaptiveKLController)
+    controller = make_controller(algo, None)
     controller.update(6.0, 100)
     assert controller.coef == pytest.approx(0.2 * 1.2)
+
+
+def test_a_resumed_run_goes_on_with_the_adapted_coefficient_and_a_fixed_one_follows_the_config() -> None:
+    adaptive = PPOAlgoConfig(kl_coef=0.2, kl_controller="adaptive")
+    assert make_controller(adaptive, 0.7).coef == 0.7
+    assert make_controller(PPOAlgoConfig(kl_coef=0.2), 0.7).coef == 0.2

@@ -10,6 +10,8 @@ import pytest
 from worlds import group_of, make_config, make_groups, rows_of_minibatch
 
 from rlhf.algo.packing import shared_beginnings
+from rlhf.config.roles import Training
+from rlhf.config.sections import TrainedConfig
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.types import Rollout, RolloutGroup
@@ -53,7 +55,8 @@ def test_denominators_count_response_tokens_of_trained_rollouts_only() -> None:
 
 
 def test_a_critic_draws_passes_of_its_own_over_the_same_rollouts() -> None:
-    epochs = plan_epochs(BATCH, make_config(NOWHERE), step=0, epochs=3, minibatches=4)
+    training = Training(TrainedConfig(), epochs_per_step=3, minibatches_per_epoch=4, steps=1)
+    epochs = plan_epochs(BATCH, make_config(NOWHERE), step=0, training=training)
     assert [len(epoch) for epoch in epochs] == [4, 4, 4]
     for epoch in epochs:
         assert sorted(row for minibatch in epoch for row in rows_of_minibatch(minibatch)) == list(range(24))

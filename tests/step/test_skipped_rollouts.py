@@ -16,7 +16,7 @@ from rlhf.algo.packing import FILLER_TOKENS, filler
 from rlhf.learner.attention import PACKED
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, PolicyModel
-from rlhf.learner.update import PolicyObjective, policy_microbatch
+from rlhf.learner.update import policy_microbatch
 from rlhf.step.advantages import step_advantages
 from rlhf.step.batch import at_every_token, make_batch
 from rlhf.step.minibatches import plan_epochs, rows_with_gradient
@@ -50,7 +50,7 @@ def plan(groups: list[RolloutGroup], config: Any, *, skip: bool) -> Plan:
     batch = make_batch(groups, mask_truncated=False)
     advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
     computed = rows_with_gradient(batch, advantages, config) if skip else batch.trained
-    return Plan(batch, plan_epochs(batch, config, step=0, computed=computed)[0], advantages, computed)
+    return Plan(batch, plan_epochs(batch, config, step=0, rows_to_compute=computed)[0], advantages, computed)
 
 
 def test_only_rollouts_with_an_advantage_are_packed_and_all_are_counted() -> None:
@@ -97,13 +97,12 @@ def gradients(model: PolicyModel, groups: list[RolloutGroup], config: Any, *, sk
     tokens = planned.batch.tokens
     noise = np.random.default_rng(7).normal(0, 0.3, len(tokens.token_ids))
     targets = planned.targets((tokens.rollout_logprobs + noise).astype(np.float32))
-    objective = PolicyObjective.of(config)
     model.zero_grad(set_to_none=True)
     for minibatch in planned.minibatches:
         for rows in minibatch.microbatches[0]:
             packed = DeviceTokens.of(tokens.take(rows) if len(rows) else filler(), torch.device("cpu"))
             own = targets.take(tokens.token_indices(rows) if len(rows) else np.zeros(FILLER_TOKENS, np.int64))
-            loss, _ = policy_microbatch(model, packed, own, minibatch.denominators, objective)
+            loss, _ = policy_microbatch(model, packed, own, minibatch.denominators, config)
             loss.backward()
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 

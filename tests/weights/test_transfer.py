@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -17,13 +18,13 @@ from waiting import WAIT_S, free_port
 
 from rlhf.weights import transfer
 from rlhf.weights.transfer import (
+    Bucket,
     CPUSender,
     Inbox,
     ParameterMeta,
     Rendezvous,
     SharedMemory,
     VLLMSender,
-    bucket_starts,
     buckets,
 )
 
@@ -65,9 +66,7 @@ class Engine:
 
     def update_weights(self, update: dict[str, Any]) -> None:
         self.calls.append("bucket")
-        triples = zip(update["names"], update["dtypes"], update["shapes"], strict=True)
-        bucket = [ParameterMeta(name, dtype, tuple(shape)) for name, dtype, shape in triples]
-        self.loaded |= dict(self.inbox.receive(bucket, update["start"]))
+        self.loaded |= dict(self.inbox.receive(update["bucket"]))
 
     def finish_weight_update(self, version: str) -> None:
         self.calls.append("finish")
@@ -76,7 +75,7 @@ class Engine:
 
 
 def connect(source: Weights, engine: Any, *, one_node: bool) -> CPUSender:
-    rendezvous = Rendezvous("127.0.0.1", free_port(), "test", 2, WAIT_S, one_node=one_node)
+    rendezvous = Rendezvous("127.0.0.1", free_port(), 2, WAIT_S, one_node=one_node)
     return CPUSender(source, engine, rendezvous, rank=0)
 
 
@@ -104,10 +103,9 @@ def test_every_tensor_arrives_bit_for_bit_each_time(
 
 def test_buckets_in_memory_do_not_overlap_and_begin_where_any_type_may() -> None:
     cut = buckets(Weights(0).metadata())
-    starts = bucket_starts(cut)
-    assert all(start % transfer.ALIGNMENT == 0 for start in starts)
-    for bucket, start, end in zip(cut, starts, starts[1:], strict=False):
-        assert start + sum(m.numel * getattr(torch, m.dtype).itemsize for m in bucket) <= end
+    assert all(bucket.start % transfer.ALIGNMENT == 0 for bucket in cut)
+    assert all(before.end <= bucket.start for before, bucket in itertools.pairwise(cut))
+    assert [bucket.end - bucket.start for bucket in cut] == [2 * (7 * 3 + 5), 4, 2 * 4 * 4]
 
 
 def test_a_failing_engine_fails_the_transfer_instead_of_hanging_it() -> None:
@@ -129,7 +127,7 @@ def test_ranks_that_do_not_send_take_part_in_gathering() -> None:
                 yield name, tensor
 
     engine = Engine()
-    CPUSender(Gathering(0), engine, Rendezvous("127.0.0.1", 1, "test", 2, 1.0, one_node=True), rank=1).send(1)
+    CPUSender(Gathering(0), engine, Rendezvous("127.0.0.1", 1, 2, 1.0, one_node=True), rank=1).send(1)
     assert gathered == list(SHAPES)
     assert engine.calls == []
 
@@ -138,9 +136,9 @@ def test_a_learner_that_is_killed_leaves_no_file_and_its_readers_keep_their_byte
     before = set(os.listdir("/dev/shm"))
     program = (
         "import sys, torch\n"
-        "from rlhf.weights.transfer import SharedMemory\n"
+        "from rlhf.weights.transfer import Bucket, ParameterMeta, SharedMemory\n"
         "memory, path = SharedMemory.create(4096)\n"
-        "memory.view(64, 3, torch.int32).copy_(torch.tensor([1, 2, 3]))\n"
+        "memory.view(Bucket(64, [ParameterMeta('p', 'int32', (3,))])).copy_(torch.tensor([1, 2, 3]))\n"
         "print(path, flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -154,7 +152,7 @@ def test_a_learner_that_is_killed_leaves_no_file_and_its_readers_keep_their_byte
     learner.kill()
     learner.wait()
     learner.stdout.close()
-    assert memory.view(64, 3, torch.int32).tolist() == [1, 2, 3]
+    assert memory.view(Bucket(64, [ParameterMeta("p", "int32", (3,))])).tolist() == [1, 2, 3]
     assert not Path(path).exists()
     assert not [name for name in named if "rlhf" in name]
 
@@ -223,7 +221,7 @@ def test_every_rank_waits_for_the_update_before_vllm_reads_the_weights_on_stream
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda _, count: tuple(SideStream() for _ in range(count)))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    rendezvous = Rendezvous("127.0.0.1", 1, "test", 3, 1.0)
+    rendezvous = Rendezvous("127.0.0.1", 1, 3, 1.0)
     client: Any = VLLMClient()
     VLLMSender(source, client, rendezvous, rank=rank, backend="nccl").send(1)
     assert source.events == ["synchronized", *(f"read {name}" for name in SHAPES)]
