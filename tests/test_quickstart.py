@@ -171,7 +171,7 @@ def test_the_configs_of_ppo_and_the_reward_model_read_what_the_quickstart_and_ea
         config = load_config(PPOConfig, [str(CONFIGS / name)])
         assert (in_folder(config.model.path) / "config.json").is_file()
         assert all(in_folder(source.path).is_file() for source in (*config.data.train, *config.data.eval))
-        assert not config.warnings
+        assert not list(config.warnings())
     assert config.reward_model is not None
     assert config.reward_model.path == config.critic.path == f"{reward.run.dir}/model"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import signal
 import sys
 import textwrap
@@ -11,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from rlhf.config.base import Section
-from rlhf.config.describe import Key, describe_keys, describe_options
+from rlhf.config.describe import Key, describe_keys
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
@@ -101,15 +102,13 @@ def _parser(
 
 def _list_keys(schema: type[Section]) -> str:
     lines = [KEYS_HEADER]
-    section = ""
-    for key in describe_keys(schema):
-        if key.name.split(".")[0] != section:
-            section = key.name.split(".")[0]
-            lines.append(f"\n{section}")
-        lines += _key_lines(key)
+    keys = [key for key in describe_keys(schema) if not key.name.startswith("data.eval[]")]  # as those of data.train
+    for section, of_section in itertools.groupby(keys, lambda key: key.name.split(".")[0]):
+        lines += [f"\n{section}", *(line for key in of_section for line in _key_lines(key))]
     if "reward" in schema.model_fields:
         lines.append(f"\n{REWARD_HEADER}")
-        lines += [line for key in describe_options(OPTIONS_OF_REWARD) for line in _key_lines(key)]
+        for name, options in OPTIONS_OF_REWARD.items():
+            lines += [line for key in describe_keys(options, f"{name}: ") for line in _key_lines(key)]
     return "\n".join(lines)
 
 

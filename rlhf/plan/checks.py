@@ -15,10 +15,8 @@ from rlhf.plan.text import counted
 def arithmetic_warnings(config: GRPOConfig) -> list[str]:
     """Warnings that need no model: those of the config, and learners or engines that would be idle."""
     cluster, rollout, learner = config.cluster, config.rollout, config.learner
-    warnings = list(config.warnings)
-    for role in config.roles():
-        if (training := role.training) is None:
-            continue
+    warnings = list(config.warnings())
+    for role, training in config.trained_roles():
         smallest = config.rollouts_per_step // training.minibatches_per_epoch
         if smallest < role.count:
             warnings.append(

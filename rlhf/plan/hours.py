@@ -44,7 +44,7 @@ def expected(config: GRPOConfig) -> Expected | None:
     response = plan.response_tokens or config.rollout.max_response_tokens
     tokens, sampled = config.rollouts_per_step * (prompt + response), config.rollouts_per_step * response
     roles = config.roles()
-    epochs = max(role.training.epochs_per_step for role in roles if role.training is not None)
+    epochs = max(training.epochs_per_step for _, training in config.trained_roles())
     passes = config.needs_old_logprobs_pass + config.needs_reference
     if any(role.name == CRITIC for role in roles):
         passes = max(passes, VALUE_PASSES)

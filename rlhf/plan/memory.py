@@ -109,9 +109,7 @@ def checkpoint_bytes(config: GRPOConfig, policy: ModelShape | None) -> int | Non
         None if the shape of a trained model is not known.
     """
     size = 0
-    for role in config.roles():
-        if role.training is None:
-            continue
+    for role, _ in config.trained_roles():
         shape = policy if role.model == config.model.path else shape_at(role.model)
         if shape is None:
             return None

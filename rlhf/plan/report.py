@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.load import resolved_yaml
-from rlhf.config.roles import Training
+from rlhf.config.roles import RoleTraining
 from rlhf.config.run import GRPOConfig
 from rlhf.data.model_files import local_model_config, looks_local
 from rlhf.plan.checks import arithmetic_warnings, memory_warnings, model_warnings
@@ -80,7 +80,7 @@ def _batches(config: GRPOConfig) -> list[str]:
     minibatch = -(-per_step // learner.minibatches_per_epoch)
     budget = learner.max_tokens_per_microbatch
     microbatches = -(-minibatch // (budget // longest))
-    by_role = [_updates(role.name, role.training) for role in config.roles() if role.training is not None]
+    by_role = [_updates(role.name, training) for role, training in config.trained_roles()]
     passes = [name for name, on in (("old", config.needs_old_logprobs_pass), ("ref", config.needs_reference)) if on]
     return rows(
         ("rollouts per step", f"{rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} = {per_step:,}"),
@@ -98,23 +98,21 @@ def _batches(config: GRPOConfig) -> list[str]:
     )  # fmt: skip
 
 
-def _updates(name: str, training: Training) -> tuple[str, str]:
-    steps = counted(training.steps - training.waits, "step")
+def _updates(name: str, training: RoleTraining) -> tuple[str, str]:
+    steps = counted(training.steps - training.idle_steps, "step")
     epochs, minibatches = (
         counted(training.epochs_per_step, "epoch"),
         counted(training.minibatches_per_epoch, "minibatch"),
     )
-    note = f"; none in the first {counted(training.waits, 'step')}" if training.waits else ""
+    note = f"; none in the first {counted(training.idle_steps, 'step')}" if training.idle_steps else ""
     return f"optimizer steps, {name}", f"{steps} x {epochs} x {minibatches} = {training.total_updates:,}{note}"
 
 
 def _learning_rate(config: GRPOConfig) -> list[str]:
     lines = []
-    for role in config.roles():
-        if role.training is None:
-            continue
-        schedule, lr = role.training.section.schedule, role.training.section.optimizer.lr
-        warmup, last = role.training.warmup_updates, role.training.total_updates
+    for role, training in config.trained_roles():
+        schedule, lr = training.section.schedule, training.section.optimizer.lr
+        warmup, last = training.warmup_updates, training.total_updates
         shape = f"{schedule.name}, peak {lr:g}"
         lines.append((f"schedule, {role.name}", shape + (f", warm-up of {warmup:,} optimizer steps" if warmup else "")))
         for name, update in (("first", 1), ("middle", -(-last // 2)), ("last", last)):

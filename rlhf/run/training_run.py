@@ -93,7 +93,7 @@ class TrainingRun(Generic[C]):
         self._open_buffer()
 
     def _announce(self) -> None:
-        for warning in (*self.config.warnings, *self.folder.warnings):
+        for warning in (*self.config.warnings(), *self.folder.warnings):
             self.log.warn(warning)
         longest = self.config.data.max_prompt_tokens
         show_data(self.log.console, self.prompts, self.tokenizer, max_prompt_tokens=longest)
