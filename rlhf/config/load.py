@@ -53,7 +53,7 @@ def load_config(schema: type[C], files: Sequence[str], overrides: Sequence[str] 
     try:
         return schema.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        raise ValueError(_explain(schema, error)) from None
+        raise ValueError(explain(schema, error)) from None
 
 
 def resolved_yaml(config: Section) -> str:
@@ -110,7 +110,7 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _explain(schema: type[Section], error: ValidationError) -> str:
+def explain(schema: type[Section], error: ValidationError) -> str:
     """One line for each problem that pydantic reports; unknown keys alone if there are any."""
     keys = {key.name: key for key in describe_keys(schema)}
     problems = error.errors()

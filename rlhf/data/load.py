@@ -16,8 +16,10 @@ from rlhf.data.read import Row, config_sources, read_rows, source_key
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
 
-PROMPT_COLUMNS = ("question", "problem", "prompt", "messages", "instruction", "query")
-ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "expected_answer", "solution")
+USUAL_COLUMNS = {
+    "prompt_column": ("question", "problem", "prompt", "messages", "instruction", "query"),
+    "answer_column": ("answer", "ground_truth", "final_answer", "expected_answer", "solution"),
+}
 
 Messages = tuple[dict[str, str], ...]
 
@@ -121,16 +123,12 @@ def _make_prompts(
     config: DataConfig, source: SourceConfig, rows: list[Row], tokenizer: Any, gold_answer: GoldAnswer, key: str
 ) -> list[Prompt]:
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
-    prompt_column = _pick_column(
-        source.prompt_column or config.prompt_column, PROMPT_COLUMNS, columns, source, f"{key}: prompt_column"
-    )
+    prompt_column = _pick_column("prompt_column", config, source, columns, key)
     messages = [_read_messages(config, row, prompt_column, f"{key}: row {row.number} of {source.path}") for row in rows]
     answer_format = source.answer_format or config.answer_format
     answers = [""] * len(rows)
     if answer_format != "none":
-        answer_column = _pick_column(
-            source.answer_column or config.answer_column, ANSWER_COLUMNS, columns, source, f"{key}: answer_column"
-        )
+        answer_column = _pick_column("answer_column", config, source, columns, key)
         answers = _read_answers(rows, answer_column, answer_format, gold_answer, source, key)
     texts = [render(conversation, config.template, tokenizer) for conversation in messages]
     token_ids = tokenize(texts, config.template, tokenizer)
@@ -146,24 +144,19 @@ def _make_prompts(
     ]
 
 
-def _pick_column(
-    explicit: str | None, usual: tuple[str, ...], columns: list[str], source: SourceConfig, key: str
-) -> str:
+def _pick_column(setting: str, config: DataConfig, source: SourceConfig, columns: list[str], key: str) -> str:
     """The column that the config names, or the first usual one that exists, in upper or lower case."""
+    explicit, usual = getattr(source, setting) or getattr(config, setting), USUAL_COLUMNS[setting]
     if explicit is not None:
         if explicit in columns or explicit.split(".")[0] in columns:
-            return explicit
-        raise ValueError(
-            f"{key}={explicit}: {source.path} has no such column, only {', '.join(columns)}. Name one of these."
-        )
-    by_lower_case = {column.lower(): column for column in reversed(columns)}
-    for name in usual:
-        if name in by_lower_case:
-            return by_lower_case[name]
-    raise ValueError(
-        f"{key} is not set, and {source.path} has none of {', '.join(usual)}, only {', '.join(columns)}. "
-        "Name one of these."
-    )
+            return str(explicit)
+        problem = f"{setting}={explicit}: {source.path} has no such column"
+    else:
+        by_lower_case = {column.lower(): column for column in reversed(columns)}
+        if existing := [by_lower_case[name] for name in usual if name in by_lower_case]:
+            return existing[0]
+        problem = f"{setting} is not set, and {source.path} has none of {', '.join(usual)}"
+    raise ValueError(f"{key}: {problem}, only {', '.join(columns)}. Name one of these.")
 
 
 def _column_value(columns: dict[str, Any], column: str) -> Any:
@@ -235,11 +228,10 @@ def _read_messages(config: DataConfig, row: Row, column: str, where: str) -> Mes
 
 
 def _read_message(message: Any, column: str, where: str) -> dict[str, str]:
-    role = message.get("role") if isinstance(message, dict) else None
-    content = message.get("content") if isinstance(message, dict) else None
-    if role not in ROLES or not isinstance(content, str):
-        raise ValueError(
-            f"{where}: `{column}` holds {message!r:.80}, not a message. "
-            f'Write messages as {{"role": ..., "content": text}} with a role of {", ".join(ROLES)}.'
-        )
-    return {"role": role, "content": content}
+    match message:
+        case {"role": role, "content": str(content)} if role in ROLES:
+            return {"role": role, "content": content}
+    raise ValueError(
+        f"{where}: `{column}` holds {message!r:.80}, not a message. "
+        f'Write messages as {{"role": ..., "content": text}} with a role of {", ".join(ROLES)}.'
+    )

@@ -137,24 +137,20 @@ def _permutation(bits: np.random.PCG64, size: int) -> np.ndarray:
     return np.argsort(bits.random_raw(size), kind="stable")
 
 
+# entry of a source in the state -> what it is, and what changed if it differs
+UNCHANGED = {
+    "rows": ("number of usable rows", "rows or data.max_prompt_tokens"),
+    "fingerprint": ("fingerprint", "prompts or answers: the file, its columns, data.template or the tokenizer"),
+    "rows_per_epoch": ("number of rows in an epoch", "weight or rows"),
+}
+
+
 def _check_unchanged(source: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Raise if a source differs from the one in the saved state."""
-    remedy = (
-        "Resume with the data and settings of the run's config.yaml, or start a new run from the checkpoint's model."
-    )
-    if saved["rows"] != present["rows"]:
-        raise ValueError(
-            f"data.train: source {source} had {saved['rows']} usable rows when the run was saved and has "
-            f"{present['rows']} now: rows or data.max_prompt_tokens changed. {remedy}"
-        )
-    if saved["fingerprint"] != present["fingerprint"]:
-        raise ValueError(
-            f"data.train: source {source} still has {present['rows']} rows, but their prompts or answers changed "
-            f"(fingerprint {saved['fingerprint']} when the run was saved, {present['fingerprint']} now): the file, "
-            f"its columns, data.template or the tokenizer changed. {remedy}"
-        )
-    if saved["rows_per_epoch"] != present["rows_per_epoch"]:
-        raise ValueError(
-            f"data.train: an epoch took {saved['rows_per_epoch']} rows of source {source} when the run was saved and "
-            f"would take {present['rows_per_epoch']} now: weight or rows changed. {remedy}"
-        )
+    for name, (meaning, cause) in UNCHANGED.items():
+        if saved[name] != present[name]:
+            raise ValueError(
+                f"data.train: the {meaning} of source {source} was {saved[name]} when the run was saved and is "
+                f"{present[name]} now. Changed: {cause}. Resume with the data and settings of the run's config.yaml, "
+                "or start a new run from the checkpoint's model."
+            )

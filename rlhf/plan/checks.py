@@ -58,13 +58,13 @@ def memory_warnings(
     estimates: Sequence[RoleMemory],
     engine: EngineMemory,
     learner_state_bytes: float,
-    host_gib: float | None,
+    host_gib: float,
 ) -> list[str]:
     """Warnings from the estimate: roles that do not fit, and a KV cache that is too small.
 
     Args:
         learner_state_bytes: memory that a learner holds between updates.
-        host_gib: memory of this machine, for runs on CPU; None if it is not known.
+        host_gib: memory of this machine, for runs on CPU.
     """
     cluster, rollout, warnings = config.cluster, config.rollout, []
     per_group = rollout.samples_per_prompt * config.max_sequence_tokens
@@ -85,7 +85,7 @@ def memory_warnings(
         )
     if cluster.device == "cpu":
         need = sum(estimate.role.count * total(estimate.parts) for estimate in estimates) / GIB
-        if host_gib is not None and need > host_gib:
+        if need > host_gib:
             warnings.append(
                 f"memory: {', '.join(counted(e.role.count, e.role.name) for e in estimates)} need about {need:.1f} "
                 f"GiB, this machine has {host_gib:.1f}. Use a smaller model, learner.max_tokens_per_microbatch or "

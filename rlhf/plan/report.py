@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.load import resolved_yaml
@@ -68,7 +69,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
             estimates, engine = memory_of_roles(config, shape), engine_memory(shape, config)
             sections.append(("Memory, estimated", _memory(config, shape, estimates, engine)))
             state = total(learner_state(shape, config))
-            warnings += memory_warnings(config, estimates, engine, state, _host_gib())
+            warnings += memory_warnings(config, estimates, engine, state, psutil.virtual_memory().total / GIB)
     if warnings:
         sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
     return "\n\n".join(f"{title}\n" + "\n".join(lines) for title, lines in sections) + "\n"
@@ -217,12 +218,3 @@ def _no_model(path: str) -> str:
         f"no estimate: config.json of model.path={path} is not in the hub cache of this machine. "
         f"Fetch it with `hf download {path} config.json`, or give a local folder."
     )
-
-
-def _host_gib() -> float | None:
-    """Memory of this machine, GiB; None if /proc/meminfo does not exist."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return None
-    kib = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal:")).split()[1]
-    return int(kib) * 1024 / GIB
