@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from rlhf.config.roles import CRITIC, Role, RoleTraining
+from rlhf.config.roles import CRITIC, Role, Training
 from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import AlgoConfig, ClusterConfig, Fraction, NonNegativeInt, TrainedConfig
 
@@ -80,14 +80,14 @@ class PPOConfig(GRPOConfig):
     cluster: PPOClusterConfig = PPOClusterConfig()
 
     @property
-    def training(self) -> RoleTraining:
+    def training(self) -> Training:
         return dataclasses.replace(super().training, idle_steps=self.critic.warmup_steps)
 
     @property
-    def critic_training(self) -> RoleTraining:
+    def critic_training(self) -> Training:
         """How the critic is trained: with the policy's epochs and minibatches where the critic sets none."""
         critic, learner = self.critic, self.learner
-        return RoleTraining(
+        return Training(
             critic,
             critic.epochs_per_step or learner.epochs_per_step,
             critic.minibatches_per_epoch or learner.minibatches_per_epoch,

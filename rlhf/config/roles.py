@@ -13,7 +13,7 @@ LEARNER, CRITIC, REWARD_MODEL, ENGINE = "learner", "critic", "reward model", "en
 
 
 @dataclass(frozen=True)
-class RoleTraining:
+class Training:
     """How a role is trained during the run.
 
     Attributes:
@@ -72,4 +72,4 @@ class Role:
     count: int
     cpus: float
     gpus: int
-    training: RoleTraining | None = None
+    training: Training | None = None

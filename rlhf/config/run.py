@@ -11,7 +11,7 @@ from rlhf.config.contradictions import ProgramConfig, dtype_problems, training_p
 from rlhf.config.data import DataConfig
 from rlhf.config.reward import RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
-from rlhf.config.roles import ENGINE, LEARNER, REWARD_MODEL, Role, RoleTraining
+from rlhf.config.roles import ENGINE, LEARNER, REWARD_MODEL, Role, Training
 from rlhf.config.sections import (
     AlgoConfig,
     CheckpointConfig,
@@ -52,11 +52,9 @@ class GRPOConfig(ProgramConfig):
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
     @property
-    def training(self) -> RoleTraining:
+    def training(self) -> Training:
         """How the policy is trained."""
-        return RoleTraining(
-            self.learner, self.learner.epochs_per_step, self.learner.minibatches_per_epoch, self.run.steps
-        )
+        return Training(self.learner, self.learner.epochs_per_step, self.learner.minibatches_per_epoch, self.run.steps)
 
     @property
     def total_updates(self) -> int:
@@ -86,7 +84,7 @@ class GRPOConfig(ProgramConfig):
         )  # fmt: skip
         return (*self._learning_roles(cluster.cpus_per_learner, on_gpu), engine) if trains else (engine,)
 
-    def trained_roles(self) -> tuple[tuple[Role, RoleTraining], ...]:
+    def trained_roles(self) -> tuple[tuple[Role, Training], ...]:
         """The roles that learn, and how."""
         return tuple((role, role.training) for role in self.roles() if role.training is not None)
 

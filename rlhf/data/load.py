@@ -6,13 +6,13 @@ cannot be used is an error that names it, and prompts that are too long are coun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf.config.data import AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import GoldAnswer, extract_answer
-from rlhf.data.read import Row, config_sources, read_rows, source_key
+from rlhf.data.read import Row, config_sources, read_rows
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
 
@@ -60,8 +60,7 @@ def load_prompts(
     prompts: dict[str, list[Prompt]] = {}
     dropped: dict[str, int] = {}
     sources = config_sources(config, which)
-    for index, source in enumerate(sources):
-        key = source_key(config, which, index)
+    for key, source in sources.items():
         rows = read_rows(source, which, key)
         if source.rows is not None and source.rows > len(rows):
             raise ValueError(
@@ -80,7 +79,7 @@ def load_prompts(
             )
         prompts[source.label] = short_prompts
         dropped[source.label] = len(all_prompts) - len(short_prompts)
-    return LoadedPrompts(prompts, dropped, rows_per_epoch(sources, prompts))
+    return LoadedPrompts(prompts, dropped, rows_per_epoch(sources.values(), prompts))
 
 
 def leave_out(
@@ -95,7 +94,8 @@ def leave_out(
     for source, prompts in remaining.items():
         if not prompts:
             raise ValueError(f"data.{which}: no row of {source} is left after leaving out bad rows. Remove the source.")
-    return LoadedPrompts(remaining, loaded.dropped_too_long, rows_per_epoch(config_sources(config, which), remaining))
+    sources = config_sources(config, which).values()
+    return LoadedPrompts(remaining, loaded.dropped_too_long, rows_per_epoch(sources, remaining))
 
 
 def show_prompt(prompt: Prompt, tokenizer: Any) -> str:
@@ -109,7 +109,7 @@ def first_prompt(loaded: LoadedPrompts) -> Prompt:
     return next(iter(loaded.prompts.values()))[0]
 
 
-def rows_per_epoch(sources: Sequence[SourceConfig], prompts: dict[str, list[Prompt]]) -> dict[str, int]:
+def rows_per_epoch(sources: Collection[SourceConfig], prompts: dict[str, list[Prompt]]) -> dict[str, int]:
     """Prompts of each source in an epoch: by weight, as many as the scarcest source allows; by row count; or all."""
     sizes = {source.label: len(prompts[source.label]) for source in sources}
     weights = {source.label: source.weight for source in sources if source.weight is not None}

@@ -132,10 +132,8 @@ def learner_state(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """What a learner holds between updates: weights, optimizer, reference."""
     parts = _trained_state(config.learner, config, shape.parameters)
     if config.needs_reference:
-        b, dtype = BYTES[config.model.dtype], config.model.dtype
-        sharded = config.cluster.learners if config.learner.zero_stage == 3 else 1
-        how = _share(shape.parameters, b, sharded)
-        parts.append(Part(f"reference, {dtype}", b * shape.parameters / sharded, how))
+        dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
+        parts.append(_divided(f"reference, {dtype}", shape.parameters, BYTES[dtype], ranks))
     return tuple(parts)
 
 
@@ -161,10 +159,9 @@ def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ..
     """One copy of the reward model: its weights, and the activations of one layer, since there is no backward pass."""
     assert config.reward_model is not None
     dtype, tokens = config.reward_model.dtype, config.reward_model.max_tokens_per_batch
-    b, count = BYTES[dtype], scalar_parameters(shape)
-    layer = layer_activation_bytes(shape, b=b)
+    layer = layer_activation_bytes(shape, b=BYTES[dtype])
     return (
-        Part(f"weights, {dtype}", float(b * count), _share(count, b, 1)),
+        _divided(f"weights, {dtype}", scalar_parameters(shape), BYTES[dtype]),
         Part("activations of one layer", float(tokens * layer), f"{tokens:,} tokens x {_kib(layer)}"),
         _overhead(config),
     )
@@ -180,17 +177,14 @@ def _trained_state(learner: TrainedConfig, config: GRPOConfig, count: int) -> li
     """Weights and optimizer state of one rank of a trained model with `count` parameters."""
     dtype = config.model.dtype
     stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[dtype]
-    sharded, by = (ranks if stage == 3 else 1), (ranks if stage >= 1 else 1)
-    has_master = not (stage == 0 and dtype == "float32")
-    master = MASTER_BYTES * has_master
-    parts = [Part(f"weights, {dtype}", b * count / sharded, _share(count, b, sharded))]
+    by = ranks if stage >= 1 else 1
+    parts = [_divided(f"weights, {dtype}", count, b, ranks if stage == 3 else 1)]
     if learner.offload_optimizer:
-        parts.append(Part("optimizer", 0.0, f"in host memory: {_share(count, master + MOMENTS_BYTES + 4, by)}"))
-    else:
-        if has_master:
-            parts.append(Part("master weights, float32", master * count / by, _share(count, master, by)))
-        parts.append(Part("Adam's two moments, float32", MOMENTS_BYTES * count / by, _share(count, MOMENTS_BYTES, by)))
-    return parts
+        host = _share(count, MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES, by)
+        return [*parts, Part("optimizer", 0.0, f"in host memory: {host}")]
+    if not (stage == 0 and dtype == "float32"):
+        parts.append(_divided("master weights, float32", count, MASTER_BYTES, by))
+    return [*parts, _divided("Adam's two moments, float32", count, MOMENTS_BYTES, by)]
 
 
 def learner_work(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
@@ -202,24 +196,23 @@ def learner_work(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
 def _trained_work(learner: TrainedConfig, config: GRPOConfig, count: int) -> list[Part]:
     """Gradients and their buffers."""
     stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[config.model.dtype]
-    parts = []
+    parts: list[Part] = []
     by = ranks if stage >= 2 else 1
     bucket = b * min(REDUCE_BUCKET, count) if stage >= 1 else 0
     if learner.offload_optimizer:
         parts.append(Part("gradients", b * count / by, f"{_share(count, b, by)}, then in host memory"))
         parts.append(Part("reduction buffer", float(bucket), _bucket(count, b)))
     elif stage == 0:
-        parts.append(Part("gradients", b * count, _share(count, b, 1)))
+        parts.append(_divided("gradients", count, b))
         if b != GRADIENT_BYTES:
-            parts.append(Part("gradients of the step, float32", GRADIENT_BYTES * count, _share(count, 4, 1)))
+            parts.append(_divided("gradients of the step, float32", count, GRADIENT_BYTES))
     else:
-        parts.append(Part("gradients, float32", GRADIENT_BYTES * count / by, _share(count, GRADIENT_BYTES, by)))
+        parts.append(_divided("gradients, float32", count, GRADIENT_BYTES, by))
         copy = GRADIENT_BYTES * count / ranks
         how = f"{_share(count, GRADIENT_BYTES, ranks)} + {_bucket(count, b)}"
         parts.append(Part("gradients, added and reduced", copy + bucket, how))
     if stage == 3:
-        live = min(ZERO3_MAX_LIVE_PARAMETERS, count)
-        parts.append(Part("gathered weights", b * live, _share(live, b, 1)))
+        parts.append(_divided("gathered weights", min(ZERO3_MAX_LIVE_PARAMETERS, count), b))
     return parts
 
 
@@ -293,6 +286,11 @@ def engine_memory(shape: ModelShape, config: GRPOConfig) -> EngineMemory:
     tokens = max(0, int(room // per_token))
     parts.append(Part("KV cache", max(0.0, room), how))
     return EngineMemory(tuple(parts), per_token, tokens)
+
+
+def _divided(name: str, count: int, size: int, by: int = 1) -> Part:
+    """`count` numbers of `size` bytes, divided among `by` ranks."""
+    return Part(name, size * count / by, _share(count, size, by))
 
 
 def _share(count: int, size: int, by: int) -> str:

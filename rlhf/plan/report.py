@@ -11,7 +11,7 @@ import psutil
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.load import resolved_yaml
-from rlhf.config.roles import RoleTraining
+from rlhf.config.roles import Training
 from rlhf.config.run import GRPOConfig
 from rlhf.data.model_files import local_model_config, looks_local
 from rlhf.plan.checks import arithmetic_warnings, memory_warnings, model_warnings
@@ -99,12 +99,10 @@ def _batches(config: GRPOConfig) -> list[str]:
     )  # fmt: skip
 
 
-def _updates(name: str, training: RoleTraining) -> tuple[str, str]:
+def _updates(name: str, training: Training) -> tuple[str, str]:
     steps = counted(training.steps - training.idle_steps, "step")
-    epochs, minibatches = (
-        counted(training.epochs_per_step, "epoch"),
-        counted(training.minibatches_per_epoch, "minibatch"),
-    )
+    epochs = counted(training.epochs_per_step, "epoch")
+    minibatches = counted(training.minibatches_per_epoch, "minibatch")
     note = f"; none in the first {counted(training.idle_steps, 'step')}" if training.idle_steps else ""
     return f"optimizer steps, {name}", f"{steps} x {epochs} x {minibatches} = {training.total_updates:,}{note}"
 
@@ -116,17 +114,9 @@ def _learning_rate(config: GRPOConfig) -> list[str]:
         warmup, last = training.warmup_updates, training.total_updates
         shape = f"{schedule.name}, peak {lr:g}"
         lines.append((f"schedule, {role.name}", shape + (f", warm-up of {warmup:,} optimizer steps" if warmup else "")))
+        form: Any = schedule.model_dump(exclude={"warmup_steps", "warmup_fraction"})
         for name, update in (("first", 1), ("middle", -(-last // 2)), ("last", last)):
-            rate = learning_rate(
-                update,
-                total_updates=last,
-                lr=lr,
-                name=schedule.name,
-                warmup_steps=warmup,
-                num_cycles=schedule.num_cycles,
-                min_lr=schedule.min_lr,
-                power=schedule.power,
-            )
+            rate = learning_rate(update, total_updates=last, lr=lr, warmup_steps=warmup, **form)
             lines.append((f"{name} optimizer step", f"{rate:.4g}  (step {update:,})"))
     return rows(*lines)
 
@@ -145,11 +135,8 @@ def _placement(config: GRPOConfig) -> list[str]:
         kinds.append((f"{role.name}s", f"{role.count}, {each}{stage}"))
     lines = rows(*kinds)
     if cluster.placement == "separate" and config.rollout.max_policy_lag == 0:
-        note = "rollout.max_policy_lag=0: engines and learners take turns, so one of the two is always idle."
-        lines += wrapped("  ", note)
-    lines += wrapped(
-        "  ", "One possible layout. Ray chooses the nodes at the start; the GPUs of one engine are on one node:"
-    )
+        lines.append("  rollout.max_policy_lag=0: engines and learners take turns, so one of the two is always idle.")
+    lines.append("  One possible layout. Ray chooses the nodes at the start; the GPUs of one engine are on one node:")
     return [*lines, *draw(nodes)]
 
 

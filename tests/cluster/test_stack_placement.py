@@ -13,7 +13,7 @@ from ray_cluster import ray_folder
 
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.placement import create, shared_gpus
-from rlhf.config.roles import ENGINE, LEARNER, Role, RoleTraining
+from rlhf.config.roles import ENGINE, LEARNER, Role, Training
 from rlhf.config.sections import ClusterConfig, TrainedConfig
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
@@ -34,7 +34,7 @@ def cluster() -> Iterator[None]:
 
 
 def learners(count: int) -> Role:
-    training = RoleTraining(TrainedConfig(), epochs_per_step=1, minibatches_per_epoch=1, steps=1)
+    training = Training(TrainedConfig(), epochs_per_step=1, minibatches_per_epoch=1, steps=1)
     return Role(LEARNER, "learner", "model.path", "m", count, cpus=1.0, gpus=1, training=training)
 
 
