@@ -374,13 +374,6 @@ def test_optimizer_steps_follow_from_steps_epochs_and_minibatches(base: str) -> 
     assert config.max_sequence_tokens == 100 + 28
 
 
-def test_a_warm_up_fraction_is_of_all_optimizer_steps_and_rounds_up(base: str) -> None:
-    config = load_config(
-        GRPOConfig, [base], ["learner.minibatches_per_epoch=4", "learner.schedule.warmup_fraction=0.03"]
-    )
-    assert config.training.warmup_updates == 2  # 0.03 x 40 = 1.2
-
-
 @pytest.mark.parametrize("lag", [0, 1])
 def test_rollouts_are_corrected_by_token_up_to_a_cap_unless_something_else_is_named(base: str, lag: int) -> None:
     algo = load_config(GRPOConfig, [base], [f"rollout.max_policy_lag={lag}"]).algo

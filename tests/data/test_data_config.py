@@ -74,13 +74,6 @@ def test_what_contradicts_itself_is_refused_with_the_reason(section: dict[str, A
         parse(**section)
 
 
-def test_every_field_describes_itself_in_one_line() -> None:
-    for model in (SourceConfig, DataConfig):
-        for name, field in model.model_fields.items():
-            assert field.description, f"{model.__name__}.{name}"
-            assert "\n" not in field.description
-
-
 def test_the_schema_and_the_data_modules_import_without_the_libraries_that_they_use_later() -> None:
     program = (
         "import sys, rlhf.config.data, rlhf.data.load, rlhf.data.order\n"
