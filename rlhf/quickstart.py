@@ -324,24 +324,19 @@ def main(arguments: list[str] | None = None) -> None:
         help=f"supervised updates; 0 leaves the model untrained (default {WARMUP_STEPS})",
     )
     options = parser.parse_args(arguments)
-    from rich.console import Console
-
-    console = Console(soft_wrap=True)
     began = time.monotonic()
     report_every = max(1, options.warmup_steps // 5)
 
     def on_step(step: int, loss: float) -> None:
         if step % report_every == 0 or step == 1:
-            console.print(
-                f"warm-up step {step}/{options.warmup_steps}  loss {loss:.3f}  {time.monotonic() - began:.0f} s"
-            )
+            print(f"warm-up step {step}/{options.warmup_steps}  loss {loss:.3f}  {time.monotonic() - began:.0f} s")
 
     try:
         write_quickstart(options.output, seed=options.seed, warmup_steps=options.warmup_steps, on_step=on_step)
     except OSError as error:
         raise ValueError(f"--output={options.output}: {error}. Name another folder.") from None
     seconds = time.monotonic() - began
-    console.print(f"wrote model, train.jsonl, test.jsonl and preference pairs to {options.output} in {seconds:.0f} s")
+    print(f"wrote model, train.jsonl, test.jsonl and preference pairs to {options.output} in {seconds:.0f} s")
 
 
 if __name__ == "__main__":

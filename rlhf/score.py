@@ -1,4 +1,4 @@
-"""Grade a JSONL file of responses offline: python -m rlhf.score FILE.jsonl --output OUT.jsonl
+"""Program: grades a file of responses: python -m rlhf.score FILE.jsonl --output OUT.jsonl
 
 Every row gets `score`, `extracted` and `status`, in the order of the file. Any stated answer is accepted; with --strict
 boxed answers only, as training and evaluation do by default.
@@ -29,7 +29,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m rlhf.score", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", help="JSONL with a response and a gold answer in every row")
+    parser.add_argument("file", help=".jsonl, .json or .parquet with a response and a gold answer in every row")
     parser.add_argument("--response-key", default="response", help="column of the response (default: response)")
     parser.add_argument("--answer-key", default="ground_truth", help="column of the answer (default: ground_truth)")
     parser.add_argument("--output", help="JSONL to write: every row with score, extracted and status")

@@ -74,18 +74,6 @@ def parse(
     Raises:
         ValueError: from the config, or from arguments that are neither a flag nor an override.
     """
-    arguments, unknown = _parser(program, description, schema, add_flags).parse_known_intermixed_args(argv)
-    for argument in unknown:
-        remedy = f"Write overrides without dashes: {argument.lstrip('-')}" if "=" in argument else "See --help"
-        raise ValueError(f"{argument}: there is no such flag. {remedy}.")
-    if not arguments.config:
-        raise ValueError(f"--config: no file given. Name a YAML file: python -m {program} --config configs/math.yaml")
-    return load_config(schema, arguments.config, arguments.overrides), arguments
-
-
-def _parser(
-    program: str, description: str, schema: type[Section], add_flags: Callable[[argparse.ArgumentParser], None]
-) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
         description=description,
@@ -97,7 +85,13 @@ def _parser(
     parser.add_argument("--config", action="append", metavar="FILE", help="YAML file; repeat it, later ones win")
     add_flags(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of the YAML")
-    return parser
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    for argument in unknown:
+        remedy = f"Write overrides without dashes: {argument.lstrip('-')}" if "=" in argument else "See --help"
+        raise ValueError(f"{argument}: there is no such flag. {remedy}.")
+    if not arguments.config:
+        raise ValueError(f"--config: no file given. Name a YAML file: python -m {program} --config configs/math.yaml")
+    return load_config(schema, arguments.config, arguments.overrides), arguments
 
 
 def _list_keys(schema: type[Section]) -> str:

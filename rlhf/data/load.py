@@ -30,7 +30,7 @@ class LoadedPrompts:
 
     Attributes:
         prompts: by source; ids are `source/row`, rows counted from 1.
-        dropped_too_long: by source, the number of rows left out because they have more than `max_prompt_tokens`.
+        dropped_too_long: by source, the number of rows left out because they have more than `data.max_prompt_tokens`.
         rows_per_epoch: by source, the number of its prompts in an epoch; all, unless weights or row counts are set.
     """
 
@@ -40,26 +40,20 @@ class LoadedPrompts:
 
 
 def load_prompts(
-    config: DataConfig,
-    which: Literal["train", "eval"],
-    tokenizer: Any,
-    gold_answer: GoldAnswer,
-    *,
-    max_prompt_tokens: int,
+    config: DataConfig, which: Literal["train", "eval"], tokenizer: Any, gold_answer: GoldAnswer
 ) -> LoadedPrompts:
     """Read and tokenize all sources of `data.train` or `data.eval`.
 
     Args:
         tokenizer: a transformers tokenizer.
         gold_answer: the grader's extractor, `rewards.answers.extract.gold_answer`.
-        max_prompt_tokens: longer prompts, template included, are left out and counted.
 
     Raises:
         ValueError: a source, column or row that cannot be used, or a source none of whose prompts is short enough.
     """
     prompts: dict[str, list[Prompt]] = {}
     dropped: dict[str, int] = {}
-    sources = config_sources(config, which)
+    sources, longest = config_sources(config, which), config.max_prompt_tokens
     for key, source in sources.items():
         rows = read_rows(source, which, key)
         if source.rows is not None and source.rows > len(rows):
@@ -69,12 +63,12 @@ def load_prompts(
         if which == "eval":
             rows = rows[: source.rows or config.eval_rows]
         all_prompts = _make_prompts(config, source, rows, tokenizer, gold_answer, key)
-        short_prompts = [prompt for prompt in all_prompts if len(prompt.token_ids) <= max_prompt_tokens]
+        short_prompts = [prompt for prompt in all_prompts if len(prompt.token_ids) <= longest]
         if not short_prompts:
             shortest = min(len(prompt.token_ids) for prompt in all_prompts)
             raise ValueError(
                 f"{key}={source.path}: all {len(rows)} prompts are too long: the shortest has {shortest} tokens, the "
-                f"limit is {max_prompt_tokens}. Raise data.max_prompt_tokens to at least {shortest}, if the model's "
+                f"limit is {longest}. Raise data.max_prompt_tokens to at least {shortest}, if the model's "
                 "context has room for that and rollout.max_response_tokens."
             )
         prompts[source.label] = short_prompts

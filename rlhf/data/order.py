@@ -40,7 +40,7 @@ class PromptStream:
         self._rows_per_epoch = {source: (rows_per_epoch or {}).get(source, len(prompts[source])) for source in prompts}
         self._flat = [prompt for source in self._prompts.values() for prompt in source]
         self._seed = seed
-        self._drawn = 0
+        self.drawn = 0  # prompts taken since the run began
         self._order_epoch = -1
         self._order = np.empty(0, dtype=np.int64)
         assert self._flat, "a stream needs at least one prompt"
@@ -52,28 +52,23 @@ class PromptStream:
         return sum(self._rows_per_epoch.values())
 
     @property
-    def drawn(self) -> int:
-        """Prompts taken since the run began."""
-        return self._drawn
-
-    @property
     def epochs(self) -> float:
         """Passes over the data since the run began."""
-        return self._drawn / self.epoch_size
+        return self.drawn / self.epoch_size
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, across epochs; each has the number of its epoch."""
         taken = []
-        for position in range(self._drawn, self._drawn + count):
+        for position in range(self.drawn, self.drawn + count):
             epoch, index = divmod(position, self.epoch_size)
             taken.append(replace(self._flat[self._epoch_order(epoch)[index]], epoch=epoch))
-        self._drawn += count
+        self.drawn += count
         return taken
 
     def state(self) -> dict[str, Any]:
         """JSON values from which `restore` continues with the next prompt."""
         return {
-            "drawn": self._drawn,
+            "drawn": self.drawn,
             "seed": self._seed,
             "sources": {
                 source: {
@@ -105,7 +100,7 @@ class PromptStream:
             )
         for source in present:
             _check_unchanged(source, saved[source], present[source])
-        self._drawn = state["drawn"]
+        self.drawn = state["drawn"]
 
     @cached_property
     def _fingerprints(self) -> dict[str, str]:

@@ -179,8 +179,7 @@ def _load(patient: Patient) -> Finding:
     check_sources(config.data)
     check_models(config)
     tokenizer = load_tokenizer(config.model)
-    longest = config.data.max_prompt_tokens
-    loaded = load_prompts(config.data, "train", tokenizer, gold_answer, max_prompt_tokens=longest)
+    loaded = load_prompts(config.data, "train", tokenizer, gold_answer)
     patient.prompts = [prompt for rows in loaded.prompts.values() for prompt in rows[:PROMPTS_PER_SOURCE]]
     counts = ", ".join(f"{source} {len(rows):,}" for source, rows in loaded.prompts.items())
     return Finding("ok", f"model.path={config.model.path}, a tokenizer of {len(tokenizer):,}; prompts: {counts}")

@@ -49,7 +49,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
         model: config.json of the model, instead of the one at `model.path`.
     """
     model = local_model_config(config.model.path) if model is None else model
-    warnings = arithmetic_warnings(config)
+    warnings = list(arithmetic_warnings(config))
     sections = [
         ("Batches", _batches(config)),
         ("Learning rate", _learning_rate(config)),

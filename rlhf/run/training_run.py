@@ -63,9 +63,8 @@ class TrainingRun(Generic[C]):
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
         self.tokenizer = load_tokenizer(config.model)
         truncate_token_id(config.rollout, self.tokenizer)  # raises ValueError unless it is one token
-        longest = config.data.max_prompt_tokens
-        self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer, max_prompt_tokens=longest)
-        self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer, max_prompt_tokens=longest)
+        self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer)
+        self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer)
         self._exit_stack = contextlib.AsyncExitStack()
 
     # --- start and end ---
