@@ -329,7 +329,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     def on_step(step: int, loss: float) -> None:
         if step % report_every == 0 or step == 1:
-            print(f"warm-up step {step}/{options.warmup_steps}  loss {loss:.3f}  {time.monotonic() - began:.0f} s")
+            seconds = time.monotonic() - began
+            print(f"warm-up step {step}/{options.warmup_steps}  loss {loss:.3f}  {seconds:.0f} s", flush=True)
 
     try:
         write_quickstart(options.output, seed=options.seed, warmup_steps=options.warmup_steps, on_step=on_step)

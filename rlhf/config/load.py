@@ -155,8 +155,8 @@ def _unknown(key: str, keys: Mapping[str, Key]) -> str:
     if moved := [known for known in keys if known.endswith(f".{name}") and "[]" not in known]:
         return f"there is no such key. Did you mean {' or '.join(moved)}?"
     prefix, general = (f"{section}.", f"{_general(section)}.") if section else ("", "")
-    beside = (known.removeprefix(general) for known in keys if known.startswith(general))
-    return f"there is no such key. {suggest(name, dict.fromkeys(re.split(r'[.[]', k)[0] for k in beside), prefix)}"
+    names = [re.split(r"[.[]", known.removeprefix(general))[0] for known in keys if known.startswith(general)]
+    return f"there is no such key. {suggest(name, dict.fromkeys(names), prefix)}"
 
 
 def _general(key: str) -> str:

@@ -188,17 +188,17 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             "group of one are always equal. Use at least 2, or false."
         )
     if rollout.dynamic_sampling_part is not None:
-        everywhere = config.reward.parts_of_every_source + ("reward_model",) * (config.reward_model is not None)
-        named = f"rollout.dynamic_sampling_part={rollout.dynamic_sampling_part}"
+        common_parts = config.reward.parts_of_every_source + ("reward_model",) * (config.reward_model is not None)
+        given = f"rollout.dynamic_sampling_part={rollout.dynamic_sampling_part}"
         if not rollout.dynamic_sampling:
-            yield f"{named} without rollout.dynamic_sampling: nothing reads it. Set that too, or remove it."
-        elif rollout.dynamic_sampling_part not in everywhere:
-            others = " and ".join(
+            yield f"{given} without rollout.dynamic_sampling: nothing reads it. Set that too, or remove it."
+        elif rollout.dynamic_sampling_part not in common_parts:
+            lists = " and ".join(
                 ["reward.parts", *(f"reward.by_source.{source}" for source in config.reward.by_source)]
             )
             yield (
-                f"{named}: not in all of {others}, and groups without it would all be replaced. Name a part that "
-                f"each of them has ({', '.join(everywhere) or 'none'}), or null."
+                f"{given}: not in all of {lists}, and groups without it would all be replaced. Name a part that "
+                f"each of them has ({', '.join(common_parts) or 'none'}), or null."
             )
     if config.reward.leaves_something_ungraded and config.reward_model is None:
         yield (

@@ -69,25 +69,17 @@ class RoleMemory:
 
 def memory_of_roles(config: GRPOConfig, policy: ModelShape) -> list[RoleMemory]:
     """The memory of every role of the run; `policy` is the shape of model.path."""
+    estimators = {
+        roles.LEARNER: learner_memory,
+        roles.CRITIC: critic_memory,
+        roles.REWARD_MODEL: reward_model_memory,
+        roles.ENGINE: lambda shape, config: engine_memory(shape, config).parts,
+    }
     estimates = []
     for role in config.roles():
         shape = policy if role.model == config.model.path else shape_at(role.model)
-        estimates.append(RoleMemory(role, () if shape is None else _parts_of(role, shape, config)))
+        estimates.append(RoleMemory(role, () if shape is None else estimators[role.name](shape, config)))
     return estimates
-
-
-def _parts_of(role: Role, shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
-    match role.name:
-        case roles.LEARNER:
-            return learner_memory(shape, config)
-        case roles.CRITIC:
-            assert role.training is not None
-            return critic_memory(shape, config, role.training.section)
-        case roles.REWARD_MODEL:
-            return reward_model_memory(shape, config)
-        case roles.ENGINE:
-            return engine_memory(shape, config).parts
-    raise AssertionError(role.name)
 
 
 def shape_at(path: str) -> ModelShape | None:
@@ -137,13 +129,13 @@ def learner_state(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def critic_memory(shape: ModelShape, config: GRPOConfig, section: TrainedConfig) -> tuple[Part, ...]:
+def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """The parts of one rank of the critic at the peak of an update; its head gives one number per token, not logits.
 
     Args:
         shape: the critic's model.
-        section: the critic's section of the config.
     """
+    (section,) = (training.section for role, training in config.trained_roles() if role.name == roles.CRITIC)
     count = scalar_parameters(shape)
     head = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
     return (

@@ -224,7 +224,7 @@ def test_the_model_of_a_critic_has_as_many_parameters_as_the_one_that_transforme
 
 def test_a_critic_has_its_own_zero_stage_and_no_reference(make: Any) -> None:
     config = make("critic.zero_stage=3", schema=PPOConfig)
-    parts = gigabytes(critic_memory(model_shape(LLAMA31_8B), config, config.critic))  # 7.50 billion parameters
+    parts = gigabytes(critic_memory(model_shape(LLAMA31_8B), config))  # 7.50 billion parameters
     assert parts["weights, bfloat16"] == 2.50
     assert parts["Adam's two moments, float32"] == 10.01
     assert parts["gradients, float32"] == 5.0
