@@ -10,6 +10,7 @@ numpy promises never to change; it does not promise this for its shuffles.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,6 +19,13 @@ from typing import Any
 import numpy as np
 
 from rlhf.types import Prompt
+
+# entry of a source in the state -> what it is, and what changed if it differs
+UNCHANGED = {
+    "rows": ("number of usable rows", "rows or data.max_prompt_tokens"),
+    "fingerprint": ("fingerprint", "prompts or answers: the file, its columns, data.template or the tokenizer"),
+    "rows_per_epoch": ("number of rows in an epoch", "weight or rows"),
+}
 
 
 class PromptStream:
@@ -98,8 +106,15 @@ class PromptStream:
                 f"{', '.join(sorted(present))}. Resume with the same data, or start a new run from the checkpoint's "
                 "model."
             )
-        for source in present:
-            _check_unchanged(source, saved[source], present[source])
+        for source, name in itertools.product(present, UNCHANGED):
+            meaning, cause = UNCHANGED[name]
+            before, now = saved[source][name], present[source][name]
+            if before != now:
+                raise ValueError(
+                    f"data.train: the {meaning} of source {source} was {before} when the run was saved and is {now} "
+                    f"now. Changed: {cause}. Resume with the data and settings of the run's config.yaml, or start a "
+                    "new run from the checkpoint's model."
+                )
         self.drawn = state["drawn"]
 
     @cached_property
@@ -130,22 +145,3 @@ class PromptStream:
 
 def _permutation(bits: np.random.PCG64, size: int) -> np.ndarray:
     return np.argsort(bits.random_raw(size), kind="stable")
-
-
-# entry of a source in the state -> what it is, and what changed if it differs
-UNCHANGED = {
-    "rows": ("number of usable rows", "rows or data.max_prompt_tokens"),
-    "fingerprint": ("fingerprint", "prompts or answers: the file, its columns, data.template or the tokenizer"),
-    "rows_per_epoch": ("number of rows in an epoch", "weight or rows"),
-}
-
-
-def _check_unchanged(source: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raise if a source differs from the one in the saved state."""
-    for name, (meaning, cause) in UNCHANGED.items():
-        if saved[name] != present[name]:
-            raise ValueError(
-                f"data.train: the {meaning} of source {source} was {saved[name]} when the run was saved and is "
-                f"{present[name]} now. Changed: {cause}. Resume with the data and settings of the run's config.yaml, "
-                "or start a new run from the checkpoint's model."
-            )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import socket
+import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -42,7 +42,7 @@ async def check_versions(_: Patient) -> Finding:
     from packaging.specifiers import SpecifierSet
 
     problems = []
-    python = platform.python_version()
+    python = "{}.{}.{}".format(*sys.version_info)
     python_range = metadata.metadata(DISTRIBUTION)["Requires-Python"]
     if not SpecifierSet(python_range).contains(python):
         problems.append(f"Python {python} is not in {python_range}")
