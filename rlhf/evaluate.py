@@ -33,7 +33,7 @@ async def measure(config: GRPOConfig) -> dict[str, float]:
     from rlhf.run.sampler import Sampler
 
     tokenizer = load_tokenizer(config.model)
-    loaded = load_prompts(config.data, "eval", tokenizer, gold_answer, max_prompt_tokens=config.data.max_prompt_tokens)
+    loaded = load_prompts(config.data, "eval", tokenizer, gold_answer)
     with Scorer(config.reward) as scorer:
         async with Cluster(config, trains=False) as cluster:
             sampler = Sampler(config, cluster, scorer, tokenizer)

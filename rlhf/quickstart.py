@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.config.cli import run_program
+
 if TYPE_CHECKING:
     import torch
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
@@ -132,9 +134,6 @@ def make_pairs(problems: list[Problem], seed: int) -> list[dict[str, str]]:
 def make_problems(count: int, seed: int) -> list[Problem]:
     """`count` problems in seeded order; no two have the same operands, in either order."""
     low, high = 10 ** (COLUMNS - 1), 10**COLUMNS
-    possible = (high - low) * (high - low + 1) // 2
-    if not 1 <= count <= possible // 2:
-        raise ValueError(f"count={count}: there are {possible} different problems. Ask for 1 to {possible // 2}.")
     rng = random.Random(f"problems {seed}")
     seen: set[tuple[int, int]] = set()
     problems: list[Problem] = []
@@ -169,14 +168,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_model(
-    *,
-    hidden_size: int = 128,
-    num_layers: int = 3,
-    num_heads: int = 4,
-    num_kv_heads: int | None = None,
-    max_context_tokens: int = CONTEXT_TOKENS,
-    tie_embeddings: bool = True,
-    seed: int = 0,
+    *, hidden_size: int = 128, num_layers: int = 3, num_heads: int = 4, tie_embeddings: bool = True, seed: int = 0
 ) -> Qwen2ForCausalLM:
     """An untrained float32 Qwen2 for the vocabulary of `make_tokenizer`; vLLM on CPU takes heads of 32 or more."""
     import torch
@@ -189,8 +181,8 @@ def make_model(
         intermediate_size=3 * hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads or num_heads,
-        max_position_embeddings=max_context_tokens,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=tie_embeddings,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -218,45 +210,36 @@ def demonstration_batches(
     Labels are the token ids of the response and its end token; `LOSS_IGNORE_ID` at the prompt and at the padding.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     rng = random.Random(f"demonstrations {seed}")
     prompts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.question}],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
+            [{"role": "user", "content": problem.question}], add_generation_prompt=True, return_dict=False
         )
         for problem in problems
     ]
     while True:
         rows = [rng.randrange(len(problems)) for _ in range(batch_size)]
-        responses = [tokenizer.encode(problems[row].worked(rng) + END_TOKEN, add_special_tokens=False) for row in rows]
-        length = max(len(prompts[row]) + len(response) for row, response in zip(rows, responses, strict=True))
-        token_ids = torch.full((batch_size, length), int(tokenizer.pad_token_id))
-        labels = torch.full((batch_size, length), LOSS_IGNORE_ID)
-        for index, (row, response) in enumerate(zip(rows, responses, strict=True)):
-            start, end = len(prompts[row]), len(prompts[row]) + len(response)
-            token_ids[index, :end] = torch.tensor(prompts[row] + response)
-            labels[index, start:end] = torch.tensor(response)
-        yield token_ids, labels
+        token_ids, labels = [], []
+        for row in rows:
+            response = tokenizer.encode(problems[row].worked(rng) + END_TOKEN, add_special_tokens=False)
+            token_ids.append(torch.tensor(prompts[row] + response))
+            labels.append(torch.tensor([LOSS_IGNORE_ID] * len(prompts[row]) + response))
+        yield (
+            pad_sequence(token_ids, batch_first=True, padding_value=int(tokenizer.pad_token_id)),
+            pad_sequence(labels, batch_first=True, padding_value=LOSS_IGNORE_ID),
+        )
 
 
 def warm_up(
-    model: Qwen2ForCausalLM,
-    tokenizer: Qwen2Tokenizer,
-    problems: list[Problem],
-    *,
-    steps: int,
-    seed: int,
-    on_step: Callable[[int, float], None] | None = None,
-) -> list[float]:
-    """Supervised learning on the careless pupil's work; returns the loss of every step, in nats per response token."""
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: list[Problem], *, steps: int, seed: int
+) -> Iterator[float]:
+    """Supervised learning on the careless pupil's work; yields the loss of every step, in nats per response token."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_LR, betas=(0.9, 0.98), weight_decay=0.0)
     batches = demonstration_batches(tokenizer, problems, batch_size=WARMUP_BATCH, seed=seed)
-    losses: list[float] = []
     model.train()
     for step in range(1, steps + 1):
         ramp = min(1.0, step / WARMUP_RAMP_STEPS)
@@ -271,11 +254,8 @@ def warm_up(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.item())
-        if on_step is not None:
-            on_step(step, losses[-1])
+        yield loss.item()
     model.eval()
-    return losses
 
 
 def save_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
@@ -301,12 +281,12 @@ def write_quickstart(
     train_rows: int = TRAIN_ROWS,
     test_rows: int = TEST_ROWS,
     model_options: dict[str, Any] | None = None,
-    on_step: Callable[[int, float], None] | None = None,
-) -> list[float]:
-    """Write `model`, `train.jsonl`, `test.jsonl` and preference pairs for both; returns the losses of the warm-up.
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Write `model`, `train.jsonl`, `test.jsonl` and preference pairs for both; `on_step` is told each warm-up loss.
 
     Raises:
-        ValueError: `output` already holds files, or a count is out of range.
+        ValueError: `output` already holds files, or the number of steps is negative.
     """
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -316,22 +296,21 @@ def write_quickstart(
     problems = make_problems(train_rows + test_rows, seed)
     tokenizer = make_tokenizer()
     model = make_model(seed=seed, **(model_options or {}))
-    losses: list[float] = []
-    if warmup_steps:
-        losses = warm_up(model, tokenizer, problems[:train_rows], steps=warmup_steps, seed=seed, on_step=on_step)
+    losses = warm_up(model, tokenizer, problems[:train_rows], steps=warmup_steps, seed=seed)
+    for step, loss in enumerate(losses, start=1):
+        on_step(step, loss)
     output.mkdir(parents=True, exist_ok=True)
     save_model(model, tokenizer, output / "model")
     for name, rows in (("train", problems[:train_rows]), ("test", problems[train_rows:])):
         write_rows(output / f"{name}.jsonl", [{"question": row.question, "answer": row.answer} for row in rows])
         write_rows(output / f"pairs_{name}.jsonl", make_pairs(rows, seed))
-    return losses
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m rlhf.quickstart",
         description="Makes a tiny warmed-up model, its tokenizer and arithmetic data.",
@@ -344,32 +323,22 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default=WARMUP_STEPS,
         help=f"supervised updates; 0 leaves the model untrained (default {WARMUP_STEPS})",
     )
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    from rich.console import Console
-
-    console = Console(soft_wrap=True)
+    options = parser.parse_args(arguments)
     began = time.monotonic()
     report_every = max(1, options.warmup_steps // 5)
 
     def on_step(step: int, loss: float) -> None:
         if step % report_every == 0 or step == 1:
-            console.print(
-                f"warm-up step {step}/{options.warmup_steps}  loss {loss:.3f}  {time.monotonic() - began:.0f} s"
-            )
+            seconds = time.monotonic() - began
+            print(f"warm-up step {step}/{options.warmup_steps}  loss {loss:.3f}  {seconds:.0f} s", flush=True)
 
     try:
         write_quickstart(options.output, seed=options.seed, warmup_steps=options.warmup_steps, on_step=on_step)
-    except (ValueError, OSError) as error:
-        print(f"rlhf.quickstart: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise ValueError(f"--output={options.output}: {error}. Name another folder.") from None
     seconds = time.monotonic() - began
-    console.print(f"wrote model, train.jsonl, test.jsonl and preference pairs to {options.output} in {seconds:.0f} s")
-    return 0
+    print(f"wrote model, train.jsonl, test.jsonl and preference pairs to {options.output} in {seconds:.0f} s")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

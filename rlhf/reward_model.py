@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-import multiprocessing
-import multiprocessing.connection
 import os
-import queue
+import re
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config import cli
-from rlhf.config.contradictions import STEPS_OF_PAIRS, training_problems
+from rlhf.config.contradictions import warmup_problems
 from rlhf.config.data import SourceConfig
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.data.read import read_rows
@@ -79,30 +76,44 @@ def read_pairs(path: str, tokenizer: Any, which: str, *, max_tokens: int) -> tup
     return pairs, too_long
 
 
-def train_rank(place: Place, config: RewardTrainingConfig, train: list[Pair], held_out: list[Pair]) -> None:
-    """The whole training on one rank; rank 0 logs and writes."""
+def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[Pair], held_out: list[Pair]) -> None:
+    """The whole training on one rank; rank 0 logs and writes.
+
+    Raises:
+        RuntimeError: the trained model's scores are not finite.
+    """
+    cluster = config.cluster
+    if cluster.device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[rank]
     from rlhf.learner.reward_trainer import RewardTrainer, count_updates
     from rlhf.log.metrics import to_values
     from rlhf.log.sinks import JsonlSink
 
-    trainer = RewardTrainer(config, place, train)
+    threads = cluster.threads_per_learner or max(1, (os.cpu_count() or 1) // cluster.learners)
+    local_rank = 0 if cluster.device == "cuda" else rank
+    trainer = RewardTrainer(config, Place(rank, cluster.learners, local_rank, "127.0.0.1", port, threads), train)
     total = count_updates(config, len(train))
     folder = Path(config.run.dir)
-    sink = JsonlSink(folder / "metrics.jsonl") if place.rank == 0 else None
+    sink = JsonlSink(folder / "metrics.jsonl") if rank == 0 else None
     for update, metrics in enumerate(trainer.train(), start=1):
-        if sink is not None:
-            values = to_values(metrics)
-            sink.log(update, values)
-            if update % LOG_EVERY == 0 or update == total:
-                print(
-                    f"update {update}/{total}  loss {values['train/loss']:.4f}  accuracy {values['train/accuracy']:.3f}"
-                )
+        if sink is None:
+            continue
+        sink.log(update, to_values(metrics))
+        if update % LOG_EVERY == 0 or update == total:
+            loss, accuracy = (metrics[name].value() for name in ("train/loss", "train/accuracy"))
+            print(f"update {update}/{total}  loss {loss:.4f}  accuracy {accuracy:.3f}")
     if held_out:
         values = to_values(trainer.measure(held_out)[0])
         if sink is not None:
             sink.log(total, values)
             print("held out: " + "  ".join(f"{name.removeprefix('eval/')} {v:.4f}" for name, v in values.items()))
     _, mean, std = trainer.measure(train[:: math.ceil(len(train) / NORMALIZATION_PAIRS)])
+    if not math.isfinite(std):
+        lr = config.learner.optimizer.lr
+        raise RuntimeError(
+            f"learner.optimizer.lr={lr}: the training diverged. The scores are not finite, and no model is written. "
+            "Lower lr, or set learner.max_grad_norm."
+        )
     trainer.write(str(folder / "model"), config.model.path, mean, std)
     if sink is not None:
         sink.close()
@@ -110,55 +121,24 @@ def train_rank(place: Place, config: RewardTrainingConfig, train: list[Pair], he
     trainer.close()
 
 
-def _rank(failures: Any, place: Place, config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
-    if config.cluster.device == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[place.rank]
-    try:
-        train_rank(place, config, *pairs)
-    except BaseException as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        failures.put(f"learner {place.rank}: {type(error).__name__}: {error} ({last.filename}:{last.lineno})")
-        raise SystemExit(1) from None
-
-
 def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
-    """Run every rank in a process of its own; if one fails, all are killed.
+    """Run every rank in a process of its own; if one fails, all are ended.
 
     Raises:
         RuntimeError: with the error of the first rank that failed.
     """
-    cluster, port = config.cluster, free_port()
-    threads = cluster.threads_per_learner or max(1, (os.cpu_count() or 1) // cluster.learners)
-    context = multiprocessing.get_context("spawn")
-    failures: Any = context.Queue()
-    ranks = []
-    for rank in range(cluster.learners):
-        place = Place(rank, cluster.learners, 0 if cluster.device == "cuda" else rank, "127.0.0.1", port, threads)
-        ranks.append(context.Process(target=_rank, args=(failures, place, config, *pairs), daemon=True))
-    for process in ranks:
-        process.start()
-    try:
-        running = ranks
-        while running and not any(process.exitcode for process in ranks):
-            multiprocessing.connection.wait([process.sentinel for process in running])
-            running = [process for process in running if process.is_alive()]
-        if any(process.exitcode for process in ranks):
-            raise RuntimeError(_first_reason(failures, [process.exitcode for process in ranks]))
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    from torch.multiprocessing.spawn import ProcessException, spawn
 
-
-def _first_reason(failures: Any, statuses: list[int | None]) -> str:
     try:
-        return str(failures.get(timeout=5))
-    except queue.Empty:  # killed from outside, for example by the kernel when memory ran out
-        return f"a learner exited without an error message; exit statuses by rank: {statuses}"
+        spawn(train_rank, (free_port(), config, *pairs), config.cluster.learners, daemon=True)
+    except ProcessException as error:
+        # the traceback of the rank; for a rank that was killed, its signal
+        *_, reason = re.split(r"^  File .*\n(?:    .*\n)*", str(error), flags=re.MULTILINE)
+        raise RuntimeError(f"learner {error.error_index}: {reason.strip()}") from None
 
 
 def _cancel_on_sigterm() -> None:
-    """Let SIGTERM raise an exception, so that `finally` kills the ranks; by default they would go on."""
+    """Let SIGTERM raise an exception, so that the ranks end with this process; by default they would go on."""
 
     def cancel(*_: object) -> None:
         raise asyncio.CancelledError
@@ -187,10 +167,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     longest = config.data.max_tokens
     train, too_long = read_pairs(config.data.train, tokenizer, "train", max_tokens=longest)
     total = count_updates(config, len(train))
-    if problems := training_problems(
-        "learner", config.learner, total_updates=total, dtype=config.model.dtype, counted_as=STEPS_OF_PAIRS
-    ):
-        raise ValueError("\n".join(problems))
+    for problem in warmup_problems("learner", config.learner, total, "run.epochs x pairs / learner.pairs_per_update"):
+        raise ValueError(problem)
     held_out: list[Pair] = []
     if config.data.eval is not None:
         held_out, more = read_pairs(config.data.eval, tokenizer, "eval", max_tokens=longest)

@@ -1,4 +1,4 @@
-"""Grade a JSONL file of responses offline: python -m rlhf.score FILE.jsonl --output OUT.jsonl
+"""Program: grades a file of responses: python -m rlhf.score FILE.jsonl --output OUT.jsonl
 
 Every row gets `score`, `extracted` and `status`, in the order of the file. Any stated answer is accepted; with --strict
 boxed answers only, as training and evaluation do by default.
@@ -7,16 +7,19 @@ boxed answers only, as training and evaluation do by default.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rlhf.config.cli import run_program
 
 if TYPE_CHECKING:
+    from rlhf.config.reward import RewardConfig
     from rlhf.rewards.scorer import Scorer
 
 MAX_AHEAD = 1024  # rows that wait for their grade, at most
@@ -26,7 +29,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m rlhf.score", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", help="JSONL with a response and a gold answer in every row")
+    parser.add_argument("file", help=".jsonl, .json or .parquet with a response and a gold answer in every row")
     parser.add_argument("--response-key", default="response", help="column of the response (default: response)")
     parser.add_argument("--answer-key", default="ground_truth", help="column of the answer (default: ground_truth)")
     parser.add_argument("--output", help="JSONL to write: every row with score, extracted and status")
@@ -39,107 +42,81 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     options = arguments(argv)
-    try:
-        rows = list(_rows(options))
-        _check_output(options.output)
-        scorer = _scorer(options)
-    except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    with scorer:
-        progress = _progress_bar()
-        started = time.perf_counter()
+    rows = list(_rows(options))
+    config = _reward_config(options)
+    from rlhf.rewards.scorer import Scorer
+
+    with _output(options.output) as output, Scorer(config) as scorer:
+        began = time.perf_counter()
         try:
-            _grade(scorer, rows, options, progress)
+            _grade(scorer, rows, options, output)
         except RuntimeError as error:
-            print(f"error: {error}", *_failures(scorer), sep="\n", file=sys.stderr)
-            return 1
-        _report(rows, time.perf_counter() - started, scorer)
-        for failures in _failures(scorer):
+            raise RuntimeError("\n".join([str(error), *_failures(scorer)])) from None
+        _report(rows, time.perf_counter() - began, scorer)
+        failures = "\n".join(_failures(scorer))
+        if any(scorer.failed_always(part) for part in scorer.config.parts):
+            raise RuntimeError(failures)
+        if failures:
             print(failures, file=sys.stderr)
-        return int(any(scorer.failed_always(part) for part in scorer.config.parts))
 
 
 def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    path = Path(options.file)
-    if not path.is_file():
-        raise ValueError(f"{options.file}: there is no such file. Give the path of a JSONL file.")
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: not JSON ({error}). Write one JSON object per line.") from None
-            for key, option in ((options.response_key, "--response-key"), (options.answer_key, "--answer-key")):
-                columns = row if isinstance(row, dict) else {}
-                if key not in columns or not isinstance(columns[key], str | int | float | None):
-                    names = ", ".join(columns) or "no columns"
-                    raise ValueError(f"{path}:{number}: no text in column {key!r}; it has {names}. Set {option}.")
-            yield row
+    from rlhf.config.data import SourceConfig
+    from rlhf.data.read import read_rows
+
+    for number, columns in read_rows(SourceConfig(path=options.file), "train", "FILE"):
+        for key, option in ((options.response_key, "--response-key"), (options.answer_key, "--answer-key")):
+            if key not in columns or not isinstance(columns[key], str | int | float | None):
+                names = ", ".join(columns) or "no columns"
+                raise ValueError(f"{options.file}:{number}: no text in column {key!r}; it has {names}. Set {option}.")
+        yield columns
 
 
-def _check_output(output: str | None) -> None:
-    if output is None:
-        return
+def _output(path: str | None) -> contextlib.AbstractContextManager[TextIO | None]:
     try:
-        with open(output, "a", encoding="utf-8"):
-            pass
+        return open(path, "w", encoding="utf-8") if path else contextlib.nullcontext()
     except OSError as error:
-        raise ValueError(f"--output {output}: cannot be written ({error.strerror}). Give another path.") from None
+        raise ValueError(f"--output {path}: cannot be written ({error.strerror}). Give another path.") from None
 
 
-def _scorer(options: argparse.Namespace) -> Scorer:
+def _reward_config(options: argparse.Namespace) -> RewardConfig:
     from pydantic import ValidationError
 
+    from rlhf.config.load import explain
     from rlhf.config.reward import RewardConfig
-    from rlhf.rewards.scorer import Scorer
 
-    part: dict[str, Any] = {"name": options.reward}
+    part = {"name": options.reward}
     if options.reward == "math":
         part["mode"] = "strict" if options.strict else "lenient"
+    values = {"parts": [part], "workers": options.workers, "cpu_seconds": options.cpu_seconds}
     try:
-        config = RewardConfig.model_validate(
-            {"parts": [part], "workers": options.workers, "cpu_seconds": options.cpu_seconds}
-        )
+        return RewardConfig.model_validate(values)
     except ValidationError as error:
-        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-    return Scorer(config)
+        raise ValueError(explain(RewardConfig, error)) from None
 
 
-def _grade(
-    scorer: Scorer, rows: list[dict[str, Any]], options: argparse.Namespace, progress: Callable[[range], Iterable[int]]
-) -> None:
+def _grade(scorer: Scorer, rows: list[dict[str, Any]], options: argparse.Namespace, output: TextIO | None) -> None:
     """Grade all rows, and write each one as soon as it and all rows before it are graded."""
-    output = open(options.output, "w", encoding="utf-8") if options.output else None  # noqa: SIM115
     waiting: list[list[Future[Any]]] = []
-    try:
-        submitted = 0
-        for index in progress(range(len(rows))):
-            while submitted < len(rows) and submitted - index < MAX_AHEAD:
-                row = rows[submitted]
-                response, gold = (_text(row[key]) for key in (options.response_key, options.answer_key))
-                waiting.append(scorer.submit(response, gold, columns=row))
-                submitted += 1
-            graded = scorer.graded(waiting[index], row=f"row {index + 1}")
-            rows[index] |= {"score": graded.score, "extracted": graded.extracted, "status": graded.status}
-            if output:
-                output.write(json.dumps(rows[index]) + "\n")
-    finally:
+    for index in _with_progress_bar(range(len(rows))):
+        for row in rows[len(waiting) : index + MAX_AHEAD]:
+            response, gold = (_text(row[key]) for key in (options.response_key, options.answer_key))
+            waiting.append(scorer.submit(response, gold, columns=row))
+        graded = scorer.graded(waiting[index], row=f"row {index + 1}")
+        rows[index] |= {"score": graded.score, "extracted": graded.extracted, "status": graded.status}
         if output:
-            output.close()
+            output.write(json.dumps(rows[index]) + "\n")
 
 
-def _progress_bar() -> Callable[[range], Iterable[int]]:
+def _with_progress_bar(numbers: range) -> Iterable[int]:
     """A progress bar on a terminal; imported late, since the import takes longer than grading a small file."""
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    return lambda numbers: track(numbers, "grading", console=console) if console.is_terminal else numbers
+    return track(numbers, "grading", console=console) if console.is_terminal else numbers
 
 
 def _text(value: Any) -> str:
@@ -152,9 +129,6 @@ def _failures(scorer: Scorer) -> list[str]:
 
 
 def _report(rows: list[dict[str, Any]], seconds: float, scorer: Scorer) -> None:
-    if not rows:
-        print("no rows")
-        return
     statuses = Counter(row["status"] for row in rows)
     print(f"accuracy  {sum(row['score'] for row in rows) / len(rows):.4f} over {len(rows)} rows")
     print("statuses  " + ", ".join(f"{name} {count}" for name, count in statuses.most_common()))
@@ -163,4 +137,4 @@ def _report(rows: list[dict[str, Any]], seconds: float, scorer: Scorer) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

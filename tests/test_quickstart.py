@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import quickstart
+from rlhf.config.cli import run_program
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward_model import RewardTrainingConfig
@@ -171,7 +172,7 @@ def test_the_configs_of_ppo_and_the_reward_model_read_what_the_quickstart_and_ea
         config = load_config(PPOConfig, [str(CONFIGS / name)])
         assert (in_folder(config.model.path) / "config.json").is_file()
         assert all(in_folder(source.path).is_file() for source in (*config.data.train, *config.data.eval))
-        assert not config.warnings
+        assert not list(config.warnings())
     assert config.reward_model is not None
     assert config.reward_model.path == config.critic.path == f"{reward.run.dir}/model"
 
@@ -201,13 +202,8 @@ def test_same_seed_makes_the_same_files_and_another_seed_others(tmp_path: Path) 
 
 
 def test_warm_up_lowers_the_loss() -> None:
-    losses = quickstart.warm_up(
-        quickstart.make_model(hidden_size=64, num_layers=1, num_heads=2),
-        quickstart.make_tokenizer(),
-        quickstart.make_problems(500, seed=0),
-        steps=25,
-        seed=0,
-    )
+    model, tokenizer = quickstart.make_model(hidden_size=64, num_layers=1, num_heads=2), quickstart.make_tokenizer()
+    losses = list(quickstart.warm_up(model, tokenizer, quickstart.make_problems(500, seed=0), steps=25, seed=0))
     assert losses[-1] < 0.6 * losses[0]
 
 
@@ -228,17 +224,11 @@ def test_a_folder_that_holds_files_is_refused_and_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.txt").write_text("keep")
-    assert quickstart.main(["--output", str(tmp_path)]) == 2
+    assert run_program(lambda: quickstart.main(["--output", str(tmp_path)])) == 2
     message = capsys.readouterr().err
     assert f"--output={tmp_path}" in message
     assert "new folder" in message
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-@pytest.mark.parametrize("count", [0, 10**6])
-def test_a_count_of_problems_out_of_range_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"count={count}: there are 405450 different problems"):
-        quickstart.make_problems(count, seed=0)
 
 
 def test_negative_warm_up_is_refused(tmp_path: Path) -> None:

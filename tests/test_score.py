@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 
 from rlhf import score
+from rlhf.config.cli import run_program
 
 FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def run(arguments: list[str]) -> int:
+    """The exit status of the program."""
+    return run_program(lambda: score.main(arguments))
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -33,7 +39,7 @@ def test_every_row_comes_back_in_order_with_score_answer_and_status(
         {"id": "g", "response": "a \ud800 lone surrogate \\boxed{5}", "ground_truth": "5"},
     ]
     output = tmp_path / "out.jsonl"
-    assert score.main([str(write(tmp_path / "in.jsonl", rows)), "--output", str(output), "--workers", "1"]) == 0
+    assert run([str(write(tmp_path / "in.jsonl", rows)), "--output", str(output), "--workers", "1"]) == 0
     graded = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["id"], row["score"], row["extracted"], row["status"]) for row in graded] == [
         ("a", 1.0, "5", "ok"),
@@ -56,7 +62,7 @@ def test_another_reward_and_other_columns(tmp_path: Path, monkeypatch: pytest.Mo
     output = tmp_path / "out.jsonl"
     file = write(tmp_path / "in.jsonl", [{"text": "four", "gold": "x"}])
     keys = ["--response-key", "text", "--answer-key", "gold", "--output", str(output)]
-    assert score.main([str(file), *keys, "--reward", "hostile_rewards:length", "--workers", "1"]) == 0
+    assert run([str(file), *keys, "--reward", "hostile_rewards:length", "--workers", "1"]) == 0
     assert json.loads(output.read_text())["score"] == 4.0
 
 
@@ -69,7 +75,7 @@ def fixture_line(code: str) -> str:
 def score_by(reward: str, responses: list[str], tmp_path: Path) -> int:
     rows = [{"response": response, "ground_truth": "x"} for response in responses]
     file = write(tmp_path / "in.jsonl", rows)
-    return score.main([str(file), "--reward", f"hostile_rewards:{reward}", "--workers", "1"])
+    return run([str(file), "--reward", f"hostile_rewards:{reward}", "--workers", "1"])
 
 
 def test_a_reward_of_which_every_call_fails_is_exit_status_1_with_each_error_once(
@@ -79,7 +85,7 @@ def test_a_reward_of_which_every_call_fails_is_exit_status_1_with_each_error_onc
     assert score_by("fails_in_its_helper", ["x", "{}", "{}", "x", "{}"], tmp_path) == 1
     location = fixture_line('    return json.loads(text)["value"]')
     assert capsys.readouterr().err.splitlines() == [
-        "reward hostile_rewards:fails_in_its_helper: 5 of 5 calls failed",
+        "error: reward hostile_rewards:fails_in_its_helper: 5 of 5 calls failed",
         f"  3 x {location}: KeyError: 'value'",
         f"  2 x {location}: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
     ]
@@ -117,7 +123,9 @@ def test_a_reward_with_another_signature_is_named(
         ("{}\n", [], "no text in column 'response'; it has"),
         ('{"response": "x"}\n', [], "no text in column 'ground_truth'; it has response. Set --answer-key"),
         ('{"response": ["x"], "ground_truth": "5"}\n', [], "no text in column 'response'"),
-        ('{"response": \n', [], ":1: not JSON"),
+        ('{"response": \n', [], "line 1 of"),
+        ("", [], "the file is empty"),
+        ('{"response": "x", "ground_truth": "5"}\n', ["--workers", "0"], "workers=0: input should be greater"),
         ('{"response": "x", "ground_truth": "5"}\n', ["--reward", "maht"], "Did you mean math?"),
         ('{"response": "x", "ground_truth": "5"}\n', ["--output", "/no/such/folder/out.jsonl"], "cannot be written"),
     ],
@@ -128,7 +136,7 @@ def test_bad_input_is_one_line_before_anything_starts(
     file = tmp_path / "in.jsonl"
     if text is not None:
         file.write_text(text)
-    assert score.main([str(file), *arguments]) == 2
+    assert run([str(file), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -58,6 +59,21 @@ def train_reward_model(folder: Path, data: Path) -> Path:
     assert all(np.isfinite(row["train/loss"]) and row["learner/grad_norm"] > 0 for row in rows[:2])
     assert 0 <= rows[-1]["eval/accuracy"] <= 1
     return folder / "reward" / "model"
+
+
+def test_a_training_of_a_reward_model_that_diverges_says_so_and_writes_no_model(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = reward_config(tmp_path, tiny_model_dir)
+    config["learner"] |= {"max_grad_norm": None, "optimizer": {"lr": 1e30}}
+    config["cluster"]["learners"] = 2
+    command = [sys.executable, "-m", "rlhf.reward_model", "--config", str(write(tmp_path / "reward.yaml", config))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=STACK_WAIT_S, check=False)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "loss nan" in done.stdout
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"error: learner \d: RuntimeError: learner\.optimizer\.lr=1e\+30: the training diverged", last)
+    assert not (tmp_path / "reward/model").exists()
 
 
 def test_sigterm_ends_the_training_of_a_reward_model_and_its_ranks(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -149,8 +149,7 @@ def warm_case(data: Path, *, rollouts: int, seed: int, lr: float) -> Case:
     model = load_policy(
         str(data / "model"), dtype="float32", temperature=1.0, gradient_checkpointing=False, trust_remote_code=False
     )
-    longest = config.data.max_prompt_tokens
-    loaded = load_prompts(config.data, "train", tokenizer, gold_answer, max_prompt_tokens=longest)
+    loaded = load_prompts(config.data, "train", tokenizer, gold_answer)
     prompts = next(iter(loaded.prompts.values()))[:rollouts]
     torch.manual_seed(seed)
     sampled = sample(model, [p.token_ids for p in prompts], tokens=24, eos=tokenizer.eos_token_id)

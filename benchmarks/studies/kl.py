@@ -150,9 +150,7 @@ class Stack:
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
-        self.prompts: LoadedPrompts = load_prompts(
-            config.data, "train", self.tokenizer, gold_answer, max_prompt_tokens=config.data.max_prompt_tokens
-        )
+        self.prompts: LoadedPrompts = load_prompts(config.data, "train", self.tokenizer, gold_answer)
         self.version = 0
         self._exit_stack = AsyncExitStack()
 

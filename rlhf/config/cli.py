@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import signal
 import sys
 import textwrap
@@ -11,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from rlhf.config.base import Section
-from rlhf.config.describe import Key, describe_keys, describe_options
+from rlhf.config.describe import Key, describe_keys
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
@@ -73,18 +74,6 @@ def parse(
     Raises:
         ValueError: from the config, or from arguments that are neither a flag nor an override.
     """
-    arguments, unknown = _parser(program, description, schema, add_flags).parse_known_intermixed_args(argv)
-    for argument in unknown:
-        remedy = f"Write overrides without dashes: {argument.lstrip('-')}" if "=" in argument else "See --help"
-        raise ValueError(f"{argument}: there is no such flag. {remedy}.")
-    if not arguments.config:
-        raise ValueError(f"--config: no file given. Name a YAML file: python -m {program} --config configs/math.yaml")
-    return load_config(schema, arguments.config, arguments.overrides), arguments
-
-
-def _parser(
-    program: str, description: str, schema: type[Section], add_flags: Callable[[argparse.ArgumentParser], None]
-) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
         description=description,
@@ -96,20 +85,24 @@ def _parser(
     parser.add_argument("--config", action="append", metavar="FILE", help="YAML file; repeat it, later ones win")
     add_flags(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of the YAML")
-    return parser
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    for argument in unknown:
+        remedy = f"Write overrides without dashes: {argument.lstrip('-')}" if "=" in argument else "See --help"
+        raise ValueError(f"{argument}: there is no such flag. {remedy}.")
+    if not arguments.config:
+        raise ValueError(f"--config: no file given. Name a YAML file: python -m {program} --config configs/math.yaml")
+    return load_config(schema, arguments.config, arguments.overrides), arguments
 
 
 def _list_keys(schema: type[Section]) -> str:
     lines = [KEYS_HEADER]
-    section = ""
-    for key in describe_keys(schema):
-        if key.name.split(".")[0] != section:
-            section = key.name.split(".")[0]
-            lines.append(f"\n{section}")
-        lines += _key_lines(key)
+    keys = [key for key in describe_keys(schema) if not key.name.startswith("data.eval[]")]  # as those of data.train
+    for section, of_section in itertools.groupby(keys, lambda key: key.name.split(".")[0]):
+        lines += [f"\n{section}", *(line for key in of_section for line in _key_lines(key))]
     if "reward" in schema.model_fields:
         lines.append(f"\n{REWARD_HEADER}")
-        lines += [line for key in describe_options(OPTIONS_OF_REWARD) for line in _key_lines(key)]
+        for name, options in OPTIONS_OF_REWARD.items():
+            lines += [line for key in describe_keys(options, f"{name}: ") for line in _key_lines(key)]
     return "\n".join(lines)
 
 

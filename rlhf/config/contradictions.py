@@ -1,55 +1,70 @@
-"""Contradictions between keys that policy, critic and reward model have in common."""
+"""Contradictions between keys that the configs of all training programs have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Self
+
+from pydantic import model_validator
+
+from rlhf.config.base import Section
 from rlhf.config.sections import TrainedConfig
 
-STEPS_OF_A_RUN = "run.steps x epochs_per_step x minibatches_per_epoch"
-STEPS_OF_PAIRS = "run.epochs x pairs / learner.pairs_per_update"
+
+class ProgramConfig(Section):
+    """The whole config of a program; one message names all its contradictions."""
+
+    def contradictions(self) -> Iterator[str]:
+        """A sentence for each: the keys, their values, and what to change."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        if problems := list(self.contradictions()):
+            raise ValueError("\n".join(problems))
+        return self
 
 
-def training_problems(
-    key: str, trained: TrainedConfig, *, total_updates: int | None, dtype: str, counted_as: str = STEPS_OF_A_RUN
-) -> list[str]:
-    """Contradictions within the section of one trained model.
-
-    Args:
-        key: name of the section, for messages.
-        total_updates: planned optimizer steps; None if they depend on data that is not read yet.
-        counted_as: the product that gives them, for messages.
-    """
-    schedule, problems = trained.schedule, []
+def training_problems(key: str, trained: TrainedConfig, *, dtype: str) -> Iterator[str]:
+    """Contradictions within the section of one trained model; `key` is the name of the section."""
+    schedule, lr = trained.schedule, trained.optimizer.lr
     if schedule.warmup_steps and schedule.warmup_fraction:
-        problems.append(
+        yield (
             f"{key}.schedule.warmup_steps={schedule.warmup_steps} and {key}.schedule.warmup_fraction="
             f"{schedule.warmup_fraction}: both set the warm-up. Set one of them."
         )
-    if total_updates is not None and schedule.warmup_steps >= max(1, total_updates):
-        problems.append(
-            f"{key}.schedule.warmup_steps={schedule.warmup_steps}: the run has only {total_updates} optimizer "
-            f"steps ({counted_as}). Shorten the warm-up (as warmup_fraction it follows the length of the run), or run "
-            "longer."
-        )
-    if schedule.min_lr > trained.optimizer.lr:
-        problems.append(
-            f"{key}.schedule.min_lr={schedule.min_lr}: above {key}.optimizer.lr={trained.optimizer.lr}. "
+    if schedule.min_lr > lr:
+        yield (
+            f"{key}.schedule.min_lr={schedule.min_lr}: above {key}.optimizer.lr={lr}. "
             "The minimum must not exceed the peak."
         )
     if trained.offload_optimizer and trained.zero_stage == 0:
-        problems.append(f"{key}.offload_optimizer=true with {key}.zero_stage=0: offloading needs stage 1, 2 or 3.")
+        yield f"{key}.offload_optimizer=true with {key}.zero_stage=0: offloading needs stage 1, 2 or 3."
     if trained.zero_stage == 0 and dtype == "bfloat16":
-        problems.append(
+        yield (
             f"{key}.zero_stage=0 with model.dtype=bfloat16: DeepSpeed would accumulate gradients in bfloat16 there. "
             "Use stage 1 or higher, which costs nothing on one learner, or model.dtype=float32."
         )
-    return problems
 
 
-def dtype_problems(key: str, dtype: str, device: str) -> list[str]:
+def warmup_problems(key: str, trained: TrainedConfig, updates: int, counted_as: str) -> Iterator[str]:
+    """A problem if the warm-up is not shorter than the run, which has `updates` optimizer steps.
+
+    Args:
+        counted_as: the product of keys that gives them.
+    """
+    warmup = trained.schedule.warmup_steps
+    if warmup >= max(1, updates):
+        yield (
+            f"{key}.schedule.warmup_steps={warmup}: the run has only {updates} optimizer steps ({counted_as}). "
+            "Shorten the warm-up (as warmup_fraction it follows the length of the run), or run longer."
+        )
+
+
+def dtype_problems(key: str, dtype: str, device: str) -> Iterator[str]:
     """A problem if the attention for packed rows does not support the dtype on the device."""
     if device == "cuda" and dtype == "float32":
-        return [
+        yield (
             f"{key}=float32 with cluster.device=cuda: flash attention on packed rows takes bfloat16. Set "
             f"{key}=bfloat16 (master weights are float32 anyway), or cluster.device=cpu."
-        ]
-    return []
+        )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from rlhf.config.base import Section, unknown_keys
+from rlhf.config.base import Section
 
 TemplateName = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
 AnswerFormat = Literal["auto", "gsm8k", "boxed", "text", "none"]
@@ -107,13 +107,6 @@ class DataConfig(Section):
     )
     eval_rows: int | None = Field(None, ge=1, description="first rows of each evaluation set to use; null: all")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys(cls, values: Any) -> Any:
-        if messages := unknown_keys(cls, values, "data"):
-            raise ValueError("\n".join(messages))
-        return values
-
     @field_validator("train", "eval", mode="before")
     @classmethod
     def _as_sources(cls, value: Any, info: ValidationInfo) -> Any:
@@ -123,8 +116,6 @@ class DataConfig(Section):
         entries = value if isinstance(value, list | tuple) else (value,)
         for index, entry in enumerate(entries):
             key = f"data.{info.field_name}" if len(entries) == 1 else f"data.{info.field_name}.{index}"
-            if messages := unknown_keys(SourceConfig, entry, key):
-                raise ValueError("\n".join(messages))
             if not isinstance(entry, str | dict | SourceConfig):
                 raise ValueError(
                     f"{key}: {entry!r} names no data. "

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
-from rlhf.config.base import Section, short, unknown_keys
-from rlhf.config.describe import describe_keys, submodel
+from rlhf.config.base import Section, suggest
+from rlhf.config.describe import Key, describe_keys
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 C = TypeVar("C", bound=Section)
 
-# Sections that accept several shapes; their own validators refuse unknown keys.
-FREE_FORM_KEYS = ("reward", "data")
+REMOVED = {
+    "rollout.top_p": "It had to be 1. Delete the line.",
+    "reward.start_seconds": "It is 120 now. Delete the line.",
+    "reward.cache_size": "It is 100,000 now. Delete the line.",
+}
 
 
 def load_config(schema: type[C], files: Sequence[str], overrides: Sequence[str] = ()) -> C:
@@ -47,30 +50,19 @@ def load_config(schema: type[C], files: Sequence[str], overrides: Sequence[str] 
         raise ValueError(
             f"{_first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} where it is text."
         ) from None
-    keys = [key.name for key in describe_keys(schema) if "[]" not in key.name]
-    if unknown := list(_unknown_keys(schema, values, (), keys)):
-        raise ValueError("\n".join(unknown))
     try:
         return schema.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        raise ValueError(_explain(schema, error)) from None
+        raise ValueError(explain(schema, error)) from None
 
 
 def resolved_yaml(config: Section) -> str:
     """The whole config with every default, as YAML that loads to the same config."""
     from omegaconf import OmegaConf
 
-    # Numbers are written alike in JSON and YAML. Text with ${ must not become a reference when it is read back.
-    plain = _escaped(config.model_dump(mode="json"))
-    return OmegaConf.to_yaml(OmegaConf.create(plain))
-
-
-def _escaped(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    # Text with ${ must not become a reference when it is read back; a backslash is two in JSON.
+    text = config.model_dump_json().replace("${", r"\\${")
+    return OmegaConf.to_yaml(OmegaConf.create(json.loads(text)))
 
 
 def _read(file: str) -> dict[str, Any]:
@@ -80,14 +72,12 @@ def _read(file: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"--config {file}: there is no such file. Give the path of a YAML file.")
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        content: Any = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # the YAML parser raises many types, all about the file
         raise ValueError(f"--config {file}: not readable as YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"--config {file}: holds a {type(content).__name__}. Write sections, such as `run:`, with keys."
-        )
-    return {str(key): value for key, value in content.items()}
+    if isinstance(content, dict):
+        return content
+    raise ValueError(f"--config {file}: holds a {type(content).__name__}. Write sections, such as `run:`, with keys.")
 
 
 def _parse_override(override: str) -> dict[str, Any]:
@@ -98,25 +88,21 @@ def _parse_override(override: str) -> dict[str, Any]:
     if not separator or not key or any(not part for part in key.split(".")):
         raise ValueError(f"{override!r}: not an override. Write section.key=value, such as run.steps=10.")
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+        values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
     except OmegaConfBaseException as error:
         raise ValueError(f"{override!r}: {_first_line(error)}") from error
     except Exception as error:  # the YAML parser, about the value
         raise ValueError(
             f"{override!r}: the value is not readable as YAML ({_first_line(error)}). Quote it: {key}='\"...\"'."
         ) from error
-    assert isinstance(parsed, dict)
-    return {str(name): value for name, value in parsed.items()}
+    return values
 
 
 def _merge(base: Any, overlay: Any) -> Any:
     """Merge mappings key by key; anything else, lists included, is replaced as a whole."""
     if not (isinstance(base, dict) and isinstance(overlay, dict)):
         return overlay
-    merged = dict(base)
-    for key, value in overlay.items():
-        merged[key] = _merge(base.get(key), value)
-    return merged
+    return base | {key: _merge(base.get(key), value) for key, value in overlay.items()}
 
 
 def _first_line(error: Exception) -> str:
@@ -124,59 +110,61 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _unknown_keys(schema: type[BaseModel], values: Any, path: tuple[str, ...], keys: Sequence[str]) -> Iterator[str]:
-    """A message for each key that the schema does not have, in this section and below; `keys` are those it has."""
-    yield from unknown_keys(schema, values, ".".join(path), elsewhere=keys)
-    for key, value in values.items() if isinstance(values, dict) else ():
-        section = submodel(schema.model_fields[key]) if key in schema.model_fields else None
-        if section is not None and key not in FREE_FORM_KEYS:
-            yield from _unknown_keys(section, value, (*path, key), keys)
+def explain(schema: type[Section], error: ValidationError) -> str:
+    """One line for each problem that pydantic reports; unknown keys alone if there are any."""
+    keys = {key.name: key for key in describe_keys(schema)}
+    problems = error.errors()
+    unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
+    return "\n".join(dict.fromkeys(line for problem in unknown or problems for line in _lines(problem, keys)))
 
 
-def _explain(schema: type[BaseModel], error: ValidationError) -> str:
-    """One line for each problem that pydantic reports."""
-    lines = [line for problem in error.errors() for line in _problem(schema, problem)]
-    return "\n".join(dict.fromkeys(lines))
+def _lines(problem: ErrorDetails, keys: Mapping[str, Key]) -> Iterator[str]:
+    """The messages about one problem.
 
-
-def _problem(schema: type[BaseModel], problem: ErrorDetails) -> Iterator[str]:
-    key = ".".join(str(part) for part in problem["loc"])
+    Args:
+        keys: all keys of the schema by name.
+    """
+    key = ".".join(map(str, problem["loc"]))
+    given = f"{key}={_short(problem['input'])}"
     message = problem["msg"].removeprefix("Value error, ")
     match problem["type"]:
+        case "extra_forbidden":
+            yield f"{given}: {_unknown(key, keys)}"
         case "missing":
-            for missing in _required_below(schema, tuple(map(str, problem["loc"]))):
+            below = [name for name in keys if f"{name}.".startswith(f"{key}.") and keys[name].default is None]
+            for missing in below or [key]:
                 yield f"{missing}: required and not set. Set it in the YAML or as {missing}=VALUE."
         case "value_error":
             yield message if not key or message.startswith(key.split(".")[0]) else f"{key}: {message}"
         case "string_type" if isinstance(problem["input"], bool | int | float):
             text = json.dumps(problem["input"])
-            yield f"{key}={text}: text is expected, and YAML reads this as another type. Quote it: {key}='\"{text}\"'."
+            yield f"{given}: text is expected, and YAML reads this as another type. Quote it: {key}='\"{text}\"'."
         case "model_type" | "model_attributes_type":
-            yield f"{key}={short(problem['input'])}: a section is expected. Set a key in it, such as {key}.KEY=VALUE."
-        case "literal_error":
-            meaning = _field_at(schema, problem["loc"])
-            yield f"{key}={short(problem['input'])}: it has to be {problem['ctx']['expected']} ({meaning})."
+            yield f"{given}: a section is expected. Set a key in it, such as {key}.KEY=VALUE."
+        case "literal_error" if (described := keys.get(_general(key))) is not None:
+            yield f"{given}: it has to be {problem['ctx']['expected']} ({described.description})."
         case _:
-            yield f"{key}={short(problem['input'])}: {message[0].lower()}{message[1:]}. See --help for this key."
+            yield f"{given}: {message[0].lower()}{message[1:]}. See --help for this key."
 
 
-def _field_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> str:
-    """The description of a field; a pointer to --help for fields within lists and mappings."""
-    model: type[BaseModel] | None = schema
-    field: FieldInfo | None = None
-    for name in loc:
-        field = model.model_fields.get(str(name)) if model is not None else None
-        model = submodel(field) if field is not None else None
-    return (field.description if field is not None else None) or "see --help for this key"
+def _unknown(key: str, keys: Mapping[str, Key]) -> str:
+    """Why a key is refused that the schema does not have, and the known key that may be meant."""
+    if key in REMOVED:
+        return f"this key was removed. {REMOVED[key]}"
+    section, _, name = key.rpartition(".")
+    if moved := [known for known in keys if known.endswith(f".{name}") and "[]" not in known]:
+        return f"there is no such key. Did you mean {' or '.join(moved)}?"
+    prefix, general = (f"{section}.", f"{_general(section)}.") if section else ("", "")
+    names = [re.split(r"[.[]", known.removeprefix(general))[0] for known in keys if known.startswith(general)]
+    return f"there is no such key. {suggest(name, dict.fromkeys(names), prefix)}"
 
 
-def _required_below(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
-    """The keys without a default at or below a path of the schema."""
-    model: type[BaseModel] | None = schema
-    for name in path:
-        field = model.model_fields.get(name) if model is not None else None
-        model = submodel(field) if field is not None else None
-    if model is None:
-        return [".".join(path)]
-    required = [name for name, field in model.model_fields.items() if field.is_required()]
-    return [key for name in required for key in _required_below(schema, (*path, name))]
+def _general(key: str) -> str:
+    """`data.train.0.path` -> `data.train[].path`, as the list of keys names it."""
+    return re.sub(r"\.\d+", "[]", key)
+
+
+def _short(value: Any) -> str:
+    """A value as a message shows it, at most 80 characters."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

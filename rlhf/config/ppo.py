@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from rlhf.config.roles import CRITIC, Role, Training
 from rlhf.config.run import GRPOConfig
@@ -80,7 +81,7 @@ class PPOConfig(GRPOConfig):
 
     @property
     def training(self) -> Training:
-        return dataclasses.replace(super().training, waits=self.critic.warmup_steps)
+        return dataclasses.replace(super().training, idle_steps=self.critic.warmup_steps)
 
     @property
     def critic_training(self) -> Training:
@@ -105,26 +106,19 @@ class PPOConfig(GRPOConfig):
 
     @property
     def update_plan(self) -> dict[str, int]:
-        return super().update_plan | {
-            "critic.epochs_per_step": self.critic_training.epochs_per_step,
-            "critic.minibatches_per_epoch": self.critic_training.minibatches_per_epoch,
-            "critic.warmup_steps": self.critic.warmup_steps,
-        }
+        return super().update_plan | {"critic.warmup_steps": self.critic.warmup_steps}
 
-    @model_validator(mode="after")
-    def _refuse_contradictions_of_ppo(self) -> PPOConfig:
-        algo, critic, problems = self.algo, self.critic, []
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        algo, critic = self.algo, self.critic
         if critic.warmup_steps >= self.run.steps:
-            problems.append(
+            yield (
                 f"critic.warmup_steps={critic.warmup_steps}: the run has run.steps={self.run.steps}, so the policy "
                 "would never be updated. Shorten the warm-up or run longer."
             )
         if algo.kl_controller == "adaptive" and not self.kl_in_reward:
-            problems.append(
+            yield (
                 f"algo.kl_controller=adaptive with algo.kl_coef={algo.kl_coef} and algo.kl_place={algo.kl_place}: the "
                 "controller multiplies a coefficient in the reward. Set kl_place=reward and a kl_coef above 0, or "
                 "kl_controller=fixed."
             )
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self

@@ -11,11 +11,13 @@ Keys of a part other than `name` and `weight` are options of that reward.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from rlhf.config.base import Section, suggest, unknown_keys
+from rlhf.config.base import Section, suggest
+
+S = TypeVar("S", bound=Section)
 
 ExtractionStep = Literal["box", "answer_tag", "hash", "answer_is", "math_span", "last_number"]
 
@@ -32,13 +34,8 @@ class MathOptions(Section):
         "strict", description="strict takes a boxed answer only, lenient any stated answer"
     )
     extract: tuple[ExtractionStep, ...] | None = Field(
-        None, description="places to look for an answer, in order; null: those of the mode"
+        None, strict=False, description="places to look for an answer, in order; null: those of the mode"
     )
-
-    @field_validator("extract", mode="before")
-    @classmethod
-    def _list_is_tuple(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
 
     @property
     def steps(self) -> tuple[ExtractionStep, ...]:
@@ -126,7 +123,7 @@ class RewardPart(Section):
 
     name: str = Field(description=f"{', '.join(OPTIONS_OF_REWARD)}, or your_package.your_module:your_function")
     weight: float = Field(1.0, description="factor of this part in the sum")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of this reward")
+    options: dict[str, Any] = Field({}, description="options of this reward")
 
     @property
     def is_user_function(self) -> bool:
@@ -141,7 +138,7 @@ class RewardConfig(Section):
         description="rewards whose weighted sum is the reward of a response; []: reward_model alone gives the reward",
     )
     by_source: dict[str, tuple[RewardPart, ...]] = Field(
-        default_factory=dict, description="other parts for the prompts of the named data sources"
+        {}, description="other parts for the prompts of the named data sources"
     )
     workers: int | None = Field(None, ge=1, description="grading processes; null: the cores, at most 8")
     spares: int = Field(1, ge=0, description="processes that are ready to replace a killed one")
@@ -169,8 +166,6 @@ class RewardConfig(Section):
             value = {"parts": value}
         if not isinstance(value, dict):
             return value
-        if messages := unknown_keys(cls, value, "reward"):
-            raise ValueError("\n".join(messages))
         normalized = dict(value)
         prefix = "reward.parts" if value.keys() - {"parts"} else "reward"
         if "parts" in value:
@@ -224,35 +219,25 @@ def _part(value: Any, key: str) -> RewardPart:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError(f"{key}={value!r}: a reward needs a name. Write {{name: math, weight: 1.0}}.")
     name, weight, options = value["name"], value.get("weight", 1.0), value.get("options", {})
-    if (
-        not isinstance(weight, int | float)
-        or isinstance(weight, bool)
-        or weight != weight
-        or abs(weight) == float("inf")
-    ):
-        raise ValueError(f"{key}.weight={weight!r}: not a finite number. Write a factor such as 1.0.")
-    if not isinstance(options, dict):
-        raise ValueError(f"{key}.options={options!r}: not a mapping. Write the options next to the name.")
-    options = {**options, **{k: v for k, v in value.items() if k not in ("name", "weight", "options")}}
+    if isinstance(options, dict):
+        options = {**options, **{k: v for k, v in value.items() if k not in RewardPart.model_fields}}
+    part = _validated(RewardPart, {"name": name, "weight": weight, "options": options}, key)
     if name in OPTIONS_OF_REWARD:
-        _check_options(OPTIONS_OF_REWARD[name], options, key, name)
+        _validated(OPTIONS_OF_REWARD[name], options, key)
     elif not USER_FUNCTION.fullmatch(name):
         reason = "not of the form package.module:function" if ":" in name else "there is no such reward"
         raise ValueError(f"{key}.name={name!r}: {reason}. {suggest(name, OPTIONS_OF_REWARD)}")
-    return RewardPart(name=name, weight=float(weight), options=options)
+    return part
 
 
-def _check_options(schema: type[Section], options: dict[str, Any], key: str, name: str) -> None:
-    for option, value in options.items():
-        if option not in schema.model_fields:
-            raise ValueError(
-                f"{key}.{option}={value!r}: {name} has no such option. {suggest(option, schema.model_fields)}"
-            )
+def _validated(schema: type[S], values: dict[str, Any], key: str) -> S:
+    """The model of these values; the message about the first problem begins with its key."""
     try:
-        schema.model_validate(options)
+        return schema.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
-        option_key = ".".join([key, *(str(part) for part in problem["loc"])])
-        reason = problem["msg"].removeprefix("Value error, ")
-        value = options if not problem["loc"] else problem["input"]
-        raise ValueError(f"{option_key}={value!r}: {reason[0].lower()}{reason[1:]}. See docs/rewards.md.") from None
+    loc, reason = problem["loc"], problem["msg"].removeprefix("Value error, ")
+    reason = f"{reason[0].lower()}{reason[1:]}. See docs/rewards.md."
+    if problem["type"] == "extra_forbidden":
+        reason = f"there is no such option. {suggest(str(loc[-1]), schema.model_fields)}"
+    raise ValueError(f"{'.'.join([key, *map(str, loc)])}={problem['input']!r}: {reason}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlhf.config.base import Section
-from rlhf.config.contradictions import dtype_problems, training_problems
+from rlhf.config.contradictions import ProgramConfig, dtype_problems, training_problems
 from rlhf.config.sections import LearnersConfig, ModelConfig, NonNegativeInt, TrainedConfig
 
 
@@ -58,7 +59,7 @@ class RewardTrainerConfig(TrainedConfig):
     max_tokens_per_microbatch: PositiveInt = Field(16384, description="tokens in one forward and backward pass")
 
 
-class RewardTrainingConfig(Section):
+class RewardTrainingConfig(ProgramConfig):
     """Everything that `python -m rlhf.reward_model` reads."""
 
     run: RewardTrainingRunConfig
@@ -67,15 +68,11 @@ class RewardTrainingConfig(Section):
     learner: RewardTrainerConfig = RewardTrainerConfig()
     cluster: LearnersConfig = LearnersConfig()
 
-    @model_validator(mode="after")
-    def _refuse_contradictions(self) -> RewardTrainingConfig:
-        problems = training_problems("learner", self.learner, total_updates=None, dtype=self.model.dtype)
-        problems += dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
+    def contradictions(self) -> Iterator[str]:
+        yield from training_problems("learner", self.learner, dtype=self.model.dtype)
+        yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
         if self.learner.max_tokens_per_microbatch < 2 * self.data.max_tokens:
-            problems.append(
+            yield (
                 f"learner.max_tokens_per_microbatch={self.learner.max_tokens_per_microbatch}: a pair may have 2 x "
                 f"data.max_tokens = {2 * self.data.max_tokens} tokens and is never split. Raise one or lower the other."
             )
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self

@@ -19,14 +19,14 @@ class Training:
     Attributes:
         section: optimizer, schedule and ZeRO stage of the role.
         steps: training steps of the run.
-        waits: first training steps, in which the role does not learn.
+        idle_steps: first training steps, in which the role does not learn.
     """
 
     section: TrainedConfig
     epochs_per_step: int
     minibatches_per_epoch: int
     steps: int
-    waits: int = 0
+    idle_steps: int = 0
 
     @property
     def updates_per_step(self) -> int:
@@ -38,12 +38,18 @@ class Training:
         return self.updates_before(self.steps)
 
     @property
+    def counted_as(self) -> str:
+        """The product of keys that gives `total_updates`, for messages."""
+        steps = "(run.steps - critic.warmup_steps)" if self.idle_steps else "run.steps"
+        return f"{steps} x epochs_per_step x minibatches_per_epoch"
+
+    @property
     def warmup_updates(self) -> int:
         return self.section.schedule.warmup_updates(self.total_updates)
 
     def updates_before(self, step: int) -> int:
         """Optimizer steps, taken and skipped, before this training step."""
-        return max(0, step - self.waits) * self.updates_per_step
+        return max(0, step - self.idle_steps) * self.updates_per_step
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rlhf.config.base import Section
-from rlhf.config.contradictions import dtype_problems, training_problems
+from rlhf.config.contradictions import ProgramConfig, dtype_problems, training_problems, warmup_problems
 from rlhf.config.data import DataConfig
 from rlhf.config.reward import RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
@@ -28,7 +28,7 @@ from rlhf.config.sections import (
 NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
 
-class GRPOConfig(Section):
+class GRPOConfig(ProgramConfig):
     """Everything that `python -m rlhf.grpo` reads."""
 
     run: RunConfig
@@ -57,10 +57,6 @@ class GRPOConfig(Section):
         return Training(self.learner, self.learner.epochs_per_step, self.learner.minibatches_per_epoch, self.run.steps)
 
     @property
-    def updates_per_step(self) -> int:
-        return self.training.updates_per_step
-
-    @property
     def total_updates(self) -> int:
         """Planned optimizer steps of the policy: N of its learning-rate schedule."""
         return self.training.total_updates
@@ -68,10 +64,11 @@ class GRPOConfig(Section):
     @property
     def update_plan(self) -> dict[str, int]:
         """The keys that the number of optimizer steps follows from; a resumed run must not change them."""
-        return {
-            "learner.epochs_per_step": self.learner.epochs_per_step,
-            "learner.minibatches_per_epoch": self.learner.minibatches_per_epoch,
-        }
+        plan = {}
+        for role, training in self.trained_roles():
+            plan[f"{role.section}.epochs_per_step"] = training.epochs_per_step
+            plan[f"{role.section}.minibatches_per_epoch"] = training.minibatches_per_epoch
+        return plan
 
     def roles(self, *, trains: bool = True) -> tuple[Role, ...]:
         """All roles of the run: learner, critic, reward model, engine.
@@ -87,6 +84,10 @@ class GRPOConfig(Section):
         )  # fmt: skip
         return (*self._learning_roles(cluster.cpus_per_learner, on_gpu), engine) if trains else (engine,)
 
+    def trained_roles(self) -> tuple[tuple[Role, Training], ...]:
+        """The roles that learn, and how."""
+        return tuple((role, role.training) for role in self.roles() if role.training is not None)
+
     def _learning_roles(self, cpus: float, gpus: int) -> tuple[Role, ...]:
         """All roles except the engines; each actor has one GPU and the CPUs of a learner."""
         policy = Role(
@@ -95,10 +96,8 @@ class GRPOConfig(Section):
         reward = self.reward_model
         if reward is None or reward.path is None:
             return (policy,)
-        return (
-            policy,
-            Role(REWARD_MODEL, "reward_model", "reward_model.path", reward.path, reward.replicas, cpus, gpus),
-        )
+        path, replicas = reward.path, reward.replicas
+        return (policy, Role(REWARD_MODEL, "reward_model", "reward_model.path", path, replicas, cpus, gpus))
 
     @property
     def reference_moves(self) -> bool:
@@ -133,173 +132,160 @@ class GRPOConfig(Section):
     @property
     def needs_old_logprobs_pass(self) -> bool:
         """Whether a pass before the update computes log-probs: for later updates, or for the KL in the reward."""
-        return self.updates_per_step > 1 or self.kl_in_reward
+        return self.training.updates_per_step > 1 or self.kl_in_reward
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
+    def warnings(self) -> Iterator[str]:
         """Settings that are allowed but likely a mistake, one sentence each."""
-        warnings = []
         algo = self.algo
         if self.kl_in_reward and algo.kl_estimator in ("k2", "k3"):
             blow_up = "; k3 grows like exp(-d) and can blow up" if algo.kl_estimator == "k3" else ""
-            warnings.append(
+            yield (
                 f"algo.kl_estimator={algo.kl_estimator} with algo.kl_place=reward: biased in the reward{blow_up}. "
                 "Only k1 is exact there."
             )
         if algo.kl_place == "loss" and algo.kl_coef > 0 and algo.kl_estimator == "k1":
-            warnings.append(
+            yield (
                 "algo.kl_estimator=k1 with algo.kl_place=loss: its expected gradient is zero, it will not hold the "
                 "policy near the reference. Use k2 or k4 in the loss, or k1 in the reward."
             )
         if self.rollouts_per_step % self.learner.minibatches_per_epoch:
-            warnings.append(
+            yield (
                 f"{self.rollouts_per_step} rollouts per step do not divide by learner.minibatches_per_epoch="
                 f"{self.learner.minibatches_per_epoch}: minibatches differ by one rollout."
             )
         if self.evaluation.every is not None and not self.data.eval:
-            warnings.append(
+            yield (
                 f"evaluation.every={self.evaluation.every} without data.eval: there is nothing to evaluate on. "
                 "Name a data set, or leave it out."
             )
         if self.evaluation.temperature == 0 and self.evaluation.samples_per_prompt > 1:
-            warnings.append(
+            yield (
                 f"evaluation.samples_per_prompt={self.evaluation.samples_per_prompt} with evaluation.temperature=0: "
                 "greedy samples of a prompt are all the same. Take one sample, or a temperature."
             )
-        return tuple(warnings)
 
-    @model_validator(mode="after")
-    def _refuse_contradictions(self) -> GRPOConfig:
-        problems = [*_sampling_problems(self), *_learner_problems(self), *_cluster_problems(self)]
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+    def contradictions(self) -> Iterator[str]:
+        yield from _sampling_problems(self)
+        yield from _learner_problems(self)
+        yield from _cluster_problems(self)
 
 
-def _sampling_problems(config: GRPOConfig) -> list[str]:
+def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
     rollout, algo = config.rollout, config.algo
-    problems = []
     if rollout.samples_per_prompt < 2 and algo.advantage in NEEDS_A_GROUP:
-        problems.append(
+        yield (
             f"rollout.samples_per_prompt={rollout.samples_per_prompt}: the advantages of algo.advantage="
             f"{algo.advantage} would all be zero. Use at least 2, or algo.advantage=reinforce_pp."
         )
     if algo.ref_update != "fixed" and not config.needs_reference:
-        problems.append(
+        yield (
             f"algo.ref_update={algo.ref_update} with algo.kl_coef=0: there is no reference. Set kl_coef or "
             "log_kl=true, or ref_update=fixed."
         )
     if rollout.dynamic_sampling and rollout.samples_per_prompt < 2:
-        problems.append(
+        yield (
             f"rollout.dynamic_sampling=true with rollout.samples_per_prompt={rollout.samples_per_prompt}: rewards of a "
             "group of one are always equal. Use at least 2, or false."
         )
     if rollout.dynamic_sampling_part is not None:
-        everywhere = config.reward.parts_of_every_source + ("reward_model",) * (config.reward_model is not None)
-        named = f"rollout.dynamic_sampling_part={rollout.dynamic_sampling_part}"
+        common_parts = config.reward.parts_of_every_source + ("reward_model",) * (config.reward_model is not None)
+        given = f"rollout.dynamic_sampling_part={rollout.dynamic_sampling_part}"
         if not rollout.dynamic_sampling:
-            problems.append(f"{named} without rollout.dynamic_sampling: nothing reads it. Set that too, or remove it.")
-        elif rollout.dynamic_sampling_part not in everywhere:
-            others = " and ".join(
+            yield f"{given} without rollout.dynamic_sampling: nothing reads it. Set that too, or remove it."
+        elif rollout.dynamic_sampling_part not in common_parts:
+            lists = " and ".join(
                 ["reward.parts", *(f"reward.by_source.{source}" for source in config.reward.by_source)]
             )
-            problems.append(
-                f"{named}: not in all of {others}, and groups without it would all be replaced. Name a part that "
-                f"each of them has ({', '.join(everywhere) or 'none'}), or null."
+            yield (
+                f"{given}: not in all of {lists}, and groups without it would all be replaced. Name a part that "
+                f"each of them has ({', '.join(common_parts) or 'none'}), or null."
             )
     if config.reward.leaves_something_ungraded and config.reward_model is None:
-        problems.append(
+        yield (
             "reward=[] without a reward_model: nothing would grade the responses. Name a reward, such as "
             "[{name: math}], or a reward_model."
         )
     if rollout.truncate_after and (
         rollout.truncate_token is None or rollout.truncate_after >= rollout.max_response_tokens
     ):
-        problems.append(
+        yield (
             f"rollout.truncate_after={rollout.truncate_after} with rollout.truncate_token={rollout.truncate_token} and "
             f"rollout.max_response_tokens={rollout.max_response_tokens}: no response could be truncated. Name a token, "
             "and stay below the longest response; or leave it at 0."
         )
     if rollout.max_policy_lag > 0 and algo.importance_correction == "none":
-        problems.append(
+        yield (
             f"algo.importance_correction=none with rollout.max_policy_lag={rollout.max_policy_lag}: lagging rollouts "
             "need a correction. Use truncated or masked, or a lag of 0."
         )
     longest = config.evaluation.max_response_tokens
     if longest is not None and longest > rollout.max_response_tokens:
-        problems.append(
+        yield (
             f"evaluation.max_response_tokens={longest} with rollout.max_response_tokens={rollout.max_response_tokens}: "
             "the engines would cut evaluation responses off at the latter. Raise it to at "
             "least the former."
         )
     if algo.kl_place == "reward" and algo.kl_estimator == "k4":
-        problems.append(
+        yield (
             "algo.kl_estimator=k4 with algo.kl_place=reward: in the reward k4 equals k1 (the ratio is 1 there). Use k1."
         )
     if algo.kl_ratio_weighted and (algo.kl_estimator != "k3" or algo.kl_place != "loss"):
-        problems.append(
+        yield (
             f"algo.kl_ratio_weighted=true with algo.kl_estimator={algo.kl_estimator} and algo.kl_place="
             f"{algo.kl_place}: it is defined for k3 in the loss. Set kl_estimator=k3 and kl_place=loss, or false."
         )
-    return problems
 
 
-def _learner_problems(config: GRPOConfig) -> list[str]:
+def _learner_problems(config: GRPOConfig) -> Iterator[str]:
     learner, algo = config.learner, config.algo
-    problems = []
     if learner.max_tokens_per_microbatch < config.max_sequence_tokens:
-        problems.append(
+        yield (
             f"learner.max_tokens_per_microbatch={learner.max_tokens_per_microbatch}: one sequence may have "
             f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} tokens. "
             "Raise the budget to at least that, or shorten prompts or responses."
         )
-    for role in config.roles():
-        if (training := role.training) is None:
-            continue
+    for role, training in config.trained_roles():
         if training.minibatches_per_epoch > config.rollouts_per_step:
-            problems.append(
+            yield (
                 f"{role.section}.minibatches_per_epoch={training.minibatches_per_epoch}: there are only "
                 f"{config.rollouts_per_step} rollouts per step (rollout.prompts_per_step x samples_per_prompt). "
                 "Take fewer minibatches, or more rollouts."
             )
-        problems += training_problems(
-            role.section, training.section, total_updates=training.total_updates, dtype=config.model.dtype
-        )
+        yield from training_problems(role.section, training.section, dtype=config.model.dtype)
+        yield from warmup_problems(role.section, training.section, training.total_updates, training.counted_as)
     if algo.constant_length is not None and algo.loss_aggregation != "constant":
-        problems.append(
+        yield (
             f"algo.constant_length={algo.constant_length} with algo.loss_aggregation={algo.loss_aggregation}: only "
             "loss_aggregation=constant reads it. Remove it, or set loss_aggregation=constant."
         )
     if algo.clip_low >= 1.0 and algo.policy_loss != "cispo":
-        problems.append(f"algo.clip_low={algo.clip_low}: the lower bound 1 - clip_low must be above 0. Use 0.2.")
+        yield f"algo.clip_low={algo.clip_low}: the lower bound 1 - clip_low must be above 0. Use 0.2."
     if algo.dual_clip is not None and algo.policy_loss == "cispo":
-        problems.append(
+        yield (
             f"algo.dual_clip={algo.dual_clip} with algo.policy_loss={algo.policy_loss}: cispo has none. Remove it, or "
             "set policy_loss=ppo."
         )
-    return problems
 
 
-def _cluster_problems(config: GRPOConfig) -> list[str]:
+def _cluster_problems(config: GRPOConfig) -> Iterator[str]:
     cluster, reward_model = config.cluster, config.reward_model
-    problems = dtype_problems("model.dtype", config.model.dtype, cluster.device)
+    yield from dtype_problems("model.dtype", config.model.dtype, cluster.device)
     if reward_model is not None and reward_model.path is not None:
-        problems += dtype_problems("reward_model.dtype", reward_model.dtype, cluster.device)
+        yield from dtype_problems("reward_model.dtype", reward_model.dtype, cluster.device)
     if cluster.placement == "colocated":
         engine_gpus = cluster.engines * cluster.tensor_parallel
         if cluster.device == "cpu":
-            problems.append(
+            yield (
                 "cluster.placement=colocated with cluster.device=cpu: there are no GPUs to share. "
                 "Use placement=separate."
             )
         elif engine_gpus != cluster.learners:
-            problems.append(
+            yield (
                 f"cluster.placement=colocated: cluster.engines x cluster.tensor_parallel = {engine_gpus} GPUs, but "
                 f"cluster.learners={cluster.learners}. Both must be the same GPUs, so the numbers must be equal."
             )
         if config.rollout.max_policy_lag > 0:
-            problems.append(
+            yield (
                 f"cluster.placement=colocated with rollout.max_policy_lag={config.rollout.max_policy_lag}: on shared "
                 "GPUs sampling and training take turns. Use separate placement or a lag of 0."
             )
-    return problems

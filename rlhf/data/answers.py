@@ -42,18 +42,12 @@ def _as_text(value: Any) -> str:
     match value:
         case None:
             raise ValueError("is missing")
-        case str():
-            text = value.strip()
-        case bool():
-            text = str(value)
-        case int():
-            text = str(value)
         case float() if math.isnan(value):
             raise ValueError("is missing")
-        case float() if math.isfinite(value) and value == int(value):
+        case float() if value.is_integer():
             text = str(int(value))
-        case float():
-            text = str(value)
+        case str() | int() | float():
+            text = str(value).strip()
         case _:
             raise ValueError(f"is a {type(value).__name__}, not text or a number: {_shortened(str(value))}")
     if not text:

@@ -6,18 +6,20 @@ cannot be used is an error that names it, and prompts that are too long are coun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf.config.data import AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import GoldAnswer, extract_answer
-from rlhf.data.read import Row, config_sources, read_rows, source_key
+from rlhf.data.read import Row, config_sources, read_rows
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
 
-PROMPT_COLUMNS = ("question", "problem", "prompt", "messages", "instruction", "query")
-ANSWER_COLUMNS = ("answer", "ground_truth", "final_answer", "expected_answer", "solution")
+USUAL_COLUMNS = {
+    "prompt_column": ("question", "problem", "prompt", "messages", "instruction", "query"),
+    "answer_column": ("answer", "ground_truth", "final_answer", "expected_answer", "solution"),
+}
 
 Messages = tuple[dict[str, str], ...]
 
@@ -28,7 +30,7 @@ class LoadedPrompts:
 
     Attributes:
         prompts: by source; ids are `source/row`, rows counted from 1.
-        dropped_too_long: by source, the number of rows left out because they have more than `max_prompt_tokens`.
+        dropped_too_long: by source, the number of rows left out because they have more than `data.max_prompt_tokens`.
         rows_per_epoch: by source, the number of its prompts in an epoch; all, unless weights or row counts are set.
     """
 
@@ -38,28 +40,21 @@ class LoadedPrompts:
 
 
 def load_prompts(
-    config: DataConfig,
-    which: Literal["train", "eval"],
-    tokenizer: Any,
-    gold_answer: GoldAnswer,
-    *,
-    max_prompt_tokens: int,
+    config: DataConfig, which: Literal["train", "eval"], tokenizer: Any, gold_answer: GoldAnswer
 ) -> LoadedPrompts:
     """Read and tokenize all sources of `data.train` or `data.eval`.
 
     Args:
         tokenizer: a transformers tokenizer.
         gold_answer: the grader's extractor, `rewards.answers.extract.gold_answer`.
-        max_prompt_tokens: longer prompts, template included, are left out and counted.
 
     Raises:
         ValueError: a source, column or row that cannot be used, or a source none of whose prompts is short enough.
     """
     prompts: dict[str, list[Prompt]] = {}
     dropped: dict[str, int] = {}
-    sources = config_sources(config, which)
-    for index, source in enumerate(sources):
-        key = source_key(config, which, index)
+    sources, longest = config_sources(config, which), config.max_prompt_tokens
+    for key, source in sources.items():
         rows = read_rows(source, which, key)
         if source.rows is not None and source.rows > len(rows):
             raise ValueError(
@@ -68,17 +63,17 @@ def load_prompts(
         if which == "eval":
             rows = rows[: source.rows or config.eval_rows]
         all_prompts = _make_prompts(config, source, rows, tokenizer, gold_answer, key)
-        short_prompts = [prompt for prompt in all_prompts if len(prompt.token_ids) <= max_prompt_tokens]
+        short_prompts = [prompt for prompt in all_prompts if len(prompt.token_ids) <= longest]
         if not short_prompts:
             shortest = min(len(prompt.token_ids) for prompt in all_prompts)
             raise ValueError(
                 f"{key}={source.path}: all {len(rows)} prompts are too long: the shortest has {shortest} tokens, the "
-                f"limit is {max_prompt_tokens}. Raise data.max_prompt_tokens to at least {shortest}, if the model's "
+                f"limit is {longest}. Raise data.max_prompt_tokens to at least {shortest}, if the model's "
                 "context has room for that and rollout.max_response_tokens."
             )
         prompts[source.label] = short_prompts
         dropped[source.label] = len(all_prompts) - len(short_prompts)
-    return LoadedPrompts(prompts, dropped, rows_per_epoch(sources, prompts))
+    return LoadedPrompts(prompts, dropped, rows_per_epoch(sources.values(), prompts))
 
 
 def leave_out(
@@ -93,7 +88,8 @@ def leave_out(
     for source, prompts in remaining.items():
         if not prompts:
             raise ValueError(f"data.{which}: no row of {source} is left after leaving out bad rows. Remove the source.")
-    return LoadedPrompts(remaining, loaded.dropped_too_long, rows_per_epoch(config_sources(config, which), remaining))
+    sources = config_sources(config, which).values()
+    return LoadedPrompts(remaining, loaded.dropped_too_long, rows_per_epoch(sources, remaining))
 
 
 def show_prompt(prompt: Prompt, tokenizer: Any) -> str:
@@ -107,7 +103,7 @@ def first_prompt(loaded: LoadedPrompts) -> Prompt:
     return next(iter(loaded.prompts.values()))[0]
 
 
-def rows_per_epoch(sources: Sequence[SourceConfig], prompts: dict[str, list[Prompt]]) -> dict[str, int]:
+def rows_per_epoch(sources: Collection[SourceConfig], prompts: dict[str, list[Prompt]]) -> dict[str, int]:
     """Prompts of each source in an epoch: by weight, as many as the scarcest source allows; by row count; or all."""
     sizes = {source.label: len(prompts[source.label]) for source in sources}
     weights = {source.label: source.weight for source in sources if source.weight is not None}
@@ -121,16 +117,12 @@ def _make_prompts(
     config: DataConfig, source: SourceConfig, rows: list[Row], tokenizer: Any, gold_answer: GoldAnswer, key: str
 ) -> list[Prompt]:
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
-    prompt_column = _pick_column(
-        source.prompt_column or config.prompt_column, PROMPT_COLUMNS, columns, source, f"{key}: prompt_column"
-    )
+    prompt_column = _pick_column("prompt_column", config, source, columns, key)
     messages = [_read_messages(config, row, prompt_column, f"{key}: row {row.number} of {source.path}") for row in rows]
     answer_format = source.answer_format or config.answer_format
     answers = [""] * len(rows)
     if answer_format != "none":
-        answer_column = _pick_column(
-            source.answer_column or config.answer_column, ANSWER_COLUMNS, columns, source, f"{key}: answer_column"
-        )
+        answer_column = _pick_column("answer_column", config, source, columns, key)
         answers = _read_answers(rows, answer_column, answer_format, gold_answer, source, key)
     texts = [render(conversation, config.template, tokenizer) for conversation in messages]
     token_ids = tokenize(texts, config.template, tokenizer)
@@ -146,24 +138,19 @@ def _make_prompts(
     ]
 
 
-def _pick_column(
-    explicit: str | None, usual: tuple[str, ...], columns: list[str], source: SourceConfig, key: str
-) -> str:
+def _pick_column(setting: str, config: DataConfig, source: SourceConfig, columns: list[str], key: str) -> str:
     """The column that the config names, or the first usual one that exists, in upper or lower case."""
+    explicit, usual = getattr(source, setting) or getattr(config, setting), USUAL_COLUMNS[setting]
     if explicit is not None:
         if explicit in columns or explicit.split(".")[0] in columns:
-            return explicit
-        raise ValueError(
-            f"{key}={explicit}: {source.path} has no such column, only {', '.join(columns)}. Name one of these."
-        )
-    by_lower_case = {column.lower(): column for column in reversed(columns)}
-    for name in usual:
-        if name in by_lower_case:
-            return by_lower_case[name]
-    raise ValueError(
-        f"{key} is not set, and {source.path} has none of {', '.join(usual)}, only {', '.join(columns)}. "
-        "Name one of these."
-    )
+            return str(explicit)
+        problem = f"{setting}={explicit}: {source.path} has no such column"
+    else:
+        by_lower_case = {column.lower(): column for column in reversed(columns)}
+        if existing := [by_lower_case[name] for name in usual if name in by_lower_case]:
+            return existing[0]
+        problem = f"{setting} is not set, and {source.path} has none of {', '.join(usual)}"
+    raise ValueError(f"{key}: {problem}, only {', '.join(columns)}. Name one of these.")
 
 
 def _column_value(columns: dict[str, Any], column: str) -> Any:
@@ -235,11 +222,10 @@ def _read_messages(config: DataConfig, row: Row, column: str, where: str) -> Mes
 
 
 def _read_message(message: Any, column: str, where: str) -> dict[str, str]:
-    role = message.get("role") if isinstance(message, dict) else None
-    content = message.get("content") if isinstance(message, dict) else None
-    if role not in ROLES or not isinstance(content, str):
-        raise ValueError(
-            f"{where}: `{column}` holds {message!r:.80}, not a message. "
-            f'Write messages as {{"role": ..., "content": text}} with a role of {", ".join(ROLES)}.'
-        )
-    return {"role": role, "content": content}
+    match message:
+        case {"role": role, "content": str(content)} if role in ROLES:
+            return {"role": role, "content": content}
+    raise ValueError(
+        f"{where}: `{column}` holds {message!r:.80}, not a message. "
+        f'Write messages as {{"role": ..., "content": text}} with a role of {", ".join(ROLES)}.'
+    )

@@ -10,6 +10,7 @@ numpy promises never to change; it does not promise this for its shuffles.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,6 +19,13 @@ from typing import Any
 import numpy as np
 
 from rlhf.types import Prompt
+
+# entry of a source in the state -> what it is, and what changed if it differs
+UNCHANGED = {
+    "rows": ("number of usable rows", "rows or data.max_prompt_tokens"),
+    "fingerprint": ("fingerprint", "prompts or answers: the file, its columns, data.template or the tokenizer"),
+    "rows_per_epoch": ("number of rows in an epoch", "weight or rows"),
+}
 
 
 class PromptStream:
@@ -40,7 +48,7 @@ class PromptStream:
         self._rows_per_epoch = {source: (rows_per_epoch or {}).get(source, len(prompts[source])) for source in prompts}
         self._flat = [prompt for source in self._prompts.values() for prompt in source]
         self._seed = seed
-        self._drawn = 0
+        self.drawn = 0  # prompts taken since the run began
         self._order_epoch = -1
         self._order = np.empty(0, dtype=np.int64)
         assert self._flat, "a stream needs at least one prompt"
@@ -52,28 +60,23 @@ class PromptStream:
         return sum(self._rows_per_epoch.values())
 
     @property
-    def drawn(self) -> int:
-        """Prompts taken since the run began."""
-        return self._drawn
-
-    @property
     def epochs(self) -> float:
         """Passes over the data since the run began."""
-        return self._drawn / self.epoch_size
+        return self.drawn / self.epoch_size
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, across epochs; each has the number of its epoch."""
         taken = []
-        for position in range(self._drawn, self._drawn + count):
+        for position in range(self.drawn, self.drawn + count):
             epoch, index = divmod(position, self.epoch_size)
             taken.append(replace(self._flat[self._epoch_order(epoch)[index]], epoch=epoch))
-        self._drawn += count
+        self.drawn += count
         return taken
 
     def state(self) -> dict[str, Any]:
         """JSON values from which `restore` continues with the next prompt."""
         return {
-            "drawn": self._drawn,
+            "drawn": self.drawn,
             "seed": self._seed,
             "sources": {
                 source: {
@@ -103,9 +106,16 @@ class PromptStream:
                 f"{', '.join(sorted(present))}. Resume with the same data, or start a new run from the checkpoint's "
                 "model."
             )
-        for source in present:
-            _check_unchanged(source, saved[source], present[source])
-        self._drawn = state["drawn"]
+        for source, name in itertools.product(present, UNCHANGED):
+            meaning, cause = UNCHANGED[name]
+            before, now = saved[source][name], present[source][name]
+            if before != now:
+                raise ValueError(
+                    f"data.train: the {meaning} of source {source} was {before} when the run was saved and is {now} "
+                    f"now. Changed: {cause}. Resume with the data and settings of the run's config.yaml, or start a "
+                    "new run from the checkpoint's model."
+                )
+        self.drawn = state["drawn"]
 
     @cached_property
     def _fingerprints(self) -> dict[str, str]:
@@ -135,26 +145,3 @@ class PromptStream:
 
 def _permutation(bits: np.random.PCG64, size: int) -> np.ndarray:
     return np.argsort(bits.random_raw(size), kind="stable")
-
-
-def _check_unchanged(source: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raise if a source differs from the one in the saved state."""
-    remedy = (
-        "Resume with the data and settings of the run's config.yaml, or start a new run from the checkpoint's model."
-    )
-    if saved["rows"] != present["rows"]:
-        raise ValueError(
-            f"data.train: source {source} had {saved['rows']} usable rows when the run was saved and has "
-            f"{present['rows']} now: rows or data.max_prompt_tokens changed. {remedy}"
-        )
-    if saved["fingerprint"] != present["fingerprint"]:
-        raise ValueError(
-            f"data.train: source {source} still has {present['rows']} rows, but their prompts or answers changed "
-            f"(fingerprint {saved['fingerprint']} when the run was saved, {present['fingerprint']} now): the file, "
-            f"its columns, data.template or the tokenizer changed. {remedy}"
-        )
-    if saved["rows_per_epoch"] != present["rows_per_epoch"]:
-        raise ValueError(
-            f"data.train: an epoch took {saved['rows_per_epoch']} rows of source {source} when the run was saved and "
-            f"would take {present['rows_per_epoch']} now: weight or rows changed. {remedy}"
-        )

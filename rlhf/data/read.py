@@ -20,13 +20,10 @@ class Row(NamedTuple):
     columns: dict[str, Any]
 
 
-def source_key(config: DataConfig, which: str, index: int) -> str:
-    """The config key of a source: `data.train`, or `data.train.1` if there are several."""
-    return f"data.{which}" if len(config_sources(config, which)) == 1 else f"data.{which}.{index}"
-
-
-def config_sources(config: DataConfig, which: str) -> tuple[SourceConfig, ...]:
-    return {"train": config.train, "eval": config.eval}[which]
+def config_sources(config: DataConfig, which: str) -> dict[str, SourceConfig]:
+    """The sources of `data.train` or `data.eval` by key: `data.train`, or `data.train.1` if there are several."""
+    sources = {"train": config.train, "eval": config.eval}[which]
+    return {f"data.{which}.{i}" if len(sources) > 1 else f"data.{which}": source for i, source in enumerate(sources)}
 
 
 def check_sources(config: DataConfig) -> None:
@@ -36,8 +33,8 @@ def check_sources(config: DataConfig) -> None:
         ValueError: the key, the path, the reason and the remedy.
     """
     for which in ("train", "eval"):
-        for index, source in enumerate(config_sources(config, which)):
-            check_source(source, source_key(config, which, index))
+        for key, source in config_sources(config, which).items():
+            check_source(source, key)
 
 
 def check_source(source: SourceConfig, key: str) -> None:

@@ -7,7 +7,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlhf.config.run import GRPOConfig
@@ -29,14 +30,11 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class Result:
+@dataclass(frozen=True, kw_only=True)
+class Result(Finding):
     """A finding with the name of its check and the seconds that the check took."""
 
     name: str
-    status: Status
-    text: str
-    remedy: str
     seconds: float
 
 
@@ -84,7 +82,7 @@ async def examine(check: Check, patient: Patient) -> Result:
         else:
             text = str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"
             finding = Finding("fail", text, check.remedy)
-    return Result(check.name, finding.status, finding.text, finding.remedy, round(time.monotonic() - began, 2))
+    return Result(**asdict(finding), name=check.name, seconds=round(time.monotonic() - began, 2))
 
 
 async def examine_all(checks: Sequence[Check], patient: Patient, report: Callable[[Result], None]) -> list[Result]:
@@ -99,25 +97,17 @@ async def examine_all(checks: Sequence[Check], patient: Patient, report: Callabl
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Call a blocking function in a thread, so that deadlines hold; a thread that hangs does not keep the program."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(method: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            method(value)
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so that its result can always be set
 
     def work() -> None:
         try:
-            value = function(*arguments)
+            future.set_result(function(*arguments))
         except BaseException as error:
-            outcome: tuple[Callable[[Any], None], Any] = (future.set_exception, error)
-        else:
-            outcome = (future.set_result, value)
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the value
-            loop.call_soon_threadsafe(settle, *outcome)
+            future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 def lines(result: Result) -> Iterator[str]:

@@ -41,23 +41,19 @@ async def check_versions(_: Patient) -> Finding:
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
-    problems, fitting = [], 0
+    problems = []
     python = "{}.{}.{}".format(*sys.version_info)
     python_range = metadata.metadata(DISTRIBUTION)["Requires-Python"]
     if not SpecifierSet(python_range).contains(python):
         problems.append(f"Python {python} is not in {python_range}")
     requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
-    for requirement in requirements:
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            problem = _misfit(requirement)
-            problems += [problem] if problem else []
-            fitting += not problem
+    needed = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
     extras = [[r for r in requirements if r.marker and r.marker.evaluate({"extra": build})] for build in BUILDS]
     builds = [extra for extra in extras if extra]  # vLLM is the first requirement of each
-    engine = [_misfit(r) for build in builds if _version(build[0].name) for r in build]
+    engine = [r for build in builds if _version(build[0].name) for r in build]
+    problems += [problem for requirement in needed + engine if (problem := _misfit(requirement))]
     if not engine:
         problems.append(f"neither {' nor '.join(sorted(build[0].name for build in builds))} is installed")
-    problems += [problem for problem in engine if problem]
     if not plugin_is_installed():
         problems.append(
             "the plug-in of the package for vLLM is not installed (a copy of the code is not enough, nor is an older "
@@ -67,7 +63,7 @@ async def check_versions(_: Patient) -> Finding:
         return Finding(
             "fail", "\n".join(problems), "make setup (make setup-gpu on GPUs), in a new environment if need be"
         )
-    return Finding("ok", f"Python {python} and {fitting + len(engine)} packages fit pyproject.toml, plug-in installed")
+    return Finding("ok", f"Python {python} and {len(needed + engine)} packages fit pyproject.toml, plug-in installed")
 
 
 def _version(name: str) -> str | None:
@@ -183,8 +179,7 @@ def _load(patient: Patient) -> Finding:
     check_sources(config.data)
     check_models(config)
     tokenizer = load_tokenizer(config.model)
-    longest = config.data.max_prompt_tokens
-    loaded = load_prompts(config.data, "train", tokenizer, gold_answer, max_prompt_tokens=longest)
+    loaded = load_prompts(config.data, "train", tokenizer, gold_answer)
     patient.prompts = [prompt for rows in loaded.prompts.values() for prompt in rows[:PROMPTS_PER_SOURCE]]
     counts = ", ".join(f"{source} {len(rows):,}" for source, rows in loaded.prompts.items())
     return Finding("ok", f"model.path={config.model.path}, a tokenizer of {len(tokenizer):,}; prompts: {counts}")

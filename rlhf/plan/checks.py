@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.config.roles import ENGINE, LEARNER
@@ -12,47 +12,43 @@ from rlhf.plan.memory import GIB, EngineMemory, RoleMemory, total
 from rlhf.plan.text import counted
 
 
-def arithmetic_warnings(config: GRPOConfig) -> list[str]:
+def arithmetic_warnings(config: GRPOConfig) -> Iterator[str]:
     """Warnings that need no model: those of the config, and learners or engines that would be idle."""
     cluster, rollout, learner = config.cluster, config.rollout, config.learner
-    warnings = list(config.warnings)
-    for role in config.roles():
-        if (training := role.training) is None:
-            continue
+    yield from config.warnings()
+    for role, training in config.trained_roles():
         smallest = config.rollouts_per_step // training.minibatches_per_epoch
         if smallest < role.count:
-            warnings.append(
+            yield (
                 f"{role.section}.minibatches_per_epoch={training.minibatches_per_epoch}: a minibatch has {smallest} "
                 f"rollouts (rollout.prompts_per_step x rollout.samples_per_prompt / minibatches_per_epoch), so "
                 f"{role.count - smallest} of {counted(role.count, role.name)} are idle. Use fewer cluster.learners or "
                 "minibatches, or more rollouts."
             )
     if rollout.prompts_per_step < cluster.engines:
-        warnings.append(
+        yield (
             f"cluster.engines={cluster.engines}: a step has rollout.prompts_per_step={rollout.prompts_per_step} "
             f"groups, and a group stays on one engine, so {cluster.engines - rollout.prompts_per_step} engines are "
             "idle. Use fewer engines or more prompts."
         )
     if cluster.device == "cuda" and cluster.tensor_parallel > cluster.gpus_per_node:
-        warnings.append(
+        yield (
             f"cluster.tensor_parallel={cluster.tensor_parallel}: an engine does not fit on a node of cluster."
             f"gpus_per_node={cluster.gpus_per_node} GPUs. Lower it, or set gpus_per_node to what a node has."
         )
     if config.algo.kl_coef > 0 and learner.optimizer.lr == 0:
-        warnings.append("learner.optimizer.lr=0 with algo.kl_coef above 0: the policy will not change. Set lr.")
-    return warnings
+        yield "learner.optimizer.lr=0 with algo.kl_coef above 0: the policy will not change. Set lr."
 
 
-def model_warnings(config: GRPOConfig, model: Mapping[str, Any]) -> list[str]:
+def model_warnings(config: GRPOConfig, model: Mapping[str, Any]) -> Iterator[str]:
     """Warnings from the model's config.json: why the run will be refused, by its checks or by an engine."""
-    warnings = [f"{problem} The run will be refused." for problem in model_problems(config, policy=model)]
+    yield from (f"{problem} The run will be refused." for problem in model_problems(config, policy=model))
     heads = model.get("num_attention_heads")
     if heads is not None and heads % config.cluster.tensor_parallel:
-        warnings.append(
+        yield (
             f"cluster.tensor_parallel={config.cluster.tensor_parallel} does not divide the model's {heads} attention "
             "heads, so vLLM will refuse it. Use a divisor."
         )
-    return warnings
 
 
 def memory_warnings(
@@ -60,40 +56,40 @@ def memory_warnings(
     estimates: Sequence[RoleMemory],
     engine: EngineMemory,
     learner_state_bytes: float,
-    host_gib: float | None,
-) -> list[str]:
+    host_gib: float,
+) -> Iterator[str]:
     """Warnings from the estimate: roles that do not fit, and a KV cache that is too small.
 
     Args:
         learner_state_bytes: memory that a learner holds between updates.
-        host_gib: memory of this machine, for runs on CPU; None if it is not known.
+        host_gib: memory of this machine, for runs on CPU.
     """
-    cluster, rollout, warnings = config.cluster, config.rollout, []
+    cluster, rollout = config.cluster, config.rollout
     per_group = rollout.samples_per_prompt * config.max_sequence_tokens
     keys = "rollout.kv_cache_gib"
     if cluster.device == "cuda":
         keys = "rollout.gpu_memory_utilization or cluster.tensor_parallel"
     if engine.kv_tokens < config.max_sequence_tokens:
-        warnings.append(
+        yield (
             f"KV cache: an engine holds {engine.kv_tokens:,} tokens, not even one sequence of "
             f"{config.max_sequence_tokens:,} (data.max_prompt_tokens + rollout.max_response_tokens). Raise {keys}, or "
             "shorten sequences."
         )
     elif engine.kv_tokens < per_group:
-        warnings.append(
+        yield (
             f"KV cache: an engine holds {engine.kv_tokens:,} tokens, less than one group at full length "
             f"(rollout.samples_per_prompt={rollout.samples_per_prompt} x {config.max_sequence_tokens:,} = {per_group:,}"
             f"): sequences will be preempted and computed again. Raise {keys}, or shorten sequences."
         )
     if cluster.device == "cpu":
         need = sum(estimate.role.count * total(estimate.parts) for estimate in estimates) / GIB
-        if host_gib is not None and need > host_gib:
-            warnings.append(
+        if need > host_gib:
+            yield (
                 f"memory: {', '.join(counted(e.role.count, e.role.name) for e in estimates)} need about {need:.1f} "
                 f"GiB, this machine has {host_gib:.1f}. Use a smaller model, learner.max_tokens_per_microbatch or "
                 "rollout.kv_cache_gib."
             )
-        return warnings
+        return
     have = cluster.gpu_memory_gib
     for estimate in estimates:
         role, need = estimate.role, total(estimate.parts) / GIB
@@ -101,29 +97,27 @@ def memory_warnings(
             remedy = f"Use a smaller {role.section}.path, or fewer tokens at once."
             if role.name == LEARNER:
                 remedy = _learner_remedy(config)
-            warnings.append(
+            yield (
                 f"memory: a {role.name} needs about {need:.1f} GiB, a GPU has cluster.gpu_memory_gib={have:g}. {remedy}"
             )
     state = learner_state_bytes / GIB
     awake = state + rollout.gpu_memory_utilization * have
     if cluster.placement == "colocated" and awake > have:
-        warnings.append(
+        yield (
             f"memory: on a shared GPU the engine's rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} x "
             f"{have:g} GiB plus {state:.1f} GiB of the learner's state are {awake:.1f} GiB. Lower it to "
             f"{max(0.0, 1 - state / have):.2f} or less."
         )
-    return warnings
 
 
 def _learner_remedy(config: GRPOConfig) -> str:
     """The keys that can still lower a learner's memory."""
-    learner, remedies = config.learner, []
-    if not config.model.gradient_checkpointing:
-        remedies.append("model.gradient_checkpointing=true")
-    if learner.max_tokens_per_microbatch > config.max_sequence_tokens:
-        remedies.append(f"learner.max_tokens_per_microbatch down to {config.max_sequence_tokens}")
-    if learner.zero_stage < 3:
-        remedies.append("learner.zero_stage=3")
-    if not learner.offload_optimizer:
-        remedies.append("learner.offload_optimizer=true")
-    return f"Try {', '.join([*remedies, 'more cluster.learners'])}."
+    learner, longest = config.learner, config.max_sequence_tokens
+    remedies = {
+        "model.gradient_checkpointing=true": not config.model.gradient_checkpointing,
+        f"learner.max_tokens_per_microbatch down to {longest}": learner.max_tokens_per_microbatch > longest,
+        "learner.zero_stage=3": learner.zero_stage < 3,
+        "learner.offload_optimizer=true": not learner.offload_optimizer,
+        "more cluster.learners": True,
+    }
+    return f"Try {', '.join(remedy for remedy, helps in remedies.items() if helps)}."

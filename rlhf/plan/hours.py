@@ -9,7 +9,6 @@ from rlhf.config.run import GRPOConfig
 from rlhf.plan.resources import count_gpus
 
 FORWARD_SHARE = 1 / 3  # of forward and backward together: a backward pass costs two forward passes
-VALUE_PASSES = 1
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,10 @@ def expected(config: GRPOConfig) -> Expected | None:
     response = plan.response_tokens or config.rollout.max_response_tokens
     tokens, sampled = config.rollouts_per_step * (prompt + response), config.rollouts_per_step * response
     roles = config.roles()
-    epochs = max(role.training.epochs_per_step for role in roles if role.training is not None)
+    epochs = max(training.epochs_per_step for _, training in config.trained_roles())
     passes = config.needs_old_logprobs_pass + config.needs_reference
     if any(role.name == CRITIC for role in roles):
-        passes = max(passes, VALUE_PASSES)
+        passes = max(passes, 1)  # of the critic, for its values
     learner_speed = cluster.learners * plan.learner_tokens_per_second
     sampling = sampled / (cluster.engines * plan.engine_tokens_per_second)
     logprobs, update = passes * FORWARD_SHARE * tokens / learner_speed, epochs * tokens / learner_speed

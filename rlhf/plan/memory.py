@@ -69,25 +69,17 @@ class RoleMemory:
 
 def memory_of_roles(config: GRPOConfig, policy: ModelShape) -> list[RoleMemory]:
     """The memory of every role of the run; `policy` is the shape of model.path."""
+    estimators = {
+        roles.LEARNER: learner_memory,
+        roles.CRITIC: critic_memory,
+        roles.REWARD_MODEL: reward_model_memory,
+        roles.ENGINE: lambda shape, config: engine_memory(shape, config).parts,
+    }
     estimates = []
     for role in config.roles():
         shape = policy if role.model == config.model.path else shape_at(role.model)
-        estimates.append(RoleMemory(role, () if shape is None else _parts_of(role, shape, config)))
+        estimates.append(RoleMemory(role, () if shape is None else estimators[role.name](shape, config)))
     return estimates
-
-
-def _parts_of(role: Role, shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
-    match role.name:
-        case roles.LEARNER:
-            return learner_memory(shape, config)
-        case roles.CRITIC:
-            assert role.training is not None
-            return critic_memory(shape, config, role.training.section)
-        case roles.REWARD_MODEL:
-            return reward_model_memory(shape, config)
-        case roles.ENGINE:
-            return engine_memory(shape, config).parts
-    raise AssertionError(role.name)
 
 
 def shape_at(path: str) -> ModelShape | None:
@@ -109,9 +101,7 @@ def checkpoint_bytes(config: GRPOConfig, policy: ModelShape | None) -> int | Non
         None if the shape of a trained model is not known.
     """
     size = 0
-    for role in config.roles():
-        if role.training is None:
-            continue
+    for role, _ in config.trained_roles():
         shape = policy if role.model == config.model.path else shape_at(role.model)
         if shape is None:
             return None
@@ -134,20 +124,18 @@ def learner_state(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """What a learner holds between updates: weights, optimizer, reference."""
     parts = _trained_state(config.learner, config, shape.parameters)
     if config.needs_reference:
-        b, dtype = BYTES[config.model.dtype], config.model.dtype
-        sharded = config.cluster.learners if config.learner.zero_stage == 3 else 1
-        how = _share(shape.parameters, b, sharded)
-        parts.append(Part(f"reference, {dtype}", b * shape.parameters / sharded, how))
+        dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
+        parts.append(_divided(f"reference, {dtype}", shape.parameters, BYTES[dtype], ranks))
     return tuple(parts)
 
 
-def critic_memory(shape: ModelShape, config: GRPOConfig, section: TrainedConfig) -> tuple[Part, ...]:
+def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """The parts of one rank of the critic at the peak of an update; its head gives one number per token, not logits.
 
     Args:
         shape: the critic's model.
-        section: the critic's section of the config.
     """
+    (section,) = (training.section for role, training in config.trained_roles() if role.name == roles.CRITIC)
     count = scalar_parameters(shape)
     head = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
     return (
@@ -163,10 +151,9 @@ def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ..
     """One copy of the reward model: its weights, and the activations of one layer, since there is no backward pass."""
     assert config.reward_model is not None
     dtype, tokens = config.reward_model.dtype, config.reward_model.max_tokens_per_batch
-    b, count = BYTES[dtype], scalar_parameters(shape)
-    layer = layer_activation_bytes(shape, b=b)
+    layer = layer_activation_bytes(shape, b=BYTES[dtype])
     return (
-        Part(f"weights, {dtype}", float(b * count), _share(count, b, 1)),
+        _divided(f"weights, {dtype}", scalar_parameters(shape), BYTES[dtype]),
         Part("activations of one layer", float(tokens * layer), f"{tokens:,} tokens x {_kib(layer)}"),
         _overhead(config),
     )
@@ -182,17 +169,14 @@ def _trained_state(learner: TrainedConfig, config: GRPOConfig, count: int) -> li
     """Weights and optimizer state of one rank of a trained model with `count` parameters."""
     dtype = config.model.dtype
     stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[dtype]
-    sharded, by = (ranks if stage == 3 else 1), (ranks if stage >= 1 else 1)
-    has_master = not (stage == 0 and dtype == "float32")
-    master = MASTER_BYTES * has_master
-    parts = [Part(f"weights, {dtype}", b * count / sharded, _share(count, b, sharded))]
+    by = ranks if stage >= 1 else 1
+    parts = [_divided(f"weights, {dtype}", count, b, ranks if stage == 3 else 1)]
     if learner.offload_optimizer:
-        parts.append(Part("optimizer", 0.0, f"in host memory: {_share(count, master + MOMENTS_BYTES + 4, by)}"))
-    else:
-        if has_master:
-            parts.append(Part("master weights, float32", master * count / by, _share(count, master, by)))
-        parts.append(Part("Adam's two moments, float32", MOMENTS_BYTES * count / by, _share(count, MOMENTS_BYTES, by)))
-    return parts
+        host = _share(count, MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES, by)
+        return [*parts, Part("optimizer", 0.0, f"in host memory: {host}")]
+    if not (stage == 0 and dtype == "float32"):
+        parts.append(_divided("master weights, float32", count, MASTER_BYTES, by))
+    return [*parts, _divided("Adam's two moments, float32", count, MOMENTS_BYTES, by)]
 
 
 def learner_work(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
@@ -204,24 +188,23 @@ def learner_work(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
 def _trained_work(learner: TrainedConfig, config: GRPOConfig, count: int) -> list[Part]:
     """Gradients and their buffers."""
     stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[config.model.dtype]
-    parts = []
+    parts: list[Part] = []
     by = ranks if stage >= 2 else 1
     bucket = b * min(REDUCE_BUCKET, count) if stage >= 1 else 0
     if learner.offload_optimizer:
         parts.append(Part("gradients", b * count / by, f"{_share(count, b, by)}, then in host memory"))
         parts.append(Part("reduction buffer", float(bucket), _bucket(count, b)))
     elif stage == 0:
-        parts.append(Part("gradients", b * count, _share(count, b, 1)))
+        parts.append(_divided("gradients", count, b))
         if b != GRADIENT_BYTES:
-            parts.append(Part("gradients of the step, float32", GRADIENT_BYTES * count, _share(count, 4, 1)))
+            parts.append(_divided("gradients of the step, float32", count, GRADIENT_BYTES))
     else:
-        parts.append(Part("gradients, float32", GRADIENT_BYTES * count / by, _share(count, GRADIENT_BYTES, by)))
+        parts.append(_divided("gradients, float32", count, GRADIENT_BYTES, by))
         copy = GRADIENT_BYTES * count / ranks
         how = f"{_share(count, GRADIENT_BYTES, ranks)} + {_bucket(count, b)}"
         parts.append(Part("gradients, added and reduced", copy + bucket, how))
     if stage == 3:
-        live = min(ZERO3_MAX_LIVE_PARAMETERS, count)
-        parts.append(Part("gathered weights", b * live, _share(live, b, 1)))
+        parts.append(_divided("gathered weights", min(ZERO3_MAX_LIVE_PARAMETERS, count), b))
     return parts
 
 
@@ -295,6 +278,11 @@ def engine_memory(shape: ModelShape, config: GRPOConfig) -> EngineMemory:
     tokens = max(0, int(room // per_token))
     parts.append(Part("KV cache", max(0.0, room), how))
     return EngineMemory(tuple(parts), per_token, tokens)
+
+
+def _divided(name: str, count: int, size: int, by: int = 1) -> Part:
+    """`count` numbers of `size` bytes, divided among `by` ranks."""
+    return Part(name, size * count / by, _share(count, size, by))
 
 
 def _share(count: int, size: int, by: int) -> str:

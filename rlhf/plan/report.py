@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.load import resolved_yaml
@@ -48,7 +49,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
         model: config.json of the model, instead of the one at `model.path`.
     """
     model = local_model_config(config.model.path) if model is None else model
-    warnings = arithmetic_warnings(config)
+    warnings = list(arithmetic_warnings(config))
     sections = [
         ("Batches", _batches(config)),
         ("Learning rate", _learning_rate(config)),
@@ -68,7 +69,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
             estimates, engine = memory_of_roles(config, shape), engine_memory(shape, config)
             sections.append(("Memory, estimated", _memory(config, shape, estimates, engine)))
             state = total(learner_state(shape, config))
-            warnings += memory_warnings(config, estimates, engine, state, _host_gib())
+            warnings += memory_warnings(config, estimates, engine, state, psutil.virtual_memory().total / GIB)
     if warnings:
         sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
     return "\n\n".join(f"{title}\n" + "\n".join(lines) for title, lines in sections) + "\n"
@@ -80,7 +81,7 @@ def _batches(config: GRPOConfig) -> list[str]:
     minibatch = -(-per_step // learner.minibatches_per_epoch)
     budget = learner.max_tokens_per_microbatch
     microbatches = -(-minibatch // (budget // longest))
-    by_role = [_updates(role.name, role.training) for role in config.roles() if role.training is not None]
+    by_role = [_updates(role.name, training) for role, training in config.trained_roles()]
     passes = [name for name, on in (("old", config.needs_old_logprobs_pass), ("ref", config.needs_reference)) if on]
     return rows(
         ("rollouts per step", f"{rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} = {per_step:,}"),
@@ -99,35 +100,23 @@ def _batches(config: GRPOConfig) -> list[str]:
 
 
 def _updates(name: str, training: Training) -> tuple[str, str]:
-    steps = counted(training.steps - training.waits, "step")
-    epochs, minibatches = (
-        counted(training.epochs_per_step, "epoch"),
-        counted(training.minibatches_per_epoch, "minibatch"),
-    )
-    note = f"; none in the first {counted(training.waits, 'step')}" if training.waits else ""
+    steps = counted(training.steps - training.idle_steps, "step")
+    epochs = counted(training.epochs_per_step, "epoch")
+    minibatches = counted(training.minibatches_per_epoch, "minibatch")
+    note = f"; none in the first {counted(training.idle_steps, 'step')}" if training.idle_steps else ""
     return f"optimizer steps, {name}", f"{steps} x {epochs} x {minibatches} = {training.total_updates:,}{note}"
 
 
 def _learning_rate(config: GRPOConfig) -> list[str]:
     lines = []
-    for role in config.roles():
-        if role.training is None:
-            continue
-        schedule, lr = role.training.section.schedule, role.training.section.optimizer.lr
-        warmup, last = role.training.warmup_updates, role.training.total_updates
+    for role, training in config.trained_roles():
+        schedule, lr = training.section.schedule, training.section.optimizer.lr
+        warmup, last = training.warmup_updates, training.total_updates
         shape = f"{schedule.name}, peak {lr:g}"
         lines.append((f"schedule, {role.name}", shape + (f", warm-up of {warmup:,} optimizer steps" if warmup else "")))
+        form: Any = schedule.model_dump(exclude={"warmup_steps", "warmup_fraction"})
         for name, update in (("first", 1), ("middle", -(-last // 2)), ("last", last)):
-            rate = learning_rate(
-                update,
-                total_updates=last,
-                lr=lr,
-                name=schedule.name,
-                warmup_steps=warmup,
-                num_cycles=schedule.num_cycles,
-                min_lr=schedule.min_lr,
-                power=schedule.power,
-            )
+            rate = learning_rate(update, total_updates=last, lr=lr, warmup_steps=warmup, **form)
             lines.append((f"{name} optimizer step", f"{rate:.4g}  (step {update:,})"))
     return rows(*lines)
 
@@ -146,11 +135,8 @@ def _placement(config: GRPOConfig) -> list[str]:
         kinds.append((f"{role.name}s", f"{role.count}, {each}{stage}"))
     lines = rows(*kinds)
     if cluster.placement == "separate" and config.rollout.max_policy_lag == 0:
-        note = "rollout.max_policy_lag=0: engines and learners take turns, so one of the two is always idle."
-        lines += wrapped("  ", note)
-    lines += wrapped(
-        "  ", "One possible layout. Ray chooses the nodes at the start; the GPUs of one engine are on one node:"
-    )
+        lines.append("  rollout.max_policy_lag=0: engines and learners take turns, so one of the two is always idle.")
+    lines.append("  One possible layout. Ray chooses the nodes at the start; the GPUs of one engine are on one node:")
     return [*lines, *draw(nodes)]
 
 
@@ -219,12 +205,3 @@ def _no_model(path: str) -> str:
         f"no estimate: config.json of model.path={path} is not in the hub cache of this machine. "
         f"Fetch it with `hf download {path} config.json`, or give a local folder."
     )
-
-
-def _host_gib() -> float | None:
-    """Memory of this machine, GiB; None if /proc/meminfo does not exist."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return None
-    kib = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal:")).split()[1]
-    return int(kib) * 1024 / GIB

@@ -62,9 +62,8 @@ class TrainingRun(Generic[C]):
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
         self.tokenizer = load_tokenizer(config.model)
         truncate_token_id(config.rollout, self.tokenizer)  # raises ValueError unless it is one token
-        longest = config.data.max_prompt_tokens
-        self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer, max_prompt_tokens=longest)
-        self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer, max_prompt_tokens=longest)
+        self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer)
+        self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer)
         self._exit_stack = contextlib.AsyncExitStack()
 
     # --- start and end ---
@@ -92,7 +91,7 @@ class TrainingRun(Generic[C]):
         self._open_buffer()
 
     def _announce(self) -> None:
-        for warning in (*self.config.warnings, *self.folder.warnings):
+        for warning in (*self.config.warnings(), *self.folder.warnings):
             self.log.warn(warning)
         longest = self.config.data.max_prompt_tokens
         show_data(self.log.console, self.prompts, self.tokenizer, max_prompt_tokens=longest)

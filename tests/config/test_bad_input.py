@@ -13,7 +13,6 @@ from waiting import WAIT_S
 from worlds import make_config, make_ppo_config
 
 from rlhf import evaluate
-from rlhf.plan import check_resources, local_resources
 from rlhf.run.folder import RunFolder
 from rlhf.run.training_run import TrainingRun
 
@@ -128,23 +127,6 @@ def test_a_critic_with_a_smaller_vocabulary_than_the_policys_is_refused(model: P
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 3}))
     with pytest.raises(ValueError, match=r"critic\.path=.*vocabulary of 3 tokens is smaller"):
         TrainingRun(make_ppo_config(model, critic={"path": str(tmp_path)}), resume=False)
-
-
-def test_fewer_cpus_or_gpus_than_asked_for_names_both_numbers(model: Path) -> None:
-    many = make_config(model, cluster={"device": "cpu", "learners": 64, "engines": 2})
-    with pytest.raises(ValueError, match=r"reserve 33 CPUs.*there are 2\."):
-        check_resources(many, {"CPU": 2.0, "GPU": 0.0})
-    bf16 = {"dtype": "bfloat16"}
-    gpus = make_config(model, model=bf16, cluster={"device": "cuda", "learners": 6, "engines": 1, "tensor_parallel": 2})
-    with pytest.raises(ValueError, match=r"6 learners, 1 engine \(.*=2\) ask for 8 GPUs, but there are 4"):
-        check_resources(gpus, {"CPU": 64.0, "GPU": 4.0})
-    shared = make_config(
-        model,
-        model=bf16,
-        cluster={"device": "cuda", "learners": 4, "engines": 2, "tensor_parallel": 2, "placement": "colocated"},
-    )
-    check_resources(shared, {"CPU": 64.0, "GPU": 4.0})
-    assert local_resources()["CPU"] >= 1
 
 
 def test_the_program_prints_one_message_and_exits_with_2(model: Path, tmp_path: Path) -> None:

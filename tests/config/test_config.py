@@ -10,10 +10,12 @@ import yaml
 from pydantic import ValidationError
 
 from rlhf.config.load import load_config, resolved_yaml
+from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import ScheduleConfig
 
+ROOT = Path(__file__).parents[2]
 BASE: dict[str, Any] = {
     "run": {"dir": "runs/test", "steps": 10},
     "model": {"path": "some/model"},
@@ -99,6 +101,9 @@ def test_a_value_may_refer_to_another_key(base: str) -> None:
         ("rnu.steps=3", "there is no such key. Did you mean run?"),
         ("rollout.top_p=1.0", "rollout.top_p=1.0: this key was removed. It had to be 1. Delete the line."),
         ("data.trian=x", "data.trian=x: there is no such key. Did you mean data.train?"),
+        ("data.promt_column=x", "data.promt_column=x: there is no such key. Did you mean data.prompt_column?"),
+        ("data.train={pth: x}", "data.train.0.pth=x: there is no such key. Did you mean data.train.0.path?"),
+        ("data.eval=[a, {path: b, qqq: 1}]", "data.eval.1.qqq=1: there is no such key. Known: path, name, split"),
         ("reward={part: []}", "reward.part=[]: there is no such key. Did you mean reward.parts?"),
         ("run.steps=1.5", "run.steps=1.5: "),
         ("run.steps=ten", "run.steps=ten: input should be a valid integer"),
@@ -269,6 +274,13 @@ CONTRADICTIONS = [
 ]
 
 
+def test_a_warm_up_of_the_policy_is_compared_with_the_steps_that_are_left_after_the_critics() -> None:
+    overrides = ["run.steps=10", "critic.warmup_steps=8", "learner.minibatches_per_epoch=1"]
+    overrides += ["learner.epochs_per_step=1", "learner.schedule.warmup_steps=2"]
+    with pytest.raises(ValueError, match=r"only 2 optimizer steps \(\(run\.steps - critic\.warmup_steps\) x epochs"):
+        load_config(PPOConfig, [str(ROOT / "configs/ppo_quickstart.yaml")], overrides)
+
+
 @pytest.mark.parametrize(("overrides", "parts"), CONTRADICTIONS, ids=lambda value: value[0] if value else "")
 def test_a_contradiction_names_both_keys_and_the_remedy(base: str, overrides: list[str], parts: list[str]) -> None:
     message = refusal(base, *overrides)
@@ -314,13 +326,13 @@ def test_a_warm_up_is_a_number_of_optimizer_steps_or_a_fraction_of_all_rounded_u
     ],
 )
 def test_what_is_likely_a_mistake_is_a_warning_and_no_error(base: str, overrides: list[str], parts: list[str]) -> None:
-    (warning,) = load_config(GRPOConfig, [base], overrides).warnings
+    (warning,) = load_config(GRPOConfig, [base], overrides).warnings()
     for part in parts:
         assert part in warning
 
 
 def test_a_sound_config_has_no_warnings(base: str) -> None:
-    assert load_config(GRPOConfig, [base]).warnings == ()
+    assert list(load_config(GRPOConfig, [base]).warnings()) == []
 
 
 # --- frozen, and the resolved form ---
@@ -357,16 +369,9 @@ def test_the_resolved_config_reads_back_as_the_same_config(base: str, tmp_path: 
 def test_optimizer_steps_follow_from_steps_epochs_and_minibatches(base: str) -> None:
     config = load_config(GRPOConfig, [base], ["learner.epochs_per_step=3", "learner.minibatches_per_epoch=4"])
     assert config.rollouts_per_step == 8 * 4
-    assert config.updates_per_step == 3 * 4
+    assert config.training.updates_per_step == 3 * 4
     assert config.total_updates == 10 * 12
     assert config.max_sequence_tokens == 100 + 28
-
-
-def test_a_warm_up_fraction_is_of_all_optimizer_steps_and_rounds_up(base: str) -> None:
-    config = load_config(
-        GRPOConfig, [base], ["learner.minibatches_per_epoch=4", "learner.schedule.warmup_fraction=0.03"]
-    )
-    assert config.training.warmup_updates == 2  # 0.03 x 40 = 1.2
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -417,7 +422,7 @@ def test_a_bad_number_of_steps_between_checkpoints_is_one_message(base: str, val
 
 # --- the config of a reward model ---
 
-REWARD_MODEL_FILE = Path(__file__).parents[2] / "configs" / "reward_model_quickstart.yaml"
+REWARD_MODEL_FILE = ROOT / "configs" / "reward_model_quickstart.yaml"
 
 
 def test_a_reward_model_is_trained_from_the_same_sections_as_a_policy() -> None:

@@ -48,9 +48,9 @@ def write_jsonl(path: Path, rows: list[Any]) -> None:
 
 
 def load(tokenizer: Any, which: Any = "train", limit: int = 1000, **section: Any) -> LoadedPrompts:
-    section = {"train": "train.jsonl", "template": "raw", **section}
+    section = {"train": "train.jsonl", "template": "raw", "max_prompt_tokens": limit, **section}
     config = DataConfig.model_validate_json(json.dumps(section))
-    return load_prompts(config, which, tokenizer, gold_answer, max_prompt_tokens=limit)
+    return load_prompts(config, which, tokenizer, gold_answer)
 
 
 def answers(loaded: LoadedPrompts, source: str = "train") -> list[str]:

@@ -107,9 +107,9 @@ def _another_source(data: dict[str, list[Prompt]]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_one_row_less, "source a had 8 usable rows when the run was saved and has 7 now"),
-        (_another_answer, "prompts or answers changed"),
-        (_another_token, "prompts or answers changed"),
+        (_one_row_less, "the number of usable rows of source a was 8 when the run was saved and is 7 now"),
+        (_another_answer, "Changed: prompts or answers"),
+        (_another_token, "Changed: prompts or answers"),
         (_another_source, "started with the sources a, b and would resume with a, b, c"),
     ],
 )
@@ -127,7 +127,7 @@ def test_data_that_changed_since_the_checkpoint_is_an_error(
     ("settings", "message"),
     [
         ({"seed": 1}, r"run\.seed=1: the run was started with 0"),
-        ({"seed": 0, "rows_per_epoch": {"a": 2}}, "an epoch took 8 rows of source a .* would take 2 now"),
+        ({"seed": 0, "rows_per_epoch": {"a": 2}}, "rows in an epoch of source a was 8 .* is 2 now"),
     ],
 )
 def test_another_seed_or_mix_is_an_error_on_resume(settings: dict[str, Any], message: str) -> None:

@@ -24,6 +24,7 @@ from rlhf.plan.memory import (
     learner_work,
     reward_model_memory,
     scalar_parameters,
+    total,
 )
 from rlhf.plan.model import model_shape
 
@@ -143,132 +144,137 @@ def make(tmp_path: Path) -> Any:
     return build
 
 
-def sizes(parts: tuple[Part, ...]) -> dict[str, float]:
-    return {part.name: part.size for part in parts}
-
-
-P8 = 8_030_261_248
-P70 = 70_553_706_496
+def gigabytes(parts: tuple[Part, ...]) -> dict[str, float]:
+    """Bytes / 10^9 by name, rounded to 10 MB."""
+    return {part.name: round(part.size / 1e9, 2) for part in parts}
 
 
 def test_8b_on_6_learners_at_zero_2_keeps_whole_weights_and_a_sixth_of_the_rest(make: Any) -> None:
-    config, shape = make(), model_shape(LLAMA31_8B)
-    assert sizes(learner_state(shape, config)) == {
-        "weights, bfloat16": 2 * P8,  # 16.06 GB
-        "master weights, float32": 4 * P8 / 6,  # 5.35 GB
-        "Adam's two moments, float32": 8 * P8 / 6,  # 10.71 GB
-        "reference, bfloat16": 2 * P8,  # 16.06 GB
+    config, shape = make(), model_shape(LLAMA31_8B)  # 8.03 billion parameters
+    assert gigabytes(learner_state(shape, config)) == {
+        "weights, bfloat16": 16.06,
+        "master weights, float32": 5.35,
+        "Adam's two moments, float32": 10.71,
+        "reference, bfloat16": 16.06,
     }
-    work = sizes(learner_work(shape, config))
-    assert work["gradients, float32"] == 4 * P8 / 6  # 5.35 GB
-    assert work["gradients, added and reduced"] == 4 * P8 / 6 + 2 * 500_000_000
-    assert sum(sizes(learner_memory(shape, config)).values()) / GIB == pytest.approx(63, abs=1)
+    work = gigabytes(learner_work(shape, config))
+    assert work["gradients, float32"] == 5.35
+    assert work["gradients, added and reduced"] == 6.35  # and a bucket of half a billion
+    assert total(learner_memory(shape, config)) / GIB == pytest.approx(63, abs=1)
 
 
 def test_70b_on_64_learners_at_zero_3_divides_everything(make: Any) -> None:
     config = make("learner.zero_stage=3", "cluster.learners=64", "cluster.engines=8", "cluster.tensor_parallel=8")
     shape = model_shape(LLAMA31_70B)
-    assert sizes(learner_state(shape, config)) == {
-        "weights, bfloat16": 2 * P70 / 64,  # 2.20 GB
-        "master weights, float32": 4 * P70 / 64,  # 4.41 GB
-        "Adam's two moments, float32": 8 * P70 / 64,  # 8.82 GB
-        "reference, bfloat16": 2 * P70 / 64,  # 2.20 GB
+    assert gigabytes(learner_state(shape, config)) == {
+        "weights, bfloat16": 2.20,
+        "master weights, float32": 4.41,
+        "Adam's two moments, float32": 8.82,
+        "reference, bfloat16": 2.20,
     }
-    work = sizes(learner_work(shape, config))
-    assert work["gradients, float32"] == 4 * P70 / 64  # 4.41 GB
-    assert work["gathered weights"] == 2 * 10**9
-    # 8,192 tokens x (80 inputs of 2 x 8,192 bytes + one layer: 2 x 6 x 8,192 + 2 x 2 x 8,192
-    # + 2 (2 x 8,192 + 2 x 1,024) + 8 x 28,672)
-    assert layer_activation_bytes(shape, b=2) == 98_304 + 32_768 + 36_864 + 229_376
-    # and keys and values, 2 x 2 x 1,024 bytes, three times more
-    assert work["activations, checkpointed"] == 8192 * (80 * 16_384 + 397_312 + 3 * 4096)
+    work = gigabytes(learner_work(shape, config))
+    assert (work["gradients, float32"], work["gathered weights"]) == (4.41, 2.0)
+    assert work["activations, checkpointed"] == 14.09
     engine = engine_memory(shape, config)
-    assert sizes(engine.parts)["weights, bfloat16"] == 2 * P70 / 8  # 17.6 GB
-    assert engine.kv_bytes_per_token == 2 * 80 * 1 * 128 * 2  # keys and values, one of the 8 heads on each GPU
+    assert gigabytes(engine.parts)["weights, bfloat16"] == 17.64
+    assert engine.kv_bytes_per_token == 40_960  # keys and values of 80 layers, one of the 8 heads on each GPU
 
 
 @pytest.mark.parametrize(
-    ("stage", "weights", "gradients", "optimizer"),
-    [(1, 2, 4, 12 / 6), (2, 2, 4 / 6, 12 / 6), (3, 2 / 6, 4 / 6, 12 / 6)],
+    ("stage", "weights", "gradients", "master", "moments"),
+    [(1, 16.06, 32.12, 5.35, 10.71), (2, 16.06, 5.35, 5.35, 10.71), (3, 2.68, 5.35, 5.35, 10.71)],
 )
 def test_zero_stages_divide_optimizer_then_gradients_then_weights(
-    make: Any, stage: int, weights: float, gradients: float, optimizer: float
+    make: Any, stage: int, weights: float, gradients: float, master: float, moments: float
 ) -> None:
-    parts = sizes(learner_memory(model_shape(LLAMA31_8B), make(f"learner.zero_stage={stage}")))
-    assert parts["weights, bfloat16"] == pytest.approx(weights * P8)
-    assert parts["gradients, float32"] == pytest.approx(gradients * P8)
-    moments = parts["master weights, float32"] + parts["Adam's two moments, float32"]
-    assert moments == pytest.approx(optimizer * P8)
+    parts = gigabytes(learner_memory(model_shape(LLAMA31_8B), make(f"learner.zero_stage={stage}")))
+    assert parts["weights, bfloat16"] == weights
+    assert parts["gradients, float32"] == gradients
+    assert (parts["master weights, float32"], parts["Adam's two moments, float32"]) == (master, moments)
 
 
 def test_without_zero_every_learner_holds_everything(make: Any) -> None:
     config = make("learner.zero_stage=0", "model.dtype=float32", "cluster.device=cpu")
-    parts = sizes(learner_memory(model_shape(LLAMA31_8B), config))
-    assert parts["Adam's two moments, float32"] == 8 * P8
+    parts = gigabytes(learner_memory(model_shape(LLAMA31_8B), config))
+    assert parts["Adam's two moments, float32"] == 64.24
     assert "master weights, float32" not in parts  # the weights are the master weights
 
 
-def test_a_critic_has_one_row_for_a_head_its_own_zero_stage_and_no_reference(make: Any) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_learner_has_the_same_state_at_every_stage_and_more_learners_never_need_more(make: Any, stage: int) -> None:
     shape = model_shape(LLAMA31_8B)
-    count = P8 - 128_256 * 4096 + 4096  # the language model's head is replaced by one of a single number
-    assert scalar_parameters(shape) == count
-    assert scalar_parameters(model_shape(QWEN25_1B5)) == model_shape(QWEN25_1B5).parameters + 1536  # tied: kept
+    configs = [make(f"learner.zero_stage={stage}", f"cluster.learners={count}") for count in (1, 2, 4, 64)]
+    assert learner_state(shape, configs[0]) == learner_state(shape, make("cluster.learners=1"))
+    memory = [total(learner_memory(shape, config)) for config in configs]
+    assert memory == sorted(memory, reverse=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_of_a_critic_has_as_many_parameters_as_the_one_that_transformers_builds(tied: bool) -> None:
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    sizes = {**SMALL, "tie_word_embeddings": tied}
+    with init_empty_weights():
+        config = AutoConfig.for_model("llama", **sizes, num_labels=1)
+        model = AutoModelForSequenceClassification.from_config(config)
+    shape = model_shape({"model_type": "llama", **sizes})
+    assert scalar_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_critic_has_its_own_zero_stage_and_no_reference(make: Any) -> None:
     config = make("critic.zero_stage=3", schema=PPOConfig)
-    parts = sizes(critic_memory(shape, config, config.critic))
-    assert parts["weights, bfloat16"] == 2 * count / 6
-    assert parts["Adam's two moments, float32"] == 8 * count / 6
-    assert parts["gradients, float32"] == 4 * count / 6
+    parts = gigabytes(critic_memory(model_shape(LLAMA31_8B), config))  # 7.50 billion parameters
+    assert parts["weights, bfloat16"] == 2.50
+    assert parts["Adam's two moments, float32"] == 10.01
+    assert parts["gradients, float32"] == 5.0
     assert "reference, bfloat16" not in parts
 
 
 def test_a_reward_model_holds_weights_and_the_activations_of_one_layer(make: Any) -> None:
     shape = model_shape(LLAMA31_8B)
-    parts = sizes(reward_model_memory(shape, make("reward_model={path: r, max_tokens_per_batch: 1000}")))
-    assert parts["weights, bfloat16"] == 2 * scalar_parameters(shape)
-    assert parts["activations of one layer"] == 1000 * layer_activation_bytes(shape, b=2)
+    parts = gigabytes(reward_model_memory(shape, make("reward_model={path: r, max_tokens_per_batch: 1000}")))
+    assert parts["weights, bfloat16"] == 15.01
+    assert parts["activations of one layer"] == 0.20
 
 
 def test_no_reference_is_counted_where_none_is_loaded(make: Any) -> None:
     shape = model_shape(LLAMA31_8B)
-    assert "reference, bfloat16" not in sizes(learner_state(shape, make("algo.kl_coef=0")))
-    assert "reference, bfloat16" in sizes(learner_state(shape, make("algo.kl_coef=0", "algo.log_kl=true")))
+    assert "reference, bfloat16" not in gigabytes(learner_state(shape, make("algo.kl_coef=0")))
+    assert "reference, bfloat16" in gigabytes(learner_state(shape, make("algo.kl_coef=0", "algo.log_kl=true")))
 
 
 def test_an_offloaded_optimizer_takes_no_gpu_memory(make: Any) -> None:
-    parts = sizes(learner_memory(model_shape(LLAMA31_8B), make("learner.offload_optimizer=true")))
+    parts = gigabytes(learner_memory(model_shape(LLAMA31_8B), make("learner.offload_optimizer=true")))
     assert parts["optimizer"] == 0
     assert "master weights, float32" not in parts
 
 
 def test_without_checkpointing_every_layer_keeps_its_activations(make: Any) -> None:
     shape = model_shape(LLAMA31_8B)
-    # 2 x 6 x 4,096 + 2 x 2 x 4,096 + 2 (2 x 4,096 + 2 x 1,024) + 8 x 14,336 = 200,704 bytes = 196 KiB
-    assert layer_activation_bytes(shape, b=2) == 200_704
-    checkpointed = sizes(learner_work(shape, make()))["activations, checkpointed"]
-    plain = sizes(learner_work(shape, make("model.gradient_checkpointing=false")))["activations"]
-    assert checkpointed == 8192 * (32 * 2 * 4096 + 200_704 + 3 * 4096)
-    assert plain == 8192 * 32 * (200_704 + 3 * 4096)  # keys and values, 2 x 2 x 8 x 128 bytes, three times more
+    checkpointed = gigabytes(learner_work(shape, make()))["activations, checkpointed"]
+    plain = gigabytes(learner_work(shape, make("model.gradient_checkpointing=false")))["activations"]
+    # 8,192 tokens x 32 layers x 208 KiB, or x (32 inputs of 8 KiB + 208 KiB)
+    assert (plain, checkpointed) == (55.83, 3.89)
 
 
-def test_the_kv_cache_of_8b_at_tensor_parallel_2_by_hand(make: Any) -> None:
+def test_the_kv_cache_of_8b_at_tensor_parallel_2(make: Any) -> None:
     engine = engine_memory(model_shape(LLAMA31_8B), make("rollout.gpu_memory_utilization=0.9"))
-    assert engine.kv_bytes_per_token == 2 * 32 * 4 * 128 * 2 == 65_536  # k and v, layers, heads of this GPU, d, bytes
-    room = 0.9 * 80 * GIB - 2 * P8 / 2 - 3 * GIB  # 61.5 GiB
-    assert engine.kv_tokens == int(room // 65_536)
-    assert sizes(engine.parts)["KV cache"] == pytest.approx(room)
+    assert engine.kv_bytes_per_token == 65_536  # keys and values of 32 layers, 4 of the 8 heads on each GPU
+    assert gigabytes(engine.parts)["KV cache"] == 66.06  # 0.9 x 80 GiB - 8.03 GB of weights - 3 GiB
+    assert engine.kv_tokens == 1_007_963
 
 
 def test_fewer_kv_heads_than_gpus_are_held_by_each_of_them(make: Any) -> None:
     shape = model_shape(QWEN25_1B5)  # 2 heads
     of_two = engine_memory(shape, make("cluster.tensor_parallel=2"))
     of_four = engine_memory(shape, make("cluster.tensor_parallel=4"))
-    assert of_two.kv_bytes_per_token == of_four.kv_bytes_per_token == 2 * 28 * 1 * 128 * 2
+    assert of_two.kv_bytes_per_token == of_four.kv_bytes_per_token == 14_336
 
 
 def test_on_cpu_the_kv_cache_is_what_the_config_says(make: Any) -> None:
     config = make("cluster.device=cpu", "rollout.kv_cache_gib=2", "model.dtype=float32", "cluster.tensor_parallel=1")
-    engine = engine_memory(model_shape(QWEN25_1B5), config)
-    assert engine.kv_tokens == 2 * GIB // (2 * 28 * 2 * 128 * 4)
+    assert engine_memory(model_shape(QWEN25_1B5), config).kv_tokens == 37_449  # of 56 KiB
 
 
 def test_tiles_of_logits_and_shares_of_beginnings_are_those_that_are_computed() -> None:
