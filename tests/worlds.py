@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import queue
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from rlhf.types import (
 PRELOADED = ["rlhf.learner.worker", "rlhf.learner.critic", "transformers.models.qwen2.modeling_qwen2"]
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(PRELOADED)
+# Waits for the server's end, which takes seconds on a busy machine; otherwise it would outlive the tests.
+atexit.register(forkserver._forkserver._stop)  # type: ignore[attr-defined]
 
 
 def run_world(target: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from worlds import pack_rows
 
 from rlhf.algo.packing import shared_beginnings
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.value_model import load_scalar_transformer
 from rlhf.types import Rollout
@@ -94,7 +95,4 @@ def test_a_critic_of_a_family_without_a_class_for_it_is_refused(tmp_path: Path) 
         ValueError,
         match=r"^critic\.path=.*: transformers has no SequenceClassification class for this type of model\. ",
     ):
-        load_scalar_transformer(
-            str(tmp_path), key="critic.path", dtype="float32", head_std=0.0,
-            gradient_checkpointing=False, trust_remote_code=False,
-        )  # fmt: skip
+        load_scalar_transformer(str(tmp_path), ModelConfig(path=str(tmp_path)), key="critic.path", new_head="zeros")
