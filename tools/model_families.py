@@ -88,7 +88,12 @@ SCALED = {  # Granite's factors, of the size that real models have
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {},
-    "llama4_text": {"attention_chunk_size": WINDOW, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2},
+    "llama4_text": {
+        "attention_chunk_size": WINDOW,
+        "intermediate_size_mlp": 128,
+        "interleave_moe_layer_step": 2,
+        "num_experts_per_tok": 1,
+    },
     "mistral": {},
     "ministral": {"layer_types": WINDOW_AND_FULL},
     "mixtral": {"sliding_window": None},
