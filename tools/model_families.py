@@ -57,8 +57,8 @@ BASE: dict[str, Any] = {
     # mixers
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,  # the only size that vLLM takes on CPU
+    "linear_value_head_dim": 128,
     "linear_num_heads": 4,
     "linear_head_dim": 32,
     "mamba_n_heads": 4,

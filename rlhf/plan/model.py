@@ -145,10 +145,10 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
         ValueError: an architecture that no formula knows, without weight files, or a size that is missing.
     """
     config = config.get("text_config") or config
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in SUPPORTED and not stored:
         raise ValueError(
-            f"model_type={kind!r} is not one whose parameters the plan can count without the model's weight files "
+            f"model_type={config.get('model_type')!r} is not one whose parameters the plan can count without the model's weight files "
             f"({', '.join(SUPPORTED)})"
         )
     try:
@@ -164,12 +164,12 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
     latent = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
     counted, active = _count(stored, config, layers) if stored else (None, None)
     return ModelShape(
-        model_type=str(kind),
+        model_type=kind,
         vocabulary=vocabulary,
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or KV_HEADS_DEFAULT.get(str(kind), heads),
+        kv_heads=config.get("num_key_value_heads") or KV_HEADS_DEFAULT.get(kind, heads),
         head_dim=latent or config.get("head_dim") or (QWEN3_HEAD_DIM if kind == "qwen3" else hidden // heads),
         intermediate=intermediate,
         tied_embeddings=_is_tied(config, stored),

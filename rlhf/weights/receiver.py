@@ -70,8 +70,8 @@ class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
     def _forget_expert_kernels(self) -> None:
         """Make vLLM build the kernels of experts again. It packs their weights only then: an update would not."""
         for module in self.model.modules():
-            method = getattr(module, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
+            method: Any = getattr(module, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
 
     def _repack_tied_heads(self) -> None:
