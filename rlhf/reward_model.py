@@ -178,12 +178,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"run.dir={folder}: already holds files. Name another folder, or remove it (rm -r {folder}).")
     from rlhf.config.load import resolved_yaml
-    from rlhf.data.model_checks import check_folder, check_pairs_window
+    from rlhf.data.model_checks import check_folder
     from rlhf.data.model_files import load_tokenizer
     from rlhf.learner.reward_trainer import count_updates
 
     check_folder(config.model.path)
-    check_pairs_window(config)
     tokenizer = load_tokenizer(config.model)
     longest = config.data.max_tokens
     train, too_long = read_pairs(config.data.train, tokenizer, "train", max_tokens=longest)

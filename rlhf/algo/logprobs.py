@@ -36,6 +36,8 @@ def token_logprobs(
     *,
     expand: Tensor | None = None,
     head_bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_cap: float | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
     token_tile: int | None = None,
@@ -43,9 +45,10 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-probability of each response token given the tokens before it in its segment, and the entropy there.
 
-    With z = (hidden[t-1] W^T + b) / temperature: logprobs[t] = z[token t] - logsumexp(z), and
-    entropy[t] = logsumexp(z) - sum softmax(z) z, in nats. Both are differentiable in hidden states, weight and bias;
-    without gradients nothing is kept. The same inputs give the same bits, with and without gradients.
+    With y = scale (hidden[t-1] W^T + b), the logits are z = y / temperature, or cap tanh(y / cap) / temperature. Then
+    logprobs[t] = z[token t] - logsumexp(z), and entropy[t] = logsumexp(z) - sum softmax(z) z, in nats. Both are
+    differentiable in hidden states, weight and bias; without gradients nothing is kept. The same inputs give the same
+    bits, with and without gradients.
 
     Args:
         hidden: [T, H] of the packed row, as the transformer's last norm leaves them; [U, H] with `expand`.
@@ -55,7 +58,7 @@ def token_logprobs(
         cu_seqlens: [S+1].
         expand: [T] int64, index of each token's state among the U states, if sequences share their beginnings.
         head_bias: [V].
-        temperature: of the sampling.
+        logit_scale, logit_cap: of the model, None without a cap. temperature: of the sampling, after the cap.
         token_tile, vocab_tile: sizes of a tile, for memory and speed; results differ only by rounding.
     """
     positions, states = response_states(response_mask, cu_seqlens)
@@ -63,8 +66,8 @@ def token_logprobs(
         states = expand[states]
     tiles = _default_tiles(head_weight, token_tile, vocab_tile)
     logprobs, entropy = _FusedHead.apply(
-        hidden, head_weight, head_bias, states, token_ids[positions].long(), temperature, with_entropy, tiles,
-        expand is not None,
+        hidden, head_weight, head_bias, states, token_ids[positions].long(),
+        _Transform(logit_scale, logit_cap, temperature), with_entropy, tiles, expand is not None,
     )  # fmt: skip
     empty = logprobs.new_zeros(len(token_ids))
     return TokenLogprobs(
@@ -88,6 +91,14 @@ def response_states(response_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, 
     return positions, positions - 1
 
 
+class _Transform(NamedTuple):
+    """y -> scale y / temperature, or cap tanh(scale y / cap) / temperature."""
+
+    scale: float
+    cap: float | None
+    temperature: float
+
+
 class _Tiles(NamedTuple):
     tokens: int
     vocab: int
@@ -104,10 +115,13 @@ def _spans(length: int, tile: int) -> list[slice]:
 
 
 class _Head:
-    """Tiles of scaled logits in accumulation precision, made in two buffers that every tile of a pass shares."""
+    """Tiles of transformed logits in accumulation precision, made in two buffers that every tile of a pass shares."""
 
-    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, tiles: _Tiles) -> None:
-        self.states, self.weight, self.bias, self.scale = states, weight, bias, 1 / temperature
+    def __init__(
+        self, states: Tensor, weight: Tensor, bias: Tensor | None, transform: _Transform, tiles: _Tiles
+    ) -> None:
+        self.states, self.weight, self.bias, self.transform = states, weight, bias, transform
+        self.scale = transform.scale / transform.temperature  # the slope at 0
         self.row_tiles = _spans(len(states), tiles.tokens)
         self.vocab_tiles = _spans(len(weight), tiles.vocab)
         size = min(tiles.tokens, len(states)) * min(tiles.vocab, len(weight))
@@ -115,7 +129,7 @@ class _Head:
         self.logits = full_precision(self.product[:0]).new_empty(size)
 
     def tile(self, rows: slice, vocab: slice) -> Tensor:
-        """[rows, vocab] (states W^T + b) / temperature, overwritten by the next call."""
+        """[rows, vocab] transformed states W^T + b, overwritten by the next call."""
         shape = rows.stop - rows.start, vocab.stop - vocab.start
         logits = _view(self.logits, shape)
         if self.product.dtype == self.logits.dtype:
@@ -124,7 +138,15 @@ class _Head:
             logits.copy_(torch.mm(self.states[rows], self.weight[vocab].t(), out=_view(self.product, shape)))
         if self.bias is not None:
             logits.add_(self.bias[vocab])
+        scale, cap, temperature = self.transform
+        if cap is not None:
+            return logits.mul_(scale / cap).tanh_().mul_(cap / temperature)
         return logits.mul_(self.scale) if self.scale != 1 else logits
+
+    def relative_slope(self, tile: Tensor) -> Tensor | None:
+        """[rows, vocab] of the transform at each logit of the tile, over its slope at 0; None if it is 1 everywhere."""
+        _, cap, temperature = self.transform
+        return None if cap is None else 1 - (tile * (temperature / cap)).square_()
 
     def rounded(self, tile: Tensor) -> Tensor:
         """The tile in the weight's type, for the next matrix product."""
@@ -177,7 +199,7 @@ def _backward_tiles(
     """-> gradients of states [N, H] in accumulation precision, weight [V, H] and bias [V] in their own types.
 
     With p = softmax(z), g and e the incoming gradients of log-probability and entropy S, the gradient of logit z_j is
-    (g (1[j = target] - p_j) - e p_j (z_j - lse + S)) / temperature.
+    g (1[j = target] - p_j) - e p_j (z_j - lse + S); the transform's slope there makes it that of the head's product.
     """
     states, weight, bias = head.states, head.weight, head.bias
     accumulate = head.logits.dtype
@@ -190,7 +212,9 @@ def _backward_tiles(
     for vocab in head.vocab_tiles:
         part = None if one_tile else torch.zeros_like(weight[vocab], dtype=accumulate)
         for rows in head.row_tiles:
-            logits = head.tile(rows, vocab).sub_(lse[rows, None])
+            logits = head.tile(rows, vocab)
+            slope = head.relative_slope(logits)
+            logits.sub_(lse[rows, None])
             inside, column = _in_tile(targets[rows], vocab)
             pull = grad_logprobs[rows]
             if entropy is None or grad_entropy is None:
@@ -200,6 +224,9 @@ def _backward_tiles(
                 grad = (logits + entropy[rows, None]).mul_(push).add_(pull[:, None])
                 grad = grad.mul_(logits.exp_()).neg_()
             at_column = grad.gather(1, column) + torch.where(inside, pull, 0.0)[:, None]
+            if slope is not None:
+                grad.mul_(slope)
+                at_column *= slope.gather(1, column)
             grad.scatter_(1, column, at_column)
             if grad_bias is not None:
                 grad_bias[vocab] += grad.sum(0)
@@ -233,15 +260,15 @@ class _FusedHead(torch.autograd.Function):
         bias: Tensor | None,
         rows: Tensor,
         targets: Tensor,
-        temperature: float,
+        transform: _Transform,
         with_entropy: bool,
         tiles: _Tiles,
         repeated: bool,
     ) -> tuple[Tensor, Tensor]:
-        head = _Head(hidden[rows].to(weight.dtype), weight, bias, temperature, tiles)
+        head = _Head(hidden[rows].to(weight.dtype), weight, bias, transform, tiles)
         lse, chosen, entropy = _forward_tiles(head, targets, with_entropy)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, lse, entropy)
-        ctx.temperature, ctx.tiles, ctx.repeated = temperature, tiles, repeated
+        ctx.transform, ctx.tiles, ctx.repeated = transform, tiles, repeated
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -255,7 +282,7 @@ class _FusedHead(torch.autograd.Function):
         # A clipped token or one without an advantage has no gradient: it is left out of the backward pass.
         active = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
         used = active.nonzero().squeeze(1)
-        head = _Head(hidden[rows[used]].to(weight.dtype), weight, bias, ctx.temperature, ctx.tiles)
+        head = _Head(hidden[rows[used]].to(weight.dtype), weight, bias, ctx.transform, ctx.tiles)
         grad_states, grad_weight, grad_bias = _backward_tiles(
             head,
             targets[used],

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.config.roles import CRITIC, ENGINE, REWARD_MODEL, Role
+from rlhf.config.roles import CRITIC, Role
 from rlhf.config.run import GRPOConfig
-from rlhf.data.model_files import attention_window, local_model_config, looks_local
+from rlhf.data.model_files import local_model_config, looks_local
 
 
 def check_models(config: GRPOConfig, *, trains: bool = True) -> None:
@@ -54,37 +53,14 @@ def model_problems(config: GRPOConfig, *, trains: bool = True, policy: Mapping[s
     policy = local_model_config(config.model.path) if policy is None else policy
     problems = [_context_problem(config, policy or {})]
     for role in config.roles(trains=trains):
-        model = policy if role.model == config.model.path else local_model_config(role.model)
-        if role.name != ENGINE:
-            problems.append(_window_problem(role.model_key, role.model, model, *_longest(role, config, model or {})))
         if role.name == CRITIC:
-            problems.append(_vocabulary_problem(role, config, model or {}, policy or {}))
-    return list(dict.fromkeys(problem for problem in problems if problem))
-
-
-def check_pairs_window(config: RewardTrainingConfig) -> None:
-    """Refuse to train a reward model whose attention window is shorter than the longest conversation.
-
-    Raises:
-        ValueError: with the window and the key that bounds conversations.
-    """
-    path, longest = config.model.path, config.data.max_tokens
-    if problem := _window_problem("model.path", path, local_model_config(path), longest, f"data.max_tokens={longest}"):
-        raise ValueError(problem)
+            problems.append(_vocabulary_problem(role, config, local_model_config(role.model) or {}, policy or {}))
+    return [problem for problem in problems if problem]
 
 
 def _sequence_keys(config: GRPOConfig) -> str:
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     return f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
-
-
-def _longest(role: Role, config: GRPOConfig, model: Mapping[str, Any]) -> tuple[int, str]:
-    """Tokens of the longest sequence that a role may compute, and the keys that set it."""
-    if role.name == REWARD_MODEL and config.reward_model is not None:
-        longest = config.reward_model.max_tokens_per_batch
-        scored = min(longest, model.get("max_position_embeddings", longest))  # longer sequences are not scored
-        return scored, f"reward_model.max_tokens_per_batch={longest}"
-    return config.max_sequence_tokens, _sequence_keys(config)
 
 
 def _context_problem(config: GRPOConfig, model: Mapping[str, Any]) -> str:
@@ -94,17 +70,6 @@ def _context_problem(config: GRPOConfig, model: Mapping[str, Any]) -> str:
     return (
         f"{_sequence_keys(config)}: {config.max_sequence_tokens} tokens exceed the context of model.path="
         f"{config.model.path}, which is {context}. Shorten one of them."
-    )
-
-
-def _window_problem(key: str, path: str, model: Mapping[str, Any] | None, longest: int, keys: str) -> str:
-    window = attention_window(model or {})
-    if window is None or longest <= window:
-        return ""
-    return (
-        f"{key}={path}: some layers attend to the last {window} tokens alone (a sliding window), which the learner "
-        f"does not support, and {keys} allows sequences of {longest}. Use a model without a window, such as Qwen2, "
-        f"Qwen3 or Llama, or allow at most {window} tokens."
     )
 
 

@@ -1,19 +1,12 @@
-"""Facts about a model before its weights are loaded: config.json, attention window, tokenizer."""
+"""Facts about a model before its weights are loaded: config.json and tokenizer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.sections import ModelConfig, RolloutConfig
-
-WINDOW_OF_LAYERS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-WINDOW_DEFAULT = dict.fromkeys(
-    ["mistral", "ministral", "gemma2", "gemma3_text", "olmo3", "cohere2"], 4096
-)  # of transformers
-OFF_BY_DEFAULT = ("qwen", "smollm3")  # model types whose sliding_window counts only with use_sliding_window
 
 
 def looks_local(path: str) -> bool:
@@ -49,22 +42,6 @@ def _cached_folder(name: str) -> Path:
     reference = repository / "refs" / "main"
     revision = reference.read_text().strip() if reference.is_file() else "main"
     return repository / "snapshots" / revision
-
-
-def attention_window(model: Mapping[str, Any]) -> int | None:
-    """The smallest attention window of a model's layers, tokens; None if all layers attend to the whole sequence."""
-    text = model.get("text_config") or model
-    model_type = str(text.get("model_type"))
-    windows = {name: text.get(key) for name, key in WINDOW_OF_LAYERS.items()}
-    if "sliding_window" not in text:
-        windows["sliding_attention"] = WINDOW_DEFAULT.get(model_type)
-    if not text.get("use_sliding_window", not model_type.startswith(OFF_BY_DEFAULT)):
-        windows["sliding_attention"] = None
-    layers = text.get("layer_types")
-    if layers is None:
-        full = model_type in ("qwen2", "qwen3") and text.get("max_window_layers", 0) >= text.get("num_hidden_layers", 1)
-        layers = [] if full else ["sliding_attention"]
-    return min((window for name in set(layers) if (window := windows.get(name)) is not None), default=None)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:

@@ -6,11 +6,10 @@ ids; here each token attends to the earlier tokens of its own segment and nothin
     CPU   segments of similar length are gathered into [n, longest] blocks, with one causal sdpa per block. Padding
           is on the right, where no earlier token can attend to it, and its outputs are dropped.
     CUDA  torch's variable-length flash attention takes the row, with fewer queries than keys if beginnings are shared.
-          It has no float32: a pass in float32 is computed in blocks, as on CPU.
+          Blocks compute what it does not take: float32, heads wider than 256, values of another width than queries.
+          Capped scores and sinks are computed by flex attention there.
 
-A prompt that samples share goes through the transformer once. If a sequence begins like the previous one, the shared
-tokens are not computed again: U of the row's T tokens are computed, and the transformer sees only those. Keys and
-values (on CPU queries too) are repeated here, and nowhere else, for each sequence that begins with them.
+Some layers see a part of the past alone. Each layer's mask function tells that: here it returns a `Window`, not a mask.
 """
 
 from __future__ import annotations
@@ -18,18 +17,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from rlhf.algo.numerics import add_rows, full_precision
+from rlhf.algo.numerics import full_precision
+from rlhf.learner.segments import Segments, take_rows
 
 PACKED = "packed"
-SIMILAR_LENGTH = 0.75  # segments of one block are at least this share of its longest: at most 1/3 padding
+FLASH_WIDTH = 256  # the widest heads of flash attention 2
 
 
 class UnpackableError(Exception):
@@ -44,123 +42,11 @@ class UnpackableError(Exception):
 
 
 @dataclass(frozen=True)
-class Segments:
-    """The sequences of a packed row, in the form that the device's attention needs.
+class Window:
+    """What a layer sees of the past: a token's last `size` tokens, itself among them, or its chunk of `size` tokens."""
 
-    Attributes:
-        cu_seqlens: [S+1] int32 of the whole row. longest: tokens of the longest segment.
-        shared: [S] int64, the leading tokens of each segment that are shared with the previous one.
-        cu_computed: [S+1] int32 of the computed tokens alone; they are the last of each segment.
-        computed: [U] int64, the row's tokens that are computed.
-        expand: [T] int64, which of the U each token of the row is; None where all are computed.
-        gather: [P] int64, the computed token at each place of the blocks; padding repeats a segment's last token.
-        blocks: (segments, longest) of each block; their products add up to P.
-        restore: [U] int64, the place of each computed token in that layout.
-    """
-
-    cu_seqlens: Tensor
-    longest: int
-    shared: np.ndarray
-    cu_computed: Tensor
-    computed: Tensor
-    expand: Tensor | None
-    gather: Tensor
-    blocks: tuple[tuple[int, int], ...]
-    restore: Tensor
-
-    def state_of(self, tokens: Tensor) -> Tensor:
-        """The index of the computed state of each of these tokens of the row; int64, any shape."""
-        return tokens if self.expand is None else self.expand[tokens]
-
-
-def segments_of(
-    cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device, *, in_float32: bool = False
-) -> Segments:
-    """Prepare a row's segments once, for all layers.
-
-    Args:
-        cu_seqlens: [S+1] int64.
-        shared: [S] int64, the leading tokens of each sequence that equal those of the previous one.
-        in_float32: the pass will be computed in float32.
-    """
-    lengths = np.diff(cu_seqlens)
-    computed, expand = _computed_once(cu_seqlens, shared)
-    in_blocks = device.type == "cpu" or in_float32
-    laid_out, blocks, restore = _blocks(cu_seqlens, lengths) if in_blocks else (expand[:0], [], expand[:0])
-
-    def put(array: np.ndarray, dtype: type = np.int64) -> Tensor:
-        return torch.from_numpy(array.astype(dtype)).to(device)
-
-    return Segments(
-        cu_seqlens=put(cu_seqlens, np.int32),
-        longest=int(lengths.max()),
-        shared=shared,
-        cu_computed=put(np.concatenate([[0], np.cumsum(lengths - shared)]), np.int32),
-        computed=put(computed),
-        expand=put(expand) if shared.any() else None,
-        gather=put(expand[laid_out]),
-        blocks=tuple(blocks),
-        restore=put(restore[computed] if len(restore) else restore),
-    )
-
-
-def _computed_once(cu_seqlens: np.ndarray, shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """-> computed [U], which tokens of the row are computed, and expand [T], which of those U each token is."""
-    expand = np.zeros(int(cu_seqlens[-1]), np.int64)
-    own = np.ones(len(expand), bool)
-    for start, count in zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True):
-        own[start : start + count] = False
-    expand[own] = np.arange(own.sum())
-    before = 0
-    for start, count in zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True):
-        expand[start : start + count] = expand[before : before + count]
-        before = start
-    return np.flatnonzero(own), expand
-
-
-def _blocks(cu_seqlens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]], np.ndarray]:
-    """-> the row's tokens block after block [P], (segments, longest) of each block, where each token stands [T]."""
-    order = np.argsort(-lengths, kind="stable")
-    rows: list[np.ndarray] = []
-    blocks: list[tuple[int, int]] = []
-    restore = np.zeros(int(cu_seqlens[-1]), np.int64)
-    start = filled = 0
-    while start < len(order):
-        longest = int(lengths[order[start]])
-        fits = lengths[order[start:]] >= SIMILAR_LENGTH * longest
-        stop = start + (len(fits) if fits.all() else int(np.argmin(fits)))
-        starts, sizes = cu_seqlens[order[start:stop], None], lengths[order[start:stop], None]
-        columns = np.arange(longest)
-        laid_out = starts + np.minimum(columns, sizes - 1)
-        real = columns < sizes
-        restore[laid_out[real]] = filled + np.flatnonzero(real)
-        rows.append(laid_out.ravel())
-        blocks.append((stop - start, longest))
-        start, filled = stop, filled + real.size
-    return np.concatenate(rows), blocks, restore
-
-
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.rows = len(x)
-        return x.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        return add_rows(full_precision(grad), index, ctx.rows).to(grad.dtype), None
-
-
-def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] along the first dimension. The gradients of a row that is taken several times are summed in float32.
-
-    In bfloat16 a sum of hundreds, as for a prompt that all sequences share, would stop growing.
-    """
-    taken: Tensor = _TakeRows.apply(x, index)
-    return taken
+    size: int
+    chunked: bool
 
 
 def packed_attention(
@@ -168,58 +54,118 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Window | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
     segments: Segments,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one packed row; query [1, heads, U, d], key and value [1, kv_heads, U, d] -> [1, U, heads, d].
 
+    Args:
+        attention_mask: the layer's window, as this module's mask function returned it.
+        softcap: scores become softcap tanh(score / softcap).
+        s_aux: [heads], sinks: a score of each head whose value is 0.
+
     Raises:
-        UnpackableError: not supported here: the model caps its attention scores, adds sinks to them, or has a window
-            that is shorter than a segment.
         AssertionError: with a batch of rows, an attention mask or dropout.
     """
-    if softcap is not None or s_aux is not None:
-        raise UnpackableError("it caps its attention scores" if s_aux is None else "its attention has sinks")
+    window = attention_mask
     assert query.shape[0] == 1, "a packed row is a batch of one"
-    assert attention_mask is None, "segments say what may be attended to"
+    assert window is None or isinstance(window, Window), "segments say what may be attended to"
     assert dropout == 0.0, "dropout would make old and current log-probabilities differ"
-    if sliding_window is not None and segments.longest > sliding_window:
-        raise UnpackableError(f"sequences of {segments.longest} tokens exceed its attention window of {sliding_window}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, d]
-    if query.device.type == "cuda" and query.dtype != torch.float32:
-        from torch.nn.attention.varlen import varlen_attn
+    if vars(module).get("attn_temperature_tuning") and not module.use_rope:
+        q = _scale_by_position(q, module, segments)
+    if window is not None and window.chunked:
+        segments, window = segments.chunked(window.size), None
+    size = None if window is None or window.size >= segments.longest else window.size
+    flash = q.device.type == "cuda" and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= FLASH_WIDTH
+    if not flash:
+        return _blockwise_attention(q, k, v, segments, scaling, size, softcap, s_aux).unsqueeze(0), None
+    if segments.expand is not None:
+        k, v = take_rows(k, segments.expand), take_rows(v, segments.expand)
+    if softcap is not None or s_aux is not None:
+        from rlhf.learner.flex import scored_attention_on_gpu
 
-        if segments.expand is not None:
-            k, v = take_rows(k, segments.expand), take_rows(v, segments.expand)
-        # Fewer queries than keys: both are aligned at their last token, which is always computed.
-        out = varlen_attn(
-            q, k, v, segments.cu_computed, segments.cu_seqlens, segments.longest, segments.longest,
-            scale=scaling, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return out.unsqueeze(0), None
-    return _blockwise_attention(q, k, v, segments, scaling).unsqueeze(0), None
+        return scored_attention_on_gpu(q, k, v, segments, scaling, size, softcap, s_aux).unsqueeze(0), None
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Fewer queries than keys: both are aligned at their last token, which is always computed.
+    out = varlen_attn(
+        q, k, v, segments.cu_computed, segments.cu_seqlens, segments.longest, segments.longest,
+        scale=scaling, window_size=(-1 if size is None else size - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0), None
 
 
-def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
+def _scale_by_position(q: Tensor, module: Any, segments: Segments) -> Tensor:
+    """Llama 4 has scaled queries [U, heads, d] by their place in the row: scale them by that in their segment instead.
+
+    The scale at place t is 1 + attn_scale ln(1 + floor((t + 1) / floor_scale)), in layers without rotary positions.
+    """
+
+    def scale(places: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((places.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+
+    place = segments.positions()[1][segments.computed]
+    ratio = scale(place) / scale(torch.arange(len(q), device=q.device))
+    return (q * ratio[:, None, None]).to(q.dtype)
+
+
+def _blockwise_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """[U, heads, d] each -> [U, heads, d]; a block of n segments is one batch of n, shared beginnings and all."""
+    scored = softcap is not None or sinks is not None
     sizes = [n * longest for n, longest in segments.blocks]
     parts = [take_rows(x, segments.gather).split(sizes) for x in (q, k, v)]
     outputs = []
     for (n, longest), *block in zip(segments.blocks, *parts, strict=True):
         query, key, value = (x.view(n, longest, *x.shape[1:]).transpose(1, 2) for x in block)
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        outputs.append(out.transpose(1, 2).reshape(n * longest, *q.shape[1:]))
+        seen = None
+        if scored or (window is not None and window < longest):
+            seen = q.new_ones(longest, longest, dtype=torch.bool).tril().triu(1 - (window or longest))
+        if scored and seen is not None:
+            out = _scored_attention(query, key, value, seen, scale, softcap, sinks)
+        else:
+            out = F.scaled_dot_product_attention(
+                query, key, value, seen, is_causal=seen is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, segments.restore)
+
+
+def _scored_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[n, heads, L, d] with kv_heads of keys and values -> [n, heads, L, d], with a matrix of scores; seen [L, L]."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = full_precision(query @ key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    return scores.softmax(-1)[..., : len(seen)].to(value.dtype) @ value
 
 
 def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -263,9 +209,19 @@ def _restore_rotary_frequencies(transformer: PreTrainedModel) -> None:
             transformer._init_weights(module)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
+def _window_of_mask(
+    *_: Any, config: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any
+) -> Window | None:
+    """What takes the place of a mask: the window of the layers that it is for; None where they see the whole past.
+
+    transformers gives the size of windows and chunks alike. `use_vmap`: the model adds a rule of its own.
+    """
+    if use_vmap:
+        raise UnpackableError("its attention mask has a rule of its own")
+    if local_size is None:
+        return None
+    return Window(local_size, chunked=vars(config).get("attention_chunk_size") == local_size)
 
 
 AttentionInterface.register(PACKED, packed_attention)
-AttentionMaskInterface.register(PACKED, _no_mask)
+AttentionMaskInterface.register(PACKED, _window_of_mask)

@@ -47,11 +47,8 @@ class Critic(StepRank):
         head = transformer.get_parameter(HEAD)
         with torch.no_grad(), self.whole(head, modify=True):
             head.div_(std)  # rewards are normalized scores, and so are their values
-        self.wrap(ValueModel(transformer).train())
-        check_packed(
-            self.engine, self.device, longest=config.max_sequence_tokens,
-            dtype=config.model.dtype, key=key, path=path,
-        )  # fmt: skip
+        self.wrap(ValueModel(transformer))
+        check_packed(self.engine, self.device, dtype=config.model.dtype, key=key, path=path)
 
     def values(self) -> tuple[np.ndarray]:
         """Values on the microbatches of the first epoch."""

@@ -7,8 +7,9 @@ silently wrong gradients under ZeRO-1/2 and a weight of size 0 under ZeRO-3.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
 from rlhf.algo.packing import pack, shared_beginnings
-from rlhf.learner.attention import Segments, UnpackableError, load_packed, segments_of
+from rlhf.learner.attention import UnpackableError, load_packed
+from rlhf.learner.segments import Segments, segments_of
 from rlhf.types import PackedTokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class DeviceTokens:
     segments: Segments
 
     @classmethod
-    def of(cls, tokens: PackedTokens, device: torch.device, *, in_float32: bool = False) -> DeviceTokens:
+    def of(cls, tokens: PackedTokens, device: torch.device) -> DeviceTokens:
         def put(array: np.ndarray, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(array).to(device=device, dtype=dtype)
 
-        segments = segments_of(tokens.cu_seqlens, shared_beginnings(tokens), device, in_float32=in_float32)
+        segments = segments_of(tokens.cu_seqlens, shared_beginnings(tokens), device)
         positions = np.arange(len(tokens.token_ids)) - np.repeat(tokens.cu_seqlens[:-1], tokens.lengths)
         return cls(
             token_ids=put(tokens.token_ids, torch.int64),
@@ -59,7 +60,8 @@ class DeviceTokens:
 def hidden_states(transformer: PreTrainedModel, tokens: DeviceTokens) -> Tensor:
     """[U, H] of the row's computed tokens, as the last norm leaves them."""
     computed = tokens.segments.computed
-    states: Tensor = transformer.base_model(
+    base = transformer.base_model if transformer.base_model is not transformer else transformer.model
+    states: Tensor = base(
         input_ids=tokens.token_ids[computed].unsqueeze(0),
         position_ids=tokens.position_ids[computed].unsqueeze(0),
         use_cache=False,
@@ -77,9 +79,9 @@ class PolicyModel(nn.Module):
 
     def __init__(self, transformer: PreTrainedModel, *, temperature: float) -> None:
         super().__init__()
-        _refuse_logit_transforms(transformer.config)
         self.transformer = transformer
         self.temperature = temperature
+        self.logit_scale, self.logit_cap = logit_transform(transformer.config)
 
     def forward(
         self,
@@ -100,6 +102,8 @@ class PolicyModel(nn.Module):
             tokens.cu_seqlens,
             expand=tokens.segments.expand,
             head_bias=head.bias.float() if in_float32 and head.bias is not None else head.bias,
+            logit_scale=self.logit_scale,
+            logit_cap=self.logit_cap,
             temperature=self.temperature if temperature is None else temperature,
             with_entropy=with_entropy,
         )
@@ -139,7 +143,7 @@ def load_policy(
     """Load a model from a folder or the hub for training: packed attention, dropout 0, no cache.
 
     Raises:
-        ValueError: the model does not take packed rows, or changes its logits after the head.
+        ValueError: the model does not take packed rows.
     """
     transformer, _ = load_packed(
         AutoModelForCausalLM, path, key="model.path", dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
@@ -150,7 +154,7 @@ def load_policy(
 
 @torch.no_grad()
 def check_packed(
-    forward: Callable[[DeviceTokens], Tensor], device: torch.device, *, longest: int, dtype: str, key: str, path: str
+    forward: Callable[[DeviceTokens], Tensor], device: torch.device, *, dtype: str, key: str, path: str
 ) -> None:
     """Check that sequences in one row do not affect each other: change the first, the outputs of the second must stay.
 
@@ -159,7 +163,6 @@ def check_packed(
 
     Args:
         forward: a row's tokens -> one number per token [T] or per sequence [S]. At ZeRO-3 every rank calls it.
-        longest: tokens of the longest sequence of the run, which has to fit the model's attention window.
         dtype: of the model; differences within its rounding are allowed.
         key: of the config, for messages.
 
@@ -171,8 +174,7 @@ def check_packed(
     try:
         for first in ([0, 3, 1, 2], [3, 2, 1]):  # seven tokens to compute, both times: the same roundings
             row = pack([np.array(first, np.int32), np.array(second, np.int32)])
-            tokens = DeviceTokens.of(row, device)
-            numbers = forward(replace(tokens, segments=replace(tokens.segments, longest=longest))).float()
+            numbers = forward(DeviceTokens.of(row, device)).float()
             outputs.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
         if (outputs[0] - outputs[1]).norm() > 16 * torch.finfo(DTYPES[dtype]).eps * outputs[0].norm():
             raise UnpackableError("a sequence is affected by the sequences before it in the row")
@@ -181,13 +183,14 @@ def check_packed(
 
 
 def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Switch gradient checkpointing on if asked, and dropout off.
+    """Switch gradient checkpointing on if asked, and everything off that a model does in training alone.
 
-    With dropout, old and current log-probabilities would differ before the first update.
+    With dropout or sampled experts, old and current log-probabilities would differ before the first update.
     """
     if gradient_checkpointing:
         transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in transformer.modules():
+        module.training = gradient_checkpointing and hasattr(module, "gradient_checkpointing")
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name in ("attention_dropout", "attn_dropout", "dropout"):
@@ -195,11 +198,13 @@ def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing:
                 setattr(module, name, 0.0)
 
 
-def _refuse_logit_transforms(config: PretrainedConfig) -> None:
-    for key in LOGIT_TRANSFORMS:
-        value = vars(config).get(key)
-        if value not in (None, 1, 1.0):
-            raise ValueError(
-                f"model.path: {config.model_type} changes its logits after the head ({key}={value}), which the fused "
-                "log-probabilities do not compute. Use a model without it, such as Qwen2, Qwen3, Llama or Mistral."
-            )
+def logit_transform(config: PretrainedConfig) -> tuple[float, float | None]:
+    """-> scale and cap of a model's logits: with z = head(state), they are cap tanh(scale z / cap), or scale z.
+
+    Each family has its own name for them; `logits_scaling` divides, but in HyperCLOVA X it multiplies.
+    """
+    text = config.get_text_config()
+    keys = ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling")
+    *factors, scaling = (getattr(text, key, None) or 1.0 for key in keys)
+    multiplies = config.model_type.startswith("hyperclovax")
+    return math.prod(factors) * (scaling if multiplies else 1 / scaling), getattr(text, "final_logit_softcapping", None)

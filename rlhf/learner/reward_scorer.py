@@ -35,10 +35,7 @@ class RewardScorer:
         self.longest = min(config.max_tokens_per_batch, int(transformer.config.max_position_embeddings))
         self.max_tokens = config.max_tokens_per_batch
         self.model = RewardModel(transformer).eval().requires_grad_(False).to(self.device)
-        check_packed(
-            self.model, self.device, longest=self.longest,
-            dtype=config.dtype, key="reward_model.path", path=config.path,
-        )  # fmt: skip
+        check_packed(self.model, self.device, dtype=config.dtype, key="reward_model.path", path=config.path)
         recorded = recorded_normalization(config.path)
         self.mean = recorded[0] if config.mean is None else config.mean
         self.std = recorded[1] if config.std is None else config.std

@@ -72,11 +72,8 @@ class RewardTrainer(TrainedRank):
                 gradient_checkpointing=config.model.gradient_checkpointing,
                 trust_remote_code=config.model.trust_remote_code,
             )
-        self.wrap(RewardModel(transformer).train())
-        check_packed(
-            self.engine, self.device, longest=config.data.max_tokens,
-            dtype=config.model.dtype, key="model.path", path=config.model.path,
-        )  # fmt: skip
+        self.wrap(RewardModel(transformer))
+        check_packed(self.engine, self.device, dtype=config.model.dtype, key="model.path", path=config.model.path)
 
     def train(self) -> Iterator[StepMetrics]:
         """Every update of the run; yields its metrics over all ranks."""

@@ -12,8 +12,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf.algo.logprobs import response_states
 from rlhf.algo.numerics import full_precision
-from rlhf.learner.attention import load_packed, take_rows
+from rlhf.learner.attention import load_packed
 from rlhf.learner.model import DTYPES, DeviceTokens, hidden_states, prepare_transformer
+from rlhf.learner.segments import take_rows
 
 HEAD = "score.weight"
 

@@ -49,7 +49,7 @@ class Learner(StepRank):
         self._saved: list[tuple[Tensor, Tensor]] = []
         self.wrap(self._load_model(frozen=False))
         check_packed(
-            lambda tokens: self.engine(tokens).logprobs, self.device, longest=config.max_sequence_tokens,
+            lambda tokens: self.engine(tokens).logprobs, self.device,
             dtype=config.model.dtype, key="model.path", path=config.model.path,
         )  # fmt: skip
         self.reference: Reference | None = None
@@ -66,7 +66,7 @@ class Learner(StepRank):
                 gradient_checkpointing=not frozen and config.model.gradient_checkpointing,
                 trust_remote_code=config.model.trust_remote_code,
             )
-        return model.eval().requires_grad_(False) if frozen else model.train()
+        return model.requires_grad_(False) if frozen else model
 
     # --- a training step ---
 
@@ -96,7 +96,7 @@ class Learner(StepRank):
             in_float32: compute in float32 from the same weights, instead of the model's own type.
         """
         packed = pack(sequences)
-        tokens = DeviceTokens.of(packed, self.device, in_float32=in_float32)
+        tokens = DeviceTokens.of(packed, self.device)
         logprobs = self.engine(tokens, temperature=1.0, in_float32=in_float32).logprobs.float().cpu().numpy()
         return np.split(logprobs, packed.cu_seqlens[1:-1])
 

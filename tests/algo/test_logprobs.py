@@ -32,14 +32,16 @@ def inputs(dtype: torch.dtype, *, bias: bool = False, seed: int = 0) -> tuple[Te
     return hidden, weight, offset, torch.randint(0, V, (T,), generator=generator)
 
 
-def full_logits(hidden, weight, bias, token_ids, mask, bounds, temperature=1.0) -> tuple[Tensor, Tensor]:
+def full_logits(
+    hidden, weight, bias, token_ids, mask, bounds, temperature=1.0, scale=1.0, cap=None
+) -> tuple[Tensor, Tensor]:
     """The plain way, segment by segment: logits of all but the last token, log-softmax, choose, entropy."""
     logprobs, entropy = hidden.new_zeros(len(token_ids)), hidden.new_zeros(len(token_ids))
     for start, end in itertools.pairwise(bounds.tolist()):
-        logits = hidden[start:end][:-1] @ weight.T / temperature
-        if bias is not None:
-            logits = logits + bias / temperature
-        log_pi = logits.log_softmax(-1)
+        logits = scale * (hidden[start:end][:-1] @ weight.T + (0 if bias is None else bias))
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        log_pi = (logits / temperature).log_softmax(-1)
         where = torch.arange(start, end)[1:]
         logprobs = logprobs.index_copy(0, where, log_pi.gather(1, token_ids[where, None]).squeeze(1))
         entropy = entropy.index_copy(0, where, -(log_pi.exp() * log_pi).sum(-1))
@@ -48,8 +50,9 @@ def full_logits(hidden, weight, bias, token_ids, mask, bounds, temperature=1.0) 
 
 @pytest.mark.parametrize("tiles", [(3, 10), (4, 37), (100, 100), (None, None)])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.25, None), (1.5, 3.0)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
-def test_values_and_gradients_equal_those_of_full_logits(tiles, bias, dtype, tolerance):
+def test_values_and_gradients_equal_those_of_full_logits(tiles, bias, scale, cap, dtype, tolerance):
     hidden, weight, offset, token_ids = inputs(dtype, bias=bias)
     leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
     pull, push = torch.randn(2, T, dtype=dtype)
@@ -60,12 +63,14 @@ def test_values_and_gradients_equal_those_of_full_logits(tiles, bias, dtype, tol
         MASK,
         BOUNDS,
         head_bias=offset,
+        logit_scale=scale,
+        logit_cap=cap,
         temperature=0.7,
         with_entropy=True,
         token_tile=tiles[0],
         vocab_tile=tiles[1],
     )
-    logprobs, entropy = full_logits(hidden, weight, offset, token_ids, MASK, BOUNDS, temperature=0.7)
+    logprobs, entropy = full_logits(hidden, weight, offset, token_ids, MASK, BOUNDS, 0.7, scale, cap)
     assert (ours.logprobs - logprobs).abs().max() < tolerance
     assert (ours.entropy - entropy).abs().max() < tolerance
     for loss, reference in (

@@ -12,9 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     FalconConfig,
-    Gemma2Config,
     GPT2Config,
-    GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -29,8 +27,10 @@ from transformers import (
 from worlds import pack_rows
 
 from rlhf.algo.packing import pack, shared_beginnings
-from rlhf.learner.attention import PACKED, UnpackableError, packed_attention, segments_of, take_rows
+from rlhf.learner.attention import PACKED, Window, packed_attention
+from rlhf.learner.flex import scored_attention_on_gpu
 from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
+from rlhf.learner.segments import segments_of, take_rows
 from rlhf.learner.value_model import ValueModel
 from rlhf.types import Rollout
 
@@ -116,9 +116,57 @@ def test_in_the_order_of_their_tokens_no_beginning_is_computed_twice() -> None:
     assert computed == len(beginnings) + twins < 0.6 * len(packed.token_ids)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+ATTENTIONS: dict[str, tuple[Window | None, dict[str, Any]]] = {
+    "whole past": (None, {}),
+    "window": (Window(7, chunked=False), {}),
+    "chunks": (Window(7, chunked=True), {}),
+    "caps": (None, {"softcap": 1.0}),
+    "sinks in a window": (Window(7, chunked=False), {"s_aux": SINKS}),
+    "caps and sinks": (None, {"softcap": 1.0, "s_aux": SINKS}),
+}
+
+
+@pytest.mark.parametrize("name", ["caps", "sinks in a window", "caps and sinks"])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_on_a_gpu_attention_and_its_gradients_are_those_of_the_cpu(batch: str) -> None:
+def test_capped_scores_and_sinks_are_the_same_by_flex_attention_as_in_blocks(batch: str, name: str) -> None:
+    window, options = ATTENTIONS[name]
+    packed = pack_rows(*BATCHES[batch])
+    segments = segments_of(packed.cu_seqlens, shared_beginnings(packed), torch.device("cpu"))
+    q, k, v = (torch.randn(1, heads, len(segments.computed), 32) for heads in (4, 2, 2))
+    in_blocks, _ = packed_attention(torch.nn.Identity(), q, k, v, window, segments=segments, **options)
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    k, v = k[torch.from_numpy(segments.source)], v[torch.from_numpy(segments.source)]
+    by_flex = scored_attention_on_gpu(
+        q, k, v, segments, None, window and window.size, options.get("softcap"), options.get("s_aux")
+    )
+    torch.testing.assert_close(by_flex, in_blocks[0], rtol=0, atol=1e-6)
+
+
+def test_a_window_that_no_sequence_exceeds_makes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = pack_rows(*BATCHES["strangers"])
+    segments = segments_of(packed.cu_seqlens, shared_beginnings(packed), torch.device("cpu"))
+    causal = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*arguments: Any, is_causal: bool, **options: Any) -> torch.Tensor:
+        causal.append(is_causal)
+        return sdpa(*arguments, is_causal=is_causal, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    q, k, v = (torch.randn(1, heads, len(segments.computed), 32) for heads in (4, 2, 2))
+    for window in (Window(64, chunked=False), Window(64, chunked=True), Window(63, chunked=False)):
+        packed_attention(torch.nn.Identity(), q, k, v, window, segments=segments)
+    blocks = len(segments.blocks)
+    assert segments.blocks[0] == (2, 64)
+    assert causal == [True] * blocks * 2 + [False] + [True] * (blocks - 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_on_a_gpu_attention_and_its_gradients_are_those_of_the_cpu(batch: str, name: str) -> None:
+    window, options = ATTENTIONS[name]
     packed = pack_rows(*BATCHES[batch])
     shared = shared_beginnings(packed)
     computed = len(packed.token_ids) - int(shared.sum())
@@ -129,9 +177,10 @@ def test_on_a_gpu_attention_and_its_gradients_are_those_of_the_cpu(batch: str) -
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
         segments = segments_of(packed.cu_seqlens, shared, torch.device(device))
         q, k, v = (x.to(device, dtype).requires_grad_() for x in states)
-        out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, segments=segments)
+        sinks = SINKS.to(device, dtype).requires_grad_() if "s_aux" in options else None
+        out, _ = packed_attention(torch.nn.Identity(), q, k, v, window, segments=segments, **options | {"s_aux": sinks})
         out.backward(pull.to(device, dtype))
-        results.append([out, *(x.grad for x in (q, k, v))])
+        results.append([out, *(x.grad for x in (q, k, v, sinks) if x is not None)])
     for exact, half in zip(*results, strict=True):
         assert exact is not None
         assert half is not None
@@ -233,24 +282,6 @@ def test_gradient_checkpointing_changes_neither_logprobs_nor_gradients() -> None
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_a_window_shorter_than_a_sequence_is_refused() -> None:
-    config = MistralConfig(**SMALL, sliding_window=16)
-    model = MistralForCausalLM(config)
-    model.set_attn_implementation(PACKED)
-    policy = PolicyModel(model, temperature=1.0)
-    with pytest.raises(UnpackableError, match="sequences of 64 tokens exceed its attention window of 16"):
-        policy(DeviceTokens.of(pack_rows(make_rollouts(), range(10)), torch.device("cpu")))
-
-
-def test_a_window_shorter_than_the_sequences_to_come_is_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
-    MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)).save_pretrained(tmp_path)
-    load_and_check(str(tmp_path), "float32", longest=16)
-    with pytest.raises(
-        ValueError, match=r"model\.path=.* since sequences of 17 tokens exceed its attention window of 16"
-    ):
-        load_and_check(str(tmp_path), "float32", longest=17)
-
-
 UNPACKABLE = {
     "alibi in its own attention": (
         lambda: BloomConfig(vocab_size=97, hidden_size=48, n_layer=1, n_head=4),
@@ -264,18 +295,13 @@ UNPACKABLE = {
         lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
         "a sequence is affected by the sequences before it in the row",
     ),
-    "capped scores": (
-        lambda: Gemma2Config(**SMALL, head_dim=12, final_logit_softcapping=None),
-        "it caps its attention scores",
-    ),
-    "sinks": (lambda: GptOssConfig(**SMALL, head_dim=12, num_local_experts=2), "its attention has sinks"),
 }
 
 
-def load_and_check(path: str, dtype: str, *, longest: int = 64) -> None:
+def load_and_check(path: str, dtype: str) -> None:
     policy = load_policy(path, dtype=dtype, temperature=1.0, gradient_checkpointing=True, trust_remote_code=False)
     cpu = torch.device("cpu")
-    check_packed(lambda tokens: policy(tokens).logprobs, cpu, longest=longest, dtype=dtype, key="model.path", path=path)
+    check_packed(lambda tokens: policy(tokens).logprobs, cpu, dtype=dtype, key="model.path", path=path)
 
 
 @pytest.mark.parametrize("name", UNPACKABLE)
@@ -294,11 +320,3 @@ def test_models_with_learned_positions_and_with_experts_are_packed(dtype: str, t
     ):
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
         load_and_check(str(tmp_path / config.model_type), dtype)
-
-
-@pytest.mark.parametrize("key", ["final_logit_softcapping", "logit_scale", "logits_scaling"])
-def test_a_model_that_changes_its_logits_after_the_head_is_refused_by_name(key: str) -> None:
-    model = MODELS["qwen2, tied"]()
-    setattr(model.config, key, 30.0)
-    with pytest.raises(ValueError, match=rf"model\.path: qwen2 .*{key}=30.0"):
-        PolicyModel(model, temperature=1.0)

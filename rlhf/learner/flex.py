@@ -1,0 +1,69 @@
+"""Capped attention scores and attention sinks on a GPU, where flash attention takes neither: torch's flex attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from rlhf.learner.segments import Segments
+
+
+def scored_attention_on_gpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """q [U, heads, d] of the computed tokens, k and v [T, kv_heads, d] of the whole row -> [U, heads, d].
+
+    A sink takes its share of a softmax that leaves it out: with the log-sum-exp l of the scores, exp(l) of exp(l) +
+    exp(sink) is left to the values, which is sigmoid(l - sink).
+    """
+
+    def capped(cap: float, score: Tensor, *_: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    out, aux = _compiled(flex_attention, q.device.type)(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+        score_mod=None if softcap is None else functools.partial(capped, softcap),
+        block_mask=_block_mask(segments, window),
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if sinks is not None:
+        out = (out * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None]).to(v.dtype)
+    attended: Tensor = out[0].transpose(0, 1)
+    return attended
+
+
+def _block_mask(segments: Segments, window: int | None) -> BlockMask:
+    """Which tokens of the row each computed token sees, made once for all layers of a kind."""
+    masks = segments.block_masks
+    if window not in masks:
+        segment, place = segments.positions()
+        own, at = segment[segments.computed], place[segments.computed]
+
+        def seen(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            past = (own[query] == segment[key]) & (place[key] <= at[query])
+            return past if window is None else past & (place[key] > at[query] - window)
+
+        device = segment.device
+        make = _compiled(create_block_mask, device.type)
+        masks[window] = make(seen, B=None, H=None, Q_LEN=len(own), KV_LEN=len(segment), device=device)
+    return masks[window]
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The function compiled for any length; as it is on CPU, where tests run it."""
+    return torch.compile(function, dynamic=True) if device == "cuda" else function

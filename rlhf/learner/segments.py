@@ -1,0 +1,186 @@
+"""The sequences of a packed row, laid out for whatever mixes the tokens of a sequence.
+
+A prompt that samples share goes through the transformer once. If a sequence begins like the previous one, the shared
+tokens are not computed again: U of the row's T tokens are computed, and the transformer sees only those. Attention
+repeats keys and values (in blocks queries too) for each sequence that begins with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlhf.algo.numerics import add_rows, full_precision, segment_ids
+
+SIMILAR_LENGTH = 0.75  # segments of one block are at least this share of its longest: at most 1/3 padding
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The sequences of a packed row, in the form that attention needs.
+
+    Attributes:
+        cu_seqlens: [S+1] int32 of the whole row. longest: tokens of the longest segment.
+        shared: [S] int64, the leading tokens of each segment that are shared with the previous one.
+        cu_computed: [S+1] int32 of the computed tokens alone; they are the last of each segment.
+        computed: [U] int64, the row's tokens that are computed.
+        expand: [T] int64, which of the U each token of the row is; None where all are computed.
+        bounds, source: `cu_seqlens` and `expand`, never None, on the host.
+        chunks, block_masks: what `chunked` and flex attention have made.
+    """
+
+    cu_seqlens: Tensor
+    longest: int
+    shared: np.ndarray
+    cu_computed: Tensor
+    computed: Tensor
+    expand: Tensor | None
+    bounds: np.ndarray
+    source: np.ndarray
+    chunks: dict[int, Segments] = field(default_factory=dict)
+    block_masks: dict[int | None, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _layout(self) -> tuple[Tensor, tuple[tuple[int, int], ...], Tensor]:
+        laid_out, blocks, restore = _blocks(self.bounds, np.diff(self.bounds))
+        device = self.computed.device
+        return (
+            torch.from_numpy(self.source[laid_out]).to(device),
+            tuple(blocks),
+            torch.from_numpy(restore).to(device)[self.computed],
+        )
+
+    @property
+    def gather(self) -> Tensor:
+        """[P] int64, the computed token at each place of the blocks; padding repeats a segment's last token."""
+        return self._layout[0]
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """(segments, longest) of each block; their products add up to P."""
+        return self._layout[1]
+
+    @property
+    def restore(self) -> Tensor:
+        """[U] int64, the place of each computed token in the blocks."""
+        return self._layout[2]
+
+    def state_of(self, tokens: Tensor) -> Tensor:
+        """The index of the computed state of each of these tokens of the row; int64, any shape."""
+        return tokens if self.expand is None else self.expand[tokens]
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """-> the segment of each token of the row, and its place there; both [T] int64."""
+        tokens = torch.arange(len(self.source), device=self.computed.device)
+        segment = segment_ids(self.cu_seqlens, len(tokens))
+        return segment, tokens - self.cu_seqlens[segment]
+
+    def chunked(self, size: int) -> Segments:
+        """The same row with each segment cut into chunks of `size` tokens, which do not see each other."""
+        if size >= self.longest:
+            return self
+        if size not in self.chunks:
+            spans = itertools.pairwise(self.bounds.tolist())
+            bounds = np.concatenate([*(np.arange(start, end, size) for start, end in spans), self.bounds[-1:]])
+            segment = np.searchsorted(self.bounds, bounds[:-1], side="right") - 1
+            shared = np.clip((self.bounds[:-1] + self.shared)[segment] - bounds[:-1], 0, np.diff(bounds))
+            self.chunks[size] = _on_device(bounds, shared, self.computed, self.expand, self.source)
+        return self.chunks[size]
+
+
+def segments_of(cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device) -> Segments:
+    """Prepare a row's segments once, for all layers.
+
+    Args:
+        cu_seqlens: [S+1] int64.
+        shared: [S] int64, the leading tokens of each sequence that equal those of the previous one.
+    """
+    computed, source = _computed_once(cu_seqlens, shared)
+    expand = torch.from_numpy(source).to(device) if shared.any() else None
+    return _on_device(cu_seqlens, shared, torch.from_numpy(computed).to(device), expand, source)
+
+
+def _on_device(
+    bounds: np.ndarray, shared: np.ndarray, computed: Tensor, expand: Tensor | None, source: np.ndarray
+) -> Segments:
+    lengths = np.diff(bounds)
+
+    def put(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.int32)).to(computed.device)
+
+    return Segments(
+        cu_seqlens=put(bounds),
+        longest=int(lengths.max()),
+        shared=shared,
+        cu_computed=put(np.concatenate([[0], np.cumsum(lengths - shared)])),
+        computed=computed,
+        expand=expand,
+        bounds=bounds,
+        source=source,
+    )
+
+
+def _computed_once(cu_seqlens: np.ndarray, shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """-> computed [U], which tokens of the row are computed, and expand [T], which of those U each token is."""
+    expand = np.zeros(int(cu_seqlens[-1]), np.int64)
+    own = np.ones(len(expand), bool)
+    for start, count in zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True):
+        own[start : start + count] = False
+    expand[own] = np.arange(own.sum())
+    before = 0
+    for start, count in zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True):
+        expand[start : start + count] = expand[before : before + count]
+        before = start
+    return np.flatnonzero(own), expand
+
+
+def _blocks(cu_seqlens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]], np.ndarray]:
+    """-> the row's tokens block after block [P], (segments, longest) of each block, where each token stands [T]."""
+    order = np.argsort(-lengths, kind="stable")
+    rows: list[np.ndarray] = []
+    blocks: list[tuple[int, int]] = []
+    restore = np.zeros(int(cu_seqlens[-1]), np.int64)
+    start = filled = 0
+    while start < len(order):
+        longest = int(lengths[order[start]])
+        fits = lengths[order[start:]] >= SIMILAR_LENGTH * longest
+        stop = start + (len(fits) if fits.all() else int(np.argmin(fits)))
+        starts, sizes = cu_seqlens[order[start:stop], None], lengths[order[start:stop], None]
+        columns = np.arange(longest)
+        laid_out = starts + np.minimum(columns, sizes - 1)
+        real = columns < sizes
+        restore[laid_out[real]] = filled + np.flatnonzero(real)
+        rows.append(laid_out.ravel())
+        blocks.append((stop - start, longest))
+        start, filled = stop, filled + real.size
+    return np.concatenate(rows), blocks, restore
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return add_rows(full_precision(grad), index, ctx.rows).to(grad.dtype), None
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] along the first dimension. The gradients of a row that is taken several times are summed in float32.
+
+    In bfloat16 a sum of hundreds, as for a prompt that all sequences share, would stop growing.
+    """
+    taken: Tensor = _TakeRows.apply(x, index)
+    return taken
