@@ -113,6 +113,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "global_head_dim": 64,
         "hidden_size_per_layer_input": 32,
         "num_kv_shared_layers": 2,
+        "num_experts": None,
     },
     "phi3": {},
     "phimoe": {"sliding_window": None, "lm_head_bias": True, "attention_bias": True},
