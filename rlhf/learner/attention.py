@@ -14,6 +14,7 @@ Some layers see a part of the past alone. Each layer's mask function tells that:
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlhf.algo.numerics import full_precision
-from rlhf.learner.segments import Segments, take_rows
+from rlhf.learner.segments import Segments, segments_of_row, take_rows
 
 PACKED = "packed"
 FLASH_WIDTH = 256  # the widest heads of flash attention 2
@@ -58,7 +59,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    segments: Segments,
+    segments: Segments | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -69,11 +70,12 @@ def packed_attention(
         attention_mask: the layer's window, as this module's mask function returned it.
         softcap: scores become softcap tanh(score / softcap).
         s_aux: [heads], sinks: a score of each head whose value is 0.
+        segments: None if the model has not passed them on: those of the row that is computed.
 
     Raises:
         AssertionError: with a batch of rows, an attention mask or dropout.
     """
-    window = attention_mask
+    window, segments = attention_mask, segments or segments_of_row()
     assert query.shape[0] == 1, "a packed row is a batch of one"
     assert window is None or isinstance(window, Window), "segments say what may be attended to"
     assert dropout == 0.0, "dropout would make old and current log-probabilities differ"
@@ -188,7 +190,8 @@ def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tupl
             if error.args != (PACKED,):
                 raise
             raise UnpackableError("its attention cannot be replaced") from None
-        if not transformer._supports_attention_backend:
+        looks_up = hasattr(sys.modules[type(transformer).__module__], "ALL_ATTENTION_FUNCTIONS")  # hybrids set no flag
+        if not (transformer._supports_attention_backend or looks_up):
             raise UnpackableError("its attention cannot be replaced")
     except UnpackableError as error:
         raise ValueError(error.of(key, path)) from None

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.learner.attention import UnpackableError, load_packed
-from rlhf.learner.segments import Segments, segments_of
+from rlhf.learner.mixers import run_by_segments, whole_layers
+from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
 from rlhf.types import PackedTokens
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -61,12 +62,13 @@ def hidden_states(transformer: PreTrainedModel, tokens: DeviceTokens) -> Tensor:
     """[U, H] of the row's computed tokens, as the last norm leaves them."""
     computed = tokens.segments.computed
     base = transformer.base_model if transformer.base_model is not transformer else transformer.model
-    states: Tensor = base(
-        input_ids=tokens.token_ids[computed].unsqueeze(0),
-        position_ids=tokens.position_ids[computed].unsqueeze(0),
-        use_cache=False,
-        segments=tokens.segments,
-    ).last_hidden_state[0]
+    with row_of(tokens.segments):
+        states: Tensor = base(
+            input_ids=tokens.token_ids[computed].unsqueeze(0),
+            position_ids=tokens.position_ids[computed].unsqueeze(0),
+            use_cache=False,
+            segments=tokens.segments,
+        ).last_hidden_state[0]
     return states
 
 
@@ -115,23 +117,25 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
 
     The memory is that of the largest module, never of the model, and nothing is read from disk. It works on a model
     that ZeRO-3 partitions: the hooks are set inside the wrapped forward, so that a module is gathered before the first
-    of them and released after the second.
+    of them and released after the second. Layers that are gathered whole are one module here.
     """
     kept: dict[nn.Module, list[Tensor]] = {}
+    own = {module: list(module.parameters(recurse=False)) for module in model.modules()}
+    for layer in whole_layers(model):
+        own |= {module: [] for module in layer.modules()} | {layer: list(layer.parameters())}
 
     def widen(module: nn.Module, _: Any) -> None:
-        own = list(module.parameters(recurse=False))
-        kept[module] = [param.data for param in own]
-        for param in own:
+        kept[module] = [param.data for param in own[module]]
+        for param in own[module]:
             param.data = param.data.float()
 
     def narrow(module: nn.Module, _: Any, __: Any) -> None:
-        for param, true in zip(module.parameters(recurse=False), kept.pop(module), strict=True):
+        for param, true in zip(own[module], kept.pop(module), strict=True):
             param.data = true
 
     with contextlib.ExitStack() as hooks:
-        for module in model.modules():
-            if next(module.parameters(recurse=False), None) is not None:
+        for module, params in own.items():
+            if params:
                 hooks.callback(module.register_forward_pre_hook(widen).remove)
                 hooks.callback(module.register_forward_hook(narrow, prepend=True, always_call=True).remove)
         yield
@@ -183,12 +187,14 @@ def check_packed(
 
 
 def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Switch gradient checkpointing on if asked, and everything off that a model does in training alone.
+    """Let mixers compute packed rows. Switch gradient checkpointing on if asked, and all that is random off.
 
     With dropout or sampled experts, old and current log-probabilities would differ before the first update.
     """
+    run_by_segments(transformer)
     if gradient_checkpointing:
-        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        options = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for module in transformer.modules():
         module.training = gradient_checkpointing and hasattr(module, "gradient_checkpointing")
         if isinstance(module, nn.Dropout):

@@ -7,8 +7,12 @@ repeats keys and values (in blocks queries too) for each sequence that begins wi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,3 +188,29 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """
     taken: Tensor = _TakeRows.apply(x, index)
     return taken
+
+
+# Many decoder layers pass no argument of ours on to what mixes their tokens.
+_SEGMENTS: ContextVar[Segments | None] = ContextVar("segments of the row that is computed", default=None)
+
+
+@contextlib.contextmanager
+def row_of(segments: Segments | None) -> Iterator[None]:
+    """Within this context the row of these segments is computed."""
+    token = _SEGMENTS.set(segments)
+    try:
+        yield
+    finally:
+        _SEGMENTS.reset(token)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The `context_fn` of gradient checkpointing: layers are recomputed on the row of their forward."""
+    return contextlib.nullcontext(), row_of(_SEGMENTS.get())
+
+
+def segments_of_row() -> Segments:
+    """The segments of the row that is computed."""
+    segments = _SEGMENTS.get()
+    assert segments is not None, "row_of() says which row is computed"
+    return segments

@@ -13,7 +13,6 @@ from transformers import (
     BloomConfig,
     FalconConfig,
     GPT2Config,
-    Lfm2Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -291,10 +290,6 @@ UNPACKABLE = {
         lambda: FalconConfig(vocab_size=97, hidden_size=48, num_hidden_layers=1, num_attention_heads=4),
         "its attention cannot be replaced",
     ),
-    "convolutions between its attention layers": (
-        lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
-        "a sequence is affected by the sequences before it in the row",
-    ),
 }
 
 
@@ -310,6 +305,18 @@ def test_a_model_whose_sequences_would_see_each_other_in_a_row_is_refused(name: 
     AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=rf"model\.path=.*model: .* since {reason}\. Use "):
         load_and_check(str(tmp_path / "model"), "float32")
+
+
+def test_a_model_that_mixes_tokens_in_a_way_of_its_own_is_refused(tmp_path: Path) -> None:
+    MODELS["llama, tied"]().save_pretrained(tmp_path)
+    policy = load_policy(
+        str(tmp_path), dtype="float32", temperature=1.0, gradient_checkpointing=False, trust_remote_code=False
+    )
+    policy.transformer.get_input_embeddings().register_forward_hook(lambda _, __, states: states.cumsum(1))
+    with pytest.raises(ValueError, match=r"since a sequence is affected by the sequences before it in the row\. Use "):
+        check_packed(
+            lambda tokens: policy(tokens).logprobs, torch.device("cpu"), dtype="float32", key="model.path", path="m"
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

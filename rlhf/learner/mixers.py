@@ -1,0 +1,73 @@
+"""Token mixers that are not attention, computed one segment of a packed row at a time.
+
+Convolutions, state spaces, gated delta rules and linear attention run along the row and would carry one sequence into
+the next. Such a mixer is causal, so it is given the blocks in which attention is computed on CPU: a batch of segments
+with padding on the right, whose outputs are dropped.
+
+The mixers are told the row's segments here and not by an argument, since many decoder layers pass them none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf.learner.segments import segments_of_row, take_rows
+
+
+def mixers_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that mix tokens without attention; they hold a convolution, or transformers marks them as linear."""
+
+    def mixes(module: nn.Module) -> bool:
+        convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
+        return convolves or vars(module).get("layer_type") == "linear_attention"
+
+    return [module for module in model.modules() if mixes(module)]
+
+
+def whole_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers whose parameters are gathered together, before any of their modules computes: those of a model with
+    mixers.
+
+    A mixer reads the weights of its convolution itself, and a layer may ask for the type of its norm. At ZeRO-3 the
+    ranks have different numbers of blocks, so gathers inside the blocks would wait for each other forever.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {module for layer in layers for module in layer.modules() if module is not layer}
+    return [layer for layer in layers if layer not in inner] if mixers_of(model) else []
+
+
+def run_by_segments(model: nn.Module) -> None:
+    """Let every mixer of the model compute packed rows."""
+    for mixer in mixers_of(model):
+        mixer.forward = _by_segments(mixer.forward)
+    for layer in whole_layers(model):
+        layer._z3_leaf = True  # type: ignore[assignment]  # as deepspeed.utils.set_z3_leaf_module does
+
+
+def _by_segments(whole: Any) -> Any:
+    """The forward of a mixer, from one that computes a batch of single sequences."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        segments = segments_of_row()
+        kwargs.pop("segments", None)  # meant for attention; fused kernels take no unknown argument
+        sizes = [n * longest for n, longest in segments.blocks]
+        outputs = []
+        for shape, places in zip(segments.blocks, segments.gather.split(sizes), strict=True):
+
+            def block(x: Any, shape: tuple[int, int] = shape, places: Tensor = places) -> Any:
+                of_tokens = isinstance(x, Tensor) and x.shape[:2] == (1, len(segments.computed))
+                return take_rows(x[0], places).unflatten(0, shape) if of_tokens else x
+
+            out = whole(*tree_map(block, args), **tree_map(block, kwargs))
+            outputs.append(out)
+        of_blocks = [(out[0] if isinstance(out, tuple) else out).flatten(0, 1) for out in outputs]
+        row = torch.cat(of_blocks).index_select(0, segments.restore).unsqueeze(0)
+        # What else a mixer returns, as its last state, is of a block and not of the row.
+        return (row, *(None for _ in outputs[0][1:])) if isinstance(outputs[0], tuple) else row
+
+    return forward

@@ -1,0 +1,87 @@
+"""Every family of models in packed rows: log-probs and gradients are transformers' own, of each sequence alone.
+
+The families are those of tools/model_families.py, with windows of 16 tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from model_families import MODEL_TYPES, make_family
+from torch import Tensor
+from transformers import PreTrainedModel
+from worlds import pack_rows
+
+from rlhf.algo.packing import shared_beginnings
+from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
+from rlhf.types import Rollout
+
+TEMPERATURE = 0.8
+LENGTHS = ((20, (45, 8, 14)), (5, (12, 30)))  # of two prompts, and of the responses to each
+ORDERS = {"shared beginnings": (0, 1, 2, 3, 4), "none shared": (0, 3, 1, 4, 2)}
+CPU = torch.device("cpu")
+
+
+def make_rollouts(vocabulary: int) -> list[Rollout]:
+    """In an order of ORDERS they make blocks of several segments, with padding."""
+    rng = np.random.default_rng(0)
+    rollouts = []
+    for prompt, (length, responses) in enumerate(LENGTHS):
+        question = rng.integers(0, vocabulary, length)
+        for i, more in enumerate(responses):
+            ids = np.concatenate([question, rng.integers(0, vocabulary, more)]).astype(np.int32)
+            mask = np.arange(len(ids)) >= length
+            rollouts.append(Rollout(f"{prompt}", 0, i, ids, mask, np.zeros(len(ids), np.float32), (), "stop"))
+    return rollouts
+
+
+def weights_of(rollout: Rollout) -> Tensor:
+    return torch.linspace(0.5, 1.5, len(rollout.token_ids))
+
+
+def logprobs_alone(model: PreTrainedModel, rollout: Rollout) -> Tensor:
+    """transformers' log-probs of one sequence; [L], 0 outside of the response."""
+    ids = torch.from_numpy(rollout.token_ids).long()
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    logprobs = torch.log_softmax(logits / TEMPERATURE, -1).gather(-1, ids[1:, None])[:, 0]
+    logprobs = torch.where(torch.from_numpy(rollout.response_mask)[1:], logprobs, 0.0)
+    return torch.cat([logprobs.new_zeros(1), logprobs])
+
+
+def compare_gradients(policy: PolicyModel, alone: PreTrainedModel) -> None:
+    pairs = []
+    for (name, param), own in zip(policy.transformer.named_parameters(), alone.parameters(), strict=True):
+        if own.grad is None or not own.grad.any():
+            assert param.grad is None or not param.grad.any(), name
+            continue
+        assert param.grad is not None, name
+        assert (param.grad - own.grad).norm() <= 1e-2 * own.grad.norm(), name  # a sum that cancels is less exact
+        pairs.append((param.grad.flatten(), own.grad.flatten()))
+    packed, expected = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    assert (packed - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_packed_rows_have_the_logprobs_and_gradients_of_each_sequence_alone(model_type: str, tmp_path: Path) -> None:
+    alone = make_family(model_type)
+    alone.save_pretrained(tmp_path)
+    policy = load_policy(
+        str(tmp_path), dtype="float32", temperature=TEMPERATURE, gradient_checkpointing=True, trust_remote_code=False
+    )
+    check_packed(lambda tokens: policy(tokens).logprobs, CPU, dtype="float32", key="model.path", path=model_type)
+    alone.set_attn_implementation("eager")
+    rollouts = make_rollouts(alone.config.vocab_size)
+    expected = [logprobs_alone(alone.eval(), rollout) for rollout in rollouts]
+    torch.cat([x * weights_of(rollout) for x, rollout in zip(expected, rollouts, strict=True)]).sum().backward()
+
+    for name, order in ORDERS.items():
+        packed = pack_rows(rollouts, order)
+        assert shared_beginnings(packed).any() == (name == "shared beginnings")
+        policy.zero_grad()
+        logprobs = policy(DeviceTokens.of(packed, CPU)).logprobs
+        torch.testing.assert_close(logprobs, torch.cat([expected[i] for i in order]), rtol=0, atol=1e-5)
+        (logprobs * torch.cat([weights_of(rollouts[i]) for i in order])).sum().backward()
+        compare_gradients(policy, alone)
