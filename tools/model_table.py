@@ -104,7 +104,7 @@ def packed(folder: Path, sequences: list[np.ndarray], weights: list[np.ndarray])
 
     policy = load_policy(
         str(folder), dtype="float32", temperature=1.0, gradient_checkpointing=True, trust_remote_code=False
-    ).train()
+    )
     device = torch.device("cpu")
     check_packed(lambda tokens: policy(tokens).logprobs, device, dtype="float32", key="model.path", path=folder.name)
     row = pack(sequences)

@@ -148,8 +148,8 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
     kind = str(config.get("model_type"))
     if kind not in SUPPORTED and not stored:
         raise ValueError(
-            f"model_type={config.get('model_type')!r} is not one whose parameters the plan can count without the model's weight files "
-            f"({', '.join(SUPPORTED)})"
+            f"model_type={config.get('model_type')!r} is not one whose parameters the plan can count without the "
+            f"model's weight files ({', '.join(SUPPORTED)})"
         )
     try:
         hidden, heads = _key(config, "hidden_size", "n_embd"), _key(config, "num_attention_heads", "n_head")
