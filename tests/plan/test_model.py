@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_families import MODEL_TYPES, family_config, write_family
 
 from rlhf.plan.model import ModelShape, model_shape, shape_at, stored_tensors
-from tools.model_families import MODEL_TYPES, family_config
 
 
 def built(model_type: str) -> Any:
@@ -67,8 +67,6 @@ def test_a_hybrid_has_scores_and_cache_in_its_attention_layers_alone(model_type:
 def test_the_headers_of_a_folder_are_read_and_what_is_not_trained_is_left_out(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
-
-    from tools.model_families import write_family
 
     model = built("smollm3")  # its head is tied
     folder = write_family("smollm3", tmp_path)
