@@ -230,7 +230,9 @@ def main() -> None:
     for model_type in options.only or MODEL_TYPES:
         kept = runs / f"{model_type}.json"
         if kept.exists() and not options.only:
-            continue
+            done = json.loads(kept.read_text())
+            if options.learner_only or "stack" in done or "refused" in done:
+                continue
         result = run_type(model_type, runs, learner_only=options.learner_only)
         kept.write_text(json.dumps(result))
         print(f"{model_type}: {verdict_of(result)} {json.dumps(result)}", flush=True)
