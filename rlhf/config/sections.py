@@ -156,6 +156,9 @@ class LearnerConfig(TrainedConfig):
         16384,
         description="tokens in one forward and backward pass of a learner; changes memory and speed, never the result",
     )
+    router_balance_coef: NonNegative = Field(
+        0.0, description="weight of the loss that balances a mixture of experts, per sequence, mean over sequences"
+    )
 
 
 class CheckpointConfig(Section):

@@ -10,17 +10,26 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
+from rlhf.algo.logprobs import token_logprobs
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.learner.attention import UnpackableError, load_packed
 from rlhf.learner.mixers import run_by_segments, whole_layers
+from rlhf.learner.routing import (
+    Routing,
+    balancing_loss,
+    chosen_experts,
+    expert_load,
+    experts_of,
+    has_balancing_loss,
+    record_choices,
+)
 from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
 from rlhf.types import PackedTokens
 
@@ -60,16 +69,30 @@ class DeviceTokens:
 
 def hidden_states(transformer: PreTrainedModel, tokens: DeviceTokens) -> Tensor:
     """[U, H] of the row's computed tokens, as the last norm leaves them."""
+    states: Tensor = transformer_outputs(transformer, tokens).last_hidden_state[0]
+    return states
+
+
+def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **options: Any) -> Any:
+    """What the transformer without its head returns for the row's computed tokens."""
     computed = tokens.segments.computed
     base = transformer.base_model if transformer.base_model is not transformer else transformer.model
     with row_of(tokens.segments):
-        states: Tensor = base(
+        return base(
             input_ids=tokens.token_ids[computed].unsqueeze(0),
             position_ids=tokens.position_ids[computed].unsqueeze(0),
             use_cache=False,
             segments=tokens.segments,
-        ).last_hidden_state[0]
-    return states
+            **options,
+        )
+
+
+class PolicyOutput(NamedTuple):
+    """`logprobs` and `entropy` as in `TokenLogprobs`; `routing` None unless asked for, and for a dense model."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    routing: Routing | None
 
 
 class PolicyModel(nn.Module):
@@ -84,20 +107,31 @@ class PolicyModel(nn.Module):
         self.transformer = transformer
         self.temperature = temperature
         self.logit_scale, self.logit_cap = logit_transform(transformer.config)
+        self.experts = max((experts.num_experts for experts in experts_of(transformer)), default=0)
+        self.has_balancing_loss = has_balancing_loss(transformer)
 
     def forward(
         self,
         tokens: DeviceTokens,
         *,
         with_entropy: bool = False,
+        with_routing: bool = False,
         temperature: float | None = None,
         in_float32: bool = False,
-    ) -> TokenLogprobs:
+    ) -> PolicyOutput:
         head = self.transformer.get_output_embeddings()
-        with computing_in_float32(self.transformer) if in_float32 else contextlib.nullcontext():
-            states = hidden_states(self.transformer, tokens)
-        return token_logprobs(
-            states,
+        options = {"output_router_logits": True} if with_routing and self.has_balancing_loss else {}
+        with (
+            computing_in_float32(self.transformer) if in_float32 else contextlib.nullcontext(),
+            chosen_experts() as chosen,
+        ):
+            outputs = transformer_outputs(self.transformer, tokens, **options)
+        routing = None
+        if with_routing and chosen:
+            balance = balancing_loss(outputs.router_logits, chosen, tokens.segments) if options else None
+            routing = Routing(expert_load(chosen, self.experts), balance)
+        logprobs, entropy = token_logprobs(
+            outputs.last_hidden_state[0],
             head.weight.float() if in_float32 else head.weight,
             tokens.token_ids,
             tokens.response_mask,
@@ -109,6 +143,7 @@ class PolicyModel(nn.Module):
             temperature=self.temperature if temperature is None else temperature,
             with_entropy=with_entropy,
         )
+        return PolicyOutput(logprobs, entropy, routing)
 
 
 @contextlib.contextmanager
@@ -192,6 +227,7 @@ def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing:
     With dropout or sampled experts, old and current log-probabilities would differ before the first update.
     """
     run_by_segments(transformer)
+    record_choices(transformer)
     if gradient_checkpointing:
         options = {"use_reentrant": False, "context_fn": checkpoint_contexts}
         transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.algo import kl, losses
-from rlhf.algo.numerics import masked
+from rlhf.algo.numerics import masked, segment_counts
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.model import DeviceTokens
-from rlhf.log.metrics import EffectiveSampleFraction, Max, Mean, StepMetrics, Sum
+from rlhf.learner.routing import Routing
+from rlhf.log.metrics import EffectiveSampleFraction, ExpertLoad, Max, Mean, StepMetrics, Sum
 from rlhf.types import Denominators, PolicyTargets
 
 HEALTH_KL = "k3"  # the estimator of kl_old and engine_kl; its first argument is the policy that sampled
@@ -35,6 +36,7 @@ class PolicyObjective:
     importance_mode: str
     importance_level: str
     importance_cap: float
+    router_balance_coef: float
 
     @classmethod
     def of(cls, config: GRPOConfig) -> PolicyObjective:
@@ -53,6 +55,7 @@ class PolicyObjective:
             importance_mode=algo.importance_correction,
             importance_level=algo.importance_level,
             importance_cap=algo.importance_cap,
+            router_balance_coef=config.learner.router_balance_coef,
         )
 
 
@@ -75,7 +78,7 @@ def policy_microbatch(
 
     advantages = column(targets.advantages)
     rollout_logprobs = masked(tokens.rollout_logprobs, mask)
-    logprobs, entropy = model(tokens, with_entropy=True)
+    logprobs, entropy, routing = model(tokens, with_entropy=True, with_routing=True)
     old_logprobs = logprobs.detach() if targets.old_logprobs is None else column(targets.old_logprobs)
 
     terms = losses.policy_loss(
@@ -132,6 +135,12 @@ def policy_microbatch(
         sequences=denominators.sequences,
         constant_length=objective.constant_length,
     )
+    if routing is not None:
+        trained = segment_counts(mask, tokens.cu_seqlens) > 0
+        metrics |= _routing_metrics(routing, trained)
+        if objective.router_balance_coef:
+            assert routing.balance is not None, "refused when the model was loaded"
+            loss = loss + objective.router_balance_coef * routing.balance[trained].sum() / denominators.sequences
     # Keeps a microbatch without a trained token in the graph: every rank must make the same backward calls.
     loss = loss + 0.0 * logprobs.sum()
     metrics |= {
@@ -156,6 +165,18 @@ def _kl_metrics(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Ste
     for estimator in kl.KL_ESTIMATORS:
         values = kl.kl_per_token(old_logprobs, ref_logprobs, estimator=estimator, old_logprobs=old_logprobs)
         metrics[f"policy/kl_{estimator}"] = masked_mean(values, mask)
+    return metrics
+
+
+def _routing_metrics(routing: Routing, trained: Tensor) -> StepMetrics:
+    """The load of the experts over all computed tokens, but for a filler's; the balancing loss of trained sequences."""
+    tokens = (routing.load * trained.any()).cpu().numpy()
+    metrics: StepMetrics = {
+        "router/max_load": ExpertLoad(tokens, "max"),
+        "router/load_entropy": ExpertLoad(tokens, "entropy"),
+    }
+    if routing.balance is not None:
+        metrics["router/balance_loss"] = masked_mean(routing.balance.detach(), trained)
     return metrics
 
 

@@ -47,7 +47,13 @@ class Learner(StepRank):
         self.objective = PolicyObjective.of(config)
         self._sender: WeightSender | None = None
         self._saved: list[tuple[Tensor, Tensor]] = []
-        self.wrap(self._load_model(frozen=False))
+        model = self._load_model(frozen=False)
+        if config.learner.router_balance_coef and not model.has_balancing_loss:
+            raise ValueError(
+                f"learner.router_balance_coef={config.learner.router_balance_coef}: the routers of {config.model.path} "
+                "have no balancing loss (it is dense, or a bias balances them). Set it to 0."
+            )
+        self.wrap(model)
         check_packed(
             lambda tokens: self.engine(tokens).logprobs, self.device,
             dtype=config.model.dtype, key="model.path", path=config.model.path,

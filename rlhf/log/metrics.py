@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -94,7 +94,34 @@ class Histogram:
         return float(np.mean(self.values)) if self.values else float("nan")
 
 
-Metric = Mean | Sum | Max | Last | EffectiveSampleFraction | Histogram
+@dataclass(frozen=True)
+class ExpertLoad:
+    """How evenly the experts of a model are used, from the tokens of each of them in each layer.
+
+    Attributes:
+        tokens: [layers][experts].
+        statistic: `max`: tokens of the most used expert over the mean, of the layer where it is highest. `entropy`:
+            entropy of the experts' shares over its maximum, mean over layers. Both are 1 for an even load.
+    """
+
+    tokens: np.ndarray
+    statistic: Literal["max", "entropy"]
+
+    def merge(self, other: ExpertLoad) -> ExpertLoad:
+        return ExpertLoad(self.tokens + other.tokens, self.statistic)
+
+    def value(self) -> float:
+        if not self.tokens.any():
+            return float("nan")
+        shares = self.tokens / self.tokens.sum(1, keepdims=True)
+        experts = shares.shape[1]
+        if self.statistic == "max":
+            return float(shares.max() * experts)
+        logs = np.log(shares, where=shares > 0, out=np.zeros_like(shares))
+        return float(-(shares * logs).sum(1).mean() / math.log(experts))
+
+
+Metric = Mean | Sum | Max | Last | EffectiveSampleFraction | Histogram | ExpertLoad
 StepMetrics = dict[str, Metric]
 
 

@@ -15,7 +15,7 @@ from rlhf.types import Denominators, Minibatch, StepBatch
 def rows_with_gradient(batch: StepBatch, advantages: np.ndarray, config: GRPOConfig) -> np.ndarray:
     """[B] bool, True for the trained responses that the learner computes at all.
 
-    Without a KL and an entropy bonus in the loss, the gradient is a multiple of the advantage, so a response whose
+    Without a KL, entropy bonus or balancing loss, the gradient is a multiple of the advantage, so a response whose
     advantage is exactly 0 has none. It stays in the denominators. Metrics of log-probs then cover only the other
     responses; `algo.log_kl` asks for the KL of all responses, so all are computed.
 
@@ -23,7 +23,8 @@ def rows_with_gradient(batch: StepBatch, advantages: np.ndarray, config: GRPOCon
         advantages: [B]; they are known before any log-prob, since the KL is not in the reward.
     """
     assert not config.kl_in_reward, "with the KL in the reward, advantages need the log-probs first"
-    if config.algo.kl_coef > 0 or config.algo.entropy_coef or config.algo.log_kl:
+    algo = config.algo
+    if algo.kl_coef > 0 or algo.entropy_coef or algo.log_kl or config.learner.router_balance_coef:
         return batch.trained
     return batch.trained & (advantages != 0)
 

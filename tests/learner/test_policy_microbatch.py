@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from worlds import make_config, make_groups, plan_first_epoch
 
-from rlhf.algo.logprobs import TokenLogprobs
 from rlhf.config.run import GRPOConfig
 from rlhf.learner.attention import PACKED
-from rlhf.learner.model import DeviceTokens, PolicyModel
+from rlhf.learner.model import DeviceTokens, PolicyModel, PolicyOutput
+from rlhf.learner.routing import Routing
 from rlhf.learner.update import PolicyObjective, policy_microbatch
 from rlhf.log.metrics import StepMetrics, merge_metrics
 from rlhf.step.batch import at_every_token
@@ -46,13 +46,14 @@ NOWHERE = Path("nowhere/model")
 class Fixed(nn.Module):
     """A policy that says what it is told; masked positions hold NaN."""
 
-    def __init__(self, logprobs: Tensor, entropy: Tensor) -> None:
+    def __init__(self, logprobs: Tensor, entropy: Tensor, routing: Routing | None = None) -> None:
         super().__init__()
+        self.routing = routing
         self.logprobs = nn.Parameter(logprobs)
         self.entropy = entropy
 
-    def forward(self, tokens: DeviceTokens, *, with_entropy: bool) -> TokenLogprobs:
-        return TokenLogprobs(torch.where(tokens.response_mask, self.logprobs, 0.0), self.entropy)
+    def forward(self, tokens: DeviceTokens, *, with_entropy: bool, with_routing: bool) -> PolicyOutput:
+        return PolicyOutput(torch.where(tokens.response_mask, self.logprobs, 0.0), self.entropy, self.routing)
 
 
 def spread(values: np.ndarray, elsewhere: float) -> Tensor:
