@@ -146,7 +146,7 @@ class _Head:
     def relative_slope(self, tile: Tensor) -> Tensor | None:
         """[rows, vocab] of the transform at each logit of the tile, over its slope at 0; None if it is 1 everywhere."""
         _, cap, temperature = self.transform
-        return None if cap is None else 1 - (tile * (temperature / cap)).square_()
+        return None if cap is None else (tile * (temperature / cap)).square_().neg_().add_(1)
 
     def rounded(self, tile: Tensor) -> Tensor:
         """The tile in the weight's type, for the next matrix product."""

@@ -28,7 +28,7 @@ from worlds import pack_rows
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.learner.attention import PACKED, Window, packed_attention
 from rlhf.learner.flex import scored_attention_on_gpu
-from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
+from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy, prepare_transformer
 from rlhf.learner.segments import segments_of, take_rows
 from rlhf.learner.value_model import ValueModel
 from rlhf.types import Rollout
@@ -272,9 +272,9 @@ def test_gradient_checkpointing_changes_neither_logprobs_nor_gradients() -> None
         torch.manual_seed(0)
         model = MODELS["qwen2, tied"]()
         model.set_attn_implementation(PACKED)
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        policy = PolicyModel(model.train(), temperature=1.0)
+        prepare_transformer(model, gradient_checkpointing=checkpointing)
+        assert any(layer.training for layer in model.model.layers) == checkpointing
+        policy = PolicyModel(model, temperature=1.0)
         logprobs = policy(DeviceTokens.of(pack_rows(make_rollouts(), range(10)), torch.device("cpu"))).logprobs
         logprobs.sum().backward()
         grads.append([logprobs.detach(), *(p.grad for p in model.parameters())])
