@@ -150,6 +150,8 @@ class Learner(StepRank):
         """
         assert not self._saved, "the weights are perturbed already"
         for param in list(self.tensors.values())[start:stop]:
+            if not param.ndim:  # a constant of an activation function; vLLM has its own
+                continue
             with self.whole(param, modify=True):
                 self._saved.append((param, param.detach().to("cpu", copy=True)))
                 moved = param.view(-1)[::PERTURBED_STRIDE]
