@@ -166,11 +166,21 @@ def stack_result(model_type: str, folder: Path) -> dict[str, Any]:
     steps = [step for step in steps if "time/step" in step]
     assert len(steps) == 3, f"{run}: {len(steps)} steps in metrics.jsonl"
     assert all(step["learner/grad_norm"] > 0 for step in steps), f"{run}: a step without a gradient"
+    check_export(run / "model")
     return {
         "stack": "ok",
         "canary": max(step["sync/canary_difference"] for step in steps),
         "changes": ", ".join([*STACK_KEYS.get(model_type, ()), *map("=".join, _changes(model_type))]),
     }
+
+
+def check_export(folder: Path) -> None:
+    """The exported model has every tensor that transformers wants, and no other."""
+    from transformers import AutoModelForCausalLM
+
+    _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    wrong = {key: names for key, names in report.items() if names}
+    assert not wrong, f"{folder}: {wrong}"
 
 
 def _changes(model_type: str) -> list[tuple[str, str]]:
