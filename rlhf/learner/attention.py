@@ -190,6 +190,13 @@ def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tupl
             if error.args != (PACKED,):
                 raise
             raise UnpackableError("its attention cannot be replaced") from None
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            kind = auto_class.__name__.removeprefix("AutoModelFor")
+            raise ValueError(
+                f"{key}={path}: transformers has no {kind} class for this type of model. Use another model."
+            ) from None
         looks_up = hasattr(sys.modules[type(transformer).__module__], "ALL_ATTENTION_FUNCTIONS")  # hybrids set no flag
         if not (transformer._supports_attention_backend or looks_up):
             raise UnpackableError("its attention cannot be replaced")

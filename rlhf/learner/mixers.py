@@ -3,8 +3,6 @@
 Convolutions, state spaces, gated delta rules and linear attention run along the row and would carry one sequence into
 the next. Such a mixer is causal, so it is given the blocks in which attention is computed on CPU: a batch of segments
 with padding on the right, whose outputs are dropped.
-
-The mixers are told the row's segments here and not by an argument, since many decoder layers pass them none.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ def mixers_of(model: nn.Module) -> list[nn.Module]:
         convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
         return convolves or vars(module).get("layer_type") == "linear_attention"
 
-    return [module for module in model.modules() if mixes(module)]
+    # Some decoder layers have a layer type too; the mixer is the module inside.
+    return [module for module in model.modules() if [m for m in module.modules() if mixes(m)] == [module]]
 
 
 def whole_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers whose parameters are gathered together, before any of their modules computes: those of a model with
-    mixers.
+    """The layers of a model with mixers: their parameters are gathered all at once, before any module computes.
 
     A mixer reads the weights of its convolution itself, and a layer may ask for the type of its norm. At ZeRO-3 the
     ranks have different numbers of blocks, so gathers inside the blocks would wait for each other forever.
@@ -55,6 +53,7 @@ def _by_segments(whole: Any) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         segments = segments_of_row()
         kwargs.pop("segments", None)  # meant for attention; fused kernels take no unknown argument
+        # Padding repeats a segment's last token. Its outputs are dropped, so no gradient comes from there.
         sizes = [n * longest for n, longest in segments.blocks]
         outputs = []
         for shape, places in zip(segments.blocks, segments.gather.split(sizes), strict=True):

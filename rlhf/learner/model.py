@@ -21,15 +21,7 @@ from rlhf.algo.logprobs import token_logprobs
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.learner.attention import UnpackableError, load_packed
 from rlhf.learner.mixers import run_by_segments, whole_layers
-from rlhf.learner.routing import (
-    Routing,
-    balancing_loss,
-    chosen_experts,
-    expert_load,
-    experts_of,
-    has_balancing_loss,
-    record_choices,
-)
+from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, record_choices, routing_of
 from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
 from rlhf.types import PackedTokens
 
@@ -107,7 +99,6 @@ class PolicyModel(nn.Module):
         self.transformer = transformer
         self.temperature = temperature
         self.logit_scale, self.logit_cap = logit_transform(transformer.config)
-        self.experts = max((experts.num_experts for experts in experts_of(transformer)), default=0)
         self.has_balancing_loss = has_balancing_loss(transformer)
 
     def forward(
@@ -123,13 +114,12 @@ class PolicyModel(nn.Module):
         options = {"output_router_logits": True} if with_routing and self.has_balancing_loss else {}
         with (
             computing_in_float32(self.transformer) if in_float32 else contextlib.nullcontext(),
-            chosen_experts() as chosen,
+            choices_of_row() as choices,
         ):
             outputs = transformer_outputs(self.transformer, tokens, **options)
         routing = None
-        if with_routing and chosen:
-            balance = balancing_loss(outputs.router_logits, chosen, tokens.segments) if options else None
-            routing = Routing(expert_load(chosen, self.experts), balance)
+        if with_routing:
+            routing = routing_of(choices, outputs.router_logits if options else None, tokens.segments)
         logprobs, entropy = token_logprobs(
             outputs.last_hidden_state[0],
             head.weight.float() if in_float32 else head.weight,

@@ -16,7 +16,14 @@ from rlhf.learner.segments import Segments, take_rows
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")  # balance the load by themselves, without a loss
 
-_CHOSEN: ContextVar[list[Tensor] | None] = ContextVar("experts chosen in each layer", default=None)
+_CHOICES: ContextVar[list[Choices] | None] = ContextVar("experts chosen in each layer", default=None)
+
+
+class Choices(NamedTuple):
+    """The experts of each token in one layer, [U, k] int, out of `experts`."""
+
+    chosen: Tensor
+    experts: int
 
 
 class Routing(NamedTuple):
@@ -43,34 +50,41 @@ def has_balancing_loss(transformer: PreTrainedModel) -> bool:
 
 
 def record_choices(model: nn.Module) -> None:
-    """Let the experts of every layer note for which tokens they are called, within `chosen_experts`."""
+    """Let the experts of every layer note for which tokens they are called, within `choices_of_row`."""
 
-    def note(_: nn.Module, args: tuple[Any, ...]) -> None:
-        chosen = _CHOSEN.get()  # None when a checkpointed layer is recomputed
-        if chosen is not None and len(args) > 1:
-            chosen.append(args[1].detach())
+    def note(module: Any, args: tuple[Any, ...]) -> None:
+        choices = _CHOICES.get()  # None when a checkpointed layer is recomputed
+        if choices is not None and len(args) > 1:
+            choices.append(Choices(args[1].detach(), module.num_experts))
 
     for experts in experts_of(model):
         experts.register_forward_pre_hook(note)
 
 
 @contextlib.contextmanager
-def chosen_experts() -> Iterator[list[Tensor]]:
-    """Collects the experts of each token [U, k] int, layer after layer."""
-    chosen: list[Tensor] = []
-    token = _CHOSEN.set(chosen)
+def choices_of_row() -> Iterator[list[Choices]]:
+    """Collects the choices of the row that is computed, layer after layer."""
+    choices: list[Choices] = []
+    token = _CHOICES.set(choices)
     try:
-        yield chosen
+        yield choices
     finally:
-        _CHOSEN.reset(token)
+        _CHOICES.reset(token)
 
 
-def expert_load(chosen: Sequence[Tensor], experts: int) -> Tensor:
-    """[layers, experts] int64: the computed tokens of each expert."""
-    return torch.stack([torch.bincount(layer.flatten(), minlength=experts)[:experts] for layer in chosen])
+def routing_of(choices: Sequence[Choices], logits: Sequence[Tensor] | None, segments: Segments) -> Routing | None:
+    """The routing of a row; None if no expert was called.
+
+    Args:
+        logits: [U, E] of each layer's router; None for routers without a balancing loss.
+    """
+    if not choices:
+        return None
+    load = torch.stack([torch.bincount(layer.chosen.flatten(), minlength=layer.experts) for layer in choices])
+    return Routing(load, None if logits is None else balancing_loss(choices, logits, segments))
 
 
-def balancing_loss(logits: Sequence[Tensor], chosen: Sequence[Tensor], segments: Segments) -> Tensor:
+def balancing_loss(choices: Sequence[Choices], logits: Sequence[Tensor], segments: Segments) -> Tensor:
     """The balancing loss of each sequence, mean over the layers (Switch Transformer, arXiv:2101.03961, eq. 4 to 6).
 
     E sum_e f_e P_e: of E experts, f_e is the share of the choices that fell on expert e, P_e its mean probability. Here
@@ -79,7 +93,6 @@ def balancing_loss(logits: Sequence[Tensor], chosen: Sequence[Tensor], segments:
 
     Args:
         logits: [U, E] of each layer's router.
-        chosen: [U, k] int of each layer.
 
     Returns:
         [S], 1 if all experts are used alike; its gradient flows through P.
@@ -91,11 +104,9 @@ def balancing_loss(logits: Sequence[Tensor], chosen: Sequence[Tensor], segments:
         return torch.segment_reduce(row, "mean", offsets=offsets, axis=0)
 
     losses = []
-    for router, experts in zip(logits, chosen, strict=True):
+    for (chosen, experts), router in zip(choices, logits, strict=True):
         probabilities = full_precision(router).softmax(-1)
-        uses = torch.zeros_like(probabilities).scatter_add(
-            1, experts, torch.ones_like(probabilities[:, : experts.shape[1]])
-        )
-        share = mean_of_sequences(uses) / experts.shape[1]
-        losses.append(router.shape[-1] * (share * mean_of_sequences(probabilities)).sum(-1))
+        uses = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
+        share = mean_of_sequences(uses) / chosen.shape[1]
+        losses.append(experts * (share * mean_of_sequences(probabilities)).sum(-1))
     return torch.stack(losses).mean(0)

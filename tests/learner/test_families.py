@@ -17,6 +17,7 @@ from worlds import pack_rows
 
 from rlhf.algo.packing import shared_beginnings
 from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
+from rlhf.learner.value_model import load_scalar_transformer
 from rlhf.types import Rollout
 
 TEMPERATURE = 0.8
@@ -85,3 +86,15 @@ def test_packed_rows_have_the_logprobs_and_gradients_of_each_sequence_alone(mode
         torch.testing.assert_close(logprobs, torch.cat([expected[i] for i in order]), rtol=0, atol=1e-5)
         (logprobs * torch.cat([weights_of(rollouts[i]) for i in order])).sum().backward()
         compare_gradients(policy, alone)
+
+
+def test_a_critic_of_a_family_without_a_class_for_it_is_refused(tmp_path: Path) -> None:
+    make_family("granite").save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError,
+        match=r"^critic\.path=.*: transformers has no SequenceClassification class for this type of model\. ",
+    ):
+        load_scalar_transformer(
+            str(tmp_path), key="critic.path", dtype="float32", head_std=0.0,
+            gradient_checkpointing=False, trust_remote_code=False,
+        )  # fmt: skip

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from model_families import write_family
-from torch import Tensor
+from torch import Tensor, nn
 from worlds import make_config, run_world
 
 from rlhf.algo.packing import pack
 from rlhf.learner.messages import Place
+from rlhf.learner.mixers import mixers_of
 from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
 from rlhf.types import PackedTokens
 
@@ -47,6 +48,14 @@ def test_checkpointed_layers_are_recomputed_on_the_row_of_their_forward(model_ty
     expected = gradients(plain)
     for name, grad in gradients(checkpointed).items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_layer_that_is_marked_like_its_mixer_is_none_itself() -> None:
+    layer = nn.Module()
+    layer.layer_type = "linear_attention"
+    layer.norm, layer.mixer = nn.LayerNorm(4), nn.Module()
+    layer.mixer.layer_type, layer.mixer.conv1d = "linear_attention", nn.Conv1d(4, 4, 3)
+    assert mixers_of(nn.ModuleList([layer])) == [layer.mixer]
 
 
 @torch.no_grad()

@@ -22,7 +22,10 @@ from rlhf.log.metrics import ExpertLoad, merge_metrics, to_values
 from rlhf.types import Denominators, PackedTokens, PolicyTargets
 
 CPU = torch.device("cpu")
-BALANCED = ("mixtral", "qwen3_moe", "qwen3_next", "olmoe", "granitemoe", "gpt_oss", "jamba", "phimoe", "minimax")
+BALANCED = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe", "granitemoe", "granitemoehybrid",
+    "gpt_oss", "jamba", "phimoe", "minimax",
+)  # fmt: skip
 BIASED = ("deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe", "lfm2_moe", "nemotron_h", "kimi_linear", "dots1")
 OTHERS = ("deepseek_v2", "gemma4_text")  # transformers has no balancing loss for them
 CHANGES = {"gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}}

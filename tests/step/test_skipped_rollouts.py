@@ -65,9 +65,17 @@ def test_only_rollouts_with_an_advantage_are_packed_and_all_are_counted() -> Non
         assert with_some.denominators == with_all.denominators
 
 
-@pytest.mark.parametrize("algo", [{"kl_coef": 0.1, "kl_estimator": "k3"}, {"entropy_coef": 0.01}, {"log_kl": True}])
-def test_with_a_kl_or_an_entropy_bonus_in_the_loss_or_a_kl_in_the_log_none_is_skipped(algo: Any) -> None:
-    config = make_config(NOWHERE, algo=algo)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algo": {"kl_coef": 0.1, "kl_estimator": "k3"}},
+        {"algo": {"entropy_coef": 0.01}},
+        {"algo": {"log_kl": True}},
+        {"learner": {"router_balance_coef": 0.01}},
+    ],
+)
+def test_with_another_term_in_the_loss_or_a_kl_in_the_log_none_is_skipped(sections: Any) -> None:
+    config = make_config(NOWHERE, **sections)
     planned = plan(groups_with_equal_ones((1, 3)), config, skip=True)
     assert (planned.advantages == 0).sum() == 8
     assert planned.computed.all()
