@@ -8,7 +8,6 @@ import numpy as np
 
 from rlhf.rollout.sampling import SamplingSettings
 from rlhf.types import Prompt, Rollout
-from rlhf.weights.transfer import ParameterMeta
 
 PROMPTS = [Prompt(f"p/{i}", 0, np.arange(i + 3, dtype=np.int32), (), "", "p") for i in range(20)]
 
@@ -40,8 +39,8 @@ class FakeCluster:
         match method:
             case "canary":
                 raise AssertionError("told apart below")
-            case "metadata":
-                return [[ParameterMeta("body", "float32", ()), ParameterMeta("head", "float32", ())]]
+            case "tensor_names":
+                return [["body", "head"]]
             case "perturb_weights":
                 self.saved = (self.trained.body, self.trained.head)
                 body, head = (float(arguments[0] <= i < arguments[1]) for i in range(2))

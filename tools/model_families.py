@@ -57,8 +57,8 @@ BASE: dict[str, Any] = {
     # mixers
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,  # the only size that vLLM takes on CPU
+    "linear_value_head_dim": 128,
     "linear_num_heads": 4,
     "linear_head_dim": 32,
     "mamba_n_heads": 4,
@@ -88,7 +88,12 @@ SCALED = {  # Granite's factors, of the size that real models have
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {},
-    "llama4_text": {"attention_chunk_size": WINDOW, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2},
+    "llama4_text": {
+        "attention_chunk_size": WINDOW,
+        "intermediate_size_mlp": 128,
+        "interleave_moe_layer_step": 2,
+        "num_experts_per_tok": 1,
+    },
     "mistral": {},
     "ministral": {"layer_types": WINDOW_AND_FULL},
     "mixtral": {"sliding_window": None},
@@ -108,6 +113,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "global_head_dim": 64,
         "hidden_size_per_layer_input": 32,
         "num_kv_shared_layers": 2,
+        "num_experts": None,
     },
     "phi3": {},
     "phimoe": {"sliding_window": None, "lm_head_bias": True, "attention_bias": True},

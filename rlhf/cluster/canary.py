@@ -72,7 +72,7 @@ class Canary:
             ClusterError: an engine does not hold what it was sent.
         """
         true = (await cluster.learners.call("canary", self.sequences))[0]
-        names = [meta.name for meta in (await cluster.learners.call("metadata"))[0]]
+        names = (await cluster.learners.call("tensor_names"))[0]
         blocks = np.array_split(np.arange(len(names)), -(-len(names) // BLOCK_TENSORS))
         for block in blocks:
             await self._check_block(cluster, version, true, int(block[0]), int(block[-1]) + 1, names)

@@ -16,9 +16,7 @@ def looks_local(path: str) -> bool:
 
 def local_model_config(path: str) -> dict[str, Any] | None:
     """config.json of a local model or of a model in the hub's cache; None if it is in neither."""
-    file = Path(path).expanduser() / "config.json"
-    if not file.is_file() and not looks_local(path):
-        file = _cached_config(path)
+    file = local_model_folder(path) / "config.json"
     if not file.is_file():
         return None
     try:
@@ -30,14 +28,20 @@ def local_model_config(path: str) -> dict[str, Any] | None:
     return config
 
 
-def _cached_config(name: str) -> Path:
-    """Where config.json of a model is in the hub's cache, if it is; the hub's own look-up imports an HTTP client."""
+def local_model_folder(path: str) -> Path:
+    """Where the files of a local model are, or of a model in the hub's cache; the folder may not exist."""
+    folder = Path(path).expanduser()
+    return folder if (folder / "config.json").is_file() or looks_local(path) else _cached_folder(path)
+
+
+def _cached_folder(name: str) -> Path:
+    """Where a model is in the hub's cache, if it is; the hub's own look-up imports an HTTP client."""
     from huggingface_hub import constants
 
     repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     reference = repository / "refs" / "main"
     revision = reference.read_text().strip() if reference.is_file() else "main"
-    return repository / "snapshots" / revision / "config.json"
+    return repository / "snapshots" / revision
 
 
 def load_tokenizer(model: ModelConfig) -> Any:

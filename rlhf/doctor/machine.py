@@ -17,7 +17,8 @@ from rlhf.config.run import GRPOConfig
 from rlhf.data.model_checks import check_models
 from rlhf.data.model_files import load_tokenizer
 from rlhf.doctor.examination import Finding, Patient, in_thread
-from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes, shape_at
+from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
+from rlhf.plan.model import shape_at
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder:
 
-    weights-00000.safetensors   fp32 master weights, by the names of the Hugging Face model
+    weights-00000.safetensors   fp32 master weights and stored buffers, by the names of the Hugging Face model
     exp_avg-00000.safetensors   Adam's first moments, the same names
     exp_avg_sq-00000...         second moments
     learner.json                Adam's own step count and the shard lists
@@ -94,7 +94,13 @@ class OptimizerView:
 
 
 def save_learner(
-    folder: Path, names: dict[str, nn.Parameter], view: OptimizerView, *, adam_steps: int, write: bool
+    folder: Path,
+    names: dict[str, nn.Parameter],
+    buffers: dict[str, Tensor],
+    view: OptimizerView,
+    *,
+    adam_steps: int,
+    write: bool,
 ) -> None:
     """Write weights, moments and Adam's step count. Every rank calls it; the rank with `write` writes."""
     files: dict[str, list[str]] = {}
@@ -105,14 +111,17 @@ def save_learner(
             tensor = view.weight(param) if kind == "weights" else view.moment(param, kind)
             if write:
                 writer.add(name, tensor)
+        if write and kind == "weights":
+            for name, buffer in buffers.items():
+                writer.add(name, buffer)
         writer.flush()
         files[kind] = writer.files
     if write:
         (folder / "learner.json").write_text(json.dumps({"adam_steps": adam_steps, "files": files}, indent=2))
 
 
-def load_learner(folder: Path, names: dict[str, nn.Parameter], view: OptimizerView) -> int:
-    """Put weights and moments back; the optimizer's state must exist. Returns Adam's step count.
+def load_learner(folder: Path, names: dict[str, nn.Parameter], buffers: dict[str, Tensor], view: OptimizerView) -> int:
+    """Put weights, moments and buffers back; the optimizer's state must exist. Returns Adam's step count.
 
     Raises:
         ValueError: the checkpoint belongs to another model.
@@ -121,6 +130,9 @@ def load_learner(folder: Path, names: dict[str, nn.Parameter], view: OptimizerVi
     for kind, files in index["files"].items():
         missing = dict(names)
         for name, tensor in read_shards(folder, files):
+            if name in buffers:
+                buffers[name].copy_(tensor)
+                continue
             param = missing.pop(name, None)
             if param is None:
                 raise ValueError(f"{folder}: the checkpoint has a parameter {name} that model.path does not have.")

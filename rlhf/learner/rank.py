@@ -24,6 +24,7 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.checkpoint import MOMENTS, OptimizerView, load_learner, save_learner
+from rlhf.learner.hub_format import state_buffers
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens
 from rlhf.log.metrics import Last, Mean, StepMetrics, merge_metrics
@@ -48,15 +49,17 @@ class TrainedRank:
         self.adam_steps = 0  # t of Adam: taken
         self.engine: Any = None
         self.names: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
 
     def wrap(self, module: nn.Module) -> None:
-        """Hand the module to DeepSpeed; `names` are those of the Hugging Face model in its `transformer`."""
+        """Hand the module to DeepSpeed; names in `names` and `buffers` are those of the model in its `transformer`."""
         options = self.training.section.optimizer.model_dump(exclude={"variant"})
         # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
         adam = torch.optim.AdamW(module.parameters(), fused=True, **options)
         settings = self._deepspeed_settings()
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=settings)
         self.names = {name.removeprefix("transformer."): param for name, param in module.named_parameters()}
+        self.buffers = {name.removeprefix("transformer."): buffer for name, buffer in state_buffers(module).items()}
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -193,10 +196,15 @@ class TrainedRank:
 
     # --- parameters ---
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that makes the model: parameters, then the buffers that are stored with them."""
+        return {**self.names, **self.buffers}
+
     @contextlib.contextmanager
-    def whole(self, param: nn.Parameter, *, modify: bool = False) -> Iterator[None]:
-        """A context in which the parameter is whole: gathered at ZeRO-3, unchanged at lower stages."""
-        if self.training.section.zero_stage < 3:
+    def whole(self, param: Tensor, *, modify: bool = False) -> Iterator[None]:
+        """A context in which the tensor is whole: gathered where ZeRO-3 partitions it, unchanged elsewhere."""
+        if not hasattr(param, "ds_id"):
             yield
             return
         with deepspeed.zero.GatheredParameters([param], modifier_rank=0 if modify else None):
@@ -206,13 +214,14 @@ class TrainedRank:
 
     def save(self, folder: str) -> None:
         save_learner(
-            Path(folder), self.names, OptimizerView(self.engine), adam_steps=self.adam_steps, write=self.place.rank == 0
-        )
+            Path(folder), self.names, self.buffers, OptimizerView(self.engine), adam_steps=self.adam_steps,
+            write=self.place.rank == 0,
+        )  # fmt: skip
 
     def load(self, folder: str, updates_done: int) -> None:
         """Resume: weights, moments and both counters."""
         self._create_optimizer_state()
-        self.adam_steps = load_learner(Path(folder), self.names, OptimizerView(self.engine))
+        self.adam_steps = load_learner(Path(folder), self.names, self.buffers, OptimizerView(self.engine))
         self.updates_done = updates_done
         for state in self._torch_optimizer.state.values():
             state["step"].fill_(float(self.adam_steps))
@@ -238,7 +247,7 @@ class TrainedRank:
     def export(self, folder: str, tokenizer_path: str) -> None:
         """Write the model in Hugging Face format, with the tokenizer, in the dtype it was trained in."""
         state = {}
-        for name, param in self.names.items():
+        for name, param in self.tensors.items():
             with self.whole(param):
                 if self.place.rank == 0:
                     state[name] = param.detach().cpu().clone()

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf.algo.packing import pack
 from rlhf.config.run import GRPOConfig
+from rlhf.learner.hub_format import hub_shapes, hub_tensors
 from rlhf.learner.messages import Place
 from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.reference import Reference
@@ -34,7 +35,7 @@ class Learner(StepRank):
         )
         self.config = config
         self._sender: WeightSender | None = None
-        self._saved: list[tuple[nn.Parameter, Tensor]] = []
+        self._saved: list[tuple[Tensor, Tensor]] = []
         model = self._load_model(frozen=False)
         if config.learner.router_balance_coef and not model.has_balancing_loss:
             raise ValueError(
@@ -108,14 +109,15 @@ class Learner(StepRank):
     def metadata(self) -> list[ParameterMeta]:
         """Names, types and shapes of the tensors that iteration yields, without gathering them."""
         return [
-            ParameterMeta(name, str(p.dtype).removeprefix("torch."), tuple(getattr(p, "ds_shape", p.shape)))
-            for name, p in self.names.items()
+            ParameterMeta(stored, str(like.dtype).removeprefix("torch."), tuple(like.shape))
+            for name, tensor in self.tensors.items()
+            for stored, like in hub_shapes(self.engine.module.transformer, name, tensor)
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, param in self.names.items():
-            with self.whole(param):
-                yield name, param.detach()
+        for name, tensor in self.tensors.items():
+            with self.whole(tensor):
+                yield from hub_tensors(self.engine.module.transformer, name, tensor.detach())
 
     def connect(self, backend: str, client: EngineClient, rendezvous: Rendezvous) -> None:
         """Build the transfer group with the engines. Every rank calls it after the engines have started."""
@@ -125,6 +127,10 @@ class Learner(StepRank):
         assert self._sender is not None, "connect comes first"
         self._sender.send(version)
 
+    def tensor_names(self) -> list[str]:
+        """What `perturb_weights` counts."""
+        return list(self.tensors)
+
     @torch.no_grad()
     def perturb_weights(self, start: int = 0, stop: int | None = None) -> None:
         """Move tensors `start` to `stop`, every PERTURBED_STRIDE-th element of each, and remember their true values.
@@ -132,7 +138,9 @@ class Learner(StepRank):
         An element changes its sign; in a tensor of zeros it becomes 1.
         """
         assert not self._saved, "the weights are perturbed already"
-        for param in list(self.names.values())[start:stop]:
+        for param in list(self.tensors.values())[start:stop]:
+            if not param.ndim:  # a constant of an activation function; vLLM has its own
+                continue
             with self.whole(param, modify=True):
                 self._saved.append((param, param.detach().to("cpu", copy=True)))
                 moved = param.view(-1)[::PERTURBED_STRIDE]

@@ -20,8 +20,7 @@ from rlhf.config import roles
 from rlhf.config.roles import Role
 from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import TrainedConfig
-from rlhf.data.model_files import local_model_config
-from rlhf.plan.model import ModelShape, model_shape
+from rlhf.plan.model import ModelShape, shape_at
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -80,15 +79,6 @@ def memory_of_roles(config: GRPOConfig, policy: ModelShape) -> list[RoleMemory]:
         shape = policy if role.model == config.model.path else shape_at(role.model)
         estimates.append(RoleMemory(role, () if shape is None else estimators[role.name](shape, config)))
     return estimates
-
-
-def shape_at(path: str) -> ModelShape | None:
-    """The shape of a model; None if its config.json is not found or not supported."""
-    model = local_model_config(path)
-    try:
-        return None if model is None else model_shape(model)
-    except ValueError:
-        return None
 
 
 def checkpoint_bytes(config: GRPOConfig, policy: ModelShape | None) -> int | None:
@@ -265,7 +255,7 @@ def engine_memory(shape: ModelShape, config: GRPOConfig) -> EngineMemory:
     cluster, rollout, dtype = config.cluster, config.rollout, config.model.dtype
     b, parallel = BYTES[dtype], cluster.tensor_parallel
     kv_heads = max(1, -(-shape.kv_heads // parallel))  # fewer heads than GPUs: each GPU holds one
-    per_token = 2 * shape.layers * kv_heads * shape.head_dim * b
+    per_token = 2 * (shape.attention_layers or shape.layers) * kv_heads * shape.head_dim * b
     weights = b * shape.parameters / parallel
     parts = [Part(f"weights, {dtype}", weights, _share(shape.parameters, b, parallel))]
     if cluster.device == "cuda":

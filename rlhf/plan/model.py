@@ -1,14 +1,33 @@
-"""The shape of a transformer from its config.json alone: parameter counts, without weights and without torch."""
+"""The shape of a model without torch: its parameters from the headers of its weight files, or else from config.json.
+
+A formula counts six families from config.json alone. Any family is counted from a local or cached model folder.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.data.model_files import local_model_config, local_model_folder
+
 KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' own
 QWEN3_HEAD_DIM = 128  # if its config.json has no head_dim
-SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # by formula
+
+WITHOUT_ATTENTION = ("linear_attention", "mamba", "conv", "mlp", "moe")  # kinds of layers
+LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+NOT_LOADED = re.compile(r"^(?:model\.)?(?:mtp|visual|vision_tower|vision_model|multi_modal_projector)\.")
+STORED_BUFFERS = re.compile(  # in moe_statics the bias is a parameter
+    r"(?:^|\.)(?:(?<!moe_statics\.)e_score_correction_bias|expert_bias|layer_scalar|slope_rate|\w+_decay|inv_freq|"
+    r"act_fn\.(?:beta|eps)|attn\.(?:masked_)?bias)$"
+)
+LOOK_UPS = re.compile(r"(?:^|\.)(?:embed\w*|word_embeddings|wte|wpe|lm_head)\.")  # no matrix product, or the head's
+
+Stored = Mapping[str, tuple[int, ...]]  # name -> shape
 
 
 @dataclass(frozen=True)
@@ -35,6 +54,9 @@ class ModelShape:
     active_experts: int = 0
     expert_intermediate: int = 0
     sparse_layers: int = 0
+    attention_layers: int | None = None  # None: all
+    counted: int | None = None  # parameters in the weight files
+    counted_active: int | None = None
 
     @property
     def embedding_parameters(self) -> int:
@@ -61,6 +83,8 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
+        if self.counted is not None:
+            return self.counted
         norms = 2 * self.hidden * self.layers + self.hidden
         mlps = self.sparse_layers * self.sparse_mlp_parameters
         mlps += (self.layers - self.sparse_layers) * self.dense_mlp_parameters
@@ -70,6 +94,8 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """Parameters of the matrix products that one token goes through, without the head."""
+        if self.counted_active is not None:
+            return self.counted_active
         sparse = self.active_experts * 3 * self.hidden * self.expert_intermediate + self.experts * self.hidden
         mlps = self.sparse_layers * sparse + (self.layers - self.sparse_layers) * self.dense_mlp_parameters
         return self.layers * self.attention_parameters + mlps
@@ -84,28 +110,59 @@ class ModelShape:
             shared: first tokens of each of `lengths` that were computed with another sequence.
         """
         squares = sum(length**2 for length in lengths) - sum(count**2 for count in shared)
-        attention = 6 * self.layers * self.heads * self.head_dim * squares
+        layers = self.layers if self.attention_layers is None else self.attention_layers
+        attention = 6 * layers * self.heads * self.head_dim * squares
         head = 6 * self.embedding_parameters * response_tokens
         return float(6 * self.active_parameters * (sum(lengths) - sum(shared)) + head + attention)
 
 
-def model_shape(config: Mapping[str, Any]) -> ModelShape:
+def shape_at(path: str) -> ModelShape | None:
+    """The shape of a model; None if its config.json is not found, or neither files nor formula count it."""
+    model = local_model_config(path)
+    try:
+        return None if model is None else model_shape(model, stored_tensors(path))
+    except ValueError:
+        return None
+
+
+def stored_tensors(path: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in the safetensors files of a local or cached model, from their headers; empty without files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(local_model_folder(path).glob("*.safetensors")):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+    return shapes
+
+
+def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> ModelShape:
     """Read a config.json.
 
+    Args:
+        stored: of `stored_tensors`. Without it a formula counts the parameters.
+
     Raises:
-        ValueError: an architecture that this file does not know, or a size that is missing.
+        ValueError: an architecture that no formula knows, without weight files, or a size that is missing.
     """
-    kind = config.get("model_type")
-    if kind not in SUPPORTED:
-        raise ValueError(f"model_type={kind!r} is not one whose parameters the plan can count ({', '.join(SUPPORTED)})")
+    config = config.get("text_config") or config
+    kind = str(config.get("model_type"))
+    if kind not in SUPPORTED and not stored:
+        raise ValueError(
+            f"model_type={config.get('model_type')!r} is not one whose parameters the plan can count without the "
+            f"model's weight files ({', '.join(SUPPORTED)})"
+        )
     try:
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        layers, vocabulary = config["num_hidden_layers"], config["vocab_size"]
+        hidden, heads = _key(config, "hidden_size", "n_embd"), _key(config, "num_attention_heads", "n_head")
+        layers, vocabulary = _layers(config), config["vocab_size"]
         experts = _experts(kind, config, layers)
-        intermediate = config.get("intermediate_size", 0) if experts else config["intermediate_size"]
+        intermediate = config.get("intermediate_size") or 4 * hidden
+        if kind in SUPPORTED and not experts:
+            intermediate = config["intermediate_size"]
     except KeyError as error:
         raise ValueError(f"config.json has no {error.args[0]}") from None
     bias = bool(config.get("attention_bias")) and kind in ("llama", "qwen3", "qwen3_moe")
+    latent = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
+    counted, active = _count(stored, config, layers) if stored else (None, None)
     return ModelShape(
         model_type=kind,
         vocabulary=vocabulary,
@@ -113,15 +170,85 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         layers=layers,
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or KV_HEADS_DEFAULT.get(kind, heads),
-        head_dim=config.get("head_dim") or (QWEN3_HEAD_DIM if kind == "qwen3" else hidden // heads),
+        head_dim=latent or config.get("head_dim") or (QWEN3_HEAD_DIM if kind == "qwen3" else hidden // heads),
         intermediate=intermediate,
-        tied_embeddings=bool(config.get("tie_word_embeddings")),
+        tied_embeddings=_is_tied(config, stored),
         qkv_bias=bias or kind == "qwen2",
         output_bias=bias,
         mlp_bias=kind == "llama" and bool(config.get("mlp_bias")),
         qk_norm=kind in ("qwen3", "qwen3_moe"),
+        attention_layers=_attention_layers(config, layers),
+        counted=counted,
+        counted_active=active,
         **experts,
     )
+
+
+def _count(stored: Stored, config: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    """All parameters, and those of the matrix products of one token, without the head.
+
+    Weight files may hold more than the model that is trained: a second copy of tied embeddings, layers that predict
+    further tokens, an image encoder, buffers.
+    """
+    experts, active_experts = _expert_counts(config)
+    tied = _is_tied(config, stored)
+    total = active = 0
+    for name, shape in stored.items():
+        layer = LAYER.search(name)
+        if NOT_LOADED.search(name) or STORED_BUFFERS.search(name) or (layer and int(layer[1]) >= layers):
+            continue
+        if tied and name.endswith("lm_head.weight"):
+            continue
+        count = math.prod(shape)
+        total += count
+        if len(shape) < 2 or LOOK_UPS.search(name):
+            continue
+        stacked = len(shape) == 3 and shape[0] == experts and shape[1] > 1
+        is_expert = experts and (".experts." in name or stacked)
+        active += count * active_experts // experts if is_expert else count
+    return total, active
+
+
+def _expert_counts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Experts of a layer, and those that a token goes to; zeros for a dense model."""
+    experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    active = _first(config, "num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+    return experts, active
+
+
+def _first(config: Mapping[str, Any], *keys: str) -> int:
+    return next((int(config[key]) for key in keys if config.get(key)), 0)
+
+
+def _key(config: Mapping[str, Any], key: str, other: str) -> int:
+    return int(config[key] if key in config or other not in config else config[other])
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    kinds = config.get("layers_block_type") or config.get("layer_types")
+    if kinds and "num_hidden_layers" not in config:
+        return len(kinds)
+    return _key(config, "num_hidden_layers", "n_layer")
+
+
+def _attention_layers(config: Mapping[str, Any], layers: int) -> int | None:
+    """The layers of a hybrid that have attention; None if all have."""
+    kinds = config.get("layers_block_type") or config.get("layer_types")
+    if kinds:
+        return sum(kind not in WITHOUT_ATTENTION for kind in kinds)
+    if config.get("attn_layer_indices") is not None:
+        return len(config["attn_layer_indices"])
+    if period := config.get("attn_layer_period"):
+        return sum(i % period == config["attn_layer_offset"] for i in range(layers))
+    return None
+
+
+def _is_tied(config: Mapping[str, Any], stored: Stored | None) -> bool:
+    """By config.json; its key may be missing where the family's default is to tie: then the files have no head."""
+    tied = config.get("tie_word_embeddings")
+    if tied is None and stored:
+        return not any("lm_head" in name for name in stored)
+    return bool(tied)
 
 
 def _experts(kind: str, config: Mapping[str, Any], layers: int) -> dict[str, int]:

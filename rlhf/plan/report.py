@@ -28,7 +28,7 @@ from rlhf.plan.memory import (
     memory_of_roles,
     total,
 )
-from rlhf.plan.model import ModelShape, model_shape
+from rlhf.plan.model import ModelShape, model_shape, stored_tensors
 from rlhf.plan.resources import count_gpus
 from rlhf.plan.text import counted, rows, wrapped
 
@@ -48,6 +48,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
     Args:
         model: config.json of the model, instead of the one at `model.path`.
     """
+    stored = stored_tensors(config.model.path) if model is None else None
     model = local_model_config(config.model.path) if model is None else model
     warnings = list(arithmetic_warnings(config))
     sections = [
@@ -62,7 +63,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
     else:
         warnings += model_warnings(config, model)
         try:
-            shape = model_shape(model)
+            shape = model_shape(model, stored)
         except ValueError as error:
             sections.append(("Memory", wrapped("  ", f"no estimate: {error}.")))
         else:

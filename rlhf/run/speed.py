@@ -8,8 +8,7 @@ import numpy as np
 
 from rlhf.algo.packing import FILLER_TOKENS
 from rlhf.config.run import GRPOConfig
-from rlhf.data.model_files import local_model_config
-from rlhf.plan.model import SUPPORTED, ModelShape, model_shape
+from rlhf.plan.model import shape_at
 from rlhf.types import Minibatch, StepBatch
 
 # Dense bf16 TFLOP/s from NVIDIA's data sheets. The first entry whose words are all in the device name is used.
@@ -48,10 +47,7 @@ class LearnerSpeed:
         self._budget = config.learner.max_tokens_per_microbatch
         self._learners = config.cluster.learners
         self._peak_tflops = config.cluster.peak_tflops or peak_tflops(device_name)
-        self._shape: ModelShape | None = None
-        described = local_model_config(config.model.path)
-        if described is not None and described.get("model_type") in SUPPORTED:
-            self._shape = model_shape(described)
+        self._shape = shape_at(config.model.path)
 
     def of_step(
         self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]], shared: np.ndarray, update_s: float

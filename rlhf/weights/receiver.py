@@ -47,6 +47,8 @@ class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
         self.inbox = Inbox(asdict(init_info), worker=self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
+        if self.device.type == "cpu":
+            self._forget_expert_kernels()
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: CPUUpdateInfo) -> None:
@@ -58,6 +60,13 @@ class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._repack_tied_heads()
+
+    def _forget_expert_kernels(self) -> None:
+        """Make vLLM build the kernels of experts again. It packs their weights only then: an update would not."""
+        for module in self.model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
+                method.moe_kernel = None
 
     def _repack_tied_heads(self) -> None:
         """Rebuild the packed head of tied embeddings, which a reload leaves at its old values on CPU."""

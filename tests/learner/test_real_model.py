@@ -119,7 +119,7 @@ class Pair:
                 self.params[name].copy_(tensor)
 
     def of_engine(self, method: str, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        names = [meta.name for meta in self.learner.metadata()]
+        names = self.learner.tensor_names()
         key = (self.run, self.wrong, bool(self.run) and self.stale in names[slice(*self.run)])
         if key[2]:
             return [self.score(ids) for ids in sequences]

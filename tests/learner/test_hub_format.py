@@ -1,0 +1,62 @@
+"""Engines are sent the names and values of a checkpoint, also for families whose layers transformers rebuilds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from model_families import write_family
+from safetensors.torch import load_file
+from worlds import make_config, run_world
+
+from rlhf.learner.hub_format import hub_shapes, hub_tensors, state_buffers
+from rlhf.learner.messages import Place
+
+# stacked experts under three names, renamed layers, buffers that are state, weights that layers share
+REBUILT = ["llama", "mixtral", "granitemoehybrid", "nemotron_h", "kimi_linear", "ernie4_5_moe", "gemma4_text", "zamba2"]
+
+
+@pytest.mark.parametrize("model_type", REBUILT)
+def test_the_tensors_that_are_sent_are_those_of_the_checkpoint(model_type: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(write_family(model_type, tmp_path), dtype=torch.float32)
+    stored = load_file(tmp_path / "model.safetensors")
+    announced, sent = [], {}
+    for name, tensor in {**dict(model.named_parameters()), **state_buffers(model)}.items():
+        announced += [(hub_name, like.shape) for hub_name, like in hub_shapes(model, name, tensor)]
+        sent |= dict(hub_tensors(model, name, tensor.detach()))
+    assert announced == [(name, tensor.shape) for name, tensor in sent.items()]
+    assert sent.keys() == stored.keys()
+    assert all(torch.equal(sent[name], stored[name]) for name in stored)
+
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def exported_and_resumed(place: Place, folder: Path) -> list[dict[str, np.ndarray]]:
+    """What is exported after every tensor has moved, and what is there after the checkpoint has been loaded again."""
+    from rlhf.learner.worker import Learner
+
+    learner = Learner(make_config(folder), place)
+    learner.perturb_weights()
+    learner.save(str(folder))
+    learner.export(str(folder / "exported"), str(folder))
+    learner.restore_weights()
+    learner.load(str(folder), 0)
+    resumed = {name: tensor.clone() for name, tensor in learner}
+    learner.close()
+    exported = load_file(folder / "exported" / "model.safetensors")
+    return [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors in (exported, resumed)]
+
+
+@pytest.mark.stack
+def test_a_bias_that_balances_a_router_is_sent_saved_and_exported(tmp_path: Path) -> None:
+    folder = write_family("glm4_moe", tmp_path / "model")
+    before = load_file(folder / "model.safetensors")
+    ((exported, resumed),) = run_world(exported_and_resumed, 1, folder)
+    assert exported.keys() == resumed.keys() == before.keys()
+    assert (exported[BIAS] != before[BIAS].numpy()).any()
+    assert (resumed[BIAS] == exported[BIAS]).all()

@@ -1,0 +1,87 @@
+"""Parameters counted from weight files, against the models that transformers builds; no weights are made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_families import MODEL_TYPES, family_config, write_family
+
+from rlhf.plan.model import ModelShape, model_shape, shape_at, stored_tensors
+
+
+def built(model_type: str) -> Any:
+    """The tiny model of a family on the meta device."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(family_config(model_type))
+    model.tie_weights()
+    return model
+
+
+def shape_of(model: Any) -> ModelShape:
+    """What the plan reads from the model's config.json and from the headers of its files."""
+    from rlhf.learner.hub_format import hub_shapes, state_buffers
+
+    tensors = {**dict(model.named_parameters()), **state_buffers(model)}
+    stored = dict(pair for name, tensor in tensors.items() for pair in hub_shapes(model, name, tensor))
+    return model_shape(model.config.to_dict(), {name: tuple(tensor.shape) for name, tensor in stored.items()})
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_parameters_of_every_family_are_counted_exactly(model_type: str) -> None:
+    model = built(model_type)
+    assert shape_of(model).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+# 4 layers of H = 128; attention H (4 + 2 + 2 + 4) 32; experts of 3 H 64 or 3 H 128, 2 of 4 active; routers 4 H
+ATTENTION = 128 * 12 * 32
+
+
+@pytest.mark.parametrize(
+    ("model_type", "by_hand"),
+    [
+        ("llama", 4 * (ATTENTION + 3 * 128 * 128)),
+        ("qwen3_moe", 4 * (ATTENTION + 2 * 3 * 128 * 64 + 4 * 128)),  # an expert per tensor
+        ("granitemoe", 4 * (ATTENTION + 2 * 3 * 128 * 128 + 4 * 128)),  # experts stacked
+        ("glm4_moe", 4 * ATTENTION + 3 * 128 * 128 + 3 * (3 * 3 * 128 * 64 + 4 * 128)),  # 1 dense, 1 shared expert
+    ],
+)
+def test_of_experts_the_active_ones_are_counted(model_type: str, by_hand: int) -> None:
+    assert shape_of(built(model_type)).active_parameters == by_hand
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers"),
+    [("llama", 4), ("qwen3_next", 1), ("nemotron_h", 1), ("jamba", 2), ("bamba", 2), ("lfm2", 2), ("falcon_h1", 4)],
+)
+def test_a_hybrid_has_scores_and_cache_in_its_attention_layers_alone(model_type: str, layers: int) -> None:
+    shape = shape_of(built(model_type))
+    quadratic = shape.training_flops([100], 0, [0]) - 2 * shape.training_flops([50], 0, [0])
+    assert quadratic == 6 * layers * shape.heads * shape.head_dim * (100**2 - 2 * 50**2)
+
+
+def test_the_headers_of_a_folder_are_read_and_what_is_not_trained_is_left_out(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model = built("smollm3")  # its head is tied
+    folder = write_family("smollm3", tmp_path)
+    extra = {"lm_head.weight": torch.ones(262, 128), "mtp.fc.weight": torch.ones(9, 9)}
+    save_file({**extra, "model.layers.4.eh_proj.weight": torch.ones(9, 9)}, tmp_path / "extra.safetensors")
+    assert len(stored_tensors(str(folder))) == len(load_file(tmp_path / "model.safetensors")) + 3
+    shape = shape_at(str(folder))
+    assert shape is not None
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_without_weight_files_only_the_families_of_the_formula_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(family_config("lfm2").to_json_string())
+    assert shape_at(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text(family_config("qwen3").to_json_string())
+    shape = shape_at(str(tmp_path))
+    assert shape is not None
+    assert shape.parameters == sum(parameter.numel() for parameter in built("qwen3").parameters())

@@ -1,0 +1,86 @@
+"""vLLM's models take the tensors of the learner's: names, experts that are packed on CPU, states, router biases.
+
+The learner and one engine in one process, without Ray; tools/model_table.py has every family on the whole stack.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from model_families import write_family
+from worlds import make_config, run_world
+
+from rlhf.learner.messages import Place
+from rlhf.weights.transfer import BACKEND, EngineClient, Rendezvous
+
+pytestmark = pytest.mark.stack
+
+AGREEMENT = 1e-5  # mean |log-prob difference| in float32; measured: 3e-7
+LENGTHS = (48, 13, 70)
+
+
+class Engine:
+    """vLLM in this process, and the calls of an engine that the learner makes."""
+
+    def __init__(self, folder: Path) -> None:
+        from vllm import LLM
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        self.llm = LLM(
+            str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8,
+            gpu_memory_utilization=0.05, weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            enable_prefix_caching=False, disable_log_stats=True,
+        )  # fmt: skip
+
+    def call(self, _: int, method: str, *arguments: Any) -> Callable[[], Any]:
+        own = () if method == "finish_weight_update" else arguments  # a worker knows no versions
+        answer = self.llm.collective_rpc(method, args=own)
+        return lambda: answer
+
+    def logprobs(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        from vllm import SamplingParams
+
+        prompts: Any = [{"prompt_token_ids": ids.tolist()} for ids in sequences]
+        outputs = self.llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        rows = [(ids, output.prompt_logprobs or []) for ids, output in zip(sequences, outputs, strict=True)]
+        return [np.array([0.0, *(row[i][int(ids[i])].logprob for i in range(1, len(ids)))]) for ids, row in rows]
+
+
+def differences(place: Place, folder: Path) -> tuple[list[float], float]:
+    """Engine against learner: at the start, on perturbed weights, on the true ones; and what perturbing moved."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    from rlhf.learner.worker import Learner
+
+    learner, engine = Learner(make_config(folder), place), Engine(folder)
+    rendezvous = Rendezvous("127.0.0.1", 0, "families", 2, 60.0, one_node=True)
+    learner.connect(BACKEND, EngineClient(engine.call, engines=1, workers_per_engine=1), rendezvous)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 256, length).astype(np.int32) for length in LENGTHS]
+
+    def difference(a: list[np.ndarray], b: list[np.ndarray]) -> float:
+        return float(np.abs(np.concatenate(a) - np.concatenate(b)).mean())
+
+    true = learner.canary(sequences)
+    measured = [difference(true, engine.logprobs(sequences))]
+    learner.perturb_weights()
+    learner.send_weights(1)
+    perturbed = learner.canary(sequences)
+    measured.append(difference(perturbed, engine.logprobs(sequences)))
+    learner.restore_weights()
+    learner.send_weights(2)
+    measured.append(difference(true, engine.logprobs(sequences)))
+    learner.close()
+    return measured, difference(true, perturbed)
+
+
+# a hybrid with stacked experts, windows and caps, a router's bias, weights that vLLM serves through transformers
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "gemma2", "glm4_moe", "ministral"])
+def test_the_engine_follows_every_tensor_of_the_learner(model_type: str, tmp_path: Path) -> None:
+    ((measured, moved),) = run_world(differences, 1, write_family(model_type, tmp_path))
+    assert max(measured) < AGREEMENT
+    assert moved > 1000 * AGREEMENT
