@@ -71,8 +71,9 @@ def compare(earlier: Rows, later: Rows) -> Comparison:
     before, after = _right_counts(earlier), _right_counts(later)
     if not before or {key: n for key, (_, n) in before.items()} != {key: n for key, (_, n) in after.items()}:
         raise ValueError(
-            f"the two evaluations differ in their problems ({len(before)} and {len(after)}, {len(before.keys() & after)} "
-            "in both) or in evaluation.samples_per_prompt. Evaluate both models with the same config and data."
+            f"the two evaluations differ in their problems ({len(before)} and {len(after)}, of which "
+            f"{len(before.keys() & after.keys())} are in both) or in evaluation.samples_per_prompt. Evaluate both "
+            "models with the same config and data."
         )
     change = np.array([after[key][0] - right for key, (right, _) in before.items()])
     return Comparison(

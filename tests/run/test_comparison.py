@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf import evaluate
 from rlhf.run.comparison import compare, read_responses, sign_flip_p_value
+from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 
 
 def rows(right: list[list[bool]], *, first: int = 0) -> list[dict[str, Any]]:
@@ -77,3 +79,40 @@ def test_a_file_without_graded_responses_is_named(tmp_path: Path, text: str | No
         file.write_text(text)
     with pytest.raises(ValueError, match=r"before\.jsonl: does not hold graded responses .* --responses"):
         read_responses(file)
+
+
+def graded_group(name: str, grades: list[float]) -> RolloutGroup:
+    prompt = Prompt(name, 0, np.zeros(1, np.int32), ({"role": "user", "content": "Which?"},), "7", "test")
+    ids, mask = np.zeros(2, np.int32), np.array([False, True])
+    rollouts = [Rollout(name, 0, i, ids, mask, np.zeros(2, np.float32), (), "stop") for i in range(len(grades))]
+    return RolloutGroup(
+        prompt,
+        tuple(
+            ScoredRollout(rollout, "7", "7", grade - 0.3, {"exact": grade, "length": -0.3}, "ok")
+            for rollout, grade in zip(rollouts, grades, strict=True)
+        ),
+    )
+
+
+def test_the_program_compares_with_the_responses_that_it_wrote_before(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine is left out: `grades` stands for what it sampled. A length penalty makes no answer wrong."""
+    grades = {"a": [0.0], "b": [0.0], "c": [1.0]}
+
+    async def sampled(_config: object) -> dict[str, list[RolloutGroup]]:
+        return {"test": [graded_group(name, of_prompt) for name, of_prompt in grades.items()]}
+
+    monkeypatch.setattr(evaluate, "sample_and_grade", sampled)
+    before = tmp_path / "before.jsonl"
+    flags = ["--config", str(Path(__file__).parents[2] / "configs/quickstart.yaml")]
+    flags = [f"model.path={tiny_model_dir / 'model'}", f"data.eval={tiny_model_dir / 'test.jsonl'}", *flags]
+    flags.append(f"data.train={tiny_model_dir / 'train.jsonl'}")
+    evaluate.main([*flags, "--responses", str(before)])
+    assert [row["right"] for row in map(json.loads, before.read_text().splitlines())] == [False, False, True]
+    grades |= {"a": [1.0], "b": [1.0]}
+    capsys.readouterr()
+    evaluate.main([*flags, "--compare-with", str(before)])
+    output = capsys.readouterr().out
+    assert "accuracy 0.333 -> 1.000 on the same 3 problems: 2 better, 0 worse, 1 as before" in output
+    assert "p = 0.5 " in output
