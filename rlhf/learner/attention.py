@@ -4,13 +4,14 @@ A packed row holds S sequences, T tokens and no padding. transformers would buil
 ids; here each token attends to the earlier tokens of its own segment and nothing else is computed:
 
     CPU   segments of similar length are gathered into [n, longest] blocks, with one causal sdpa per block. Padding
-          is on the right, where no earlier token can attend to it, and its outputs are dropped.
+          is on the right, where no earlier token can attend to it, and its outputs are dropped. Segments that begin
+          like another have fewer queries than keys; they are in blocks of their own, by their number of queries.
     CUDA  torch's variable-length flash attention takes the row, with fewer queries than keys if beginnings are shared.
           It has no float32: a pass in float32 is computed in blocks, as on CPU.
 
 A prompt that samples share goes through the transformer once. If a sequence begins like the previous one, the shared
 tokens are not computed again: U of the row's T tokens are computed, and the transformer sees only those. Keys and
-values (on CPU queries too) are repeated here, and nowhere else, for each sequence that begins with them.
+values are repeated here, and nowhere else, for each sequence that begins with them.
 """
 
 from __future__ import annotations
@@ -44,6 +45,20 @@ class UnpackableError(Exception):
 
 
 @dataclass(frozen=True)
+class Block:
+    """Segments that are computed as one batch: `count` of them, each with `queries` and `keys` tokens, padded.
+
+    Attributes:
+        seen: [count, 1, queries, keys] bool, True where a query attends to a key; None: plain causal attention.
+    """
+
+    count: int
+    queries: int
+    keys: int
+    seen: Tensor | None
+
+
+@dataclass(frozen=True)
 class Segments:
     """The sequences of a packed row, in the form that the device's attention needs.
 
@@ -53,9 +68,10 @@ class Segments:
         cu_computed: [S+1] int32 of the computed tokens alone; they are the last of each segment.
         computed: [U] int64, the row's tokens that are computed.
         expand: [T] int64, which of the U each token of the row is; None where all are computed.
-        gather: [P] int64, the computed token at each place of the blocks; padding repeats a segment's last token.
-        blocks: (segments, longest) of each block; their products add up to P.
-        restore: [U] int64, the place of each computed token in that layout.
+        blocks: how the segments are put together on CPU.
+        keys: [K] int64, the computed token at each place of the blocks; padding repeats a segment's last token.
+        queries: [Q] int64, the same for the tokens that are computed in each segment.
+        restore: [U] int64, the place of each computed token among the queries.
     """
 
     cu_seqlens: Tensor
@@ -64,8 +80,9 @@ class Segments:
     cu_computed: Tensor
     computed: Tensor
     expand: Tensor | None
-    gather: Tensor
-    blocks: tuple[tuple[int, int], ...]
+    blocks: tuple[Block, ...]
+    keys: Tensor
+    queries: Tensor
     restore: Tensor
 
     def state_of(self, tokens: Tensor) -> Tensor:
@@ -86,7 +103,10 @@ def segments_of(
     lengths = np.diff(cu_seqlens)
     computed, expand = _computed_once(cu_seqlens, shared)
     in_blocks = device.type == "cpu" or in_float32
-    laid_out, blocks, restore = _blocks(cu_seqlens, lengths) if in_blocks else (expand[:0], [], expand[:0])
+    nowhere = np.zeros(0, np.int64)
+    keys, queries, blocks = _blocks(cu_seqlens, shared, device) if in_blocks else (nowhere, nowhere, [])
+    restore = np.zeros(int(cu_seqlens[-1]), np.int64)
+    restore[queries[::-1]] = np.arange(len(queries))[::-1]  # padding repeats a token: its first place counts
 
     def put(array: np.ndarray, dtype: type = np.int64) -> Tensor:
         return torch.from_numpy(array.astype(dtype)).to(device)
@@ -98,9 +118,10 @@ def segments_of(
         cu_computed=put(np.concatenate([[0], np.cumsum(lengths - shared)]), np.int32),
         computed=put(computed),
         expand=put(expand) if shared.any() else None,
-        gather=put(expand[laid_out]),
         blocks=tuple(blocks),
-        restore=put(restore[computed] if len(restore) else restore),
+        keys=put(expand[keys]),
+        queries=put(expand[queries]),
+        restore=put(restore[computed]),
     )
 
 
@@ -118,26 +139,32 @@ def _computed_once(cu_seqlens: np.ndarray, shared: np.ndarray) -> tuple[np.ndarr
     return np.flatnonzero(own), expand
 
 
-def _blocks(cu_seqlens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]], np.ndarray]:
-    """-> the row's tokens block after block [P], (segments, longest) of each block, where each token stands [T]."""
-    order = np.argsort(-lengths, kind="stable")
-    rows: list[np.ndarray] = []
-    blocks: list[tuple[int, int]] = []
-    restore = np.zeros(int(cu_seqlens[-1]), np.int64)
-    start = filled = 0
+def _blocks(
+    cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device
+) -> tuple[np.ndarray, np.ndarray, list[Block]]:
+    """-> the row's tokens that are keys [K] and queries [Q] of the blocks, block after block, and the blocks."""
+    lengths = np.diff(cu_seqlens)
+    own = lengths - shared
+    # Segments that share nothing are in blocks of class 0; the others in classes of up to twice as many queries.
+    classes = np.where(shared > 0, np.ceil(np.log2(own)).astype(np.int64) + 1, 0)
+    order = np.lexsort((-lengths, classes))
+    keys: list[np.ndarray] = []
+    queries: list[np.ndarray] = []
+    blocks: list[Block] = []
+    start = 0
     while start < len(order):
-        longest = int(lengths[order[start]])
-        fits = lengths[order[start:]] >= SIMILAR_LENGTH * longest
+        first = order[start]
+        fits = (classes[order[start:]] == classes[first]) & (lengths[order[start:]] >= SIMILAR_LENGTH * lengths[first])
         stop = start + (len(fits) if fits.all() else int(np.argmin(fits)))
-        starts, sizes = cu_seqlens[order[start:stop], None], lengths[order[start:stop], None]
-        columns = np.arange(longest)
-        laid_out = starts + np.minimum(columns, sizes - 1)
-        real = columns < sizes
-        restore[laid_out[real]] = filled + np.flatnonzero(real)
-        rows.append(laid_out.ravel())
-        blocks.append((stop - start, longest))
-        start, filled = stop, filled + real.size
-    return np.concatenate(rows), blocks, restore
+        rows = order[start:stop, None]
+        key = np.arange(lengths[first])
+        query = np.minimum(shared[rows] + np.arange(own[rows].max()), lengths[rows] - 1)
+        keys.append((cu_seqlens[rows] + np.minimum(key, lengths[rows] - 1)).ravel())
+        queries.append((cu_seqlens[rows] + query).ravel())
+        seen = torch.from_numpy(key <= query[:, :, None]).unsqueeze(1).to(device) if classes[first] else None
+        blocks.append(Block(stop - start, query.shape[1], len(key), seen))
+        start = stop
+    return np.concatenate(keys), np.concatenate(queries), blocks
 
 
 class _TakeRows(torch.autograd.Function):
@@ -209,16 +236,19 @@ def packed_attention(
 
 
 def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
-    """[U, heads, d] each -> [U, heads, d]; a block of n segments is one batch of n, shared beginnings and all."""
-    sizes = [n * longest for n, longest in segments.blocks]
-    parts = [take_rows(x, segments.gather).split(sizes) for x in (q, k, v)]
+    """[U, heads, d] each -> [U, heads, d]; a block of n segments is one batch of n."""
+    of_keys = [block.count * block.keys for block in segments.blocks]
+    of_queries = [block.count * block.queries for block in segments.blocks]
+    queries = take_rows(q, segments.queries).split(of_queries)
+    keys, values = (take_rows(x, segments.keys).split(of_keys) for x in (k, v))
     outputs = []
-    for (n, longest), *block in zip(segments.blocks, *parts, strict=True):
-        query, key, value = (x.view(n, longest, *x.shape[1:]).transpose(1, 2) for x in block)
+    for block, *parts in zip(segments.blocks, queries, keys, values, strict=True):
+        query, key, value = (x.view(block.count, -1, *x.shape[1:]).transpose(1, 2) for x in parts)
         out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        outputs.append(out.transpose(1, 2).reshape(n * longest, *q.shape[1:]))
+            query, key, value, attn_mask=block.seen, is_causal=block.seen is None, scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
     return torch.cat(outputs).index_select(0, segments.restore)
 
 

@@ -96,9 +96,11 @@ def test_every_computed_token_is_laid_out_and_put_back(name: str) -> None:
     packed = pack_rows(*BATCHES[name])
     lengths, shared = np.diff(packed.cu_seqlens), shared_beginnings(packed)
     segments = segments_of(packed.cu_seqlens, shared, torch.device("cpu"))
-    assert sum(n * longest for n, longest in segments.blocks) == len(segments.gather)
-    assert torch.equal(segments.gather[segments.restore], torch.arange(lengths.sum() - shared.sum()))
-    assert len(segments.gather) <= lengths.sum() / 0.75
+    assert sum(block.count * block.keys for block in segments.blocks) == len(segments.keys)
+    assert sum(block.count * block.queries for block in segments.blocks) == len(segments.queries)
+    assert torch.equal(segments.queries[segments.restore], torch.arange(lengths.sum() - shared.sum()))
+    assert len(segments.keys) <= lengths.sum() / 0.75
+    assert len(segments.queries) <= 2 * (lengths.sum() - shared.sum())  # what is shared is not a query again
     assert segments.cu_computed.diff().tolist() == (lengths - shared).tolist()
     assert (segments.expand is None) == (not shared.any())
     if segments.expand is not None:
