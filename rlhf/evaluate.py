@@ -2,9 +2,12 @@
 
     python -m rlhf.evaluate --config configs/math.yaml model.path=runs/math/model evaluation.samples_per_prompt=8
     python -m rlhf.evaluate --program ppo --config runs/mine/config.yaml model.path=runs/mine/model
+    python -m rlhf.evaluate --config mine.yaml --responses before.jsonl
+    python -m rlhf.evaluate --config mine.yaml model.path=runs/mine/model --compare-with before.jsonl
 
 Uses the sections model, data.eval, reward, rollout and evaluation of a training config, so that the numbers mean the
-same as during training. Prints avg@k, pass@k and maj@k; --output writes them to a file.
+same as during training. Prints avg@k, pass@k and maj@k; --output writes them to a file. --compare-with takes the graded
+responses of an earlier evaluation of the same problems, and prints how many changed and a p-value.
 """
 
 from __future__ import annotations
@@ -14,15 +17,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf.config import cli
 from rlhf.config.run import GRPOConfig
 from rlhf.plan import check_resources, joins_a_cluster, local_resources
 
+if TYPE_CHECKING:
+    from rlhf.types import RolloutGroup
+
 DESCRIPTION = "Sample, grade and average: avg@k, pass@k and maj@k of a model on data.eval."
 
 
-async def measure(config: GRPOConfig) -> dict[str, float]:
+async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     """Start engines alone, sample and grade every prompt of every data set, and stop the engines."""
     from rlhf.cluster.cluster import Cluster
     from rlhf.data.load import load_prompts
@@ -44,6 +51,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     def add_flags(parser: argparse.ArgumentParser) -> None:
         cli.program_flag(parser)
         parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON")
+        parser.add_argument("--responses", metavar="FILE", help="write every response with its grade, as JSON lines")
+        parser.add_argument(
+            "--compare-with",
+            metavar="FILE",
+            help="responses of an earlier evaluation: print what changed, and a p-value",
+        )
 
     schema = cli.program_schema(argv)
     config, arguments = cli.parse("rlhf.evaluate", DESCRIPTION, schema, argv, add_flags=add_flags)
@@ -55,16 +68,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     from rlhf.data.model_checks import check_models
     from rlhf.data.read import check_sources
+    from rlhf.run.comparison import compare, graded_responses, read_responses
+    from rlhf.run.evaluation import evaluation_metrics
+
+    earlier = None if arguments.compare_with is None else read_responses(Path(arguments.compare_with))
 
     check_sources(config.data)
     check_models(config, trains=False)
     if not joins_a_cluster(config):
         check_resources(config, local_resources(), trains=False)
-    metrics = cli.run_async(measure(config))
+    groups = cli.run_async(sample_and_grade(config))
+    metrics = evaluation_metrics(groups)
     for name, value in metrics.items():
         print(f"{name.removeprefix('eval/'):<40} {value:.4f}")
     if arguments.output:
         Path(arguments.output).write_text(json.dumps(metrics, indent=2) + "\n")
+    responses = graded_responses(groups)
+    if arguments.responses:
+        Path(arguments.responses).write_text("".join(json.dumps(row) + "\n" for row in responses))
+    if earlier is not None:
+        print(compare(earlier, responses))
 
 
 if __name__ == "__main__":

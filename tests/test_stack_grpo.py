@@ -16,6 +16,7 @@ import pytest
 from processes import Process, below, outliving, running
 from waiting import STACK_WAIT_S, eventually
 
+from rlhf.run.comparison import read_responses
 from rlhf.run.folder import RunFolder
 
 pytestmark = pytest.mark.stack
@@ -125,9 +126,11 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_
     # vLLM loads the exported model, and another program reads the same config.
     command = [sys.executable, "-m", "rlhf.evaluate", "--config", str(config), f"model.path={run / 'model'}"]
     command += ["evaluation.samples_per_prompt=2", "--output", str(tmp_path / "evaluation.json")]
+    command += ["--responses", str(tmp_path / "responses.jsonl")]
     evaluated = subprocess.run(command, capture_output=True, text=True, timeout=STACK_WAIT_S, check=False)
     assert evaluated.returncode == 0, evaluated.stderr[-3000:]
     assert {"eval/test/avg@2", "eval/test/pass@2"} <= json.loads((tmp_path / "evaluation.json").read_text()).keys()
+    assert len(read_responses(tmp_path / "responses.jsonl")) == 2 * 16
 
 
 def test_a_first_hour_a_start_that_fails_no_wandb_no_signal_and_a_damaged_checkpoint(

@@ -75,7 +75,7 @@ def bundle_sizes(
     """Tokens of the budget that each bundle takes, and its cost, both [bundles]: arguments of `pack_microbatches`.
 
     A bundle takes its computed tokens, or the tokens of its whole sequences divided by WHOLE_TOKENS if that is more:
-    keys and values are held for all of them. The cost of attention is that of whole sequences, as CPU computes it.
+    keys and values are held for all of them. The cost of attention is counted as that of whole sequences.
     """
     saved = np.array([(len(members) - 1) * int(prompt_lengths[members[0]]) for members in bundles], np.int64)
     whole = np.array([int(lengths[members].sum()) for members in bundles], np.int64)

@@ -2,7 +2,7 @@
 
 A prompt that samples share goes through the transformer once. If a sequence begins like the previous one, the shared
 tokens are not computed again: U of the row's T tokens are computed, and the transformer sees only those. Attention
-repeats keys and values (in blocks queries too) for each sequence that begins with them.
+repeats keys and values for each sequence that begins with them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,30 @@ from torch.autograd.function import once_differentiable
 from rlhf.algo.numerics import add_rows, full_precision, segment_ids
 
 SIMILAR_LENGTH = 0.75  # segments of one block are at least this share of its longest: at most 1/3 padding
+
+
+@dataclass(frozen=True)
+class Block:
+    """Segments whose attention is one batch: `places` [n, queries] int64, the place of each query in its segment.
+
+    Each segment has `keys` tokens, padded on the right. `whole`: none of its beginnings is shared, so queries are keys.
+    """
+
+    places: Tensor
+    keys: int
+    whole: bool
+
+    def seen(self, window: int | None) -> Tensor | None:
+        """[n, 1, queries, keys] bool, True where a query attends to a key; None where that is plain causal attention.
+
+        Args:
+            window: a query sees its last `window` tokens alone, itself among them; None: all.
+        """
+        window = None if window is None or window >= self.keys else window
+        if self.whole and window is None:
+            return None
+        keys, places = torch.arange(self.keys, device=self.places.device), self.places[:, None, :, None]
+        return keys <= places if window is None else (keys <= places) & (keys > places - window)
 
 
 @dataclass(frozen=True)
@@ -75,6 +99,11 @@ class Segments:
     def restore(self) -> Tensor:
         """[U] int64, the place of each computed token in the blocks."""
         return self._layout[2]
+
+    @functools.cached_property
+    def attention(self) -> tuple[tuple[Block, ...], Tensor, Tensor, Tensor]:
+        """-> blocks; the computed token that is each of their keys [K] and queries [Q]; the query of each token [U]."""
+        return _attention_blocks(self)
 
     def state_of(self, tokens: Tensor) -> Tensor:
         """The index of the computed state of each of these tokens of the row; int64, any shape."""
@@ -165,6 +194,35 @@ def _blocks(cu_seqlens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, li
         blocks.append((stop - start, longest))
         start, filled = stop, filled + real.size
     return np.concatenate(rows), blocks, restore
+
+
+def _attention_blocks(segments: Segments) -> tuple[tuple[Block, ...], Tensor, Tensor, Tensor]:
+    bounds, shared, device = segments.bounds, segments.shared, segments.computed.device
+    lengths = np.diff(bounds)
+    own = lengths - shared
+    # Segments that share nothing are in blocks of class 0; the others in classes of up to twice as many queries.
+    classes = np.where(shared > 0, np.ceil(np.log2(np.maximum(own, 1))).astype(np.int64) + 1, 0)
+    order = np.lexsort((-lengths, classes))
+    keys: list[np.ndarray] = []
+    queries: list[np.ndarray] = []
+    blocks: list[Block] = []
+    start = 0
+    while start < len(order):
+        first = order[start]
+        fits = (classes[order[start:]] == classes[first]) & (lengths[order[start:]] >= SIMILAR_LENGTH * lengths[first])
+        stop = start + (len(fits) if fits.all() else int(np.argmin(fits)))
+        rows = order[start:stop, None]
+        places = np.minimum(shared[rows] + np.arange(max(1, own[rows].max())), lengths[rows] - 1)
+        keys.append((bounds[rows] + np.minimum(np.arange(lengths[first]), lengths[rows] - 1)).ravel())
+        queries.append((bounds[rows] + places).ravel())
+        blocks.append(Block(torch.from_numpy(places).to(device), int(lengths[first]), whole=not classes[first]))
+        start = stop
+    of_keys, of_queries = np.concatenate(keys), np.concatenate(queries)
+    place = np.zeros(int(bounds[-1]), np.int64)
+    place[of_queries[::-1]] = np.arange(len(of_queries))[::-1]  # padding repeats a token: its first place counts
+    source = torch.from_numpy(segments.source).to(device)
+    at_keys, at_queries = (source[torch.from_numpy(rows).to(device)] for rows in (of_keys, of_queries))
+    return tuple(blocks), at_keys, at_queries, torch.from_numpy(place).to(device)[segments.computed]
 
 
 class _TakeRows(torch.autograd.Function):

@@ -18,10 +18,8 @@ async def evaluate(
     sample: Callable[[Prompt], Awaitable[RolloutGroup]],
     *,
     at_once: int,
-) -> dict[str, float]:
-    """Sample and grade all prompts of each data set; metrics named eval/<data set>/<metric>@<k>.
-
-    A response's score is the first part of its reward (the grader), without format or length terms.
+) -> dict[str, list[RolloutGroup]]:
+    """Sample and grade all prompts of each data set, in their order.
 
     Args:
         at_once: groups in progress at the same time; a group's deadline must not run while it is queued.
@@ -32,17 +30,22 @@ async def evaluate(
         async with slots:
             return await sample(prompt)
 
-    metrics: dict[str, float] = {}
-    for source, rows in prompts.items():
-        groups = await asyncio.gather(*(sample_in_slot(prompt) for prompt in rows))
-        metrics |= {f"eval/{source}/{name}": value for name, value in group_metrics(groups).items()}
-    return metrics
+    return {
+        source: await asyncio.gather(*(sample_in_slot(prompt) for prompt in rows)) for source, rows in prompts.items()
+    }
+
+
+def evaluation_metrics(groups: Mapping[str, Sequence[RolloutGroup]]) -> dict[str, float]:
+    """Metrics of `group_metrics` for each data set, named eval/<data set>/<metric>@<k>."""
+    return {
+        f"eval/{source}/{name}": value for source, rows in groups.items() for name, value in group_metrics(rows).items()
+    }
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """avg@k: mean score. pass@k: share of prompts with a right answer. maj@k: score of the most frequent answer."""
     k = len(groups[0].samples)
-    scores = np.array([[_score(sample) for sample in group.samples] for group in groups])
+    scores = np.array([[score_of(sample) for sample in group.samples] for group in groups])
     lengths = [sample.rollout.response_length for group in groups for sample in group.samples]
     stopped = [sample.rollout.finish_reason == "stop" for group in groups for sample in group.samples]
     metrics = {f"avg@{k}": float(scores.mean())}
@@ -52,7 +55,8 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return metrics | {"response_length": float(np.mean(lengths)), "stopped_fraction": float(np.mean(stopped))}
 
 
-def _score(sample: ScoredRollout) -> float:
+def score_of(sample: ScoredRollout) -> float:
+    """The first part of the reward (the grader), without format or length terms."""
     first = next(iter(sample.reward_parts.values()), None)
     return first or 0.0
 
@@ -63,4 +67,4 @@ def _majority(group: RolloutGroup) -> float:
     if not answers:
         return 0.0
     winner, _ = answers.most_common(1)[0]
-    return next(_score(sample) for sample in group.samples if sample.extracted == winner)
+    return next(score_of(sample) for sample in group.samples if sample.extracted == winner)

@@ -172,17 +172,17 @@ class RunFolder:
         with (self.rollouts / f"step-{step:06d}.jsonl").open("w") as file:
             for group in groups:
                 for sample in group.samples:
-                    row = _rollout_row(step, group, sample, next(remaining))
+                    row = {"step": step, **rollout_row(group, sample), "advantage": next(remaining)}
                     file.write(_escape_line_ends(json.dumps(row, ensure_ascii=False)) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def _rollout_row(step: int, group: RolloutGroup, sample: ScoredRollout, advantage: float) -> dict[str, Any]:
+def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
+    """A graded response as a row of a JSON file."""
     rollout = sample.rollout
     return {
-        "step": step,
         "prompt_id": rollout.prompt_id,
         "epoch": rollout.epoch,
         "sample": rollout.sample,
@@ -193,7 +193,6 @@ def _rollout_row(step: int, group: RolloutGroup, sample: ScoredRollout, advantag
         "reward": sample.reward,
         "reward_parts": sample.reward_parts,
         "status": sample.status,
-        "advantage": advantage,
         "finish_reason": rollout.finish_reason,
         "response_tokens": rollout.response_length,
         "versions": [list(span) for span in rollout.version_spans],

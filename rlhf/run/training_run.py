@@ -24,7 +24,7 @@ from rlhf.log.sinks import summary_table
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness
-from rlhf.run.evaluation import evaluate
+from rlhf.run.evaluation import evaluate, evaluation_metrics
 from rlhf.run.folder import RunFolder
 from rlhf.run.prompts import PromptTickets
 from rlhf.run.run_log import RunLog
@@ -165,9 +165,9 @@ class TrainingRun(Generic[C]):
         if not self.evaluation_is_due(step) or not self.eval_prompts.prompts:
             return
         with self.clock.phase("evaluation"):
-            values = await evaluate(
-                self.eval_prompts.prompts, self.sampler.for_evaluation, at_once=self.config.evaluation_groups_at_once
-            )
+            at_once = self.config.evaluation_groups_at_once
+            groups = await evaluate(self.eval_prompts.prompts, self.sampler.for_evaluation, at_once=at_once)
+        values = evaluation_metrics(groups)
         self.state.evaluations[step] = values
         self.log.write(step, values)
         self.log.terminal.evaluation(step, values)

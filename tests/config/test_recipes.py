@@ -72,6 +72,16 @@ def test_the_command_of_each_recipe_names_its_files() -> None:
         assert f"python -m {program} {named}" in header
 
 
+def test_the_run_of_the_real_model_has_no_warnings_and_adds_up_as_its_header_says() -> None:
+    config = load(("real_model_cpu.yaml",))
+    header = " ".join((ROOT / "configs/real_model_cpu.yaml").read_text().split("\n\n")[0].replace("#", " ").split())
+    assert not config.warnings
+    rollout, steps = config.rollout, config.run.steps
+    prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
+    assert f"{prompts} prompts x {samples} samples = {config.rollouts_per_step} rollouts a step" in header
+    assert f"{steps} steps = {config.total_updates} optimizer steps on {steps * prompts:,} of" in header
+
+
 def test_dapos_rewards_are_one_and_minus_one_up_to_a_shift_and_the_published_overlong_penalty() -> None:
     """Section 4.1 and equation 13: right and wrong are 2 apart, and the last 4,096 of 20,480 tokens cost up to 1."""
     from rlhf.config.reward import LengthOptions

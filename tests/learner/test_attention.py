@@ -98,6 +98,11 @@ def test_every_computed_token_is_laid_out_and_put_back(name: str) -> None:
     assert sum(n * longest for n, longest in segments.blocks) == len(segments.gather)
     assert torch.equal(segments.gather[segments.restore], torch.arange(lengths.sum() - shared.sum()))
     assert len(segments.gather) <= lengths.sum() / 0.75
+    blocks, keys, queries, places = segments.attention
+    assert sum(block.places.numel() for block in blocks) == len(queries)
+    assert sum(len(block.places) * block.keys for block in blocks) == len(keys) <= lengths.sum() / 0.75
+    assert torch.equal(queries[places], torch.arange(lengths.sum() - shared.sum()))
+    assert len(queries) <= 2 * (lengths.sum() - shared.sum())  # what is shared is not a query again
     assert segments.cu_computed.diff().tolist() == (lengths - shared).tolist()
     assert (segments.expand is None) == (not shared.any())
     if segments.expand is not None:

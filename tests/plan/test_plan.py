@@ -305,6 +305,7 @@ OWN_CONFIGS = [
     ["tulu3_8b_math.yaml", "cpu.yaml"],
     ["quickstart.yaml"],
     ["quickstart.yaml", "cpu.yaml"],
+    ["real_model_cpu.yaml"],
 ]
 HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "datasets", "numpy")
 
