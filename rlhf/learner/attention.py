@@ -135,11 +135,11 @@ def _blockwise_attention(
 ) -> Tensor:
     """[U, heads, d] each -> [U, heads, d]; a block of n segments is one batch of n."""
     scored = softcap is not None or sinks is not None
-    blocks, of_keys, of_queries, places = segments.attention
-    queries = take_rows(q, of_queries).split([block.places.numel() for block in blocks])
-    keys, values = (take_rows(x, of_keys).split([len(b.places) * b.keys for b in blocks]) for x in (k, v))
+    layout = segments.layout
+    queries = take_rows(q, layout.queries).split([block.places.numel() for block in layout.blocks])
+    keys, values = (take_rows(x, layout.keys).split([len(b.places) * b.keys for b in layout.blocks]) for x in (k, v))
     outputs = []
-    for block, *parts in zip(blocks, queries, keys, values, strict=True):
+    for block, *parts in zip(layout.blocks, queries, keys, values, strict=True):
         query, key, value = (x.view(len(block.places), -1, *x.shape[1:]).transpose(1, 2) for x in parts)
         if q.device.type == "cpu" and query.shape[-2] <= SHORT_QUERIES:
             query, key, value = full_precision(query), full_precision(key), full_precision(value)
@@ -151,7 +151,7 @@ def _blockwise_attention(
                 query, key, value, seen, is_causal=seen is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         outputs.append(out.to(q.dtype).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, places)
+    return torch.cat(outputs).index_select(0, layout.among_queries)
 
 
 def _scored_attention(

@@ -54,9 +54,10 @@ def _by_segments(whole: Any) -> Any:
         segments = segments_of_row()
         kwargs.pop("segments", None)  # meant for attention; fused kernels take no unknown argument
         # Padding repeats a segment's last token. Its outputs are dropped, so no gradient comes from there.
-        sizes = [n * longest for n, longest in segments.blocks]
+        layout = segments.layout
+        shapes = [(len(block.places), block.keys) for block in layout.blocks]
         outputs = []
-        for shape, places in zip(segments.blocks, segments.gather.split(sizes), strict=True):
+        for shape, places in zip(shapes, layout.keys.split([n * longest for n, longest in shapes]), strict=True):
 
             def block(x: Any, shape: tuple[int, int] = shape, places: Tensor = places) -> Any:
                 of_tokens = isinstance(x, Tensor) and x.shape[:2] == (1, len(segments.computed))
@@ -65,7 +66,7 @@ def _by_segments(whole: Any) -> Any:
             out = whole(*tree_map(block, args), **tree_map(block, kwargs))
             outputs.append(out)
         of_blocks = [(out[0] if isinstance(out, tuple) else out).flatten(0, 1) for out in outputs]
-        row = torch.cat(of_blocks).index_select(0, segments.restore).unsqueeze(0)
+        row = torch.cat(of_blocks).index_select(0, layout.among_keys).unsqueeze(0)
         # What else a mixer returns, as its last state, is of a block and not of the row.
         return (row, *(None for _ in outputs[0][1:])) if isinstance(outputs[0], tuple) else row
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +50,21 @@ class Block:
         return keys <= places if window is None else (keys <= places) & (keys > places - window)
 
 
+class Layout(NamedTuple):
+    """All blocks of a row, one after another, padded.
+
+    Attributes:
+        keys, queries: [K] and [Q] int64, the computed token at each place; padding repeats a segment's last token.
+        among_keys, among_queries: [U] int64, the place of each computed token.
+    """
+
+    blocks: tuple[Block, ...]
+    keys: Tensor
+    queries: Tensor
+    among_keys: Tensor
+    among_queries: Tensor
+
+
 @dataclass(frozen=True)
 class Segments:
     """The sequences of a packed row, in the form that attention needs.
@@ -76,34 +91,9 @@ class Segments:
     block_masks: dict[int | None, Any] = field(default_factory=dict)
 
     @functools.cached_property
-    def _layout(self) -> tuple[Tensor, tuple[tuple[int, int], ...], Tensor]:
-        laid_out, blocks, restore = _blocks(self.bounds, np.diff(self.bounds))
-        device = self.computed.device
-        return (
-            torch.from_numpy(self.source[laid_out]).to(device),
-            tuple(blocks),
-            torch.from_numpy(restore).to(device)[self.computed],
-        )
-
-    @property
-    def gather(self) -> Tensor:
-        """[P] int64, the computed token at each place of the blocks; padding repeats a segment's last token."""
-        return self._layout[0]
-
-    @property
-    def blocks(self) -> tuple[tuple[int, int], ...]:
-        """(segments, longest) of each block; their products add up to P."""
-        return self._layout[1]
-
-    @property
-    def restore(self) -> Tensor:
-        """[U] int64, the place of each computed token in the blocks."""
-        return self._layout[2]
-
-    @functools.cached_property
-    def attention(self) -> tuple[tuple[Block, ...], Tensor, Tensor, Tensor]:
-        """-> blocks; the computed token that is each of their keys [K] and queries [Q]; the query of each token [U]."""
-        return _attention_blocks(self)
+    def layout(self) -> Layout:
+        """Made where blocks are computed, once for all layers."""
+        return _layout_of(self)
 
     def state_of(self, tokens: Tensor) -> Tensor:
         """The index of the computed state of each of these tokens of the row; int64, any shape."""
@@ -174,29 +164,7 @@ def _computed_once(cu_seqlens: np.ndarray, shared: np.ndarray) -> tuple[np.ndarr
     return np.flatnonzero(own), expand
 
 
-def _blocks(cu_seqlens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]], np.ndarray]:
-    """-> the row's tokens block after block [P], (segments, longest) of each block, where each token stands [T]."""
-    order = np.argsort(-lengths, kind="stable")
-    rows: list[np.ndarray] = []
-    blocks: list[tuple[int, int]] = []
-    restore = np.zeros(int(cu_seqlens[-1]), np.int64)
-    start = filled = 0
-    while start < len(order):
-        longest = int(lengths[order[start]])
-        fits = lengths[order[start:]] >= SIMILAR_LENGTH * longest
-        stop = start + (len(fits) if fits.all() else int(np.argmin(fits)))
-        starts, sizes = cu_seqlens[order[start:stop], None], lengths[order[start:stop], None]
-        columns = np.arange(longest)
-        laid_out = starts + np.minimum(columns, sizes - 1)
-        real = columns < sizes
-        restore[laid_out[real]] = filled + np.flatnonzero(real)
-        rows.append(laid_out.ravel())
-        blocks.append((stop - start, longest))
-        start, filled = stop, filled + real.size
-    return np.concatenate(rows), blocks, restore
-
-
-def _attention_blocks(segments: Segments) -> tuple[tuple[Block, ...], Tensor, Tensor, Tensor]:
+def _layout_of(segments: Segments) -> Layout:
     bounds, shared, device = segments.bounds, segments.shared, segments.computed.device
     lengths = np.diff(bounds)
     own = lengths - shared
@@ -217,12 +185,19 @@ def _attention_blocks(segments: Segments) -> tuple[tuple[Block, ...], Tensor, Te
         queries.append((bounds[rows] + places).ravel())
         blocks.append(Block(torch.from_numpy(places).to(device), int(lengths[first]), whole=not classes[first]))
         start = stop
+
+    def computed_at(tokens: np.ndarray) -> Tensor:
+        return torch.from_numpy(segments.source[tokens]).to(device)
+
+    def place_among(tokens: np.ndarray) -> Tensor:
+        place = np.zeros(int(bounds[-1]), np.int64)
+        place[tokens[::-1]] = np.arange(len(tokens))[::-1]  # padding repeats a token: its first place counts
+        return torch.from_numpy(place).to(device)[segments.computed]
+
     of_keys, of_queries = np.concatenate(keys), np.concatenate(queries)
-    place = np.zeros(int(bounds[-1]), np.int64)
-    place[of_queries[::-1]] = np.arange(len(of_queries))[::-1]  # padding repeats a token: its first place counts
-    source = torch.from_numpy(segments.source).to(device)
-    at_keys, at_queries = (source[torch.from_numpy(rows).to(device)] for rows in (of_keys, of_queries))
-    return tuple(blocks), at_keys, at_queries, torch.from_numpy(place).to(device)[segments.computed]
+    return Layout(
+        tuple(blocks), computed_at(of_keys), computed_at(of_queries), place_among(of_keys), place_among(of_queries)
+    )
 
 
 class _TakeRows(torch.autograd.Function):

@@ -95,14 +95,13 @@ def test_every_computed_token_is_laid_out_and_put_back(name: str) -> None:
     packed = pack_rows(*BATCHES[name])
     lengths, shared = np.diff(packed.cu_seqlens), shared_beginnings(packed)
     segments = segments_of(packed.cu_seqlens, shared, torch.device("cpu"))
-    assert sum(n * longest for n, longest in segments.blocks) == len(segments.gather)
-    assert torch.equal(segments.gather[segments.restore], torch.arange(lengths.sum() - shared.sum()))
-    assert len(segments.gather) <= lengths.sum() / 0.75
-    blocks, keys, queries, places = segments.attention
-    assert sum(block.places.numel() for block in blocks) == len(queries)
+    computed = torch.arange(lengths.sum() - shared.sum())
+    blocks, keys, queries, among_keys, among_queries = segments.layout
     assert sum(len(block.places) * block.keys for block in blocks) == len(keys) <= lengths.sum() / 0.75
-    assert torch.equal(queries[places], torch.arange(lengths.sum() - shared.sum()))
-    assert len(queries) <= 2 * (lengths.sum() - shared.sum())  # what is shared is not a query again
+    assert sum(block.places.numel() for block in blocks) == len(queries)
+    assert len(queries) <= 2 * len(computed)  # what is shared is not a query again
+    assert torch.equal(keys[among_keys], computed)
+    assert torch.equal(queries[among_queries], computed)
     assert segments.cu_computed.diff().tolist() == (lengths - shared).tolist()
     assert (segments.expand is None) == (not shared.any())
     if segments.expand is not None:
@@ -161,9 +160,9 @@ def test_a_window_that_no_sequence_exceeds_makes_no_mask(monkeypatch: pytest.Mon
     q, k, v = (torch.randn(1, heads, len(segments.computed), 32) for heads in (4, 2, 2))
     for window in (Window(64, chunked=False), Window(64, chunked=True), Window(63, chunked=False)):
         packed_attention(torch.nn.Identity(), q, k, v, window, segments=segments)
-    blocks = len(segments.blocks)
-    assert segments.blocks[0] == (2, 64)
-    assert causal == [True] * blocks * 2 + [False] + [True] * (blocks - 1)
+    first, *others = segments.layout.blocks
+    assert first.places.shape == (2, 64)
+    assert causal == [True] * (1 + len(others)) * 2 + [False] + [True] * len(others)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
