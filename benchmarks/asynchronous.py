@@ -68,7 +68,7 @@ def pin_processes() -> None:
 
 async def flat_out(run: Any, seconds: float) -> dict[str, float]:
     """Engine and learner at once, neither waiting: seconds of a step's sampling and of its training and transfer."""
-    from rlhf.step.batch import at_every_token, make_batch
+    from rlhf.step.batch import broadcast_to_tokens, make_batch
     from rlhf.step.minibatches import plan_epochs
     from rlhf.types import PolicyTargets
 
@@ -77,7 +77,7 @@ async def flat_out(run: Any, seconds: float) -> dict[str, float]:
     groups = await asyncio.gather(*(run.sampler.for_training(prompt) for prompt in prompts[:groups_per_step]))
     batch, learners = make_batch(groups, mask_truncated=False), run.cluster.learners
     epochs = plan_epochs(batch, config, step=0)
-    advantages = at_every_token(batch, np.resize([1.0, -1.0], len(batch.rewards)))
+    advantages = broadcast_to_tokens(batch, np.resize([1.0, -1.0], len(batch.rewards)))
     finished: list[float] = []
     deadline = time.monotonic() + seconds
 
@@ -91,7 +91,7 @@ async def flat_out(run: Any, seconds: float) -> dict[str, float]:
         while time.monotonic() < deadline:
             started = time.monotonic()
             await learners.start_step(batch, epochs)
-            old, ref = await learners.columns("logprobs")
+            old, ref = await learners.compute("logprobs")
             await learners.update(PolicyTargets(advantages, old, ref))
             times.append(time.monotonic() - started)
         return times

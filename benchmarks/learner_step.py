@@ -67,9 +67,9 @@ def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
 
     from benchmarks.models import run_config
     from rlhf.learner.attention import PACKED
-    from rlhf.learner.model import DeviceTokens, PolicyModel
+    from rlhf.learner.policy_model import DeviceTokens, PolicyModel
     from rlhf.learner.update import policy_microbatch
-    from rlhf.step.batch import at_every_token, make_batch
+    from rlhf.step.batch import broadcast_to_tokens, make_batch
     from rlhf.step.minibatches import plan_epochs
     from rlhf.types import PolicyTargets, Prompt, RolloutGroup, ScoredRollout
 
@@ -82,7 +82,7 @@ def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
     samples = tuple(ScoredRollout(rollout, "", "", 0.0, {}, "ok") for rollout in rollouts)
     batch = make_batch([RolloutGroup(prompt, samples)], mask_truncated=False)
     ((minibatch,),) = plan_epochs(batch, config, step=0)
-    targets = PolicyTargets(at_every_token(batch, advantages), None, None)
+    targets = PolicyTargets(broadcast_to_tokens(batch, advantages), None, None)
     for rows in minibatch.microbatches[0]:
         tokens = DeviceTokens.of(batch.tokens.take(rows), torch.device(case["device"]))
         own = targets.take(batch.tokens.token_indices(rows))

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.plan.resources import GPU, local_resources
 
 FOLDER = Path("runs/benchmarks/models")

@@ -25,7 +25,7 @@ from benchmarks import harness, models
 from benchmarks.harness import Case, Row
 
 if TYPE_CHECKING:
-    from rlhf.config.run import GRPOConfig
+    from rlhf.config.grpo import GRPOConfig
 
 OURS, ASYNC, OFFLINE = "rlhf", "AsyncLLM", "LLM.generate"
 SAMPLES, PROMPT_TOKENS = 8, 24
@@ -133,7 +133,7 @@ class Trainer:
         from rlhf.cluster.cluster import Cluster
         from rlhf.data.model_files import load_tokenizer
         from rlhf.rewards.scorer import Scorer
-        from rlhf.run.sampler import Sampler
+        from rlhf.run.sample_and_grade import Sampler
         from rlhf.types import Prompt
 
         config = run_config(case)

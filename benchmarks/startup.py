@@ -21,7 +21,7 @@ from benchmarks import harness, models
 from benchmarks.harness import Case, Row
 
 if TYPE_CHECKING:
-    from rlhf.config.run import GRPOConfig
+    from rlhf.config.grpo import GRPOConfig
 
 SIZE = "10m"
 PROMPTS = 8

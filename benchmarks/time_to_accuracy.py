@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import Case, Row
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 
 TARGET, EVERY = 0.8, 5
 TRL = "TRL GRPOTrainer"

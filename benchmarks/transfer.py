@@ -194,7 +194,7 @@ def whole(case: Case) -> Row:
             await cluster.send_weights(0)
             times = []
             for version in range(1, case["rounds"] + 1):
-                await cluster.yield_gpus()
+                await cluster.sleep_colocated_engines()
                 started = time.perf_counter()
                 await cluster.send_weights(version)
                 times.append(time.perf_counter() - started)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.config import cli
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.plan import check_resources, joins_a_cluster, local_resources
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     from rlhf.rewards.answers.extract import gold_answer
     from rlhf.rewards.scorer import Scorer
     from rlhf.run.evaluation import evaluate
-    from rlhf.run.sampler import Sampler
+    from rlhf.run.sample_and_grade import Sampler
 
     tokenizer = load_tokenizer(config.model)
     loaded = load_prompts(config.data, "eval", tokenizer, gold_answer)

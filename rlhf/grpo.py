@@ -4,11 +4,11 @@
 
 `train_step` is one training step, in the order in which it happens:
 
-    take graded groups -> flat batch -> minibatches and their denominators -> the learners' old and reference log-probs,
-    where the config needs them -> advantages -> update -> new weights into the engines, canary -> metrics
+    take graded groups (a prompt, its responses and their rewards) -> one flat batch -> advantages -> minibatches ->
+    old and reference log-probs -> update -> new weights to the engines -> canary (do the engines hold them?) -> metrics
 
-Unless the KL is in the reward, the advantages come before the log-probs. If the loss is then also free of a KL and an
-entropy bonus, and algo.log_kl is off, rollouts whose advantage is 0 are not computed.
+With the KL in the reward, advantages need the log-probs and are computed after them. A rollout whose advantage is 0
+has no gradient if the loss has neither a KL nor an entropy bonus: then it gets no forward and no backward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhf.config import cli
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.plan import check_resources, joins_a_cluster, local_resources, print_plan
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ async def train(run: TrainingRun) -> None:
 
 
 async def train_step(run: TrainingRun, step: int) -> None:
-    """One training step: consumes prompts_per_step x samples_per_prompt rollouts, takes updates_per_step updates."""
+    """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
     # imported here, so that --help and --plan need neither torch nor ray
-    from rlhf.step.advantages import penalize_kl, step_advantages
-    from rlhf.step.batch import at_every_token, make_batch
+    from rlhf.step.batch import broadcast_to_tokens, make_batch
     from rlhf.step.minibatches import plan_epochs, rows_with_gradient
+    from rlhf.step.response_advantages import penalize_kl, step_advantages
     from rlhf.types import PolicyTargets
 
     config, algo, clock, learners = run.config, run.config.algo, run.clock, run.cluster.learners
@@ -51,7 +51,7 @@ async def train_step(run: TrainingRun, step: int) -> None:
 
     with clock.phase("sampling"):
         groups = await run.buffer.take()
-    await run.cluster.yield_gpus()  # engines on the learners' GPUs sleep until send_weights wakes them
+    await run.cluster.sleep_colocated_engines()  # with placement=colocated; send_weights wakes them
     batch = make_batch(groups, mask_truncated=algo.mask_truncated)
 
     rows_to_compute = batch.trained
@@ -62,23 +62,23 @@ async def train_step(run: TrainingRun, step: int) -> None:
 
     with clock.phase("logprobs"):
         await learners.start_step(batch, epochs)
-        old, ref = await learners.columns("logprobs")  # each None where nothing reads it
-    if config.kl_in_reward:  # rows that were not computed become NaN here, and so leave the baseline
+        old, ref = await learners.compute("logprobs")  # each None if the config does not use it
+    if config.kl_in_reward:  # rewards of rows without log-probs become NaN, which the baseline leaves out
         rewards = penalize_kl(batch, rows_to_compute, old, ref, algo)
         advantages = step_advantages(batch, rewards, algo.advantage)
 
     with clock.phase("update"):
-        updates = await learners.update(PolicyTargets(at_every_token(batch, advantages), old, ref))
+        updates = await learners.update(PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref))
 
     run.count_rollouts(batch)
-    await run.move_reference(step + 1)
+    await run.update_reference(step + 1)
     with clock.phase("transfer"):
         await run.cluster.send_weights(step + 1)
     with clock.phase("canary"):
-        canary = await run.canary.check(run.cluster, step + 1)  # raises where an engine does not hold the weights
+        canary = await run.canary.check(run.cluster, step + 1)  # raises if an engine does not hold the new weights
     run.buffer.begin_next_step()  # its groups are sampled with the new weights
-    measured = {"learner/skipped_rollouts": int((batch.trained & ~rows_to_compute).sum()), **canary}
-    run.log_step(step + 1, groups, batch, advantages, epochs, updates, measured)
+    extra_metrics = {"learner/skipped_rollouts": int((batch.trained & ~rows_to_compute).sum()), **canary}
+    run.log_step(step + 1, groups, batch, advantages, epochs, updates, extra_metrics)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -27,7 +27,7 @@ DESCRIPTION = "Proximal policy optimization (arXiv:1707.06347) with a critic, as
 
 async def train(run: TrainingRun[PPOConfig]) -> None:
     """The run: evaluate, take the steps, evaluate, export."""
-    from rlhf.step.credit import make_controller
+    from rlhf.step.token_advantages import make_controller
 
     controller = make_controller(run.config.algo, run.state.kl_controller.get("coef"))
     async with run:
@@ -41,10 +41,10 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
 
 
 async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLController) -> None:
-    """One training step: consumes prompts_per_step x samples_per_prompt rollouts, takes updates_per_step updates."""
+    """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
     from rlhf.step.batch import make_batch
-    from rlhf.step.credit import assign_credit, mean_over_responses, response_kl
     from rlhf.step.minibatches import plan_epochs
+    from rlhf.step.token_advantages import assign_credit, mean_over_responses, response_kl
     from rlhf.types import PolicyTargets, ValueTargets
 
     config, clock, algo = run.config, run.clock, run.config.algo
@@ -59,16 +59,16 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
 
     with clock.phase("logprobs"):
         await asyncio.gather(learners.start_step(batch, epochs), critics.start_step(batch, critic_epochs))
-        (old, ref), (values,) = await asyncio.gather(learners.columns("logprobs"), critics.columns("values"))
+        (old, ref), (values,) = await asyncio.gather(learners.compute("logprobs"), critics.compute("values"))
     assert values is not None
     policy_learns = step >= config.critic.warmup_steps  # the critic learns alone before; a KL of 0 then says nothing
     kl_coef = controller.coef if config.kl_in_reward else 0.0
     credit = assign_credit(batch, values, old, ref, kl_coef=kl_coef, algo=algo)
-    measured = {**credit.metrics, "policy/kl_coef": controller.coef}
+    extra_metrics = {**credit.metrics, "policy/kl_coef": controller.coef}
     if old is not None and ref is not None and batch.trained.any():
-        measured["policy/kl_response"] = response_kl(batch, old, ref)
+        extra_metrics["policy/kl_response"] = response_kl(batch, old, ref)
         if config.kl_in_reward and policy_learns:
-            controller.update(measured["policy/kl_response"], int(batch.trained.sum()))
+            controller.update(extra_metrics["policy/kl_response"], int(batch.trained.sum()))
 
     with clock.phase("update"):
         at_once = [critics.update(ValueTargets(values, credit.returns))]
@@ -77,14 +77,14 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
         updates = [update for of_module in await asyncio.gather(*at_once) for update in of_module]
 
     run.count_rollouts(batch)
-    await run.move_reference(step + 1)
+    await run.update_reference(step + 1)
     with clock.phase("transfer"):
         await run.cluster.send_weights(step + 1)
     with clock.phase("canary"):
-        measured |= await run.canary.check(run.cluster, step + 1)
+        extra_metrics |= await run.canary.check(run.cluster, step + 1)
     run.buffer.begin_next_step()
     advantages = mean_over_responses(batch, credit.advantages)
-    run.log_step(step + 1, groups, batch, advantages, epochs if policy_learns else [], updates, measured)
+    run.log_step(step + 1, groups, batch, advantages, epochs if policy_learns else [], updates, extra_metrics)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

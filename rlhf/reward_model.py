@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config import cli
-from rlhf.config.contradictions import warmup_problems
 from rlhf.config.data import SourceConfig
+from rlhf.config.program import warmup_problems
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.data.read import read_rows
 from rlhf.learner.messages import Place, free_port
@@ -86,7 +86,7 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
     if cluster.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[rank]
     from rlhf.learner.reward_trainer import RewardTrainer, count_updates
-    from rlhf.log.metrics import to_values
+    from rlhf.log.reductions import to_values
     from rlhf.log.sinks import JsonlSink
 
     threads = cluster.threads_per_learner or max(1, (os.cpu_count() or 1) // cluster.learners)

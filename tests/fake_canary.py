@@ -54,7 +54,7 @@ class FakeCluster:
         self.sent.append(version)
         self.transfer(self.trained, self.served)
 
-    async def yield_gpus(self) -> None:
+    async def sleep_colocated_engines(self) -> None:
         pass
 
     async def sample_group(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.reward import MathOptions
-from rlhf.config.run import GRPOConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.config.run import GRPOConfig
 
 ROOT = Path(__file__).parent.parent
 TASK = runpy.run_path(str(ROOT / "tools/real_model_task.py"))

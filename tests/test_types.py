@@ -9,7 +9,7 @@ import numpy as np
 from worlds import make_config, make_groups, plan_first_epoch
 
 from rlhf.algo.packing import pack
-from rlhf.step.batch import at_every_token
+from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import PackedTokens, PolicyTargets, ValueTargets
 
 # Four sequences of 2, 3, 1 and 4 tokens; the id of a token is 10 times its row plus its position.
@@ -55,7 +55,7 @@ def test_the_columns_of_a_microbatch_belong_to_the_tokens_of_its_rows() -> None:
     batch, minibatches, _ = plan_first_epoch(
         config, make_groups(groups=6, samples=4, vocabulary=99, longest=40, seed=1)
     )
-    own_row = at_every_token(batch, np.arange(24))
+    own_row = broadcast_to_tokens(batch, np.arange(24))
     position = np.concatenate([np.arange(length) for length in batch.tokens.lengths]).astype(np.float32)
     policy, values = PolicyTargets(own_row, position, None), ValueTargets(position, own_row)
     for rows in (rows for minibatch in minibatches for rows in minibatch.microbatches[0]):

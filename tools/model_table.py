@@ -100,7 +100,7 @@ def packed(folder: Path, sequences: list[np.ndarray], weights: list[np.ndarray])
     import torch
 
     from rlhf.algo.packing import pack
-    from rlhf.learner.model import DeviceTokens, check_packed, load_policy
+    from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
 
     policy = load_policy(
         str(folder), dtype="float32", temperature=1.0, gradient_checkpointing=True, trust_remote_code=False

@@ -30,19 +30,19 @@ from torch import Tensor, nn
 from benchmarks.studies import report
 from rlhf.algo.kl import kl_per_token
 from rlhf.algo.optim import adam_epsilon, set_step
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.reward import MathOptions
-from rlhf.config.run import GRPOConfig
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
 from rlhf.learner.attention import PACKED
-from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.update import policy_microbatch
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.math import math_reward
-from rlhf.step.advantages import step_advantages
-from rlhf.step.batch import at_every_token, make_batch
+from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs
+from rlhf.step.response_advantages import step_advantages
 from rlhf.types import (
     Minibatch,
     PolicyTargets,
@@ -216,7 +216,7 @@ def distance(logprobs: Tensor, old_logprobs: Tensor) -> report.Row:
 def backward(case: Case) -> None:
     """The gradient of the whole minibatch, as the learner computes it."""
     tokens = case.batch.tokens
-    targets = PolicyTargets(at_every_token(case.batch, case.advantages), case.old, None)
+    targets = PolicyTargets(broadcast_to_tokens(case.batch, case.advantages), case.old, None)
     for rows in case.minibatch.microbatches[0]:
         packed, own = DeviceTokens.of(tokens.take(rows), torch.device("cpu")), targets.take(tokens.token_indices(rows))
         loss, _ = policy_microbatch(case.model, packed, own, case.minibatch.denominators, case.config)

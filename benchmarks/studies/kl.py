@@ -31,19 +31,19 @@ from benchmarks.studies import report
 from rlhf.algo.kl import KL_ESTIMATORS, kl_per_token
 from rlhf.cluster.canary import Canary
 from rlhf.cluster.cluster import Cluster
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.config.run import GRPOConfig
 from rlhf.data.load import LoadedPrompts, load_prompts
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
 from rlhf.learner.checkpoint import MOMENTS
-from rlhf.log.metrics import mean_over_updates
+from rlhf.log.reductions import mean_over_updates
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
-from rlhf.run.sampler import Sampler
-from rlhf.step.advantages import step_advantages
-from rlhf.step.batch import at_every_token, make_batch
+from rlhf.run.sample_and_grade import Sampler
+from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs
+from rlhf.step.response_advantages import step_advantages
 from rlhf.types import PolicyTargets, RolloutGroup, StepBatch
 
 BETAS = (0.01, 0.1, 1.0)
@@ -218,10 +218,10 @@ async def train_step(stack: Stack, groups: Sequence[RolloutGroup], step: int) ->
     batch = make_batch(groups, mask_truncated=False)
     advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
     await learners.start_step(batch, plan_epochs(batch, config, step=step))
-    old, ref = await learners.columns("logprobs")
+    old, ref = await learners.compute("logprobs")
     assert old is not None
     assert ref is not None
-    updates = await learners.update(PolicyTargets(at_every_token(batch, advantages), old, ref))
+    updates = await learners.update(PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref))
     learned = mean_over_updates(updates)
     return {
         "kl": measured_kl(batch, old, ref),

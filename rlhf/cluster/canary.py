@@ -121,7 +121,7 @@ class Canary:
 
     async def _exact(self, cluster: Cluster) -> tuple[Logprobs, float]:
         """The learner's log-probs in float32, and by how much those in its own type differ from them."""
-        await cluster.yield_gpus()  # the float32 pass holds an embedding more
+        await cluster.sleep_colocated_engines()  # the float32 pass holds an embedding more
         own = (await cluster.learners.call("canary", self.sequences))[0]
         if not self._rounds:
             return own, 0.0

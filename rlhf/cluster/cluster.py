@@ -21,8 +21,8 @@ from rlhf.cluster.actors import ActorGroup, Location, start_call
 from rlhf.cluster.placement import Placed, create, shared_gpus
 from rlhf.cluster.ranks import RankGroup
 from rlhf.cluster.session import RaySession
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
-from rlhf.config.run import GRPOConfig
 from rlhf.learner.messages import Place
 from rlhf.plan import check_resources
 from rlhf.rollout.sampling import SamplingSettings
@@ -254,7 +254,7 @@ class Cluster:
     async def _check_engines(self) -> None:
         await self.engines.call("check_health", deadline_s=HEALTH_DEADLINE_S)
 
-    async def yield_gpus(self) -> None:
+    async def sleep_colocated_engines(self) -> None:
         """Before the learners work: engines on the same GPUs free their memory until the next weights arrive."""
         if self.config.cluster.placement == "colocated" and not self._asleep:
             await self.engines.call("sleep")

@@ -8,7 +8,7 @@ import numpy as np
 import ray
 
 from rlhf.cluster.actors import ActorGroup
-from rlhf.log.metrics import StepMetrics, merge_metrics
+from rlhf.log.reductions import StepMetrics, merge_metrics
 from rlhf.types import Minibatch, PackedTokens, PolicyTargets, StepBatch, ValueTargets
 
 
@@ -28,7 +28,7 @@ class RankGroup(ActorGroup):
         self._tokens, self._epochs = batch.tokens, epochs
         self.shared = np.concatenate(await self.call("start_step", ray.put(batch.tokens), ray.put(epochs)))
 
-    async def columns(self, method: str) -> list[np.ndarray | None]:
+    async def compute(self, method: str) -> list[np.ndarray | None]:
         """Columns [N] float32 of the step, as `method` computes them on the microbatches of the first epoch.
 
         Rows that are not computed are 0. A column is None if the ranks return None for it.

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from rlhf.config.base import Section
 from rlhf.config.describe import Key, describe_keys
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
-from rlhf.config.run import GRPOConfig
 
 C = TypeVar("C", bound=Section)
 R = TypeVar("R")

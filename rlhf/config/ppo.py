@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, Role, Training
-from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import AlgoConfig, ClusterConfig, Fraction, NonNegativeInt, TrainedConfig
 
 

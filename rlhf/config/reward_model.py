@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlhf.config.base import Section
-from rlhf.config.contradictions import ProgramConfig, dtype_problems, training_problems
+from rlhf.config.program import ProgramConfig, dtype_problems, training_problems
 from rlhf.config.sections import LearnersConfig, ModelConfig, NonNegativeInt, TrainedConfig
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, Role
-from rlhf.config.run import GRPOConfig
 from rlhf.data.model_files import local_model_config, looks_local
 
 

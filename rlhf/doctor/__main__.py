@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhf.config import cli
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.doctor import grading, machine, nodes, stack
 from rlhf.doctor.examination import Check, Patient, Result, examine_all, lines
 from rlhf.plan import GPU, local_resources

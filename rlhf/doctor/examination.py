@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 
 if TYPE_CHECKING:
     from rlhf.cluster.cluster import Cluster

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.reward import RewardConfig
-from rlhf.config.run import GRPOConfig
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient, Status, in_thread
 from rlhf.rewards.grade import OK, TIMEOUT
 from rlhf.rewards.scorer import Scorer

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rlhf.cluster.node_report import plugin_is_installed
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_checks import check_models
 from rlhf.data.model_files import load_tokenizer
 from rlhf.doctor.examination import Finding, Patient, in_thread
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
-from rlhf.plan.model import shape_at
+from rlhf.plan.model_shape import shape_at
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from rlhf.algo import losses
 from rlhf.config.ppo import PPOConfig
 from rlhf.learner.messages import Place
-from rlhf.learner.model import DeviceTokens, check_packed
+from rlhf.learner.policy_model import DeviceTokens, check_packed
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import masked_mean
 from rlhf.learner.value_model import HEAD, ValueModel, load_scalar_transformer
-from rlhf.log.metrics import StepMetrics, Sum
+from rlhf.log.reductions import StepMetrics, Sum
 from rlhf.types import Denominators, ValueTargets
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.learner.checkpoint import ShardWriter, read_shards
-from rlhf.learner.model import PolicyModel
+from rlhf.learner.policy_model import PolicyModel
 from rlhf.learner.rank import TrainedRank
 
 KIND = "reference"

@@ -12,7 +12,7 @@ import torch
 from rlhf.algo.packing import pack, pack_microbatches
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.sections import ModelConfig
-from rlhf.learner.model import DeviceTokens, check_packed
+from rlhf.learner.policy_model import DeviceTokens, check_packed
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
 
 NORMALIZATION_FILE = "reward_normalization.json"  # {"mean": ..., "std": ...} of scores on the pairs it was trained on

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rlhf.algo.packing import FILLER_TOKENS, filler
-from rlhf.learner.model import DeviceTokens
+from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.rank import TrainedRank
-from rlhf.log.metrics import StepMetrics
+from rlhf.log.reductions import StepMetrics
 from rlhf.types import Denominators, Minibatch, PackedTokens, PolicyTargets, ValueTargets
 
 Targets = TypeVar("Targets", PolicyTargets, ValueTargets)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from rlhf.algo import kl, losses
 from rlhf.algo.numerics import masked, segment_counts
-from rlhf.config.run import GRPOConfig
-from rlhf.learner.model import DeviceTokens
+from rlhf.config.grpo import GRPOConfig
+from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.routing import Routing
-from rlhf.log.metrics import EffectiveSampleFraction, ExpertLoad, Max, Mean, StepMetrics, Sum
+from rlhf.log.reductions import EffectiveSampleFraction, ExpertLoad, Max, Mean, StepMetrics, Sum
 from rlhf.types import Denominators, PolicyTargets
 
 HEALTH_KL = "k3"  # the estimator of kl_old and engine_kl; its first argument is the policy that sampled

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from rlhf.algo.packing import pack
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.hub_format import hub_shapes, hub_tensors
 from rlhf.learner.messages import Place
-from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.reference import Reference
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
-from rlhf.log.metrics import StepMetrics
+from rlhf.log.reductions import StepMetrics
 from rlhf.types import PolicyTargets
 from rlhf.weights.transfer import EngineClient, ParameterMeta, Rendezvous, WeightSender, make_sender
 

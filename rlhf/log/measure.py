@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from rlhf.log.metrics import Histogram, Max, Mean, StepMetrics
+from rlhf.log.reductions import Histogram, Max, Mean, StepMetrics
 from rlhf.types import RolloutGroup, ScoredRollout
 
 

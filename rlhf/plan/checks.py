@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import ENGINE, LEARNER
-from rlhf.config.run import GRPOConfig
 from rlhf.data.model_checks import model_problems
 from rlhf.plan.memory import GIB, EngineMemory, RoleMemory, total
 from rlhf.plan.text import counted

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC
-from rlhf.config.run import GRPOConfig
 from rlhf.plan.resources import count_gpus
 
 FORWARD_SHARE = 1 / 3  # of forward and backward together: a backward pass costs two forward passes

@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf.config import roles
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import Role
-from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import TrainedConfig
-from rlhf.plan.model import ModelShape, shape_at
+from rlhf.plan.model_shape import ModelShape, shape_at
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float32": 4}

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 
 from rlhf.algo.schedules import learning_rate
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.config.roles import Training
-from rlhf.config.run import GRPOConfig
 from rlhf.data.model_files import local_model_config, looks_local
 from rlhf.plan.checks import arithmetic_warnings, memory_warnings, model_warnings
 from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
@@ -28,7 +28,7 @@ from rlhf.plan.memory import (
     memory_of_roles,
     total,
 )
-from rlhf.plan.model import ModelShape, model_shape, stored_tensors
+from rlhf.plan.model_shape import ModelShape, model_shape, stored_tensors
 from rlhf.plan.resources import count_gpus
 from rlhf.plan.text import counted, rows, wrapped
 

@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import Role
-from rlhf.config.run import GRPOConfig
 from rlhf.plan.text import counted
 
 GPU = "GPU"

@@ -17,7 +17,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.rollout.sampling import Completion, SamplingSettings, engine_arguments, to_rollout, truncate
 from rlhf.types import Prompt, Rollout, VersionSpan
 

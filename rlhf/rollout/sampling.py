@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.types import Prompt, Rollout, VersionSpan
 
 CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU rollout.kv_cache_gib sets the size of the KV cache

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.log.sinks import JsonlSink, Sink, TerminalSink, WandbSink
 from rlhf.run.folder import RunFolder
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.rewards.grade import NO_ANSWER
 from rlhf.types import RolloutGroup, ScoredRollout
 

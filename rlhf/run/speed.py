@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf.algo.packing import FILLER_TOKENS
-from rlhf.config.run import GRPOConfig
-from rlhf.plan.model import shape_at
+from rlhf.config.grpo import GRPOConfig
+from rlhf.plan.model_shape import shape_at
 from rlhf.types import Minibatch, StepBatch
 
 # Dense bf16 TFLOP/s from NVIDIA's data sheets. The first entry whose words are all in the device name is used.

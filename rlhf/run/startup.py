@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, show_prompt
 from rlhf.rewards.scorer import Scorer
 from rlhf.run.folder import RunFolder

@@ -13,13 +13,13 @@ import numpy as np
 
 from rlhf.cluster.canary import Canary
 from rlhf.cluster.cluster import Cluster
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.data.load import load_prompts
 from rlhf.data.model_checks import check_models
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.data.read import check_sources
 from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
-from rlhf.log.metrics import StepMetrics, mean_over_updates, to_values
+from rlhf.log.reductions import StepMetrics, mean_over_updates, to_values
 from rlhf.log.sinks import summary_table
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
@@ -28,7 +28,7 @@ from rlhf.run.evaluation import evaluate, evaluation_metrics
 from rlhf.run.folder import RunFolder
 from rlhf.run.prompts import PromptTickets
 from rlhf.run.run_log import RunLog
-from rlhf.run.sampler import Sampler
+from rlhf.run.sample_and_grade import Sampler
 from rlhf.run.signal_watch import SignalWatch
 from rlhf.run.speed import LearnerSpeed
 from rlhf.run.startup import check_resumed_state, show_data, without_bad_gold
@@ -225,7 +225,7 @@ class TrainingRun(Generic[C]):
         counts = await self.cluster.learners.call("update_counts")
         self.state.updates_taken, self.state.updates_skipped = counts[0]
 
-    async def move_reference(self, done: int) -> None:
+    async def update_reference(self, done: int) -> None:
         """After `done` training steps: replace the reference by the policy when that is due, or average it in."""
         algo = self.config.algo
         if algo.ref_update == "average":

@@ -54,6 +54,6 @@ def sum_over_responses(batch: StepBatch, column: np.ndarray, rows: np.ndarray) -
     return np.array([column[span][mask[span]].sum(dtype=np.float64) for span in spans])
 
 
-def at_every_token(batch: StepBatch, values: np.ndarray) -> np.ndarray:
+def broadcast_to_tokens(batch: StepBatch, values: np.ndarray) -> np.ndarray:
     """[N] float32: the value of each row [B] at all of its tokens."""
     return np.repeat(values.astype(np.float32), batch.tokens.lengths)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from rlhf.algo.packing import bundle_samples, bundle_sizes, draw_minibatches, pack_microbatches
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import Training
-from rlhf.config.run import GRPOConfig
 from rlhf.types import Denominators, Minibatch, StepBatch
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf.algo.losses import PolicyLossTerms, aggregate, importance_weights, policy_loss, value_loss
 from rlhf.algo.numerics import MAX_LOG_RATIO
-from rlhf.log.metrics import EffectiveSampleFraction
+from rlhf.log.reductions import EffectiveSampleFraction
 
 POLICY_LOSSES = ("ppo", "gspo", "cispo")
 LOSS_AGGREGATIONS = ("token_mean", "sequence_mean", "constant")

@@ -15,8 +15,8 @@ from worlds import make_groups
 
 from benchmarks.studies import adam, algorithms, kl, report, schedule
 from rlhf.algo.schedules import learning_rate
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.config.run import GRPOConfig
 from rlhf.learner.checkpoint import MOMENTS
 from rlhf.step.batch import make_batch
 

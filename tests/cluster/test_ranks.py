@@ -22,7 +22,7 @@ from rlhf.cluster import ranks
 from rlhf.cluster.ranks import RankGroup
 from rlhf.learner.messages import Place
 from rlhf.learner.step import StepRank
-from rlhf.log.metrics import StepMetrics, Sum, merge_metrics
+from rlhf.log.reductions import StepMetrics, Sum, merge_metrics
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.types import Minibatch, PolicyTargets, StepBatch
@@ -93,7 +93,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalRanks, StepBatch, lis
 
 def test_columns_hold_what_the_ranks_computed_at_the_tokens_they_computed_it_for(started: Any) -> None:
     group, batch, _, computed = started
-    ids, nothing = asyncio.run(group.columns("token_ids"))
+    ids, nothing = asyncio.run(group.compute("token_ids"))
     assert nothing is None
     np.testing.assert_array_equal(ids, np.where(np.repeat(computed, batch.tokens.lengths), batch.tokens.token_ids, 0))
 

@@ -11,10 +11,10 @@ import pytest
 
 from rlhf.config.cli import RUN_ERROR, USER_ERROR, parse, run_program
 from rlhf.config.describe import describe_keys
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.config.run import GRPOConfig
 
 ROOT = Path(__file__).parents[2]
 MATH, CPU = str(ROOT / "configs/math.yaml"), str(ROOT / "configs/cpu.yaml")

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config, resolved_yaml
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import ScheduleConfig
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from rlhf import grpo, ppo
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOAlgoConfig, PPOConfig
 from rlhf.config.reward import RewardConfig
-from rlhf.config.run import GRPOConfig
 from rlhf.config.sections import AlgoConfig, LearnerConfig, RolloutConfig
 
 ROOT = Path(__file__).parents[2]

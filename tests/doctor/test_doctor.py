@@ -20,8 +20,8 @@ from fake_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
 from installed import seems_installed
 from waiting import STACK_WAIT_S
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.config.run import GRPOConfig
 from rlhf.doctor import grading, machine, nodes, stack
 from rlhf.doctor.__main__ import checks
 from rlhf.doctor.examination import Check, Finding, Patient, examine_all, in_thread, lines

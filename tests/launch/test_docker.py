@@ -17,8 +17,8 @@ import jsonschema
 import pytest
 import yaml
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.config.run import GRPOConfig
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from worlds import make_config, make_groups, plan_first_epoch, run_world
 
 from rlhf.learner.messages import Place
-from rlhf.step.batch import at_every_token
+from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import PolicyTargets
 
 pytestmark = pytest.mark.stack
@@ -56,7 +56,7 @@ def float32_pass(place: Place, model: Path, stage: int) -> None:
     learner = Learner(config, place)
     batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
     learner.start_step(batch.tokens, [minibatches])
-    targets = PolicyTargets(at_every_token(batch, advantages), None, None)
+    targets = PolicyTargets(broadcast_to_tokens(batch, advantages), None, None)
     learner.update(targets)
     before = weights(learner)
     own, exact = learner.canary(SEQUENCES), learner.canary(SEQUENCES, True)

@@ -17,7 +17,7 @@ from worlds import pack_rows
 
 from rlhf.algo.packing import shared_beginnings
 from rlhf.config.sections import ModelConfig
-from rlhf.learner.model import DeviceTokens, PolicyModel, check_packed, load_policy
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.value_model import load_scalar_transformer
 from rlhf.types import Rollout
 

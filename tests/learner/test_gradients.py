@@ -11,7 +11,7 @@ import torch
 from worlds import make_config, make_groups, plan_first_epoch, random_column, rows_of_minibatch, run_world
 
 from rlhf.learner.messages import Place
-from rlhf.step.batch import at_every_token
+from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import PolicyTargets
 
 pytestmark = pytest.mark.stack
@@ -58,7 +58,7 @@ def collect_gradients(place: Place, model: Path, budgets: tuple[int, ...], stage
             batch, minibatches, advantages = plan_first_epoch(config, groups)
             old, ref = random_column(batch, 1), random_column(batch, 2)
             learner.start_step(batch.tokens, [minibatches[:1]])
-            learner.update(PolicyTargets(at_every_token(batch, advantages), old, ref))
+            learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref))
             by_case[stage, budget] = {name: grad.numpy() for name, grad in learner.seen.items()}
     return by_case
 

@@ -14,7 +14,7 @@ from worlds import make_config, run_world
 from rlhf.algo.packing import pack
 from rlhf.learner.messages import Place
 from rlhf.learner.mixers import mixers_of
-from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.types import PackedTokens
 
 MIXERS = ("qwen3_5_text", "nemotron_h", "lfm2", "minimax")  # gated delta, Mamba 2, short convolution, linear attention

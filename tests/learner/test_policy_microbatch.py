@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from worlds import make_config, make_groups, plan_first_epoch
 
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.attention import PACKED
-from rlhf.learner.model import DeviceTokens, PolicyModel, PolicyOutput
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, PolicyOutput
 from rlhf.learner.routing import Routing
 from rlhf.learner.update import policy_microbatch
-from rlhf.log.metrics import StepMetrics, merge_metrics
-from rlhf.step.batch import at_every_token
+from rlhf.log.reductions import StepMetrics, merge_metrics
+from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import Denominators, PackedTokens, PolicyTargets
 
 RATIO = np.array([1.5, 0.6, 2.0, 1.0])
@@ -247,7 +247,7 @@ def microbatches(config: GRPOConfig, *, old_is_given: bool) -> list[tuple[Tensor
     batch, (minibatch,), advantages = plan_first_epoch(
         config, make_groups(groups=4, samples=4, vocabulary=61, longest=30, seed=2)
     )
-    targets = PolicyTargets(at_every_token(batch, advantages), None, None)
+    targets = PolicyTargets(broadcast_to_tokens(batch, advantages), None, None)
     results = []
     for rows in minibatch.microbatches[0]:
         packed, own = batch.tokens.take(rows), targets.take(batch.tokens.token_indices(rows))

@@ -101,7 +101,7 @@ class Pair:
         ids = np.concatenate([prompt.token_ids, self.answers[prompt.id][: settings.max_tokens]])
         return [Rollout(prompt.id, 0, 0, ids, np.ones(len(ids), bool), np.zeros(len(ids)), (), "stop")]
 
-    async def yield_gpus(self) -> None:
+    async def sleep_colocated_engines(self) -> None:
         pass
 
     def of_learner(self, method: str, *arguments: Any) -> Any:

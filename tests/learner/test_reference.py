@@ -11,7 +11,7 @@ import torch
 from worlds import make_config, make_groups, plan_first_epoch, run_world
 
 from rlhf.learner.messages import Place
-from rlhf.step.batch import at_every_token
+from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import PolicyTargets
 
 pytestmark = pytest.mark.stack
@@ -36,7 +36,7 @@ def move_and_look(place: Place, model: Path, folder: Path) -> dict[str, Any]:
         return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
 
     def update() -> None:
-        learner.update(PolicyTargets(at_every_token(batch, advantages), None, None))
+        learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), None, None))
 
     def largest_kl() -> float:
         old, ref = learner.logprobs()

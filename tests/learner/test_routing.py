@@ -15,10 +15,10 @@ from worlds import make_config, run_world
 
 from rlhf.algo.packing import filler, pack
 from rlhf.learner.messages import Place
-from rlhf.learner.model import DeviceTokens, PolicyModel, load_policy
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.routing import Routing
 from rlhf.learner.update import policy_microbatch
-from rlhf.log.metrics import ExpertLoad, merge_metrics, to_values
+from rlhf.log.reductions import ExpertLoad, merge_metrics, to_values
 from rlhf.types import Denominators, PackedTokens, PolicyTargets
 
 CPU = torch.device("cpu")

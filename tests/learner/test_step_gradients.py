@@ -24,9 +24,9 @@ from worlds import (
 
 from rlhf.config.sections import AlgoConfig
 from rlhf.learner.messages import Place
-from rlhf.step.advantages import penalize_kl, step_advantages
-from rlhf.step.batch import at_every_token, make_batch
-from rlhf.step.credit import assign_credit
+from rlhf.step.batch import broadcast_to_tokens, make_batch
+from rlhf.step.response_advantages import penalize_kl, step_advantages
+from rlhf.step.token_advantages import assign_credit
 from rlhf.types import Minibatch, PolicyTargets, StepBatch
 
 pytestmark = pytest.mark.stack
@@ -52,7 +52,7 @@ def advantages_of(config: Any, batch: StepBatch, old: np.ndarray, ref: np.ndarra
     if program == "ppo":
         return assign_credit(batch, random_column(batch, 1), old, ref, kl_coef=BETA, algo=config.algo).advantages
     rewards = penalize_kl(batch, batch.trained, old, ref, AlgoConfig(kl_estimator="k1", kl_coef=BETA))
-    return at_every_token(batch, step_advantages(batch, rewards, "grpo"))
+    return broadcast_to_tokens(batch, step_advantages(batch, rewards, "grpo"))
 
 
 def step_of_rank(place: Place, model: Path, program: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -13,8 +13,8 @@ import torch
 from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world
 
 from rlhf.learner.messages import Place
-from rlhf.log.metrics import StepMetrics
-from rlhf.step.batch import at_every_token
+from rlhf.log.reductions import StepMetrics
+from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import PolicyTargets
 
 pytestmark = pytest.mark.stack
@@ -27,14 +27,14 @@ def step(learner: Any, config: Any) -> list[StepMetrics]:
     batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
     learner.start_step(batch.tokens, [minibatches])
     old, ref = (column_of_rank(batch, minibatches, learner.place.rank, numbers) for numbers in learner.logprobs())
-    return learner.update(PolicyTargets(at_every_token(batch, advantages), old, ref))
+    return learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref))
 
 
 def start_step(learner: Any, config: Any) -> PolicyTargets:
     """Give the learner the step; the targets of its updates, where the policy of each update is the old one."""
     batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
     learner.start_step(batch.tokens, [minibatches])
-    return PolicyTargets(at_every_token(batch, advantages), None, None)
+    return PolicyTargets(broadcast_to_tokens(batch, advantages), None, None)
 
 
 # --- the first step ---

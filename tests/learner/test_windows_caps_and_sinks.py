@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from rlhf.algo.packing import pack
 from rlhf.learner.attention import PACKED
-from rlhf.learner.model import DeviceTokens, PolicyModel, logit_transform, prepare_transformer
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, logit_transform, prepare_transformer
 from tools.model_families import WINDOW, make_family
 
 SLIDING: dict[str, Any] = {"sliding_window": WINDOW}

@@ -11,7 +11,7 @@ from rich.console import Console
 from worlds import make_groups
 
 from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
-from rlhf.log.metrics import Last, Mean, Sum, mean_over_updates
+from rlhf.log.reductions import Last, Mean, Sum, mean_over_updates
 from rlhf.log.sinks import TerminalSink
 from rlhf.types import RolloutGroup, VersionSpan
 

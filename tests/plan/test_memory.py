@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
-from rlhf.config.run import GRPOConfig
 from rlhf.plan.memory import (
     GIB,
     HEAD_TILE,
@@ -26,7 +26,7 @@ from rlhf.plan.memory import (
     scalar_parameters,
     total,
 )
-from rlhf.plan.model import model_shape
+from rlhf.plan.model_shape import model_shape
 
 QWEN25_1B5 = {
     "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from processes import cpu_seconds
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
-from rlhf.config.run import GRPOConfig
 from rlhf.plan import check_resources
 from rlhf.plan.layout import draw, example_layout
 from rlhf.plan.report import plan_text

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
-from rlhf.config.run import GRPOConfig
 from rlhf.plan.hours import expected
 from rlhf.plan.layout import example_layout
 from rlhf.plan.memory import GIB, engine_memory, learner_memory, total
-from rlhf.plan.model import model_shape
+from rlhf.plan.model_shape import model_shape
 from rlhf.plan.report import plan_text
 
 ROOT = Path(__file__).parents[2]

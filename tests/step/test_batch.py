@@ -9,13 +9,13 @@ import pytest
 from worlds import group_of, make_groups
 
 from rlhf.config.sections import AlgoConfig
-from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.step.batch import (
-    at_every_token,
+    broadcast_to_tokens,
     make_batch,
     penalize_non_stop,
     sum_over_responses,
 )
+from rlhf.step.response_advantages import penalize_kl, step_advantages
 from rlhf.types import Rollout, ScoredRollout, StepBatch
 
 GROUPS = make_groups(groups=2, samples=4, vocabulary=99, longest=40, seed=1)
@@ -56,7 +56,7 @@ def test_a_sum_over_responses_leaves_out_what_was_not_sampled_and_a_value_per_ro
     assert sum_over_responses(batch, column, np.array([2, 0])).tolist() == [15, 3]
     assert batch.response_lengths.tolist() == [2, 0, 3]
     assert batch.prompt_lengths.tolist() == [1, 4, 1]  # all of it where nothing was sampled
-    assert at_every_token(batch, np.array([0.5, 1.5, 2.5])).tolist() == [0.5] * 4 + [1.5] * 4 + [2.5] * 4
+    assert broadcast_to_tokens(batch, np.array([0.5, 1.5, 2.5])).tolist() == [0.5] * 4 + [1.5] * 4 + [2.5] * 4
 
 
 def test_mask_truncated_leaves_responses_that_did_not_stop_out_of_the_loss_and_groups_keep_their_rows() -> None:

@@ -15,11 +15,11 @@ from worlds import make_config, make_groups, rows_of_minibatch, run_world
 from rlhf.algo.packing import FILLER_TOKENS, filler
 from rlhf.learner.attention import PACKED
 from rlhf.learner.messages import Place
-from rlhf.learner.model import DeviceTokens, PolicyModel
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel
 from rlhf.learner.update import policy_microbatch
-from rlhf.step.advantages import step_advantages
-from rlhf.step.batch import at_every_token, make_batch
+from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs, rows_with_gradient
+from rlhf.step.response_advantages import step_advantages
 from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
 NOWHERE = Path("nowhere/model")
@@ -43,7 +43,7 @@ class Plan:
     computed: np.ndarray
 
     def targets(self, old_logprobs: np.ndarray | None) -> PolicyTargets:
-        return PolicyTargets(at_every_token(self.batch, self.advantages), old_logprobs, None)
+        return PolicyTargets(broadcast_to_tokens(self.batch, self.advantages), old_logprobs, None)
 
 
 def plan(groups: list[RolloutGroup], config: Any, *, skip: bool) -> Plan:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlhf.run.sampler import BusyMeter
+from rlhf.run.sample_and_grade import BusyMeter
 
 
 def test_tokens_that_arrive_during_an_evaluation_are_in_the_rate_of_the_next_step() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from rlhf.config.contradictions import ProgramConfig, dtype_problems, training_problems, warmup_problems
 from rlhf.config.data import DataConfig
+from rlhf.config.program import ProgramConfig, dtype_problems, training_problems, warmup_problems
 from rlhf.config.reward import RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.roles import ENGINE, LEARNER, REWARD_MODEL, Role, Training

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from model_families import MODEL_TYPES, family_config, write_family
 
-from rlhf.plan.model import ModelShape, model_shape, shape_at, stored_tensors
+from rlhf.plan.model_shape import ModelShape, model_shape, shape_at, stored_tensors
 
 
 def built(model_type: str) -> Any:

@@ -13,7 +13,7 @@ from worlds import group_of, make_groups
 
 from rlhf.config.ppo import PPOAlgoConfig
 from rlhf.step.batch import make_batch
-from rlhf.step.credit import assign_credit, make_controller, mean_over_responses, response_kl
+from rlhf.step.token_advantages import assign_credit, make_controller, mean_over_responses, response_kl
 from rlhf.types import Rollout, StepBatch
 
 GROUPS: dict[str, Any] = {"groups": 3, "samples": 3, "vocabulary": 50, "longest": 12, "seed": 1}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlhf.cluster.cluster import Cluster
-from rlhf.config.run import GRPOConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_files import truncate_token_id
 from rlhf.rewards.model_client import RewardModelClient, endpoint_scorer
 from rlhf.rewards.scorer import Scorer
