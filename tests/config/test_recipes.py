@@ -75,7 +75,7 @@ def test_the_command_of_each_recipe_names_its_files() -> None:
 def test_the_run_of_the_real_model_has_no_warnings_and_adds_up_as_its_header_says() -> None:
     config = load(("real_model_cpu.yaml",))
     header = " ".join((ROOT / "configs/real_model_cpu.yaml").read_text().split("\n\n")[0].replace("#", " ").split())
-    assert not config.warnings
+    assert not list(config.warnings())
     rollout, steps = config.rollout, config.run.steps
     prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
     assert f"{prompts} prompts x {samples} samples = {config.rollouts_per_step} rollouts a step" in header
