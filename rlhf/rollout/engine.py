@@ -14,11 +14,16 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlhf.rollout.sampling import Completion, EngineSettings, SamplingSettings, sample_group, truncate
 from rlhf.types import Prompt, Rollout, VersionSpan
+
+# Samples share the whole blocks of their prompt: with vLLM's 128 a shorter prompt is computed once per sample. Its CPU
+# kernels take multiples of 32.
+CPU_BLOCK_TOKENS = 32
 
 CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
 
@@ -29,28 +34,31 @@ class RolloutEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self._keep_kv = settings.keep_kv
         self._request_ids = itertools.count()
-        self._engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=settings.model,
-                dtype=settings.dtype,  # type: ignore[arg-type]
-                seed=settings.seed,
-                max_model_len=settings.max_model_len,
-                max_num_seqs=settings.max_concurrent_sequences,
-                tensor_parallel_size=settings.tensor_parallel,
-                # Inside a placement group vLLM would choose Ray, which needs a bundle for every GPU.
-                distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
-                gpu_memory_utilization=settings.gpu_memory_utilization,
-                enforce_eager=settings.enforce_eager,
-                trust_remote_code=settings.trust_remote_code,
-                # Log-probs of the distribution that is sampled from, after the temperature; the default is before it.
-                logprobs_mode="processed_logprobs",
-                weight_transfer_config=WeightTransferConfig(backend=settings.transfer_backend),
-                enable_prefix_caching=not settings.keep_kv,
-                enable_sleep_mode=settings.sleep_mode,
-                disable_log_stats=True,
-                scheduling_policy="priority",  # so that the canary does not wait behind a backlog of rollouts
-            )
+        arguments = AsyncEngineArgs(
+            model=settings.model,
+            dtype=settings.dtype,  # type: ignore[arg-type]
+            seed=settings.seed,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_concurrent_sequences,
+            tensor_parallel_size=settings.tensor_parallel,
+            # Inside a placement group vLLM would choose Ray, which needs a bundle for every GPU.
+            distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            enforce_eager=settings.enforce_eager,
+            trust_remote_code=settings.trust_remote_code,
+            # Log-probs of the distribution that is sampled from, after the temperature; the default is before it.
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=settings.transfer_backend),
+            enable_prefix_caching=not settings.keep_kv,
+            enable_sleep_mode=settings.sleep_mode,
+            disable_log_stats=True,
+            scheduling_policy="priority",  # so that the canary does not wait behind a backlog of rollouts
         )
+        if current_platform.is_cpu():
+            model = arguments.create_model_config()
+            if not (model.is_hybrid or model.use_mla):  # their blocks have sizes of their own
+                arguments.block_size = CPU_BLOCK_TOKENS
+        self._engine = AsyncLLM.from_engine_args(arguments)
 
     # --- sampling ---
 
