@@ -107,7 +107,7 @@ class Canary:
             await cluster.learners.call("restore_weights")
 
     async def check(self, cluster: Cluster, version: int) -> dict[str, float]:
-        """Compare after a transfer; metrics of the difference.
+        """Compare after a transfer; metrics of the difference and its bound.
 
         Raises:
             ClusterError: naming the worst token and both values.
@@ -116,7 +116,7 @@ class Canary:
             cluster.learners.call("canary", self.sequences), cluster.engines.call("canary", self.sequences)
         )
         difference = _compare(expected, seen, f"weights of version {version}", self.tolerance)
-        return {"sync/canary_difference": difference}
+        return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
     async def _written(self, cluster: Cluster, prompt: Prompt) -> np.ndarray:
         """A prompt's beginning, and what the first engine samples after it."""
