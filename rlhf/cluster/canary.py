@@ -100,7 +100,7 @@ class Canary:
             await cluster.learners.call("restore_weights")
 
     async def check(self, cluster: Cluster, version: int) -> dict[str, float]:
-        """Compare after a transfer; metrics of the difference.
+        """Compare after a transfer; metrics of the difference and its bound.
 
         Raises:
             ClusterError: naming the worst token and both values.
@@ -110,7 +110,7 @@ class Canary:
         )
         problem = f"does not hold the weights of version {version}"
         difference = _compare(expected, by_engine, problem, self.tolerance)
-        return {"sync/canary_difference": difference}
+        return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
     async def _written(self, cluster: Cluster, prompt: Prompt) -> np.ndarray:
         """A prompt's beginning, and what the first engine samples after it."""

@@ -14,12 +14,17 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.rollout.sampling import Completion, SamplingSettings, engine_arguments, to_rollout, truncate
 from rlhf.types import Prompt, Rollout, VersionSpan
+
+# Samples share the whole blocks of their prompt: with vLLM's 128 a shorter prompt is computed once per sample. Its CPU
+# kernels take multiples of 32.
+CPU_BLOCK_TOKENS = 32
 
 CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
 
@@ -32,6 +37,10 @@ class RolloutEngine:
         self._request_ids = itertools.count()
         transfer = WeightTransferConfig(backend=transfer_backend)
         arguments = AsyncEngineArgs(**engine_arguments(config, seed), weight_transfer_config=transfer)
+        if current_platform.is_cpu():
+            model = arguments.create_model_config()
+            if not (model.is_hybrid or model.use_mla):  # their blocks have sizes of their own
+                arguments.block_size = CPU_BLOCK_TOKENS
         self._engine = AsyncLLM.from_engine_args(arguments)
 
     # --- sampling ---
