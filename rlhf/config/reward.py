@@ -34,6 +34,10 @@ class MathOptions(Section):
     extract: tuple[ExtractionStep, ...] | None = Field(
         None, description="places to look for an answer, in order; null: those of the mode"
     )
+    evaluated: bool | None = Field(
+        None,
+        description="whether an answer must be worked out: 7, not 3+4; null: in strict mode",
+    )
 
     @field_validator("extract", mode="before")
     @classmethod
@@ -43,6 +47,10 @@ class MathOptions(Section):
     @property
     def steps(self) -> tuple[ExtractionStep, ...]:
         return self.extract if self.extract is not None else STEPS_OF_MODE[self.mode]
+
+    @property
+    def must_be_evaluated(self) -> bool:
+        return self.evaluated if self.evaluated is not None else self.mode == "strict"
 
 
 class Gsm8kOptions(Section):

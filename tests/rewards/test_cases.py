@@ -5,12 +5,14 @@ These answers are put in a box; `RESPONSES` below holds whole responses, from wh
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlhf.config.reward import MathOptions
 from rlhf.rewards.math import math_reward
 
-RIGHT, WRONG = True, False
+RIGHT, WRONG, FORMULA = "right", "wrong", "formula"  # a formula for the gold answer is right where formulas may be
 
 ANSWERS = {
     "integers": [
@@ -73,7 +75,7 @@ ANSWERS = {
         (r"\frac{1}{7}", r"0.\overline{142858}", WRONG),
         ("1", r"0.\overline{9}", RIGHT),
         (r"\frac{270}7", r"\frac{270}{7}", RIGHT),
-        ("3/4", r"\frac{\frac{3}{2}}{2}", RIGHT),
+        ("3/4", r"\frac{\frac{3}{2}}{2}", FORMULA),
     ],
     "separators, powers of ten": [
         ("1234567", "1,234,567", RIGHT),
@@ -119,30 +121,30 @@ ANSWERS = {
         (r"12\pi", "12", WRONG),
         (r"\pi", r"\frac{22}{7}", WRONG),
         (r"\pi", "3.14159265", WRONG),
-        (r"e^2", r"e\cdot e", RIGHT),
-        ("720", "6!", RIGHT),
-        ("10", r"\binom{5}{2}", RIGHT),
-        ("3", r"\log_2 8", RIGHT),
-        ("2", r"\log 100", RIGHT),
+        (r"e^2", r"e\cdot e", FORMULA),
+        ("720", "6!", FORMULA),
+        ("10", r"\binom{5}{2}", FORMULA),
+        ("3", r"\log_2 8", FORMULA),
+        ("2", r"\log 100", FORMULA),
         (r"\log x", r"\ln x", RIGHT),
-        (r"\frac{\pi}{4}", r"\tan^{-1} 1", RIGHT),
-        (r"\frac{\pi^2}{6}", r"\sum_{n=1}^\infty \frac{1}{n^2}", RIGHT),
-        ("2", r"\ln e^2", RIGHT),
-        (r"\frac{\sqrt3}{2}", r"\sin\frac{\pi}{3}", RIGHT),
-        (r"\frac{\sqrt3}{2}", r"\cos 30^\circ", RIGHT),
-        ("5", "|-5|", RIGHT),
-        ("5", r"\lvert 2 - 7 \rvert", RIGHT),
-        ("2", r"\lfloor 2.7 \rfloor", RIGHT),
-        ("55", r"\sum_{k=1}^{10} k", RIGHT),
-        (r"\frac{1}{3}", r"\int_0^1 x^2 \, dx", RIGHT),
+        (r"\frac{\pi}{4}", r"\tan^{-1} 1", FORMULA),
+        (r"\frac{\pi^2}{6}", r"\sum_{n=1}^\infty \frac{1}{n^2}", FORMULA),
+        ("2", r"\ln e^2", FORMULA),
+        (r"\frac{\sqrt3}{2}", r"\sin\frac{\pi}{3}", FORMULA),
+        (r"\frac{\sqrt3}{2}", r"\cos 30^\circ", FORMULA),
+        ("5", "|-5|", FORMULA),
+        ("5", r"\lvert 2 - 7 \rvert", FORMULA),
+        ("2", r"\lfloor 2.7 \rfloor", FORMULA),
+        ("55", r"\sum_{k=1}^{10} k", FORMULA),
+        (r"\frac{1}{3}", r"\int_0^1 x^2 \, dx", FORMULA),
     ],
     "complex numbers": [
         ("3+4i", "4i+3", RIGHT),
         ("3+4i", "3-4i", WRONG),
-        ("-1", "i^2", RIGHT),
+        ("-1", "i^2", FORMULA),
         ("2i", r"\sqrt{-4}", RIGHT),
         (r"\frac12+\frac{\sqrt3}{2}i", r"e^{i\pi/3}", RIGHT),
-        (r"\frac{1-i}{2}", r"\frac{1}{1+i}", RIGHT),
+        (r"\frac{1-i}{2}", r"\frac{1}{1+i}", FORMULA),
     ],
     "algebra": [
         ("x^2+2x+1", "(x+1)^2", RIGHT),
@@ -150,7 +152,7 @@ ANSWERS = {
         ("x^2+2x+1", "1 + 2x + x²", RIGHT),
         ("x^2+2x+1", "(x+1)(x-1)", WRONG),
         ("x^2+2x+1", "y^2+2y+1", WRONG),
-        ("2xy", "yx + xy", RIGHT),
+        ("2xy", "yx + xy", FORMULA),
         ("5x", "5", WRONG),
         ("5", "5x", WRONG),
         ("2a", "2A", WRONG),
@@ -169,7 +171,49 @@ ANSWERS = {
         ("a_1 + a_2", "a_{2}+a_{1}", RIGHT),
         (r"\alpha+\beta", r"\beta+\alpha", RIGHT),
     ],
+    "worked out or not": [
+        ("7", r"3+4", FORMULA),
+        ("23", r"3+4\cdot 5", FORMULA),
+        ("26000", "513^2-487^2", FORMULA),
+        ("4495", r"\dbinom{31}{28}", FORMULA),
+        ("5", r"\sqrt{3^2+4^2}", FORMULA),
+        (r"6\pi", r"2\cdot 3\pi", FORMULA),
+        (r"3\sqrt{2}", r"\sqrt{8}+\sqrt{2}", FORMULA),
+        (r"\frac{\sqrt{3}}{3}", r"\frac{3}{\sqrt{27}}", FORMULA),
+        (r"\frac{8}{21}", r"\frac{1}{5}\cdot\frac{8}{7}\div\frac{12}{20}", FORMULA),
+        ("(3,4)", "(1+2, 4)", FORMULA),
+        ("12", r"x = 3\cdot 4", FORMULA),
+        ("4210_5", "555_{10}", FORMULA),
+        ("6x+5", "2x+5+4x", FORMULA),
+        ("5r^5", r"\frac{(10r^3)(4r^6)}{8r^4}", FORMULA),
+        (r"\cot x", r"\frac{\sec x}{\sin x} - \frac{\sin x}{\cos x}", FORMULA),
+        ("(a+5)(b+2)", "ab+5b+2a+10", FORMULA),
+        ("14", "(u+4)(u-1) - (u-3)(u+6)", FORMULA),
+        ("x=3", "2x+4=10", FORMULA),
+        ("x=3", "x-3=0", FORMULA),
+        ("0", "a+b=0", FORMULA),
+        ("[1,5]", r"|x-3| \le 2", FORMULA),
+        (r"(-\infty,2)\cup(3,\infty)", "x^2-5x+6>0", FORMULA),
+        ("3+4", "4+3", RIGHT),
+        (r"\binom{10}{3}", "120", RIGHT),
+        (r"\ln 2", r"\frac{\ln 4}{2}", RIGHT),
+        (r"\log_2 3", r"\frac{\ln 3}{\ln 2}", RIGHT),
+        (r"2+\sqrt3", r"\frac{1}{2-\sqrt3}", RIGHT),
+        (r"16\sqrt{3}-8", r"8(2\sqrt3-1)", RIGHT),
+        (r"2\sqrt[3]{4}", r"\sqrt[3]{32}", RIGHT),
+        (r"\frac{9}{16}", r"\left(\frac{3}{4}\right)^2", RIGHT),
+        (r"5\text{ m}", "5m", RIGHT),
+        ("3+3i", "3i+3", RIGHT),
+    ],
     "equations and labels": [
+        ("x=5", "(x-5)(x-6)=0", WRONG),
+        ("x=5", "x^2-11x+30=0", WRONG),
+        ("y=2x+3", "(y-2x-3)(y-2x-20)=0", WRONG),
+        ("y=2x+3", "x(y-2x-3)=0", WRONG),
+        ("y=x^2", "y^2=x^4", WRONG),
+        (r"\frac{x}{2}+\frac{y}{3}=1", "3x+2y=6", RIGHT),
+        (r"y=\frac{3}{x}", "xy=3", RIGHT),
+        (r"y=\frac{3}{x}", "xy=-3", WRONG),
         ("5", "x=5", RIGHT),
         ("x=5", "5", RIGHT),
         ("x=5", "x = 5", RIGHT),
@@ -258,8 +302,8 @@ ANSWERS = {
         ("x > 2", "2 < x", RIGHT),
         ("x > 2", "x < 2", WRONG),
         ("x > 2", "y > 2", WRONG),
-        ("x > 2", "-x < -2", RIGHT),
-        ("x > 2", r"2x - 4 > 0", RIGHT),
+        ("x > 2", "-x < -2", FORMULA),
+        ("x > 2", r"2x - 4 > 0", FORMULA),
         (r"x \le 3", "x≤3", RIGHT),
         (r"x \le 3", r"x \leq 3", RIGHT),
         (r"x \le 3", "x < 3", WRONG),
@@ -274,7 +318,7 @@ ANSWERS = {
         ("|x| < 3", "x < 3", WRONG),
         ("|x| < 3", "(-3, 3]", WRONG),
         ("x^2 > 4", r"(-\infty, -2) \cup (2, \infty)", RIGHT),
-        ("(-2, 2)", "x^2 < 4", RIGHT),
+        ("(-2, 2)", "x^2 < 4", FORMULA),
         ("[-2, 2]", "x^2 < 4", WRONG),
         ("(0, 1)", "]0, 1[", RIGHT),
         ("[0, 1)", "[0, 1[", RIGHT),
@@ -407,7 +451,7 @@ ANSWERS = {
         ("1", "1." + "0" * 3000 + "1", WRONG),
         ("1", "(" * 2000 + "1" + ")" * 2000, RIGHT),
         ("1", "(" * 2000 + "1" + ")" * 1999, WRONG),
-        ("1000", "+".join(["1"] * 1000), RIGHT),
+        ("1000", "+".join(["1"] * 1000), FORMULA),
         ("1", "__import__('os').getpid()", WRONG),
         ("1", "exec('1')", WRONG),
     ],
@@ -507,28 +551,31 @@ RESPONSES = {
 }
 
 
-def _cases(table: dict[str, list[tuple[str, str, bool]]]) -> list[object]:
+def _cases(table: dict[str, list[tuple[str, str, str]]]) -> list[object]:
     return [
-        pytest.param(gold, answer, right, id=f"{kind}: {gold[:30]} / {answer[:40]}")
+        pytest.param(gold, answer, verdict, id=f"{kind}: {gold[:30]} / {answer[:40]}")
         for kind, cases in table.items()
-        for gold, answer, right in cases
+        for gold, answer, verdict in cases
     ]
 
 
-def _grade(gold: str, response: str, mode: str) -> bool:
-    return math_reward(response, gold, MathOptions(mode=mode), lambda *_: None).value == 1.0
+def _grade(gold: str, response: str, **options: Any) -> bool:
+    return math_reward(response, gold, MathOptions(**options), lambda *_: None).value == 1.0
 
 
-@pytest.mark.parametrize(("gold", "answer", "right"), _cases(ANSWERS))
-def test_a_boxed_answer_is_right_exactly_when_the_table_says_so(gold: str, answer: str, right: bool) -> None:
-    assert _grade(gold, rf"So the answer is $\boxed{{{answer}}}$.", "strict") is right
+@pytest.mark.parametrize(("gold", "answer", "verdict"), _cases(ANSWERS))
+def test_a_boxed_answer_is_right_exactly_when_the_table_says_so(gold: str, answer: str, verdict: str) -> None:
+    response = rf"So the answer is $\boxed{{{answer}}}$."
+    assert _grade(gold, response) is (verdict == RIGHT)
+    if verdict == FORMULA:
+        assert _grade(gold, response, evaluated=False)
 
 
-@pytest.mark.parametrize(("gold", "response", "right"), _cases(RESPONSES))
-def test_a_response_is_graded_by_its_answer_exactly_as_the_table_says(gold: str, response: str, right: bool) -> None:
-    assert _grade(gold, response, "lenient") is right
+@pytest.mark.parametrize(("gold", "response", "verdict"), _cases(RESPONSES))
+def test_a_response_is_graded_by_its_answer_exactly_as_the_table_says(gold: str, response: str, verdict: str) -> None:
+    assert _grade(gold, response, mode="lenient") is (verdict == RIGHT)
 
 
 def test_every_gold_answer_of_the_table_equals_itself() -> None:
     golds = {gold for cases in ANSWERS.values() for gold, _, _ in cases}
-    assert [gold for gold in golds if not _grade(gold, rf"\boxed{{{gold}}}", "strict")] == []
+    assert [gold for gold in golds if not _grade(gold, rf"\boxed{{{gold}}}")] == []

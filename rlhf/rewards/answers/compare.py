@@ -14,6 +14,7 @@ from functools import lru_cache
 from rlhf.rewards.answers.clean import clean, option_letter
 from rlhf.rewards.answers.equations import is_label, same_equation, same_inequality, unlabelled
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
+from rlhf.rewards.answers.evaluated import is_evaluated
 from rlhf.rewards.answers.node import Node
 from rlhf.rewards.answers.numbers import exact_number
 from rlhf.rewards.answers.quantity import same_quantity
@@ -25,8 +26,17 @@ from rlhf.rewards.answers.words import as_words, is_prose, meaning_of, same_word
 REGION_KINDS = ("setop", "numbers", "builder")
 
 
-def compare(answer: str, gold: str) -> bool | None:
-    """Whether two answers mean the same; None if only a computer algebra system can decide."""
+OPERATORS = re.compile(
+    r"\\(?:i*int|oint|lim|sum|prod|d?frac\s*\{\s*(?:\\mathrm\s*\{d\}|d)\W*\}|partial)(?![a-zA-Z])|\\end\{.?matrix\}\s*\S"
+)
+
+
+def compare(answer: str, gold: str, *, must_be_evaluated: bool = False) -> bool | None:
+    """Whether two answers mean the same; None if only a computer algebra system can decide.
+
+    Args:
+        must_be_evaluated: an answer that is a formula for the gold answer is wrong: 3+4 is not 7.
+    """
     numbers = exact_number(answer), exact_number(gold)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0] == numbers[1]
@@ -41,15 +51,18 @@ def compare(answer: str, gold: str) -> bool | None:
     undecided = False
     for thousands in (True, False):
         try:
-            if same(parse(meaning_of(g), thousands=thousands), parse(meaning_of(a), thousands=thousands)):
-                return True
+            wanted, given = (parse(meaning_of(text), thousands=thousands) for text in (g, a))
+            if same(wanted, given):
+                return not must_be_evaluated or is_evaluated(given, wanted)
         except UndefinedError:
             pass
         except (UnsupportedError, RecursionError):
             undecided = True
         if not re.search(r"\d,\d{3}", a + " " + g):
             break
-    return None if undecided else False
+    if not undecided or (must_be_evaluated and OPERATORS.search(a) and not OPERATORS.search(g)):
+        return False
+    return None
 
 
 _clean_gold = lru_cache(maxsize=4096)(clean)  # cached: a group of responses shares its gold answer
