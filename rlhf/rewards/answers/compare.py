@@ -21,7 +21,7 @@ from rlhf.rewards.answers.quantity import same_quantity
 from rlhf.rewards.answers.region import same_region
 from rlhf.rewards.answers.tree import parse
 from rlhf.rewards.answers.value import equal, estimate_of
-from rlhf.rewards.answers.words import as_words, is_prose, meaning_of, same_words
+from rlhf.rewards.answers.words import as_words, is_prose, meaning_of, same_clock_time, same_words
 
 REGION_KINDS = ("setop", "numbers", "builder")
 
@@ -75,10 +75,13 @@ def _squeezed(text: str) -> str:
 
 def _as_words(answer: str, gold: str) -> bool | None:
     """Compare options and prose; None if one of the two is mathematics and the other may be."""
+    if (same_time := same_clock_time(answer, gold)) is not None:
+        return same_time
     wanted, given = option_letter(gold), option_letter(answer)
     if wanted and (wanted[1] or gold[-1:].isupper() or gold.endswith((")", "}"))):
         if given:
-            return given[0] == wanted[0]
+            is_variable = answer.islower() and len(answer) == 1 != len(gold)  # c is not option (C)
+            return given[0] == wanted[0] and not is_variable
         return compare(answer, wanted[1]) if wanted[1] else False
     gold_is_prose, answer_is_prose = is_prose(gold), is_prose(answer)
     if (gold_is_prose or answer_is_prose) and as_words(answer) == as_words(gold):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from rlhf.rewards.answers.arithmetic import Value, as_real, mpf, same_number
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import Node, free_symbols
-from rlhf.rewards.answers.value import LINE_POINTS, POINTS, evaluate, points
+from rlhf.rewards.answers.value import LINE_POINTS, POINTS, estimate_of, evaluate, points
 
 Same = Callable[[Node, Node], bool]
 
 LABEL_KINDS = ("sym", "const", "call", "text", "group", "mul", "div", "worded", "unit")
 EXPRESSION_LABEL_KINDS = (*LABEL_KINDS, "add", "neg")
+MAX_ROUNDING = 0.02  # relative; further off than this, the number after an approximation sign is another answer
 FLIPPED = {">": "<", ">=": "<=", "<": "<", "<=": "<="}
 
 
@@ -35,7 +36,9 @@ def unlabelled(node: Node, same: Same, *, of_gold: bool) -> Node | None:
     if set(node.name.split()) - {"=", "~"}:
         return None
     kinds = LABEL_KINDS if of_gold else EXPRESSION_LABEL_KINDS
-    *before, last = node.args
+    *before, last = _without_rounded_side(node, kinds)
+    if not before:
+        return last
     if len(before) == 1 and last.kind == "sym" and not free_symbols(before[0]):  # 5 = x
         return before[0]
     for side in before:
@@ -45,6 +48,15 @@ def unlabelled(node: Node, same: Same, *, of_gold: bool) -> Node | None:
         if constant_label and not _agrees(same, side, last):
             return None
     return last
+
+
+def _without_rounded_side(node: Node, kinds: tuple[str, ...]) -> Sequence[Node]:
+    """The sides before `\\approx`, if the last of them is an exact value: sqrt(2) of sqrt(2) ~ 1.414."""
+    if not node.name.endswith("~") or is_label(node.args[-2], kinds=kinds):
+        return node.args
+    exact, rounded = (estimate_of(side) for side in node.args[-2:])
+    close = exact is not None and rounded is not None and abs(exact - rounded) <= MAX_ROUNDING * abs(exact)
+    return node.args[:-1] if close else node.args
 
 
 def _names_a_function(node: Node) -> bool:

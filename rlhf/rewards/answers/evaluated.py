@@ -45,8 +45,11 @@ def _values(node: Node) -> Iterator[Node]:
 
 
 def _stated_side(equation: Node) -> Node:
-    """The last side, or the first one of `5 = x`."""
-    return equation.args[0] if equation.args[-1].kind == "sym" and len(equation.args) == 2 else equation.args[-1]
+    """The last side, or the first one of `5 = x`; before a rounded number the exact one."""
+    sides = equation.args[:-1] if equation.name.split()[-1] == "~" and len(equation.args) > 2 else equation.args
+    if equation.name == "~" and equation.args[0].kind not in ("sym", "call", "text"):
+        return equation.args[0]
+    return sides[0] if sides[-1].kind == "sym" and len(sides) == 2 else sides[-1]
 
 
 def _conditions(gold: Node) -> Iterator[Node]:
@@ -106,6 +109,8 @@ def _value_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> bool:
     if any(part.kind == "base" for part in _parts(value)):
         bases = [part.args[1] for part in _parts(gold) if part.kind == "base"]
         return value.kind == "base" and value.args[1] in bases
+    if value.kind == "mod" and all(map(_is_numeral, value.args)):  # 9 mod 11
+        return value.args[0].value < value.args[1].value
     if is_number(value) or symbols:
         return True
     formulas = [node for node in wanted if not free_symbols(node) and not is_number(node)]

@@ -20,7 +20,7 @@ from rlhf.rewards.answers.tokens import FUNCTIONS, Token, tokenize
 
 MAX_DEPTH = 60  # nested brackets; each level takes about ten Python frames
 
-CALLABLE_LETTERS = frozenset("fghFGHPQ")  # before a bracket, these are functions, not factors
+CALLABLE_LETTERS = frozenset("fghFGHPQE")  # before a bracket, these are functions, not factors
 IGNORED_COMMANDS = frozenset(["$", "angle", "triangle", "ce", "#", "therefore"])
 MEASURES = {"pct": "percent", "degree": "degree"}  # weaker than a product: 33\\frac13\\% is 33 1/3 per cent
 
@@ -123,6 +123,11 @@ class Parser:
         node = self.sum()
         if self.at("text"):
             node = Node("unit", (node,), self.words())
+        elif self.at("cmd", "pmod") and self.take():
+            modulus = self.primary()
+            if modulus.kind != "num":
+                self.fail()
+            node = Node("unit", (node,), f"mod {modulus.value}")
         money = money or (self.at("cmd", "$") and bool(self.take()))
         return Node("unit", (node,), MONEY) if money else node
 
@@ -283,10 +288,32 @@ class Parser:
 
     def letter(self) -> Node:
         name = self.take().value
-        if name in CALLABLE_LETTERS and self.at("op", "(") and not self.now.spaced:
-            group = self.group(keep=True)
-            return Node("call", group.args, f"?{name}")
+        if name in CALLABLE_LETTERS and (label := self.function_of_a_letter(name)) is not None:
+            return label
         return EULER if name == "e" else IMAGINARY if name == "i" else Node("sym", name=name)
+
+    def function_of_a_letter(self, name: str) -> Node | None:
+        """f(2), f'(2), f^{-1}(2) and P(A|B), whose inside is only a name; None if no bracket follows."""
+        start = self.position
+        while self.at("op", "'"):
+            name += self.take().value
+        if [self.peek(ahead).value for ahead in range(5)] == ["^", "{", "-", "1", "}"]:
+            self.position += 5
+            name += "^-1"
+        if not self.at("op", "(") or self.now.spaced:
+            self.position = start
+            return None
+        inside = self.position
+        try:
+            return Node("call", self.group(keep=True).args, f"?{name}")
+        except UnsupportedError:
+            self.position = inside + 1
+        depth, words = 1, ""
+        while depth and not self.at("end"):
+            token = self.take()
+            depth += (token.value == "(") - (token.value == ")")
+            words += token.value
+        return Node("call", (Node("sym", name=words),), f"?{name}")
 
     def group(self, *, keep: bool = False) -> Node:
         """(a), (a, b), [a, b), {a} and {a, b}."""
@@ -298,7 +325,7 @@ class Parser:
         items = inner.args if inner.kind == "list" and inner.name == "," else (inner,)
         if opening == "{":
             return inner if len(items) == 1 else Node("set", items)
-        if len(items) == 1 and not keep and (opening + closing == "()" or inner.kind == "matrix"):
+        if len(items) == 1 and not keep and (opening + closing in ("()", "[]") or inner.kind == "matrix"):
             return inner
         return Node("group", items, opening + closing)
 
