@@ -11,12 +11,13 @@ Keys of a part other than `name` and `weight` are options of that reward.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rlhf.config.base import Section, suggest, unknown_keys
 
+SectionT = TypeVar("SectionT", bound=Section)
 ExtractionStep = Literal["box", "answer_tag", "hash", "answer_is", "math_span", "last_number"]
 
 STEPS_OF_MODE: dict[str, tuple[ExtractionStep, ...]] = {
@@ -126,15 +127,21 @@ OPTIONS_OF_REWARD: dict[str, type[Section]] = {
     "repetition": RepetitionOptions,
 }
 
-USER_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+USER_FUNCTION = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
 
 class RewardPart(Section):
     """One summand of the reward."""
 
-    name: str = Field(description=f"{', '.join(OPTIONS_OF_REWARD)}, or your_package.your_module:your_function")
+    name: str = Field(
+        description=f"{', '.join(OPTIONS_OF_REWARD)}, your_package.your_module:your_function or a/file.py:your_function"
+    )
     weight: float = Field(1.0, description="factor of this part in the sum")
     options: dict[str, Any] = Field(default_factory=dict, description="options of this reward")
+    group: bool = Field(False, description="your function gets all responses to a prompt at once, and returns a list")
+    concurrency: int = Field(
+        128, ge=1, description="calls of your `async def` function that wait at the same time in one worker"
+    )
 
     @property
     def is_user_function(self) -> bool:
@@ -241,13 +248,20 @@ def _part(value: Any, key: str) -> RewardPart:
         raise ValueError(f"{key}.weight={weight!r}: not a finite number. Write a factor such as 1.0.")
     if not isinstance(options, dict):
         raise ValueError(f"{key}.options={options!r}: not a mapping. Write the options next to the name.")
-    options = {**options, **{k: v for k, v in value.items() if k not in ("name", "weight", "options")}}
-    if name in OPTIONS_OF_REWARD:
+    is_built_in = name in OPTIONS_OF_REWARD
+    fields = {
+        key: value[key]
+        for key in ("group", "concurrency")  # of a user function; a dumped config has the defaults for all
+        if key in value and not (is_built_in and value[key] != RewardPart.model_fields[key].default)
+    }
+    options = {**options, **{k: v for k, v in value.items() if k not in ("name", "weight", "options", *fields)}}
+    if is_built_in:
         _check_options(OPTIONS_OF_REWARD[name], options, key, name)
     elif not USER_FUNCTION.fullmatch(name):
-        reason = "not of the form package.module:function" if ":" in name else "there is no such reward"
+        form = "not of the form package.module:function or path/to/file.py:function"
+        reason = form if ":" in name else "there is no such reward"
         raise ValueError(f"{key}.name={name!r}: {reason}. {suggest(name, OPTIONS_OF_REWARD)}")
-    return RewardPart(name=name, weight=float(weight), options=options)
+    return _validated(RewardPart, {"name": name, "weight": float(weight), "options": options, **fields}, key)
 
 
 def _check_options(schema: type[Section], options: dict[str, Any], key: str, name: str) -> None:
@@ -256,11 +270,15 @@ def _check_options(schema: type[Section], options: dict[str, Any], key: str, nam
             raise ValueError(
                 f"{key}.{option}={value!r}: {name} has no such option. {suggest(option, schema.model_fields)}"
             )
+    _validated(schema, options, key)
+
+
+def _validated(schema: type[SectionT], values: dict[str, Any], key: str) -> SectionT:
     try:
-        schema.model_validate(options)
+        return schema.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
         option_key = ".".join([key, *(str(part) for part in problem["loc"])])
         reason = problem["msg"].removeprefix("Value error, ")
-        value = options if not problem["loc"] else problem["input"]
+        value = values if not problem["loc"] else problem["input"]
         raise ValueError(f"{option_key}={value!r}: {reason[0].lower()}{reason[1:]}. See docs/rewards.md.") from None

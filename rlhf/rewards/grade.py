@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 # The status of one part of one response.
 OK = "ok"  # graded, right or wrong
@@ -25,9 +26,35 @@ class Grade:
         status: one of STATUSES.
         extracted: the answer that was graded, "" if the response states none.
         detail: the reason of a failure, "" without one.
+        metrics: further numbers of a user function, which are logged.
+        group: one grade per response, from a function that grades a whole group.
     """
 
     value: float | None
     status: str = OK
     extracted: str = ""
     detail: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    group: tuple[Grade, ...] = ()
+
+    def as_message(self, limit: int) -> dict[str, Any]:
+        """JSON for the driver; `limit` is the longest text, in characters."""
+        message: dict[str, Any] = {"value": self.value, "status": self.status}
+        message |= {"extracted": self.extracted[:limit], "detail": self.detail[:limit]}
+        if self.metrics:
+            message["metrics"] = self.metrics
+        if self.group:
+            message["group"] = [grade.as_message(limit) for grade in self.group]
+        return message
+
+    @staticmethod
+    def from_message(message: dict[str, Any]) -> Grade:
+        """Read `as_message`. Raises KeyError, TypeError or ValueError if a worker sent anything else."""
+        return Grade(
+            None if message["value"] is None else float(message["value"]),
+            str(message["status"]),
+            str(message["extracted"]),
+            str(message["detail"]),
+            {str(name): float(value) for name, value in message.get("metrics", {}).items()},
+            tuple(Grade.from_message(one) for one in message.get("group", ())),
+        )

@@ -20,6 +20,8 @@ import time
 from collections import deque
 from typing import Any, NoReturn
 
+from rlhf.rewards.grade import DIED, Grade
+from rlhf.rewards.waiting import WaitingCalls
 from rlhf.rewards.wire import QUICK_REWARDS, Channel
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -170,19 +172,31 @@ def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
     from rlhf.rewards import named
 
     functions = {}
-    for name in hello["user_functions"]:
+    for part in hello["user_functions"]:
         try:
-            functions[name] = named.load_user_function(name)
+            functions[part["name"]] = named.load_user_function(part)
         except ValueError as error:
             channel.send({"broken": str(error)})
             return
     if not functions:
         _close_output()
     _limit_memory(hello["memory_mb"])
-    channel.send({"ready": True, "cpu": time.process_time()})
+    waiting = [name for name, function in functions.items() if named.waits(function)]
+    channel.send({"ready": True, "cpu": time.process_time(), "waits": waiting})
     replies = Replies(channel)
+
+    async def call(job: dict[str, Any]) -> dict[str, Any]:
+        grade = await named.call_waiting_function(functions[job["name"]], job, hello["wall_seconds"])
+        return grade.as_message(MAX_TEXT_SHOWN)
+
+    calls = WaitingCalls(channel, call, lambda job: job["name"] in waiting)
+    jobs: list[dict[str, Any]] = []
     while True:
-        for job in channel.receive_one()["jobs"]:
+        jobs = jobs or channel.receive_one()["jobs"]
+        if jobs[0]["name"] in waiting:
+            jobs = calls.run(jobs)
+            continue
+        for job in jobs:
             if job["name"] not in QUICK_REWARDS:
                 replies.flush()
             reply = _answer(job, functions, replies.ask)
@@ -191,6 +205,7 @@ def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
                 replies.flush()
                 return
         replies.flush()
+        jobs = []
 
 
 class Replies:
@@ -223,16 +238,9 @@ def _answer(job: dict[str, Any], functions: dict[str, Any], ask: Any) -> dict[st
     from rlhf.rewards import named
 
     try:
-        grade = named.run(job, functions, ask)
-        value, status, extracted, detail = grade.value, grade.status, grade.extracted, grade.detail
+        return named.run(job, functions, ask).as_message(MAX_TEXT_SHOWN)
     except MemoryError:
-        return {"value": None, "status": "died", "extracted": "", "detail": "out of memory", "last": True}
-    return {
-        "value": value,
-        "status": status,
-        "extracted": extracted[:MAX_TEXT_SHOWN],
-        "detail": detail[:MAX_TEXT_SHOWN],
-    }
+        return {**Grade(None, DIED, detail="out of memory").as_message(MAX_TEXT_SHOWN), "last": True}
 
 
 def _close_output() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from waiting import WAIT_S, eventually
 
+from rlhf.config.reward import RewardPart
 from rlhf.rewards.pool import Pool
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -28,7 +29,7 @@ def pool() -> Iterator[Pool]:
         cpu_seconds=0.4,
         wall_seconds=1.5,
         memory_mb=200,
-        user_functions=[FUNCTION],
+        user_functions=[RewardPart(name=FUNCTION)],
     ) as running:
         yield running
     sys.path.remove(str(FIXTURES))
@@ -183,8 +184,9 @@ def test_every_process_ends_with_a_driver_that_is_killed_by_sigkill(tmp_path: Pa
     script.write_text(
         "import sys, time\n"
         f"sys.path.insert(0, {str(FIXTURES)!r})\n"
+        "from rlhf.config.reward import RewardPart\n"
         "from rlhf.rewards.pool import Pool\n"
-        f"pool = Pool(workers=2, cpu_seconds=60, wall_seconds=60, user_functions=[{FUNCTION!r}])\n"
+        f"pool = Pool(workers=2, cpu_seconds=60, wall_seconds=60, user_functions=[RewardPart(name={FUNCTION!r})])\n"
         f"pool.submit({job('fork')!r})\n"
         "time.sleep(1000)\n"
     )
