@@ -34,12 +34,16 @@ from typing import Any
 from rlhf.config.reward import RewardPart
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.jobs import Job, Queue, Worker
+from rlhf.rewards.processes import count_below
 from rlhf.rewards.wire import Channel
 
 POLL_S = 0.02  # how often deadlines are checked while jobs run
 MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
 START_S = 120.0  # for the processes to load, the modules of the user functions included
 MAX_REMEMBERED = 100_000  # results of costly comparisons
+MAX_PROCESSES = 64  # that a user function may run at once
+KEEPER_SILENT_S = 20.0  # after so long without an answer to a ping, the keeper is replaced
+PING_S = 1.0
 CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
 
 
@@ -154,6 +158,7 @@ class Pool:
                 while self._incoming:
                     self._queue.add(self._incoming.popleft())
                 self._dispatch()
+                self._watch_keeper()
                 self._enforce_deadlines()
         except BaseException as error:
             self._broken = str(error)
@@ -179,6 +184,8 @@ class Pool:
         self._keeper.stdin.write(json.dumps(self._hello).encode())
         self._keeper.stdin.close()
         self._control = Channel(ours)
+        self._pinged = time.monotonic()
+        self._keeper_deadline = self._pinged + START_S
         self._selector.register(ours, selectors.EVENT_READ, "control")
         for _ in range(self.full_size - len(self._workers)):
             self._start_worker()
@@ -214,7 +221,19 @@ class Pool:
             if not open_ and source.number in self._workers and not source.doomed:
                 self._kill(source, "died")
 
+    def _watch_keeper(self) -> None:
+        """Ping the keeper now and then, and kill it when it has not answered for long; its end starts another one."""
+        now = time.monotonic()
+        if now > self._keeper_deadline:
+            self._keeper_deadline = now + START_S
+            os.killpg(self._keeper.pid, signal.SIGKILL)
+        elif now - self._pinged > PING_S:
+            self._pinged = now
+            with contextlib.suppress(OSError):
+                self._control.send({"ping": True})
+
     def _on_keeper(self, message: dict[str, Any]) -> None:
+        self._keeper_deadline = time.monotonic() + KEEPER_SILENT_S
         if "forked" in message and message["forked"] in self._workers:
             self._workers[message["forked"]].pid = message["pid"]
         elif "gone" in message and message["gone"] in self._workers:
@@ -281,6 +300,9 @@ class Pool:
             if not worker.ready and not worker.doomed and elapsed > START_S:
                 self._kill(worker, "died")
             if not worker.jobs or worker.doomed or elapsed < min(POLL_S, self._wall_seconds):
+                continue
+            if _has_too_many_processes(worker):
+                self._kill(worker, "died", f"over {MAX_PROCESSES} processes")
                 continue
             limits = {"cpu_seconds": self._cpu_seconds, "wall_seconds": self._wall_seconds}
             if limit := worker.watch.exceeded(worker.pid, **limits):
@@ -357,6 +379,11 @@ class Pool:
         self._selector.close()
         self._wake_read.close()
         self._wake_write.close()
+
+
+def _has_too_many_processes(worker: Worker) -> bool:
+    runs_user_function = ":" in worker.first.request["name"]
+    return runs_user_function and count_below(worker.pid, MAX_PROCESSES) > MAX_PROCESSES
 
 
 def default_workers() -> int:
