@@ -10,15 +10,18 @@ import argparse
 import json
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE
+
 if TYPE_CHECKING:
     from rlhf.rewards.scorer import Scorer
 
+Progress = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
 MAX_AHEAD = 1024  # rows that wait for their grade, at most
 
 
@@ -42,21 +45,21 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     try:
-        rows = list(_rows(options))
+        rows = sum(1 for _ in _rows(options))  # every row is checked before the first one is graded
         _check_output(options.output)
         scorer = _scorer(options)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with scorer:
-        progress = _progress_bar()
+        progress = _progress_bar(rows)
         started = time.perf_counter()
         try:
-            _grade(scorer, rows, options, progress)
+            totals = _grade(scorer, options, progress)
         except RuntimeError as error:
             print(f"error: {error}", *_failures(scorer), sep="\n", file=sys.stderr)
             return 1
-        _report(rows, time.perf_counter() - started, scorer)
+        _report(totals, time.perf_counter() - started, scorer)
         for failures in _failures(scorer):
             print(failures, file=sys.stderr)
         return int(any(scorer.failed_always(part) for part in scorer.config.parts))
@@ -110,36 +113,46 @@ def _scorer(options: argparse.Namespace) -> Scorer:
     return Scorer(config)
 
 
-def _grade(
-    scorer: Scorer, rows: list[dict[str, Any]], options: argparse.Namespace, progress: Callable[[range], Iterable[int]]
-) -> None:
-    """Grade all rows, and write each one as soon as it and all rows before it are graded."""
+def _grade(scorer: Scorer, options: argparse.Namespace, progress: Progress) -> Counter[str]:
+    """Grade the file row by row, and write each row as soon as it and all rows before it are graded.
+
+    Returns:
+        Rows by status; under `score` the sum of the scores of rows that have one.
+    """
     output = open(options.output, "w", encoding="utf-8") if options.output else None  # noqa: SIM115
-    waiting: list[list[Future[Any]]] = []
+    waiting: deque[tuple[int, dict[str, Any], list[Future[Any]]]] = deque()
+    totals: Counter[str] = Counter()
+
+    def finish() -> None:
+        number, row, futures = waiting.popleft()
+        graded = scorer.graded(futures, row=f"row {number}")
+        totals[graded.status] += 1
+        totals["score"] += graded.score  # type: ignore[assignment]  # a float
+        if output:
+            row |= {"score": graded.score, "extracted": graded.extracted, "status": graded.status}
+            output.write(json.dumps(row) + "\n")
+
     try:
-        submitted = 0
-        for index in progress(range(len(rows))):
-            while submitted < len(rows) and submitted - index < MAX_AHEAD:
-                row = rows[submitted]
-                response, gold = (_text(row[key]) for key in (options.response_key, options.answer_key))
-                waiting.append(scorer.submit(response, gold, columns=row))
-                submitted += 1
-            graded = scorer.graded(waiting[index], row=f"row {index + 1}")
-            rows[index] |= {"score": graded.score, "extracted": graded.extracted, "status": graded.status}
-            if output:
-                output.write(json.dumps(rows[index]) + "\n")
+        for number, row in enumerate(progress(_rows(options)), 1):
+            response, gold = (_text(row[key]) for key in (options.response_key, options.answer_key))
+            waiting.append((number, row, scorer.submit(response, gold, columns=row)))
+            if len(waiting) > MAX_AHEAD:
+                finish()
+        while waiting:
+            finish()
     finally:
         if output:
             output.close()
+    return totals
 
 
-def _progress_bar() -> Callable[[range], Iterable[int]]:
+def _progress_bar(rows: int) -> Progress:
     """A progress bar on a terminal; imported late, since the import takes longer than grading a small file."""
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    return lambda numbers: track(numbers, "grading", console=console) if console.is_terminal else numbers
+    return lambda items: track(items, "grading", rows, console=console) if console.is_terminal else items
 
 
 def _text(value: Any) -> str:
@@ -151,14 +164,17 @@ def _failures(scorer: Scorer) -> list[str]:
     return [scorer.failures(part) for part in scorer.config.parts if part.is_user_function and scorer.failures(part)]
 
 
-def _report(rows: list[dict[str, Any]], seconds: float, scorer: Scorer) -> None:
+def _report(totals: Counter[str], seconds: float, scorer: Scorer) -> None:
+    score = totals.pop("score", 0)
+    rows = totals.total()
     if not rows:
         print("no rows")
         return
-    statuses = Counter(row["status"] for row in rows)
-    print(f"accuracy  {sum(row['score'] for row in rows) / len(rows):.4f} over {len(rows)} rows")
-    print("statuses  " + ", ".join(f"{name} {count}" for name, count in statuses.most_common()))
-    print(f"speed     {len(rows) / seconds:.0f} answers/s in {seconds:.2f} s")
+    left_out = totals[BAD_GOLD] + totals[UNSCORABLE]
+    note = f", without {left_out} that cannot be graded" if left_out else ""
+    print(f"accuracy  {score / max(1, rows - left_out):.4f} over {rows - left_out} rows{note}")
+    print("statuses  " + ", ".join(f"{name} {count}" for name, count in totals.most_common() if count))
+    print(f"speed     {rows / seconds:.0f} answers/s in {seconds:.2f} s")
     print(f"pool      {scorer.pool.wait_full(1.0)} workers ready of {scorer.pool.full_size}")
 
 

@@ -45,7 +45,7 @@ def test_every_row_comes_back_in_order_with_score_answer_and_status(
         ("g", 1.0, "5", "ok"),
     ]
     printed = capsys.readouterr().out
-    assert "accuracy  0.4286 over 7 rows" in printed
+    assert "accuracy  0.5000 over 6 rows, without 1 that cannot be graded" in printed
     assert "ok 4, no_answer 2, bad_gold 1" in printed
     assert "answers/s" in printed
     assert "2 workers ready of 2" in printed
