@@ -79,10 +79,16 @@ def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"{path}:{number}: not JSON ({error}). Write one JSON object per line.") from None
             for key, option in ((options.response_key, "--response-key"), (options.answer_key, "--answer-key")):
                 columns = row if isinstance(row, dict) else {}
-                if key not in columns or not isinstance(columns[key], str | int | float | None):
+                if key not in columns or not _is_text(columns[key], several=key == options.answer_key):
                     names = ", ".join(columns) or "no columns"
                     raise ValueError(f"{path}:{number}: no text in column {key!r}; it has {names}. Set {option}.")
             yield row
+
+
+def _is_text(value: Any, *, several: bool) -> bool:
+    if several and isinstance(value, list):
+        return bool(value) and all(isinstance(item, str | int | float) for item in value)
+    return isinstance(value, str | int | float | None)
 
 
 def _check_output(output: str | None) -> None:
@@ -134,8 +140,9 @@ def _grade(scorer: Scorer, options: argparse.Namespace, progress: Progress) -> C
 
     try:
         for number, row in enumerate(progress(_rows(options)), 1):
-            response, gold = (_text(row[key]) for key in (options.response_key, options.answer_key))
-            waiting.append((number, row, scorer.submit(response, gold, columns=row)))
+            wanted = row[options.answer_key]
+            gold = [str(item) for item in wanted] if isinstance(wanted, list) else _text(wanted)
+            waiting.append((number, row, scorer.submit(_text(row[options.response_key]), gold, columns=row)))
             if len(waiting) > MAX_AHEAD:
                 finish()
         while waiting:

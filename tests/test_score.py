@@ -30,6 +30,7 @@ def test_every_row_comes_back_in_order_with_score_answer_and_status(
         {"id": "d", "response": r"\boxed{5}", "ground_truth": ""},
         {"id": "e", "response": "so 5 in all", "ground_truth": "2 + 3 = 5\n#### 5"},
         {"id": "f", "response": None, "ground_truth": 5},
+        {"id": "h", "response": r"\boxed{5}", "ground_truth": ["4", 5]},
         {"id": "g", "response": "a \ud800 lone surrogate \\boxed{5}", "ground_truth": "5"},
     ]
     output = tmp_path / "out.jsonl"
@@ -42,11 +43,12 @@ def test_every_row_comes_back_in_order_with_score_answer_and_status(
         ("d", 0.0, "", "bad_gold"),
         ("e", 1.0, "5", "ok"),
         ("f", 0.0, "", "no_answer"),
+        ("h", 1.0, "5", "ok"),
         ("g", 1.0, "5", "ok"),
     ]
     printed = capsys.readouterr().out
-    assert "accuracy  0.5000 over 6 rows, without 1 that cannot be graded" in printed
-    assert "ok 4, no_answer 2, bad_gold 1" in printed
+    assert "accuracy  0.5714 over 7 rows, without 1 that cannot be graded" in printed
+    assert "ok 5, no_answer 2, bad_gold 1" in printed
     assert "answers/s" in printed
     assert "2 workers ready of 2" in printed
 

@@ -26,6 +26,13 @@ STEPS_OF_MODE: dict[str, tuple[ExtractionStep, ...]] = {
 }
 
 
+class Tolerance(Section):
+    """How far a number may be from the gold answer; a number that rounds to a gold decimal is always near enough."""
+
+    relative: float = Field(0.0, ge=0, lt=1, description="share of the gold answer")
+    absolute: float = Field(0.0, ge=0, description="in the unit of the gold answer")
+
+
 class MathOptions(Section):
     """A math answer, found in the response and compared with the gold answer."""
 
@@ -34,6 +41,9 @@ class MathOptions(Section):
     )
     extract: tuple[ExtractionStep, ...] | None = Field(
         None, description="places to look for an answer, in order; null: those of the mode"
+    )
+    tolerance: Tolerance | None = Field(
+        None, description="{relative, absolute}: count a number that is near enough as right; null: only equal numbers"
     )
     evaluated: bool | None = Field(
         None,

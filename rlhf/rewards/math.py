@@ -54,7 +54,7 @@ def grade_answer(stated: str, wanted: str, options: MathOptions, ask: Callable[.
     """Compare an extracted answer with the gold answer."""
     if max(len(stated), len(wanted)) > MAX_ANSWER_CHARACTERS:
         return Grade(float(stated.split() == wanted.split()), extracted=stated)
-    verdict = compare(stated, wanted, must_be_evaluated=options.must_be_evaluated)
+    verdict = compare(stated, wanted, must_be_evaluated=options.must_be_evaluated, tolerance=options.tolerance)
     if verdict is None:
         known = ask(stated, wanted)
         if known is not None:

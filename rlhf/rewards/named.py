@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf.config.reward import OPTIONS_OF_REWARD
-from rlhf.rewards.answers.extract import gold_answer
+from rlhf.rewards.answers.extract import alternatives, gold_answer
 from rlhf.rewards.confine import confined
 from rlhf.rewards.forms import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
@@ -52,13 +52,21 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Call
     options = _options(name, json.dumps(job["options"], sort_keys=True))
     try:
         with confined():
+            jobs = [{**job, "answer": answer} for answer in alternatives(job["answer"])]
             if job.get("check"):
-                return check_gold(job["answer"]) if name == "math" else REWARDS[name](as_if_answered(job), options, ask)
-            return REWARDS[name](job, options, ask)
+                check = check_gold if name == "math" else None
+                grades = [check(j["answer"]) if check else REWARDS[name](as_if_answered(j), options, ask) for j in jobs]
+                return min(grades, key=_worth)
+            return max((REWARDS[name](one, options, ask) for one in jobs), key=_worth)
     except MemoryError:
         raise
     except Exception as error:  # any exception is caused by the text of the response: it fails alone
         return Grade(None, FAILED, detail=f"{type(error).__name__}: {error}")
+
+
+def _worth(grade: Grade) -> float:
+    """The order of the grades by several acceptable answers."""
+    return -math.inf if grade.value is None else grade.value
 
 
 @lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ scored as soon as it arrives, next to any number of others.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -113,7 +114,7 @@ class Scorer:
         grades = [_of_each(column, len(responses)) for column in columns]
         return [self._combine(parts, [column[row] for column in grades], prompt.id) for row in range(len(responses))]
 
-    def score_batch(self, responses: Sequence[str], golds: Sequence[str]) -> list[Graded]:
+    def score_batch(self, responses: Sequence[str], golds: Sequence[str | Sequence[str]]) -> list[Graded]:
         """Grade responses against their gold answers with the parts of the config.
 
         Returns:
@@ -122,8 +123,15 @@ class Scorer:
         pending = [self.submit(text, gold) for text, gold in zip(responses, golds, strict=True)]
         return [self.graded(futures, row=f"row {row}") for row, futures in enumerate(pending)]
 
-    def submit(self, response: str, gold: str, columns: dict[str, Any] | None = None) -> list[Future[Grade]]:
-        """Start to grade one response by every part; `graded` waits for the result."""
+    def submit(
+        self, response: str, gold: str | Sequence[str], columns: dict[str, Any] | None = None
+    ) -> list[Future[Grade]]:
+        """Start to grade one response by every part; `graded` waits for the result.
+
+        Args:
+            gold: the answer, or a list of acceptable answers.
+        """
+        gold = gold if isinstance(gold, str) else json.dumps(list(gold))
         metadata = [_no_metadata(response)]
         parts = self.config.parts
         return [self._submit(part, [response], gold, columns or {}, metadata)[0] for part in parts]

@@ -673,6 +673,33 @@ def test_a_boxed_answer_is_right_exactly_when_the_table_says_so(gold: str, answe
         assert _grade(gold, response, evaluated=False)
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        ("33.3", r"\frac{100}{3}", RIGHT),
+        ("100", "100.9", RIGHT),
+        ("100", "101.1", WRONG),
+        ("0", "0.001", WRONG),
+        ("-33.3", "-33.33", RIGHT),
+        (r"\pi", "3.14", RIGHT),
+        (r"5\text{ m}", r"501\text{ cm}", RIGHT),
+        ("(1, 2)", "(1.001, 2)", RIGHT),
+        ("1, 2", "2.001, 1", RIGHT),
+        ("x^2", "1.001x^2", WRONG),
+    ],
+)
+def test_a_tolerance_of_one_percent_counts_near_numbers_as_right(gold: str, answer: str, verdict: str) -> None:
+    response = rf"\boxed{{{answer}}}"
+    assert _grade(gold, response, tolerance={"relative": 0.01}) is (verdict == RIGHT)
+    assert not _grade(gold, response)
+
+
+def test_a_gold_decimal_stands_for_every_number_that_rounds_to_it() -> None:
+    answers = (r"\frac{100}{3}", "33.34", "33.26", "33.24", "33.4", "34")
+    rights = [_grade("33.3", rf"\boxed{{{answer}}}", tolerance={"absolute": 0.001}) for answer in answers]
+    assert rights == [True, True, True, False, False, False]
+
+
 @pytest.mark.parametrize(("gold", "response", "verdict"), _cases(RESPONSES))
 def test_a_response_is_graded_by_its_answer_exactly_as_the_table_says(gold: str, response: str, verdict: str) -> None:
     assert _grade(gold, response, mode="lenient") is (verdict == RIGHT)

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
+from rlhf.config.reward import Tolerance
 from rlhf.rewards.answers.clean import clean, option_letter
 from rlhf.rewards.answers.equations import is_label, same_equation, same_inequality, unlabelled
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.evaluated import is_evaluated
 from rlhf.rewards.answers.node import Node
 from rlhf.rewards.answers.numbers import exact_number
-from rlhf.rewards.answers.quantity import same_quantity
+from rlhf.rewards.answers.quantity import allowed, is_tolerant, same_quantity
 from rlhf.rewards.answers.region import same_region
 from rlhf.rewards.answers.tree import parse
 from rlhf.rewards.answers.value import equal, estimate_of
@@ -31,15 +32,22 @@ OPERATORS = re.compile(
 )
 
 
-def compare(answer: str, gold: str, *, must_be_evaluated: bool = False) -> bool | None:
+def compare(
+    answer: str, gold: str, *, must_be_evaluated: bool = False, tolerance: Tolerance | None = None
+) -> bool | None:
     """Whether two answers mean the same; None if only a computer algebra system can decide.
 
     Args:
         must_be_evaluated: an answer that is a formula for the gold answer is wrong: 3+4 is not 7.
     """
     numbers = exact_number(answer), exact_number(gold)
-    if numbers[0] is not None and numbers[1] is not None:
+    if numbers[0] is not None and numbers[1] is not None and (tolerance is None or numbers[0] == numbers[1]):
         return numbers[0] == numbers[1]
+    with allowed(tolerance):
+        return _compare(answer, gold, must_be_evaluated)
+
+
+def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
     a, g = clean(answer), _clean_gold(gold)
     if not a or not g:
         return False
@@ -82,7 +90,7 @@ def _as_words(answer: str, gold: str) -> bool | None:
         if given:
             is_variable = answer.islower() and len(answer) == 1 != len(gold)  # c is not option (C)
             return given[0] == wanted[0] and not is_variable
-        return compare(answer, wanted[1]) if wanted[1] else False
+        return _compare(answer, wanted[1], False) if wanted[1] else False
     gold_is_prose, answer_is_prose = is_prose(gold), is_prose(answer)
     if (gold_is_prose or answer_is_prose) and as_words(answer) == as_words(gold):
         return True
@@ -247,7 +255,7 @@ def _in_any_order(gold: Sequence[Node], answer: Sequence[Node], alike: Callable[
 
 def _may_agree(a: complex | None, b: complex | None) -> bool:
     """Whether two rough values are close, so that an exact comparison is needed."""
-    return a is None or b is None or abs(a - b) <= 1e-4 * max(abs(a), abs(b), 1e-9)
+    return is_tolerant() or a is None or b is None or abs(a - b) <= 1e-4 * max(abs(a), abs(b), 1e-9)
 
 
 def _holds(alike: Callable[[Node, Node], bool], gold: Node, answer: Node) -> bool:

@@ -6,6 +6,8 @@ brackets must not cost more than a megabyte of prose.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -163,6 +165,16 @@ def gold_answer(gold: str, answer_format: AnswerFormat = "auto") -> str | None:
         return text
     spans = boxes(text)
     return _last_joined(text, spans) if spans and not BOX.search(text, spans[-1].end) else None
+
+
+def alternatives(gold: str) -> list[str]:
+    """The acceptable answers in a gold answer: the items of a JSON list of texts, or the one answer."""
+    if gold.lstrip().startswith('["'):
+        with contextlib.suppress(ValueError):
+            items = json.loads(gold)
+            if isinstance(items, list) and items and all(isinstance(item, str) for item in items):
+                return items
+    return [gold]
 
 
 def boxes(text: str) -> list[Span]:

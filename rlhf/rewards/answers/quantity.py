@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 from fractions import Fraction
 
+from rlhf.config.reward import Tolerance
+from rlhf.rewards.answers.arithmetic import as_real, mpf
 from rlhf.rewards.answers.errors import UndefinedError
 from rlhf.rewards.answers.node import MONEY, Node, free_symbols, number
 from rlhf.rewards.answers.units import unit_of
@@ -31,7 +36,7 @@ def same_quantity(gold: Node, answer: Node) -> bool:
         if factor is None:
             return False
         if factor != 1:
-            return equal(gold_value, Node("mul", (answer_value, number(factor))))
+            return _same_value(gold_value, Node("mul", (answer_value, number(factor))))
     for unit, plain in ((gold_unit, answer), (answer_unit, gold)):
         if len(unit) == 1 and free_symbols(plain) == {unit}:  # 3 m and 3m
             value = gold_value if unit == gold_unit else answer_value
@@ -88,7 +93,39 @@ def _same_value(gold: Node, answer: Node) -> bool:
     if equal(gold, answer) or _is_rounding(gold, answer) or _is_rounding(answer, gold):
         return True
     decimal = [_with_decimal_logarithms(node) for node in (gold, answer)]
-    return decimal != [gold, answer] and equal(*decimal)
+    if decimal != [gold, answer] and equal(*decimal):
+        return True
+    return _is_near(gold, answer)
+
+
+_tolerance: ContextVar[Tolerance | None] = ContextVar("tolerance", default=None)
+
+
+@contextlib.contextmanager
+def allowed(tolerance: Tolerance | None) -> Iterator[None]:
+    """Inside this context numbers within the tolerance are equal."""
+    token = _tolerance.set(tolerance)
+    try:
+        yield
+    finally:
+        _tolerance.reset(token)
+
+
+def is_tolerant() -> bool:
+    return _tolerance.get() is not None
+
+
+def _is_near(gold: Node, answer: Node) -> bool:
+    """Whether a number is within the tolerance, or rounds to the gold decimal: 100/3 to 33.3."""
+    tolerance = _tolerance.get()
+    values = [] if tolerance is None else [constant(node) for node in (gold, answer)]
+    if tolerance is None or None in values:
+        return False
+    wanted, given = map(as_real, values)
+    written = gold.args[0] if gold.kind == "neg" else gold
+    decimals = written.name.partition(".")[2] if written.kind == "num" else ""
+    rounding = mpf(10) ** -len(decimals) / 2 if decimals.isdigit() else 0
+    return bool(abs(wanted - given) <= max(tolerance.absolute, tolerance.relative * abs(wanted), rounding))
 
 
 def _with_decimal_logarithms(node: Node) -> Node:
