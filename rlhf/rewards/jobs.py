@@ -15,7 +15,7 @@ from rlhf.rewards.grade import Grade
 from rlhf.rewards.stopwatch import Stopwatch
 from rlhf.rewards.wire import QUICK_REWARDS, Channel
 
-MAX_JOBS_PER_MESSAGE = 32  # cheap jobs share system calls
+MAX_JOBS_PER_MESSAGE = 128  # cheap jobs share system calls
 
 
 @dataclass

@@ -256,7 +256,7 @@ class Pool:
         else:
             for reply in message["replies"]:
                 number = int(reply["number"]) if worker.waits else worker.first.number
-                self._finish(worker, number, Grade.from_message(reply), cpu=float(message["cpu"]))
+                self._finish(worker, number, Grade.from_message(reply))
                 if reply.get("last"):  # the worker reports that it cannot take another job
                     self._requeue(worker)
                     self._kill(worker, "died")
@@ -271,15 +271,13 @@ class Pool:
             for _ in range(self.size):
                 self._start_worker()
 
-    def _finish(self, worker: Worker, number: int, grade: Grade, *, cpu: float) -> None:
+    def _finish(self, worker: Worker, number: int, grade: Grade) -> None:
         job = worker.jobs.pop(number)
         if worker.asked:
             self._cache[worker.asked] = grade
             if len(self._cache) > MAX_REMEMBERED:
                 self._cache.popitem(last=False)
-        worker.asked = ()
-        worker.watch.cpu = cpu
-        worker.watch.start()
+            worker.asked = ()
         job.future.set_result(grade)
 
     def _tell(self, worker: Worker, message: Any) -> None:
@@ -320,7 +318,7 @@ class Pool:
                 job.alone = True
         elif worker.jobs:
             extracted = worker.asked[-2] if len(worker.asked) >= 2 else ""
-            self._finish(worker, worker.first.number, Grade(None, why, extracted, detail), cpu=0.0)
+            self._finish(worker, worker.first.number, Grade(None, why, extracted, detail))
         self._requeue(worker)
         self._failed_starts = 0 if worker.ready else self._failed_starts + 1
         if self._failed_starts > MAX_FAILED_STARTS:

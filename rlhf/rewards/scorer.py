@@ -132,8 +132,9 @@ class Scorer:
             gold: the answer, or a list of acceptable answers.
         """
         gold = gold if isinstance(gold, str) else json.dumps(list(gold))
-        metadata = [_no_metadata(response)]
         parts = self.config.parts
+        length_matters = any(part.name == "length" or part.is_user_function for part in parts)
+        metadata = [_no_metadata(response if length_matters else "")]
         return [self._submit(part, [response], gold, columns or {}, metadata)[0] for part in parts]
 
     def graded(self, futures: Sequence[Future[Grade]], *, row: str) -> Graded:

@@ -43,6 +43,10 @@ ANSWER_WORDS = (
     r"\b(?:answer|ans|option|choice|réponse|respuesta|antwort|lösung|risposta|resposta|antwoord|svar|odpowiedź|cevap|"
     r"jawaban|đáp án|ответ)s?\b|答案|答え|回答|解答|正解|答|정답|답|الجواب|الإجابة|उत्तर"
 )
+STARTS = "ans opt cho rép res ris ant lös sva odp cev jaw đáp отв"
+ANSWER_START = re.compile(  # a fast search for the beginnings of these words; a set of literals needs no backtracking
+    "|".join([*STARTS.split(), *STARTS.title().split(), *STARTS.upper().split(), *"答回解正정답الउ"])
+)
 ANSWER_IS = re.compile(
     rf"(?:{ANSWER_WORDS})(?:\s+(?:to|for|of)\s[^.:\n]{{0,80}}?|\s+(?:finale?|final|correcte?|correcta))?\W{{0,4}}?\s*"
     r"(?:\b(?:is|are|(?:would|should|must|will) be|comes out to|est|es|ist|é|è|jest|adalah|är)\b"
@@ -61,16 +65,15 @@ LEAD_IN = re.compile(
 )
 COPULA = re.compile(r"\b(?:is|are|equals|equal to|be|becomes)\b\s*:?")
 PERCENT_WORD = re.compile(r"\s*(?:\\?%|percent(?:age)?\b|pct\b)", re.IGNORECASE)
-MARKS = re.compile(r"[*_`<>]|^- ", re.MULTILINE)
-CODE_FENCE = re.compile(r"^[ \t]*```\w*[ \t]*$\n?", re.MULTILINE)
-EMPHASIS = (  # 9**9 is a power, __import__ is code
-    re.compile(r"(?<![\w)*])\*{2,3}(?=[^\s*])([^\n]{1,300}?)(?<=[^\s*])\*{2,3}(?![\w(*])"),
-    re.compile(r"(?<![\w)\\*])\*(?=[^\s*])([^*\n]{1,300}?)(?<=\S)\*(?![\w(*])"),
-    re.compile(r"(?<!\w)_{1,2}(?=[^_\n]*[\d ])([^_\n]{1,300})(?<=\S)_{1,2}(?!\w)"),
-    re.compile(r"`([^`\n]{1,300})`"),
-    re.compile(r"</?(?:b|i|em|strong|code|p|u)>()"),
+MARKDOWN = (  # a text that the mark needs, the mark around \1; 9**9 is a power, __import__ is code
+    ("```", re.compile(r"^[ \t]*```\w*[ \t]*$\n?()", re.MULTILINE)),
+    ("**", re.compile(r"\*(?<![\w)*]\*)\*{1,2}(?=[^\s*])([^\n]{1,300}?)(?<=[^\s*])\*{2,3}(?![\w(*])")),
+    ("*", re.compile(r"\*(?<![\w)\\*]\*)(?=[^\s*])([^*\n]{1,300}?)(?<=\S)\*(?![\w(*])")),
+    ("_", re.compile(r"_(?<!\w_)_?(?=[^_\n]*[\d ])([^_\n]{1,300})(?<=\S)_{1,2}(?!\w)")),
+    ("`", re.compile(r"`([^`\n]{1,300})`")),
+    ("</", re.compile(r"</?(?:b|i|em|strong|code|p|u)>()")),
+    *((f"\n{m}", re.compile(rf"(?<=\n){re.escape(m)}(?:[ \t]+(?=[^\s\d])| (?=\S+$))()", re.MULTILINE)) for m in "-*+>"),
 )
-LINE_START = re.compile(r"^[ \t]*(?:>|[-*+](?=[ \t]+[^\s\d]))[ \t]*|^[-*+] (?=\S+$)", re.MULTILINE)
 NUMBER = re.compile(
     r"(?<![\w.^])(?:(?<![\d)\]}\w])[-+\u2212]\s?|(?<=\s)[-+\u2212])?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))"
     rf"(?:/\d+)?(?:(?P<unit>(?:{GLUED})(?:/(?:{GLUED}))?(?:\^\d)?)(?!\w)|(?!\w))(?!\*\*|\^)(?:\s*(?:\\?%|percent\b|pct\b))?"
@@ -134,12 +137,10 @@ def without_markdown(text: str) -> str:
     """The text without the marks of bold, italics, code, quotes and lists; only its end, where it is very long."""
     if len(text) > TAIL_CHARACTERS:
         text = text[-TAIL_CHARACTERS:]
-    if not MARKS.search(text):
-        return text
-    text = CODE_FENCE.sub("", text)
-    for emphasis in EMPHASIS:
-        text = emphasis.sub(r"\1", text)
-    return LINE_START.sub("", text)
+    for needed, mark in MARKDOWN:
+        if needed in text:
+            text = mark.sub(r"\1", text)
+    return text
 
 
 def gold_answer(gold: str, answer_format: AnswerFormat = "auto") -> str | None:
@@ -236,9 +237,11 @@ def _hash(text: str) -> str | None:
 
 
 def _answer_is(text: str) -> str | None:
-    matches = list(ANSWER_IS.finditer(text[-TAIL_CHARACTERS:]))
-    end = matches[-1].end() if matches else 0
-    return _clause(text[-TAIL_CHARACTERS:][end : end + CLAUSE_CHARACTERS]) if matches else None
+    text = text[-TAIL_CHARACTERS:]
+    for start in reversed(list(ANSWER_START.finditer(text))):
+        if match := ANSWER_IS.match(text, start.start()):
+            return _clause(text[match.end() : match.end() + CLAUSE_CHARACTERS])
+    return None
 
 
 def _clause(text: str) -> str | None:
