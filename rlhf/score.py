@@ -7,22 +7,23 @@ boxed answers only, as training and evaluation do by default.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE
 
 if TYPE_CHECKING:
+    from rlhf.rewards.jobs import Batch
     from rlhf.rewards.scorer import Scorer
 
 Progress = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
-MAX_AHEAD = 1024  # rows that wait for their grade, at most
+ROWS_PER_BATCH, MAX_BATCHES = 1024, 4  # that wait for their grades, at most
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -126,24 +127,26 @@ def _grade(scorer: Scorer, options: argparse.Namespace, progress: Progress) -> C
         Rows by status; under `score` the sum of the scores of rows that have one.
     """
     output = open(options.output, "w", encoding="utf-8") if options.output else None  # noqa: SIM115
-    waiting: deque[tuple[int, dict[str, Any], list[Future[Any]]]] = deque()
+    waiting: deque[tuple[list[dict[str, Any]], list[Batch]]] = deque()
     totals: Counter[str] = Counter()
 
     def finish() -> None:
-        number, row, futures = waiting.popleft()
-        graded = scorer.graded(futures, row=f"row {number}")
-        totals[graded.status] += 1
-        totals["score"] += graded.score  # type: ignore[assignment]  # a float
-        if output:
-            row |= {"score": graded.score, "extracted": graded.extracted, "status": graded.status}
-            output.write(json.dumps(row) + "\n")
+        rows, batches = waiting.popleft()
+        first_row = totals.total() - totals["score"] + 1
+        for row, graded in zip(rows, scorer.graded_batch(batches, first_row=int(first_row)), strict=True):
+            totals[graded.status] += 1
+            totals["score"] += graded.score  # type: ignore[assignment]  # a float
+            if output:
+                row |= {"score": graded.score, "extracted": graded.extracted, "status": graded.status}
+                output.write(json.dumps(row) + "\n")
 
     try:
-        for number, row in enumerate(progress(_rows(options)), 1):
-            wanted = row[options.answer_key]
-            gold = [str(item) for item in wanted] if isinstance(wanted, list) else _text(wanted)
-            waiting.append((number, row, scorer.submit(_text(row[options.response_key]), gold, columns=row)))
-            if len(waiting) > MAX_AHEAD:
+        rows = iter(progress(_rows(options)))
+        while batch := list(itertools.islice(rows, ROWS_PER_BATCH)):
+            responses = [_text(row[options.response_key]) for row in batch]
+            golds = [_gold(row[options.answer_key]) for row in batch]
+            waiting.append((batch, scorer.submit_batch(responses, golds, batch)))
+            if len(waiting) >= MAX_BATCHES:
                 finish()
         while waiting:
             finish()
@@ -164,6 +167,10 @@ def _progress_bar(rows: int) -> Progress:
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)
+
+
+def _gold(value: Any) -> str | list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else _text(value)
 
 
 def _failures(scorer: Scorer) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 # The status of one part of one response.
 OK = "ok"  # graded, right or wrong
@@ -14,11 +15,11 @@ DIED = "died"  # the process crashed, or ran out of memory
 UNSCORABLE = "unscorable"  # a user function returned None
 FAILED = "failed"  # an exception, or a user function returned something that is not a number
 
+PLAIN_KEYS = 3  # of the message of most grades: value, status and extracted
 STATUSES = (OK, NO_ANSWER, BAD_GOLD, TIMEOUT, DIED, UNSCORABLE, FAILED)
 
 
-@dataclass(frozen=True)
-class Grade:
+class Grade(NamedTuple):
     """One reward of one response.
 
     Attributes:
@@ -34,15 +35,16 @@ class Grade:
     status: str = OK
     extracted: str = ""
     detail: str = ""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = MappingProxyType({})
     group: tuple[Grade, ...] = ()
 
     def as_message(self, limit: int) -> dict[str, Any]:
         """JSON for the driver; `limit` is the longest text, in characters."""
-        message: dict[str, Any] = {"value": self.value, "status": self.status}
-        message |= {"extracted": self.extracted[:limit], "detail": self.detail[:limit]}
+        message: dict[str, Any] = {"value": self.value, "status": self.status, "extracted": self.extracted[:limit]}
+        if self.detail:
+            message["detail"] = self.detail[:limit]
         if self.metrics:
-            message["metrics"] = self.metrics
+            message["metrics"] = dict(self.metrics)
         if self.group:
             message["group"] = [grade.as_message(limit) for grade in self.group]
         return message
@@ -50,11 +52,10 @@ class Grade:
     @staticmethod
     def from_message(message: dict[str, Any]) -> Grade:
         """Read `as_message`. Raises KeyError, TypeError or ValueError if a worker sent anything else."""
-        return Grade(
-            None if message["value"] is None else float(message["value"]),
-            str(message["status"]),
-            str(message["extracted"]),
-            str(message["detail"]),
-            {str(name): float(value) for name, value in message.get("metrics", {}).items()},
-            tuple(Grade.from_message(one) for one in message.get("group", ())),
-        )
+        value = None if message["value"] is None else float(message["value"])
+        plain = Grade(value, str(message["status"]), str(message["extracted"]))
+        if len(message) == PLAIN_KEYS:
+            return plain
+        metrics = {str(name): float(number) for name, number in message.get("metrics", {}).items()}
+        group = tuple(map(Grade.from_message, message.get("group", ())))
+        return plain._replace(detail=str(message.get("detail", "")), metrics=metrics, group=group)

@@ -5,24 +5,64 @@ A worker either computes jobs one after the other, or holds many calls of functi
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.stopwatch import Stopwatch
 from rlhf.rewards.wire import QUICK_REWARDS, Channel
 
+SENT_AHEAD = 32  # a worker with at most so many quick jobs left gets the next ones
 MAX_JOBS_PER_MESSAGE = 128  # cheap jobs share system calls
+
+
+class Batch:
+    """The results of many jobs, with one lock for all: a Future per job would cost more than to grade an answer."""
+
+    def __init__(self, jobs: int) -> None:
+        self._grades: list[Grade | None] = [None] * jobs
+        self._left, self._done = jobs, threading.Event()
+        if not jobs:
+            self._done.set()
+
+    def set(self, index: int, grade: Grade) -> None:
+        """Only the thread of the pool calls this."""
+        self._grades[index] = grade
+        self._left -= 1
+        if self._left == 0:
+            self._done.set()
+
+    def result(self) -> list[Grade]:
+        """Wait for the grades of all jobs, in order."""
+        self._done.wait()
+        return [grade for grade in self._grades if grade is not None]
+
+
+class Slot(NamedTuple):
+    """The place of one job in a batch, used as its future."""
+
+    batch: Batch
+    row: int
+
+    def set_running_or_notify_cancel(self) -> bool:
+        return True
+
+    def cancel(self) -> bool:
+        return False
+
+    def set_result(self, grade: Grade) -> None:
+        self.batch.set(self.row, grade)
 
 
 @dataclass
 class Job:
     number: int
     request: dict[str, Any]
-    future: Future[Grade]
+    future: Future[Grade] | Slot
     begun: bool = False
     alone: bool = False  # must be sent by itself: some job that was sent together with it took too long
 
@@ -91,14 +131,22 @@ class Queue:
         """Give jobs to workers that can take some; the caller sends them."""
         able = [worker for worker in workers if worker.ready and not worker.doomed]
         idle = [worker for worker in able if not worker.jobs]
-        computing = sum(bool(worker.jobs) and not worker.waits for worker in able)
+        computing = [worker for worker in able if worker.jobs and not worker.waits]
         assigned = []
-        while idle and computing < self._size and (jobs := self._next_computed()):
-            worker = idle.pop()
-            worker.waits, computing = False, computing + 1
-            worker.jobs = {job.number: job for job in jobs}
-            assigned.append((worker, jobs))
+        for worker in computing:  # quick jobs are sent ahead, so that the worker never waits for the next ones
+            if len(worker.jobs) <= SENT_AHEAD and _is_quick(worker.first) and self._next_is_quick():
+                assigned.append((worker, self._next_computed()))
+        for worker in idle[: max(0, self._size - len(computing))]:
+            if jobs := self._next_computed():
+                worker.waits = False
+                assigned.append((worker, jobs))
+                idle.remove(worker)
+        for worker, jobs in assigned:
+            worker.jobs |= {job.number: job for job in jobs}
         return assigned + self._assign_waiting([w for w in able if w.jobs and w.waits], idle)
+
+    def _next_is_quick(self) -> bool:
+        return len(self._computed) > 4 * self._size and _is_quick(self._computed[0])
 
     def _next_computed(self) -> list[Job]:
         share = min(MAX_JOBS_PER_MESSAGE, 1 + len(self._computed) // (2 * self._size))
@@ -139,3 +187,7 @@ class Queue:
                 held[worker.number] += 1
                 assigned.setdefault(worker.number, (worker, []))[1].append(job)
         return list(assigned.values())
+
+
+def _is_quick(job: Job) -> bool:
+    return job.request["name"] in QUICK_REWARDS and not job.alone

@@ -11,7 +11,6 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +48,7 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Call
     name = job["name"]
     if name in functions:
         return call_user_function(functions[name], job)
-    options = _options(name, json.dumps(job["options"], sort_keys=True))
+    options = _options(name, job["options"])
     try:
         with confined():
             jobs = [{**job, "answer": answer} for answer in alternatives(job["answer"])]
@@ -69,9 +68,14 @@ def _worth(grade: Grade) -> float:
     return -math.inf if grade.value is None else grade.value
 
 
-@lru_cache(maxsize=256)
-def _options(name: str, options: str) -> Any:
-    return OPTIONS_OF_REWARD[name].model_validate_json(options)
+_parsed: dict[str, tuple[dict[str, Any], Any]] = {}  # by reward: the options of its last job, and what they mean
+
+
+def _options(name: str, written: dict[str, Any]) -> Any:
+    known = _parsed.get(name)
+    if known is None or known[0] != written:
+        known = _parsed[name] = (written, OPTIONS_OF_REWARD[name].model_validate_json(json.dumps(written)))
+    return known[1]
 
 
 def as_if_answered(job: dict[str, Any]) -> dict[str, Any]:

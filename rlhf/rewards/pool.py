@@ -33,7 +33,7 @@ from typing import Any
 
 from rlhf.config.reward import RewardPart
 from rlhf.rewards.grade import Grade
-from rlhf.rewards.jobs import Job, Queue, Worker
+from rlhf.rewards.jobs import Batch, Job, Queue, Slot, Worker
 from rlhf.rewards.processes import count_below
 from rlhf.rewards.wire import Channel
 
@@ -74,8 +74,8 @@ class Pool:
         self.size, self.full_size = workers, workers + spares
         self._cpu_seconds, self._wall_seconds = cpu_seconds, wall_seconds
         functions = [part.model_dump() for part in user_functions]
-        self._hello = {"memory_mb": memory_mb, "user_functions": functions, "path": sys.path}
-        self._hello["wall_seconds"] = wall_seconds
+        limits = {"memory_mb": memory_mb, "wall_seconds": wall_seconds}
+        self._hello = {**limits, "user_functions": functions, "path": sys.path}
         self._cache: OrderedDict[tuple[str, ...], Grade] = OrderedDict()
         self._incoming: deque[Job] = deque()
         self._queue = Queue(workers, {part.name: part.concurrency for part in user_functions})
@@ -102,15 +102,28 @@ class Pool:
 
     def submit(self, request: dict[str, Any]) -> Future[Grade]:
         """Queue one job; a job that fails gives a grade with the status of the failure, not an exception."""
+        self._add(request, future := Future[Grade]())
+        self._wake_up()
+        return future
+
+    def submit_many(self, requests: Sequence[dict[str, Any]]) -> Batch:
+        """Queue many jobs, whose grades are wanted together."""
+        batch = Batch(len(requests))
+        for index, request in enumerate(requests):
+            self._add(request, Slot(batch, index))
+        self._wake_up()
+        return batch
+
+    def _add(self, request: dict[str, Any], future: Future[Grade] | Slot) -> None:
         if self._closing:
             raise RuntimeError(f"the reward pool is closed{': ' if self._broken else ''}{self._broken}")
-        number = next(self._job_numbers)
-        job = Job(number, {**request, "number": number}, Future())
-        self._incoming.append(job)
+        request["number"] = next(self._job_numbers)
+        self._incoming.append(Job(request["number"], request, future))
+
+    def _wake_up(self) -> None:
         if not self._woken:
             self._woken = True
             self._wake()
-        return job.future
 
     def close(self) -> None:
         """Kill every process; jobs without a result are cancelled."""
@@ -248,7 +261,8 @@ class Pool:
             if not self._started.done() and len(self.worker_pids()) >= self.size:
                 self._started.set_result(None)
         elif "broken" in message:
-            self._fail_start(ValueError(message["broken"]))
+            if not self._started.done():
+                self._started.set_exception(ValueError(message["broken"]))
         elif "ask" in message:
             worker.asked = tuple(message["ask"])
             known = self._cache.get(worker.asked)
@@ -353,10 +367,6 @@ class Pool:
             worker.channel.close()
         self._workers.clear()
         self._start_keeper()
-
-    def _fail_start(self, error: Exception) -> None:
-        if not self._started.done():
-            self._started.set_exception(error)
 
     def _shut_down(self) -> None:
         running = [job for worker in self._workers.values() for job in worker.jobs.values()]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, OK, TIMEOUT, UNSCORABLE, Grade
+from rlhf.rewards.jobs import Batch
 from rlhf.rewards.pool import Pool, default_workers
 from rlhf.types import Prompt
 
@@ -120,28 +121,49 @@ class Scorer:
         Returns:
             (score, extracted, status) of each response, in order; an unscorable response has score 0.
         """
-        pending = [self.submit(text, gold) for text, gold in zip(responses, golds, strict=True)]
-        return [self.graded(futures, row=f"row {row}") for row, futures in enumerate(pending)]
+        return self.graded_batch(self.submit_batch(responses, golds))
+
+    def submit_batch(
+        self,
+        responses: Sequence[str],
+        golds: Sequence[str | Sequence[str]],
+        columns: Sequence[dict[str, Any]] | None = None,
+    ) -> list[Batch]:
+        """Start to grade responses by every part, a batch for each part; `graded_batch` waits for the results."""
+        if self._over_budget:
+            raise RuntimeError(self._over_budget)
+        rows = list(zip(responses, golds, columns or [{}] * len(golds), strict=True))
+        return [self.pool.submit_many([self._file_job(part, *row) for row in rows]) for part in self.config.parts]
+
+    def graded_batch(self, batches: Sequence[Batch], *, first_row: int = 0) -> list[Graded]:
+        """Wait for the results of `submit_batch`; the row is named in the error if a user function fails on it."""
+        columns = [batch.result() for batch in batches]
+        scores = (
+            self._combine(self.config.parts, [_of_each([grade], 1)[0] for grade in grades], f"row {row}")
+            for row, grades in enumerate(zip(*columns, strict=True), first_row)
+        )
+        return [Graded(score.reward or 0.0, score.extracted, score.status) for score in scores]
 
     def submit(
         self, response: str, gold: str | Sequence[str], columns: dict[str, Any] | None = None
     ) -> list[Future[Grade]]:
-        """Start to grade one response by every part; `graded` waits for the result.
+        """Start to grade one response by every part.
 
         Args:
             gold: the answer, or a list of acceptable answers.
         """
-        gold = gold if isinstance(gold, str) else json.dumps(list(gold))
-        parts = self.config.parts
-        length_matters = any(part.name == "length" or part.is_user_function for part in parts)
-        metadata = [_no_metadata(response if length_matters else "")]
-        return [self._submit(part, [response], gold, columns or {}, metadata)[0] for part in parts]
+        return [self.pool.submit(self._file_job(part, response, gold, columns or {})) for part in self.config.parts]
 
-    def graded(self, futures: Sequence[Future[Grade]], *, row: str) -> Graded:
-        """Wait for the result of `submit`; `row` is named in the error if a user function fails on it."""
-        grades = [_of_each([future.result()], 1)[0] for future in futures]
-        score = self._combine(self.config.parts, grades, row)
-        return Graded(score.reward or 0.0, score.extracted, score.status)
+    def _file_job(
+        self, part: RewardPart, response: str, gold: str | Sequence[str], columns: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The job of a row of a file, where a group is one response."""
+        metadata = _no_metadata(response) if part.name == "length" or part.is_user_function else None
+        job = _job(part, gold if isinstance(gold, str) else json.dumps(list(gold)), columns, metadata)
+        if part.group:
+            return {**job, "responses": [response], "metadata": [metadata]}
+        job["response"] = response
+        return job
 
     def check_gold(self, prompts: Iterable[Prompt]) -> list[BadGold]:
         """Grade every gold answer as if it were the response, and return the rows where that fails."""
@@ -265,8 +287,10 @@ def _bad_gold(prompt: Prompt, part: RewardPart, future: Future[Grade]) -> list[B
 def _job(part: RewardPart, answer: str, columns: dict[str, Any], metadata: Any) -> dict[str, Any]:
     job = {"name": part.name, "options": part.options, "answer": answer}
     if part.is_user_function:
-        return {**job, "columns": columns, "metadata": metadata}
-    return {**job, "metadata": {"response_length": metadata["response_length"]}}
+        job |= {"columns": columns, "metadata": metadata}
+    elif part.name == "length":
+        job["metadata"] = {"response_length": metadata["response_length"]}
+    return job
 
 
 def _of_each(grades: Sequence[Grade], responses: int) -> Sequence[Grade]:
