@@ -78,6 +78,8 @@ NUMBER = re.compile(
     r"(?<![\w.^])(?:(?<![\d)\]}\w])[-+\u2212]\s?|(?<=\s)[-+\u2212])?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))"
     rf"(?:/\d+)?(?:(?P<unit>(?:{GLUED})(?:/(?:{GLUED}))?(?:\^\d)?)(?!\w)|(?!\w))(?!\*\*|\^)(?:\s*(?:\\?%|percent\b|pct\b))?"
 )
+OR_BEFORE = re.compile(r"\d[^\n.;]{0,20}\bor\s+\W{0,3}$")
+FOREIGN_UNIT = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s*[^\x00-\x7F]+[.。]?")
 HASH_ANSWER = re.compile(r"[ \t]*(?:[-+]?\\?[$€£]?[ \t]*[-+]?(?:\d|\.\d)|\\?\$?-?\\d?frac)")
 LIST_ITEM = re.compile(r"[ \t]*\d+[.)][ \t]+[A-Za-z]")  # a heading such as "#### 2. Compute the total"
 REFUSAL = re.compile(
@@ -274,6 +276,8 @@ def _sentence(sentence: str) -> str | None:
 
 def _only_number(sentence: str) -> str | None:
     """The number in a sentence that begins with words, if it holds one number and no word that changes it."""
+    if foreign := FOREIGN_UNIT.fullmatch(sentence):
+        return foreign[1]
     words = WORD.findall(sentence)
     if len(words) < 2 or not sentence[0].isalpha() or option_letter(sentence) or any(map(changes_a_number, words)):
         return None
@@ -346,7 +350,9 @@ def _later_of_span_and_number(text: str) -> str | None:
 
 def _number(tail: str) -> Span | None:
     matches = [m for m in NUMBER.finditer(tail) if any(c.isdigit() for c in m[0])]
-    return Span(matches[-1].start(), matches[-1].end(), _with_unit(matches[-1])) if matches else None
+    if not matches or OR_BEFORE.search(tail, max(0, matches[-1].start() - 40), matches[-1].start()):
+        return None  # 17 or 18 is no answer
+    return Span(matches[-1].start(), matches[-1].end(), _with_unit(matches[-1]))
 
 
 def _whole(text: str) -> str | None:

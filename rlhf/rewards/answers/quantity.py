@@ -89,6 +89,8 @@ def _same_value(gold: Node, answer: Node) -> bool:
         marked = [node.kind == kind for node in (gold, answer)]
         if any(marked):
             bare = [node.args[0] if mark else node for node, mark in zip((gold, answer), marked, strict=True)]
+            if marked == [False, True] and kind == "percent" and _is_share(gold):
+                return equal(gold, answer)  # 1/3 % is not 1/3
             return _same_value(*bare) or (not all(marked) and equal(gold, answer))
     if equal(gold, answer) or _is_rounding(gold, answer) or _is_rounding(answer, gold):
         return True
@@ -126,6 +128,11 @@ def _is_near(gold: Node, answer: Node) -> bool:
     decimals = written.name.partition(".")[2] if written.kind == "num" else ""
     rounding = mpf(10) ** -len(decimals) / 2 if decimals.isdigit() else 0
     return bool(abs(wanted - given) <= max(tolerance.absolute, tolerance.relative * abs(wanted), rounding))
+
+
+def _is_share(node: Node) -> bool:
+    value = constant(node)
+    return isinstance(value, Fraction) and abs(value) < 1
 
 
 def _with_decimal_logarithms(node: Node) -> Node:
