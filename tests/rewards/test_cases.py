@@ -258,6 +258,8 @@ ANSWERS = {
         (r"\cot x", r"\frac{\sec x}{\sin x} - \frac{\sin x}{\cos x}", FORMULA),
         ("(a+5)(b+2)", "ab+5b+2a+10", FORMULA),
         ("14", "(u+4)(u-1) - (u-3)(u+6)", FORMULA),
+        ("20", r"{6 \choose 3}", FORMULA),
+        ("2", r"\gcd(4,6)", FORMULA),
         ("x=3", "2x+4=10", FORMULA),
         ("x=3", "x-3=0", FORMULA),
         ("0", "a+b=0", FORMULA),

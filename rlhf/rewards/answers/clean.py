@@ -72,7 +72,7 @@ CONDITION = re.compile(r"^\s*(?:\\text\s*\{\s*)?(?:,?\s*(?:if|for|when)\b)?\s*\}
 COLOR = re.compile(r"\\(?:text)?color\s*(?:\[\w*\])?\s*\{[\w!#]*\}")
 FRACTION_FONT = re.compile(r"\\(?:dfrac|tfrac|cfrac|sfrac|nicefrac|flatfrac)(?![a-zA-Z])")
 DOUBLED_BACKSLASH = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]])")
-THOUSANDS_BRACED = re.compile(r"(?<=\d)\s*(?:\{,\}|,\\!|')\s*(?=\d{3}(?!\d))")
+THOUSANDS_BRACED = re.compile(r"(?<=\d)\s*(?:\{\s*,\s*\}|,\\!|')\s*(?=\d{3}(?!\d))")
 THOUSANDS_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\,|\\;|\\ |~|\s)\d{3})+(?![\d])")
 THOUSANDS_DOTTED = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])")
 REPEATING = re.compile(

@@ -15,7 +15,7 @@ from rlhf.config.reward import Tolerance
 from rlhf.rewards.answers.clean import clean, option_letter
 from rlhf.rewards.answers.equations import is_label, same_equation, same_inequality, unlabelled
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
-from rlhf.rewards.answers.evaluated import is_evaluated
+from rlhf.rewards.answers.evaluated import is_evaluated, is_number
 from rlhf.rewards.answers.node import Node
 from rlhf.rewards.answers.numbers import exact_number
 from rlhf.rewards.answers.quantity import allowed, is_tolerant, same_quantity
@@ -68,9 +68,21 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
             undecided = True
         if not re.search(r"\d,\d{3}", a + " " + g):
             break
-    if not undecided or (must_be_evaluated and OPERATORS.search(a) and not OPERATORS.search(g)):
+    return None if undecided and not (must_be_evaluated and _is_formula_for(a, g)) else False
+
+
+def _is_formula_for(answer: str, gold: str) -> bool:
+    """Whether an answer that cannot be compared here is a formula, as far as its notation shows."""
+    if OPERATORS.search(answer) and not OPERATORS.search(gold):
+        return True
+    try:
+        wanted = parse(meaning_of(gold))
+    except (UnsupportedError, RecursionError):
         return False
-    return None
+    try:
+        return not is_evaluated(parse(meaning_of(answer)), wanted)
+    except (UnsupportedError, RecursionError):
+        return is_number(wanted)  # every notation of a number is known: this is something else
 
 
 _clean_gold = lru_cache(maxsize=4096)(clean)  # cached: a group of responses shares its gold answer

@@ -13,7 +13,7 @@ MAX_TOKENS = 20_000
 FUNCTIONS = frozenset(
     [
         "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "ln",
-        "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "abs", "floor", "ceil", "det", "Gamma",
+        "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "abs", "floor", "ceil", "det",
     ]
 )  # fmt: skip
 WORDS = {
@@ -36,7 +36,7 @@ TOKEN = re.compile(
     |(?P<cmd>\\(?:[a-zA-Z]+|[{}|%$&_\\\#]))
     |(?P<word>[A-Za-z]+)
     |(?P<rel><=|>=|!=|==|=<|=>|[=<>])
-    |(?P<op>\*\*|!!|.)""",
+    |(?P<op>\*\*|.)""",
     re.VERBOSE | re.DOTALL,
 )
 

@@ -222,8 +222,8 @@ class Parser:
             elif self.at("op", "_"):
                 self.take()
                 node = self.indexed(node)
-            elif self.at("op", "!", "!!"):
-                node = Node("call", (node,), "factorial" if self.take().value == "!" else "double_factorial")
+            elif self.at("op", "!") and self.take():
+                node = Node("call", (node,), "factorial")
             elif self.at("op", "'") and node.kind in ("sym", "pow", "call"):
                 self.take()
                 node = Node(node.kind, node.args, node.name + "'")
