@@ -18,6 +18,7 @@ from rlhf.rewards.answers.node import EULER, IMAGINARY, MONEY, Node, is_proper_f
 from rlhf.rewards.answers.notation import CLOSING_COMMANDS, COMMANDS, SYMBOLS, function, matrix
 from rlhf.rewards.answers.tokens import FUNCTIONS, Token, tokenize
 
+END = Token("end", "", False)
 MAX_DEPTH = 60  # nested brackets; each level takes about ten Python frames
 
 CALLABLE_LETTERS = frozenset("fghFGHPQE")  # before a bracket, these are functions, not factors
@@ -36,16 +37,12 @@ class Parser:
         self.bars = 0  # open |; the next | closes one
         self.colon_ends = False  # inside { x : ... } a colon is not a ratio
 
-    # --- the current token ---
-
     @property
     def now(self) -> Token:
-        return self.tokens[self.position] if self.position < len(self.tokens) else Token("end", "", False)
+        return self.tokens[self.position] if self.position < len(self.tokens) else END
 
     def peek(self, ahead: int = 1) -> Token:
-        return (
-            self.tokens[self.position + ahead] if self.position + ahead < len(self.tokens) else Token("end", "", False)
-        )
+        return self.tokens[self.position + ahead] if self.position + ahead < len(self.tokens) else END
 
     def take(self) -> Token:
         token = self.now
@@ -57,8 +54,6 @@ class Parser:
 
     def fail(self) -> NoReturn:
         raise UnsupportedError(f"at {self.now.value!r}")
-
-    # --- the rules of the grammar, from the outside in ---
 
     def answer(self) -> Node:
         node = self.listing()
@@ -265,8 +260,6 @@ class Parser:
             self.take()
             return Node("pow", (node, self.script()))
         return node
-
-    # --- primaries ---
 
     def primary(self) -> Node:
         kind, value, _ = self.now
