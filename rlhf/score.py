@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.config.cli import run_program
+from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE
 
 if TYPE_CHECKING:
     from rlhf.config.reward import RewardConfig
+    from rlhf.rewards.jobs import Batch
     from rlhf.rewards.scorer import Scorer
 
-MAX_AHEAD = 1024  # rows that wait for their grade, at most
+Progress = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
+ROWS_PER_BATCH, MAX_BATCHES = 1024, 4  # that wait for their grades, at most
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m rlhf.score", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", help=".jsonl, .json or .parquet with a response and a gold answer in every row")
+    parser.add_argument("file", help="JSONL with a response and a gold answer in every row")
     parser.add_argument("--response-key", default="response", help="column of the response (default: response)")
     parser.add_argument("--answer-key", default="ground_truth", help="column of the answer (default: ground_truth)")
     parser.add_argument("--output", help="JSONL to write: every row with score, extracted and status")
@@ -44,17 +47,17 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = arguments(argv)
-    rows = list(_rows(options))
+    rows = sum(1 for _ in _rows(options))  # every row is checked before the first one is graded
     config = _reward_config(options)
     from rlhf.rewards.scorer import Scorer
 
     with _output(options.output) as output, Scorer(config) as scorer:
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
-            _grade(scorer, rows, options, output)
+            totals = _grade(scorer, options, _progress_bar(rows), output)
         except RuntimeError as error:
             raise RuntimeError("\n".join([str(error), *_failures(scorer)])) from None
-        _report(rows, time.perf_counter() - began, scorer)
+        _report(totals, time.perf_counter() - started, scorer)
         failures = "\n".join(_failures(scorer))
         if any(scorer.failed_always(part) for part in scorer.config.parts):
             raise RuntimeError(failures)
@@ -63,15 +66,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The checked rows, one after another: a file of JSON lines is never held whole."""
     from rlhf.config.data import SourceConfig
-    from rlhf.data.read import read_rows
+    from rlhf.data.read import stream_rows
 
-    for number, columns in read_rows(SourceConfig(path=options.file), "train", "FILE"):
+    for number, columns in stream_rows(SourceConfig(path=options.file), "train", "FILE"):
         for key, option in ((options.response_key, "--response-key"), (options.answer_key, "--answer-key")):
-            if key not in columns or not isinstance(columns[key], str | int | float | None):
+            if key not in columns or not _is_text(columns[key], several=key == options.answer_key):
                 names = ", ".join(columns) or "no columns"
                 raise ValueError(f"{options.file}:{number}: no text in column {key!r}; it has {names}. Set {option}.")
         yield columns
+
+
+def _is_text(value: Any, *, several: bool) -> bool:
+    if several and isinstance(value, list):
+        return bool(value) and all(isinstance(item, str | int | float) for item in value)
+    return isinstance(value, str | int | float | None)
 
 
 def _output(path: str | None) -> contextlib.AbstractContextManager[TextIO | None]:
@@ -97,30 +107,52 @@ def _reward_config(options: argparse.Namespace) -> RewardConfig:
         raise ValueError(explain(RewardConfig, error)) from None
 
 
-def _grade(scorer: Scorer, rows: list[dict[str, Any]], options: argparse.Namespace, output: TextIO | None) -> None:
-    """Grade all rows, and write each one as soon as it and all rows before it are graded."""
-    waiting: list[list[Future[Any]]] = []
-    for index in _with_progress_bar(range(len(rows))):
-        for row in rows[len(waiting) : index + MAX_AHEAD]:
-            response, gold = (_text(row[key]) for key in (options.response_key, options.answer_key))
-            waiting.append(scorer.submit(response, gold, columns=row))
-        graded = scorer.graded(waiting[index], row=f"row {index + 1}")
-        rows[index] |= {"score": graded.score, "extracted": graded.extracted, "status": graded.status}
-        if output:
-            output.write(json.dumps(rows[index]) + "\n")
+def _grade(scorer: Scorer, options: argparse.Namespace, progress: Progress, output: TextIO | None) -> Counter[str]:
+    """Grade the file row by row, and write each row as soon as it and all rows before it are graded.
+
+    Returns:
+        Rows by status; under `score` the sum of the scores of rows that have one.
+    """
+    waiting: deque[tuple[list[dict[str, Any]], list[Batch]]] = deque()
+    totals: Counter[str] = Counter()
+
+    def finish() -> None:
+        rows, batches = waiting.popleft()
+        first_row = totals.total() - totals["score"] + 1
+        for row, graded in zip(rows, scorer.graded_batch(batches, first_row=int(first_row)), strict=True):
+            totals[graded.status] += 1
+            totals["score"] += graded.score  # type: ignore[assignment]  # a float
+            if output:
+                row |= {"score": graded.score, "extracted": graded.extracted, "status": graded.status}
+                output.write(json.dumps(row) + "\n")
+
+    rows = iter(progress(_rows(options)))
+    while batch := list(itertools.islice(rows, ROWS_PER_BATCH)):
+        responses = [_text(row[options.response_key]) for row in batch]
+        golds = [_gold(row[options.answer_key]) for row in batch]
+        waiting.append((batch, scorer.submit_batch(responses, golds, batch)))
+        if len(waiting) >= MAX_BATCHES:
+            finish()
+    while waiting:
+        finish()
+    return totals
 
 
-def _with_progress_bar(numbers: range) -> Iterable[int]:
+def _progress_bar(rows: int) -> Progress:
     """A progress bar on a terminal; imported late, since the import takes longer than grading a small file."""
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    return track(numbers, "grading", console=console) if console.is_terminal else numbers
+    return lambda items: track(items, "grading", rows, console=console) if console.is_terminal else items
 
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)
+
+
+def _gold(value: Any) -> str | list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else _text(value)
 
 
 def _failures(scorer: Scorer) -> list[str]:
@@ -128,11 +160,17 @@ def _failures(scorer: Scorer) -> list[str]:
     return [scorer.failures(part) for part in scorer.config.parts if part.is_user_function and scorer.failures(part)]
 
 
-def _report(rows: list[dict[str, Any]], seconds: float, scorer: Scorer) -> None:
-    statuses = Counter(row["status"] for row in rows)
-    print(f"accuracy  {sum(row['score'] for row in rows) / len(rows):.4f} over {len(rows)} rows")
-    print("statuses  " + ", ".join(f"{name} {count}" for name, count in statuses.most_common()))
-    print(f"speed     {len(rows) / seconds:.0f} answers/s in {seconds:.2f} s")
+def _report(totals: Counter[str], seconds: float, scorer: Scorer) -> None:
+    score = totals.pop("score", 0)
+    rows = totals.total()
+    if not rows:
+        print("no rows")
+        return
+    left_out = totals[BAD_GOLD] + totals[UNSCORABLE]
+    note = f", without {left_out} that cannot be graded" if left_out else ""
+    print(f"accuracy  {score / max(1, rows - left_out):.4f} over {rows - left_out} rows{note}")
+    print("statuses  " + ", ".join(f"{name} {count}" for name, count in totals.most_common() if count))
+    print(f"speed     {rows / seconds:.0f} answers/s in {seconds:.2f} s")
     print(f"pool      {scorer.pool.wait_full(1.0)} workers ready of {scorer.pool.full_size}")
 
 

@@ -36,6 +36,7 @@ def test_every_row_comes_back_in_order_with_score_answer_and_status(
         {"id": "d", "response": r"\boxed{5}", "ground_truth": ""},
         {"id": "e", "response": "so 5 in all", "ground_truth": "2 + 3 = 5\n#### 5"},
         {"id": "f", "response": None, "ground_truth": 5},
+        {"id": "h", "response": r"\boxed{5}", "ground_truth": ["4", 5]},
         {"id": "g", "response": "a \ud800 lone surrogate \\boxed{5}", "ground_truth": "5"},
     ]
     output = tmp_path / "out.jsonl"
@@ -48,11 +49,12 @@ def test_every_row_comes_back_in_order_with_score_answer_and_status(
         ("d", 0.0, "", "bad_gold"),
         ("e", 1.0, "5", "ok"),
         ("f", 0.0, "", "no_answer"),
+        ("h", 1.0, "5", "ok"),
         ("g", 1.0, "5", "ok"),
     ]
     printed = capsys.readouterr().out
-    assert "accuracy  0.4286 over 7 rows" in printed
-    assert "ok 4, no_answer 2, bad_gold 1" in printed
+    assert "accuracy  0.5714 over 7 rows, without 1 that cannot be graded" in printed
+    assert "ok 5, no_answer 2, bad_gold 1" in printed
     assert "answers/s" in printed
     assert "2 workers ready of 2" in printed
 
@@ -109,11 +111,12 @@ def test_a_reward_with_another_signature_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(FIXTURES))
-    assert score_by("takes_no_answer", ["x"] * 20, tmp_path) == 1  # more than may fail: the rest is not tried
-    error = capsys.readouterr().err
-    assert error.startswith("error: reward 'hostile_rewards:takes_no_answer': 11 of 11 calls failed")
-    location = fixture_line("def takes_no_answer(response):")
-    assert f"\n  11 x {location}: TypeError: takes_no_answer() got an unexpected keyword argument" in error
+    assert score_by("takes_no_answer", ["x"], tmp_path) == 2  # before anything is graded
+    assert capsys.readouterr().err == (
+        "error: reward name='hostile_rewards:takes_no_answer': takes_no_answer(response) cannot be called: got an "
+        "unexpected keyword argument 'answer'. It gets (response, answer=, columns=, metadata=); add **_ for what it "
+        "ignores.\n"
+    )
 
 
 @pytest.mark.parametrize(

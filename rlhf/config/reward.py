@@ -27,6 +27,13 @@ STEPS_OF_MODE: dict[str, tuple[ExtractionStep, ...]] = {
 }
 
 
+class Tolerance(Section):
+    """How far a number may be from the gold answer; a number that rounds to a gold decimal is always near enough."""
+
+    relative: float = Field(0.0, ge=0, lt=1, description="share of the gold answer")
+    absolute: float = Field(0.0, ge=0, description="in the unit of the gold answer")
+
+
 class MathOptions(Section):
     """A math answer, found in the response and compared with the gold answer."""
 
@@ -36,10 +43,21 @@ class MathOptions(Section):
     extract: tuple[ExtractionStep, ...] | None = Field(
         None, strict=False, description="places to look for an answer, in order; null: those of the mode"
     )
+    tolerance: Tolerance | None = Field(
+        None, description="{relative, absolute}: count a number that is near enough as right; null: only equal numbers"
+    )
+    evaluated: bool | None = Field(
+        None,
+        description="whether an answer must be worked out: 7, not 3+4; null: in strict mode",
+    )
 
     @property
     def steps(self) -> tuple[ExtractionStep, ...]:
         return self.extract if self.extract is not None else STEPS_OF_MODE[self.mode]
+
+    @property
+    def must_be_evaluated(self) -> bool:
+        return self.evaluated if self.evaluated is not None else self.mode == "strict"
 
 
 class Gsm8kOptions(Section):
@@ -115,15 +133,21 @@ OPTIONS_OF_REWARD: dict[str, type[Section]] = {
     "repetition": RepetitionOptions,
 }
 
-USER_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+USER_FUNCTION = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
 
 class RewardPart(Section):
     """One summand of the reward."""
 
-    name: str = Field(description=f"{', '.join(OPTIONS_OF_REWARD)}, or your_package.your_module:your_function")
+    name: str = Field(
+        description=f"{', '.join(OPTIONS_OF_REWARD)}, your_package.your_module:your_function or a/file.py:your_function"
+    )
     weight: float = Field(1.0, description="factor of this part in the sum")
     options: dict[str, Any] = Field({}, description="options of this reward")
+    group: bool = Field(False, description="your function gets all responses to a prompt at once, and returns a list")
+    concurrency: int = Field(
+        128, ge=1, description="calls of your `async def` function that wait at the same time in one worker"
+    )
 
     @property
     def is_user_function(self) -> bool:
@@ -219,13 +243,20 @@ def _part(value: Any, key: str) -> RewardPart:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError(f"{key}={value!r}: a reward needs a name. Write {{name: math, weight: 1.0}}.")
     name, weight, options = value["name"], value.get("weight", 1.0), value.get("options", {})
+    is_built_in = name in OPTIONS_OF_REWARD
+    fields = {
+        field: value[field]
+        for field in ("group", "concurrency")  # of a user function; a dumped config has the defaults for all
+        if field in value and not (is_built_in and value[field] != RewardPart.model_fields[field].default)
+    }
     if isinstance(options, dict):
-        options = {**options, **{k: v for k, v in value.items() if k not in RewardPart.model_fields}}
-    part = _validated(RewardPart, {"name": name, "weight": weight, "options": options}, key)
-    if name in OPTIONS_OF_REWARD:
+        options = {**options, **{k: v for k, v in value.items() if k not in ("name", "weight", "options", *fields)}}
+    part = _validated(RewardPart, {"name": name, "weight": weight, "options": options, **fields}, key)
+    if is_built_in:
         _validated(OPTIONS_OF_REWARD[name], options, key)
     elif not USER_FUNCTION.fullmatch(name):
-        reason = "not of the form package.module:function" if ":" in name else "there is no such reward"
+        form = "not of the form package.module:function or path/to/file.py:function"
+        reason = form if ":" in name else "there is no such reward"
         raise ValueError(f"{key}.name={name!r}: {reason}. {suggest(name, OPTIONS_OF_REWARD)}")
     return part
 

@@ -9,6 +9,7 @@ The grader's own extractor is passed as an argument, so that loading and grading
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ GoldAnswer = Callable[[str, AnswerFormat], str | None]
 
 
 def extract_answer(value: Any, answer_format: AnswerFormat, gold_answer: GoldAnswer) -> str:
-    """The gold answer in one cell of the answer column.
+    """The gold answer in one cell of the answer column; of a list of acceptable answers, the list as JSON.
 
     Args:
         gold_answer: the grader's extractor.
@@ -28,6 +29,9 @@ def extract_answer(value: Any, answer_format: AnswerFormat, gold_answer: GoldAns
     Raises:
         ValueError: the reason, without the row: no answer, neither text nor a number, or no marker of the format.
     """
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list | tuple) and value:
+        return json.dumps([extract_answer(item, answer_format, gold_answer) for item in value], ensure_ascii=False)
     text = _as_text(value)
     answer = gold_answer(text, answer_format)
     if answer is None:

@@ -6,12 +6,14 @@ Rows are counted from 1; in a .jsonl file the number of a row is its line number
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf.config.data import FILE_SUFFIXES, DataConfig, SourceConfig
 from rlhf.data.model_files import looks_local
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the beginning
 DEFAULT_SPLIT = {"train": "train", "eval": "test"}
 
 
@@ -59,6 +61,19 @@ def local_path(source: SourceConfig) -> Path | None:
     return path if path.suffix in FILE_SUFFIXES or looks_local(source.path) else None
 
 
+def stream_rows(source: SourceConfig, which: str, key: str) -> Iterator[Row]:
+    """The rows of a source, one after another; of a .jsonl file no more than one is held."""
+    check_source(source, key)
+    path = local_path(source)
+    if path is None or path.suffix != ".jsonl" or path.is_dir():
+        yield from read_rows(source, which, key)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _parse_row(line, number, source, key)
+
+
 def read_rows(source: SourceConfig, which: str, key: str) -> list[Row]:
     """All rows of a source.
 
@@ -81,23 +96,26 @@ def read_rows(source: SourceConfig, which: str, key: str) -> list[Row]:
 
 def _read_json(source: SourceConfig, path: Path, key: str) -> list[Row]:
     """Read JSON lines or one list of objects; a .json file may be either."""
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
+    content = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
     if path.suffix == ".json" and content.lstrip().startswith(b"["):
-        rows = list(enumerate(_parse(content, f"{key}: {source.path}", first_line=1), start=1))
-    else:
-        lines = enumerate(content.split(b"\n"), start=1)
-        rows = [
-            (number, _parse(line, f"{key}: line {number} of {source.path}", first_line=number))
-            for number, line in lines
-            if line.strip()
-        ]
-    for number, columns in rows:
-        if not isinstance(columns, dict):
-            raise ValueError(
-                f"{key}: row {number} of {source.path} is a {type(columns).__name__}, not an object with columns. "
-                'Write each row as {"question": ..., "answer": ...}.'
-            )
-    return [Row(number, columns) for number, columns in rows]
+        rows = enumerate(_parse(content, f"{key}: {source.path}", first_line=1), start=1)
+        return [_row(number, columns, source, key) for number, columns in rows]
+    lines = enumerate(content.split(b"\n"), start=1)
+    return [_parse_row(line, number, source, key) for number, line in lines if line.strip()]
+
+
+def _parse_row(line: bytes, number: int, source: SourceConfig, key: str) -> Row:
+    where = f"{key}: line {number} of {source.path}"
+    return _row(number, _parse(line.removeprefix(BYTE_ORDER_MARK), where, first_line=number), source, key)
+
+
+def _row(number: int, columns: Any, source: SourceConfig, key: str) -> Row:
+    if not isinstance(columns, dict):
+        raise ValueError(
+            f"{key}: row {number} of {source.path} is a {type(columns).__name__}, not an object with columns. "
+            'Write each row as {"question": ..., "answer": ...}.'
+        )
+    return Row(number, columns)
 
 
 def _parse(content: bytes, where: str, *, first_line: int) -> Any:

@@ -40,7 +40,7 @@ def math_reward(response: str, gold: str, options: MathOptions, ask: Callable[..
     stated = extract(response, options.steps)
     if stated is None:
         return Grade(0.0, NO_ANSWER)
-    return grade_answer(stated, wanted, ask)
+    return grade_answer(stated, wanted, options, ask)
 
 
 @lru_cache(maxsize=4096)
@@ -50,11 +50,11 @@ def _wanted(gold: str) -> str:
     return wanted if clean(wanted) else ""
 
 
-def grade_answer(stated: str, wanted: str, ask: Callable[..., Any]) -> Grade:
+def grade_answer(stated: str, wanted: str, options: MathOptions, ask: Callable[..., Any]) -> Grade:
     """Compare an extracted answer with the gold answer."""
     if max(len(stated), len(wanted)) > MAX_ANSWER_CHARACTERS:
         return Grade(float(stated.split() == wanted.split()), extracted=stated)
-    verdict = compare(stated, wanted)
+    verdict = compare(stated, wanted, must_be_evaluated=options.must_be_evaluated, tolerance=options.tolerance)
     if verdict is None:
         known = ask(stated, wanted)
         if known is not None:

@@ -6,11 +6,11 @@ import asyncio
 import dataclasses
 import json
 import math
-import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 
 from rlhf.config.reward_model import RewardModelConfig
+from rlhf.rewards.patience import patiently
 from rlhf.types import RolloutGroup, ScoredRollout
 
 Conversation = list[dict[str, str]]
@@ -89,17 +89,19 @@ def endpoint_scorer(config: RewardModelConfig) -> Score:
 
     async def score(conversations: list[Conversation]) -> list[float | None]:
         body = json.dumps({"conversations": conversations}).encode()
-        reason: Exception | None = None
-        for attempt in range(config.retries + 1):
-            if attempt:
-                await asyncio.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
-            try:
-                return await asyncio.to_thread(fetch, body, len(conversations))
-            except (OSError, ValueError, KeyError, TypeError, urllib.error.URLError) as error:
-                reason = error
-        raise RuntimeError(
-            f"reward_model.endpoint={url}: {config.retries + 1} tries failed, the last with {type(reason).__name__}: "
-            f"{reason}. See whether it runs; reward_model.timeout_s={config.timeout_s:g} bounds one request."
-        )
+        errors = (OSError, ValueError, KeyError, TypeError)  # urllib's own are OSErrors
+        try:
+            return await patiently(
+                lambda: asyncio.to_thread(fetch, body, len(conversations)),
+                retries=config.retries,
+                first_wait_s=FIRST_WAIT_S,
+                retry_on=errors,
+            )
+        except errors as error:
+            raise RuntimeError(
+                f"reward_model.endpoint={url}: {config.retries + 1} tries failed, the last with "
+                f"{type(error).__name__}: {error}. See whether it runs; "
+                f"reward_model.timeout_s={config.timeout_s:g} bounds one request."
+            ) from None
 
     return score

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import inspect
 import json
 import math
+import sys
 import traceback
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from rlhf.config.reward import OPTIONS_OF_REWARD
-from rlhf.rewards.answers.extract import gold_answer
+from rlhf.rewards.answers.extract import alternatives, gold_answer
 from rlhf.rewards.confine import confined
 from rlhf.rewards.forms import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
-from rlhf.rewards.grade import FAILED, OK, UNSCORABLE, Grade
+from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward, preload
 from rlhf.rewards.shaping import length_reward, repetition_reward
 
@@ -32,7 +34,7 @@ REWARDS: dict[str, Callable[[dict[str, Any], Any, Callable[..., Any]], Grade]] =
     "repetition": lambda job, options, ask: Grade(repetition_reward(job["response"], options)),
 }
 
-__all__ = ["REWARDS", "load_user_function", "preload", "run"]
+__all__ = ["REWARDS", "call_waiting_function", "load_user_function", "preload", "run", "waits"]
 
 
 def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Callable[..., Any]) -> Grade:
@@ -46,21 +48,34 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Call
     name = job["name"]
     if name in functions:
         return call_user_function(functions[name], job)
-    options = _options(name, json.dumps(job["options"], sort_keys=True))
+    options = _options(name, job["options"])
     try:
         with confined():
+            jobs = [{**job, "answer": answer} for answer in alternatives(job["answer"])]
             if job.get("check"):
-                return check_gold(job["answer"]) if name == "math" else REWARDS[name](as_if_answered(job), options, ask)
-            return REWARDS[name](job, options, ask)
+                check = check_gold if name == "math" else None
+                grades = [check(j["answer"]) if check else REWARDS[name](as_if_answered(j), options, ask) for j in jobs]
+                return min(grades, key=_worth)
+            return max((REWARDS[name](one, options, ask) for one in jobs), key=_worth)
     except MemoryError:
         raise
     except Exception as error:  # any exception is caused by the text of the response: it fails alone
         return Grade(None, FAILED, detail=f"{type(error).__name__}: {error}")
 
 
-@lru_cache(maxsize=256)
-def _options(name: str, options: str) -> Any:
-    return OPTIONS_OF_REWARD[name].model_validate_json(options)
+def _worth(grade: Grade) -> float:
+    """The order of the grades by several acceptable answers."""
+    return -math.inf if grade.value is None else grade.value
+
+
+_parsed: dict[str, tuple[dict[str, Any], Any]] = {}  # by reward: the options of its last job, and what they mean
+
+
+def _options(name: str, written: dict[str, Any]) -> Any:
+    known = _parsed.get(name)
+    if known is None or known[0] != written:
+        known = _parsed[name] = (written, OPTIONS_OF_REWARD[name].model_validate_json(json.dumps(written)))
+    return known[1]
 
 
 def as_if_answered(job: dict[str, Any]) -> dict[str, Any]:
@@ -69,11 +84,19 @@ def as_if_answered(job: dict[str, Any]) -> dict[str, Any]:
     return {**job, "response": f"\\boxed{{{gold}}}" if job["name"] != "gsm8k" else f"#### {gold}"}
 
 
-def load_user_function(name: str) -> Callable[..., Any]:
-    """Import `module:function`. Raises ValueError with the reason if that fails."""
-    module_name, _, attribute = name.partition(":")
+def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
+    """Import `module:function` or `path/to/file.py:function`, and check that it can be called.
+
+    Args:
+        part: name, options and group of a RewardPart.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    name = part["name"]
+    module_name, _, attribute = name.rpartition(":")
     try:
-        module = importlib.import_module(module_name)
+        module = _module_of_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except BaseException as error:  # a module may raise anything, SystemExit too
         raise ValueError(
             f"reward name={name!r}: {module_name} cannot be imported: {type(error).__name__}: {error}. "
@@ -82,34 +105,107 @@ def load_user_function(name: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"reward name={name!r}: {module_name} has no function {attribute}. Correct the name.")
+    try:
+        inspect.signature(function).bind("", answer="", columns={}, metadata={}, **part["options"])
+    except TypeError as error:
+        first = "responses" if part["group"] else "response"
+        raise ValueError(
+            f"reward name={name!r}: {attribute}{inspect.signature(function)} cannot be called: {error}. It gets "
+            f"({', '.join([first, 'answer=, columns=, metadata=', *part['options']])}); add **_ for what it ignores."
+        ) from None
+    except ValueError:  # a function in C without a signature
+        pass
     return function
+
+
+def _module_of_file(path: str) -> ModuleType:
+    """Import a Python file. Its name is its path, so that two files `score.py` differ."""
+    spec = importlib.util.spec_from_file_location(path.removesuffix(".py").replace("/", "_").replace(".", "_"), path)
+    if spec is None or spec.loader is None:
+        raise ImportError(path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def waits(function: Callable[..., Any]) -> bool:
+    """Whether a function is `async def`, so that its calls wait next to each other."""
+    return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004  # an object with an asynchronous __call__
+    )
+
+
+def _start(function: Callable[..., Any], job: dict[str, Any]) -> Any:
+    response = job["responses"] if "responses" in job else job["response"]
+    options = job["options"]
+    return function(response, answer=job["answer"], columns=job["columns"], metadata=job["metadata"], **options)
 
 
 def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Grade:
     """Call `function(response, answer=, columns=, metadata=, **options)` and check what it returns."""
     try:
-        result = function(
-            job["response"], answer=job["answer"], columns=job["columns"], metadata=job["metadata"], **job["options"]
-        )
+        result = _start(function, job)
         if inspect.isawaitable(result):
             result = asyncio.run(_finish(result))
     except MemoryError:
         raise
     except BaseException as error:
         return _failed(function, f"{type(error).__name__}: {error}", error)
+    return _grade(function, result, job)
+
+
+async def call_waiting_function(function: Callable[..., Any], job: dict[str, Any], wall_seconds: float) -> Grade:
+    """Await one call; it has `wall_seconds` from now, and a call that ignores its cancellation is abandoned."""
+
+    async def call() -> Grade:
+        try:
+            return _grade(function, await _start(function, job), job)
+        except (asyncio.CancelledError, MemoryError):
+            raise
+        except BaseException as error:
+            return _failed(function, f"{type(error).__name__}: {error}", error)
+
+    task = asyncio.ensure_future(call())
+    if not (await asyncio.wait({task}, timeout=wall_seconds))[0]:
+        task.cancel()
+        return Grade(None, TIMEOUT, detail=f"over {wall_seconds:g} seconds by the clock")
+    if task.cancelled():
+        return _failed(function, "CancelledError: it cancelled its own call")
+    return task.result()
+
+
+def _grade(function: Callable[..., Any], result: Any, job: dict[str, Any]) -> Grade:
+    """The grade of what a function returned for one response, or for a group."""
+    if "responses" not in job:
+        return _grade_of_one(function, result)
+    if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != len(job["responses"]):
+        returned = f"{len(result)} values" if isinstance(result, Sequence) else type(result).__name__
+        return _failed(function, f"returned {returned} for a group of {len(job['responses'])}")
+    return Grade(None, OK, group=tuple(_grade_of_one(function, one) for one in result))
+
+
+def _grade_of_one(function: Callable[..., Any], result: Any) -> Grade:
     if isinstance(result, list | tuple):
         if len(result) != 1:
             return _failed(function, f"returned {len(result)} values for one response")
         result = result[0]
-    if result is None:
-        return Grade(None, UNSCORABLE)
+    metrics: dict[str, float] = {}
     try:
+        if isinstance(result, Mapping):
+            if "score" not in result:
+                return _failed(function, f"returned a mapping with {sorted(map(str, result))}, without score")
+            metrics = {str(name): float(value) for name, value in result.items() if name != "score"}
+            result = result["score"]
+        if result is None:
+            return Grade(None, UNSCORABLE, metrics=metrics)
         value = float(result)
     except (TypeError, ValueError):
         return _failed(function, f"returned {type(result).__name__}, not a number")
-    if not math.isfinite(value):
-        return _failed(function, f"returned {value}")
-    return Grade(value, OK)
+    except OverflowError:
+        return _failed(function, "returned a number too large for a float")
+    unusable = next((number for number in (value, *metrics.values()) if not math.isfinite(number)), None)
+    return Grade(value, OK, metrics=metrics) if unusable is None else _failed(function, f"returned {unusable}")
 
 
 def _failed(function: Callable[..., Any], problem: str, error: BaseException | None = None) -> Grade:

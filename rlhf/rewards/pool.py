@@ -3,7 +3,7 @@
     driver                                   keeper (python -m rlhf.rewards.worker)
       caller ── submit(job) ──> Future         loads sympy once, never sees a response
       loop thread <── control socket ──────>   forks, kills and reaps workers
-           └──── one socket per worker ─────>  worker: one job after the other
+           └──── one socket per worker ─────>  worker: one job after the other, or many calls that wait
 
 The keeper forks a worker in milliseconds, so the replacement of a killed worker has everything loaded. The keeper
 adopts orphans (PR_SET_CHILD_SUBREAPER): a process that a worker forked, however detached, becomes the keeper's child
@@ -16,6 +16,7 @@ Deadlines are in CPU seconds of the worker; a second limit is in wall-clock seco
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import selectors
@@ -28,39 +29,22 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf.config.reward import RewardPart
 from rlhf.rewards.grade import Grade
-from rlhf.rewards.stopwatch import Stopwatch
-from rlhf.rewards.wire import QUICK_REWARDS, Channel
+from rlhf.rewards.jobs import Batch, Job, Queue, Slot, Worker
+from rlhf.rewards.processes import count_below
+from rlhf.rewards.wire import Channel
 
 POLL_S = 0.02  # how often deadlines are checked while jobs run
-MAX_JOBS_PER_MESSAGE = 32  # cheap jobs share system calls
 MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
 START_S = 120.0  # for the processes to load, the modules of the user functions included
 MAX_REMEMBERED = 100_000  # results of costly comparisons
+MAX_PROCESSES = 64  # that a user function may run at once
+KEEPER_SILENT_S = 20.0  # after so long without an answer to a ping, the keeper is replaced
+PING_S = 1.0
 CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
-
-
-@dataclass
-class _Job:
-    request: dict[str, Any]
-    future: Future[Grade]
-    begun: bool = False
-    alone: bool = False  # must be sent by itself: it was in a message of which some job took too long
-
-
-@dataclass
-class _Worker:
-    number: int
-    channel: Channel
-    pid: int = 0
-    ready: bool = False
-    doomed: str = ""  # why it is being killed
-    jobs: deque[_Job] = field(default_factory=deque)  # jobs[0] is running
-    asked: tuple[str, ...] = ()  # the costly comparison that the running job is about to compute
-    watch: Stopwatch = field(default_factory=Stopwatch)  # of the start of the worker, then of the running job
 
 
 class Pool:
@@ -70,10 +54,10 @@ class Pool:
         spares: further processes that are loaded and wait to replace a killed one.
         cpu_seconds, wall_seconds: limits of one job.
         memory_mb: MiB that a worker may allocate beyond the memory that it starts with.
-        user_functions: `module:function` names that every worker imports before its first job.
+        user_functions: parts of the reward whose function every worker imports before its first job.
 
     Raises:
-        ValueError: a user function cannot be imported.
+        ValueError: a user function cannot be imported, or not be called as it would be.
         RuntimeError: the processes did not start within START_S.
     """
 
@@ -85,16 +69,19 @@ class Pool:
         cpu_seconds: float = 2.0,
         wall_seconds: float = 10.0,
         memory_mb: int = 1024,
-        user_functions: Sequence[str] = (),
+        user_functions: Sequence[RewardPart] = (),
     ) -> None:
         self.size, self.full_size = workers, workers + spares
         self._cpu_seconds, self._wall_seconds = cpu_seconds, wall_seconds
-        self._hello = {"memory_mb": memory_mb, "user_functions": list(user_functions), "path": sys.path}
+        functions = [part.model_dump() for part in user_functions]
+        limits = {"memory_mb": memory_mb, "wall_seconds": wall_seconds}
+        self._hello = {**limits, "user_functions": functions, "path": sys.path}
         self._cache: OrderedDict[tuple[str, ...], Grade] = OrderedDict()
-        self._incoming: deque[_Job] = deque()
-        self._pending: deque[_Job] = deque()
-        self._workers: dict[int, _Worker] = {}
+        self._incoming: deque[Job] = deque()
+        self._queue = Queue(workers, {part.name: part.concurrency for part in user_functions})
+        self._workers: dict[int, Worker] = {}
         self._numbers = self._failed_starts = 0
+        self._job_numbers = itertools.count()
         self._closing, self._broken, self._woken = False, "", False
         self._started: Future[None] = Future()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -115,14 +102,28 @@ class Pool:
 
     def submit(self, request: dict[str, Any]) -> Future[Grade]:
         """Queue one job; a job that fails gives a grade with the status of the failure, not an exception."""
+        self._add(request, future := Future[Grade]())
+        self._wake_up()
+        return future
+
+    def submit_many(self, requests: Sequence[dict[str, Any]]) -> Batch:
+        """Queue many jobs, whose grades are wanted together."""
+        batch = Batch(len(requests))
+        for index, request in enumerate(requests):
+            self._add(request, Slot(batch, index))
+        self._wake_up()
+        return batch
+
+    def _add(self, request: dict[str, Any], future: Future[Grade] | Slot) -> None:
         if self._closing:
             raise RuntimeError(f"the reward pool is closed{': ' if self._broken else ''}{self._broken}")
-        job = _Job(request, Future())
-        self._incoming.append(job)
+        request["number"] = next(self._job_numbers)
+        self._incoming.append(Job(request["number"], request, future))
+
+    def _wake_up(self) -> None:
         if not self._woken:
             self._woken = True
             self._wake()
-        return job.future
 
     def close(self) -> None:
         """Kill every process; jobs without a result are cancelled."""
@@ -168,8 +169,9 @@ class Pool:
                 for key, _ in self._selector.select(POLL_S if busy else 1.0):
                     self._on_event(key.data)
                 while self._incoming:
-                    self._pending.append(self._incoming.popleft())
+                    self._queue.add(self._incoming.popleft())
                 self._dispatch()
+                self._watch_keeper()
                 self._enforce_deadlines()
         except BaseException as error:
             self._broken = str(error)
@@ -195,14 +197,16 @@ class Pool:
         self._keeper.stdin.write(json.dumps(self._hello).encode())
         self._keeper.stdin.close()
         self._control = Channel(ours)
+        self._pinged = time.monotonic()
+        self._keeper_deadline = self._pinged + START_S
         self._selector.register(ours, selectors.EVENT_READ, "control")
-        for _ in range(self.full_size):
+        for _ in range(self.full_size - len(self._workers)):
             self._start_worker()
 
     def _start_worker(self) -> None:
         self._numbers += 1
         ours, theirs = socket.socketpair()
-        worker = _Worker(self._numbers, Channel(ours))
+        worker = Worker(self._numbers, Channel(ours))
         self._workers[worker.number] = worker
         self._selector.register(ours, selectors.EVENT_READ, worker)
         with contextlib.suppress(OSError):  # a dead keeper has an event of its own
@@ -230,73 +234,77 @@ class Pool:
             if not open_ and source.number in self._workers and not source.doomed:
                 self._kill(source, "died")
 
+    def _watch_keeper(self) -> None:
+        """Ping the keeper now and then, and kill it when it has not answered for long; its end starts another one."""
+        now = time.monotonic()
+        if now > self._keeper_deadline:
+            self._keeper_deadline = now + START_S
+            os.killpg(self._keeper.pid, signal.SIGKILL)
+        elif now - self._pinged > PING_S:
+            self._pinged = now
+            with contextlib.suppress(OSError):
+                self._control.send({"ping": True})
+
     def _on_keeper(self, message: dict[str, Any]) -> None:
+        self._keeper_deadline = time.monotonic() + KEEPER_SILENT_S
         if "forked" in message and message["forked"] in self._workers:
             self._workers[message["forked"]].pid = message["pid"]
         elif "gone" in message and message["gone"] in self._workers:
             self._remove(self._workers[message["gone"]])
 
-    def _on_worker(self, worker: _Worker, message: dict[str, Any]) -> None:
+    def _on_worker(self, worker: Worker, message: dict[str, Any]) -> None:
         if worker.doomed:
             return
         if "ready" in message:
             worker.ready, worker.watch.cpu = True, message["cpu"]
+            self._expect_waiting_calls(message["waits"])
             if not self._started.done() and len(self.worker_pids()) >= self.size:
                 self._started.set_result(None)
         elif "broken" in message:
-            self._fail_start(ValueError(message["broken"]))
+            if not self._started.done():
+                self._started.set_exception(ValueError(message["broken"]))
         elif "ask" in message:
             worker.asked = tuple(message["ask"])
             known = self._cache.get(worker.asked)
             self._tell(worker, {"known": None if known is None else [known.value, known.status]})
         else:
             for reply in message["replies"]:
-                value = None if reply["value"] is None else float(reply["value"])
-                grade = Grade(value, str(reply["status"]), str(reply["extracted"]), str(reply["detail"]))
-                self._finish(worker, grade, cpu=float(message["cpu"]))
+                number = int(reply["number"]) if worker.waits else worker.first.number
+                self._finish(worker, number, Grade.from_message(reply))
                 if reply.get("last"):  # the worker reports that it cannot take another job
                     self._requeue(worker)
                     self._kill(worker, "died")
+            worker.watch.cpu = float(message["cpu"])
+            worker.watch.start()  # replies, even none of them, show that no call blocks the others
 
-    def _finish(self, worker: _Worker, grade: Grade, *, cpu: float) -> None:
-        self._remember(worker, grade)
-        job = worker.jobs.popleft()
-        worker.watch.cpu = cpu
-        worker.watch.start()
-        job.future.set_result(grade)
+    def _expect_waiting_calls(self, names: list[str]) -> None:
+        """Have further workers for calls that wait, since those would keep the others from computing."""
+        if names and not self._queue.has_waiting_functions:
+            self._queue.set_waiting(names)
+            self.full_size += self.size
+            for _ in range(self.size):
+                self._start_worker()
 
-    def _remember(self, worker: _Worker, grade: Grade) -> None:
+    def _finish(self, worker: Worker, number: int, grade: Grade) -> None:
+        job = worker.jobs.pop(number)
         if worker.asked:
             self._cache[worker.asked] = grade
             if len(self._cache) > MAX_REMEMBERED:
                 self._cache.popitem(last=False)
-        worker.asked = ()
+            worker.asked = ()
+        job.future.set_result(grade)
 
-    def _tell(self, worker: _Worker, message: Any) -> None:
+    def _tell(self, worker: Worker, message: Any) -> None:
         try:
             worker.channel.send(message)
         except OSError:
             self._kill(worker, "died")
 
     def _dispatch(self) -> None:
-        idle = [w for w in self._workers.values() if w.ready and not w.doomed and not w.jobs]
-        running = sum(1 for w in self._workers.values() if w.jobs)
-        for worker in idle[: max(0, self.size - running)]:
-            share = min(MAX_JOBS_PER_MESSAGE, 1 + len(self._pending) // (2 * self.size))
-            requests: list[dict[str, Any]] = []
-            while self._pending and len(requests) < share:
-                if self._pending[0].alone and requests:
-                    break
-                job = self._pending.popleft()
-                share = 1 if job.alone else share
-                if job.begun or job.future.set_running_or_notify_cancel():
-                    job.begun = True
-                    worker.jobs.append(job)
-                    requests.append(job.request)
-            if not requests:
-                return
-            worker.watch.start()
-            self._tell(worker, {"jobs": requests})
+        for worker, jobs in self._queue.assign(self._workers.values()):
+            if len(jobs) == len(worker.jobs):  # it had none
+                worker.watch.start()
+            self._tell(worker, {"jobs": [job.request for job in jobs]})
 
     def _enforce_deadlines(self) -> None:
         for worker in list(self._workers.values()):
@@ -305,23 +313,26 @@ class Pool:
                 self._kill(worker, "died")
             if not worker.jobs or worker.doomed or elapsed < min(POLL_S, self._wall_seconds):
                 continue
+            if _has_too_many_processes(worker):
+                self._kill(worker, "died", f"over {MAX_PROCESSES} processes")
+                continue
             limits = {"cpu_seconds": self._cpu_seconds, "wall_seconds": self._wall_seconds}
             if limit := worker.watch.exceeded(worker.pid, **limits):
                 self._kill(worker, "timeout", limit)
 
-    def _kill(self, worker: _Worker, why: str, detail: str = "the process died") -> None:
+    def _kill(self, worker: Worker, why: str, detail: str = "the process died") -> None:
         """Have the keeper kill a worker; the running job gets the status `why`, the jobs behind it are queued again."""
         if worker.doomed:
             return
         worker.doomed = why
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(worker.channel.socket)
-        if _is_one_of_several(worker):
-            for job in worker.jobs:
+        if worker.is_one_of_several():
+            for job in worker.jobs.values():
                 job.alone = True
         elif worker.jobs:
             extracted = worker.asked[-2] if len(worker.asked) >= 2 else ""
-            self._finish(worker, Grade(None, why, extracted, detail), cpu=0.0)
+            self._finish(worker, worker.first.number, Grade(None, why, extracted, detail))
         self._requeue(worker)
         self._failed_starts = 0 if worker.ready else self._failed_starts + 1
         if self._failed_starts > MAX_FAILED_STARTS:
@@ -330,12 +341,12 @@ class Pool:
             self._control.send({"kill": worker.number})
         self._start_worker()
 
-    def _requeue(self, worker: _Worker) -> None:
+    def _requeue(self, worker: Worker) -> None:
         """Put the unfinished jobs of a worker back to the front of the queue."""
-        self._pending.extendleft(reversed(worker.jobs))
+        self._queue.put_back(worker.jobs.values())
         worker.jobs.clear()
 
-    def _remove(self, worker: _Worker) -> None:
+    def _remove(self, worker: Worker) -> None:
         if not worker.doomed:
             self._kill(worker, "died")
         del self._workers[worker.number]
@@ -357,12 +368,9 @@ class Pool:
         self._workers.clear()
         self._start_keeper()
 
-    def _fail_start(self, error: Exception) -> None:
-        if not self._started.done():
-            self._started.set_exception(error)
-
     def _shut_down(self) -> None:
-        for job in [*self._incoming, *self._pending, *(j for w in self._workers.values() for j in w.jobs)]:
+        running = [job for worker in self._workers.values() for job in worker.jobs.values()]
+        for job in [*self._incoming, *self._queue.clear(), *running]:
             if job.begun or not job.future.cancel():
                 job.future.set_result(Grade(None, "died", "", "the pool was closed"))
         if hasattr(self, "_keeper"):
@@ -381,9 +389,9 @@ class Pool:
         self._wake_write.close()
 
 
-def _is_one_of_several(worker: _Worker) -> bool:
-    """Whether any of its jobs may be the running one, since quick jobs are answered together."""
-    return len(worker.jobs) > 1 and not worker.asked and worker.jobs[0].request["name"] in QUICK_REWARDS
+def _has_too_many_processes(worker: Worker) -> bool:
+    runs_user_function = ":" in worker.first.request["name"]
+    return runs_user_function and count_below(worker.pid, MAX_PROCESSES) > MAX_PROCESSES
 
 
 def default_workers() -> int:

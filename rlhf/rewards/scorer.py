@@ -7,6 +7,7 @@ scored as soon as it arrives, next to any number of others.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, OK, TIMEOUT, UNSCORABLE, Grade
+from rlhf.rewards.jobs import Batch
 from rlhf.rewards.pool import Pool, default_workers
 from rlhf.types import Prompt
 
@@ -30,7 +32,7 @@ class Score:
 
     Attributes:
         reward: weighted sum of the parts; None when a part has no value, and then the response is unscorable.
-        parts: value of every part by name, before its weight.
+        parts: value of every part by name, before its weight, and `part/metric` of user functions.
         status: of the first part that is not ok, or ok.
         extracted: the answer that was graded, "" if the response states none.
     """
@@ -39,6 +41,14 @@ class Score:
     parts: dict[str, float | None]
     status: str
     extracted: str
+
+
+class Response(NamedTuple):
+    """A decoded response without its prompt; why it ended (stop, length or abort); its sampled tokens."""
+
+    text: str
+    finish_reason: str
+    response_length: int
 
 
 class Graded(NamedTuple):
@@ -70,7 +80,7 @@ class Scorer:
         self._errors: dict[str, Counter[str]] = defaultdict(Counter)  # by part: error -> how often
         self._reported: dict[str, set[str]] = defaultdict(set)  # by part: errors that new_errors has returned
         self._over_budget = ""
-        functions = sorted({part.name for part in config.all_parts if part.is_user_function})
+        functions = [part for part in config.all_parts if part.is_user_function]
         self.pool = Pool(
             workers=config.workers or default_workers(),
             spares=config.spares,
@@ -91,37 +101,69 @@ class Scorer:
         self.close()
 
     async def score(self, prompt: Prompt, text: str, *, finish_reason: str, response_length: int) -> Score:
-        """Score one response; its text never raises an exception.
+        """Score one response by itself; its text never raises an exception."""
+        (score,) = await self.score_group(prompt, [Response(text, finish_reason, response_length)])
+        return score
 
-        Args:
-            text: the decoded response, without the prompt.
-            finish_reason: stop, length or abort, as reported by the engine.
-            response_length: sampled tokens.
-        """
+    async def score_group(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
+        """Score the responses to one prompt: each by itself, or, where a part says `group`, all in one call."""
         parts = self.config.parts_of(prompt.source)
-        metadata = _metadata(prompt, finish_reason, response_length)
-        futures = [self._submit(part, text, prompt.answer, prompt.columns, metadata) for part in parts]
-        grades = [await asyncio.wrap_future(future) for future in futures]
-        return self._combine(parts, grades, prompt.id)
+        metadata = [_metadata(prompt, *response[1:]) for response in responses]
+        texts = [response.text for response in responses]
+        futures = [self._submit(part, texts, prompt.answer, prompt.columns, metadata) for part in parts]
+        columns = [[await asyncio.wrap_future(future) for future in many] for many in futures]
+        grades = [_of_each(column, len(responses)) for column in columns]
+        return [self._combine(parts, [column[row] for column in grades], prompt.id) for row in range(len(responses))]
 
-    def score_batch(self, responses: Sequence[str], golds: Sequence[str]) -> list[Graded]:
+    def score_batch(self, responses: Sequence[str], golds: Sequence[str | Sequence[str]]) -> list[Graded]:
         """Grade responses against their gold answers with the parts of the config.
 
         Returns:
             (score, extracted, status) of each response, in order; an unscorable response has score 0.
         """
-        pending = [self.submit(text, gold) for text, gold in zip(responses, golds, strict=True)]
-        return [self.graded(futures, row=f"row {row}") for row, futures in enumerate(pending)]
+        return self.graded_batch(self.submit_batch(responses, golds))
 
-    def submit(self, response: str, gold: str, columns: dict[str, Any] | None = None) -> list[Future[Grade]]:
-        """Start to grade one response by every part; `graded` waits for the result."""
-        metadata = _no_metadata(response)
-        return [self._submit(part, response, gold, columns or {}, metadata) for part in self.config.parts]
+    def submit_batch(
+        self,
+        responses: Sequence[str],
+        golds: Sequence[str | Sequence[str]],
+        columns: Sequence[dict[str, Any]] | None = None,
+    ) -> list[Batch]:
+        """Start to grade responses by every part, a batch for each part; `graded_batch` waits for the results."""
+        if self._over_budget:
+            raise RuntimeError(self._over_budget)
+        rows = list(zip(responses, golds, columns or [{}] * len(golds), strict=True))
+        return [self.pool.submit_many([self._file_job(part, *row) for row in rows]) for part in self.config.parts]
 
-    def graded(self, futures: Sequence[Future[Grade]], *, row: str) -> Graded:
-        """Wait for the result of `submit`; `row` is named in the error if a user function fails on it."""
-        score = self._combine(self.config.parts, [future.result() for future in futures], row)
-        return Graded(score.reward or 0.0, score.extracted, score.status)
+    def graded_batch(self, batches: Sequence[Batch], *, first_row: int = 0) -> list[Graded]:
+        """Wait for the results of `submit_batch`; the row is named in the error if a user function fails on it."""
+        columns = [batch.result() for batch in batches]
+        scores = (
+            self._combine(self.config.parts, [_of_each([grade], 1)[0] for grade in grades], f"row {row}")
+            for row, grades in enumerate(zip(*columns, strict=True), first_row)
+        )
+        return [Graded(score.reward or 0.0, score.extracted, score.status) for score in scores]
+
+    def submit(
+        self, response: str, gold: str | Sequence[str], columns: dict[str, Any] | None = None
+    ) -> list[Future[Grade]]:
+        """Start to grade one response by every part.
+
+        Args:
+            gold: the answer, or a list of acceptable answers.
+        """
+        return [self.pool.submit(self._file_job(part, response, gold, columns or {})) for part in self.config.parts]
+
+    def _file_job(
+        self, part: RewardPart, response: str, gold: str | Sequence[str], columns: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The job of a row of a file, where a group is one response."""
+        metadata = _no_metadata(response) if part.name == "length" or part.is_user_function else None
+        job = _job(part, gold if isinstance(gold, str) else json.dumps(list(gold)), columns, metadata)
+        if part.group:
+            return {**job, "responses": [response], "metadata": [metadata]}
+        job["response"] = response
+        return job
 
     def check_gold(self, prompts: Iterable[Prompt]) -> list[BadGold]:
         """Grade every gold answer as if it were the response, and return the rows where that fails."""
@@ -130,7 +172,7 @@ class Scorer:
         for prompt in prompts:
             for part in self.config.parts_of(prompt.source):
                 if part.name in GRADED_AGAINST_GOLD:
-                    job = _job(part, "", prompt.answer, {}, _no_metadata(""))
+                    job = {**_job(part, prompt.answer, {}, _no_metadata("")), "response": ""}
                     waiting.append((prompt, part, self.pool.submit({**job, "check": True})))
             while len(waiting) > MAX_WAITING_CHECKS:
                 bad += _bad_gold(*waiting.popleft())
@@ -176,24 +218,35 @@ class Scorer:
         return sum(self.counters[f"{name}/{status}"] for status in FAILURES)
 
     def _submit(
-        self, part: RewardPart, text: str, answer: str, columns: dict[str, Any], metadata: dict[str, Any]
-    ) -> Future[Grade]:
+        self,
+        part: RewardPart,
+        texts: Sequence[str],
+        answer: str,
+        columns: dict[str, Any],
+        metadata: Sequence[dict[str, Any]],
+    ) -> list[Future[Grade]]:
+        """Start to grade responses by one part: a future for each, or one for all of them."""
         if self._over_budget:
             raise RuntimeError(self._over_budget)
-        return self.pool.submit(_job(part, text, answer, columns, metadata))
+        if part.group:
+            return [self.pool.submit({**_job(part, answer, columns, metadata), "responses": texts})]
+        jobs = [_job(part, answer, columns, about) for about in metadata]
+        return [self.pool.submit({**job, "response": text}) for text, job in zip(texts, jobs, strict=True)]
 
     def _combine(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> Score:
         values: dict[str, float | None] = {}
+        metrics: dict[str, float | None] = {}
         status, extracted, total = OK, "", 0.0
         for part, grade in zip(parts, grades, strict=True):
             self._count(part, grade, row)
             value = _value(part, grade)
             values[part.name] = value
+            metrics |= {f"{part.name}/{name}": number for name, number in grade.metrics.items()}
             total += part.weight * (value or 0.0)
             status = status if status != OK else grade.status
             extracted = extracted or grade.extracted
         reward = None if None in values.values() else total
-        return Score(reward, values, status, extracted)
+        return Score(reward, values | metrics, status, extracted)
 
     def _count(self, part: RewardPart, grade: Grade, row: str) -> None:
         self.counters[f"{part.name}/{grade.status}"] += 1
@@ -231,11 +284,18 @@ def _bad_gold(prompt: Prompt, part: RewardPart, future: Future[Grade]) -> list[B
     return [BadGold(prompt.id, prompt.answer, f"{part.name}: {reason}")]
 
 
-def _job(part: RewardPart, text: str, answer: str, columns: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
-    job = {"name": part.name, "options": part.options, "response": text, "answer": answer}
+def _job(part: RewardPart, answer: str, columns: dict[str, Any], metadata: Any) -> dict[str, Any]:
+    job = {"name": part.name, "options": part.options, "answer": answer}
     if part.is_user_function:
-        return {**job, "columns": columns, "metadata": metadata}
-    return {**job, "metadata": {"response_length": metadata["response_length"]}}
+        job |= {"columns": columns, "metadata": metadata}
+    elif part.name == "length":
+        job["metadata"] = {"response_length": metadata["response_length"]}
+    return job
+
+
+def _of_each(grades: Sequence[Grade], responses: int) -> Sequence[Grade]:
+    """One grade per response; a group that failed gives its failure to all."""
+    return grades[0].group or [*grades] * (responses // len(grades))
 
 
 def _metadata(prompt: Prompt, finish_reason: str, response_length: int) -> dict[str, Any]:

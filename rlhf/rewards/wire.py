@@ -15,6 +15,11 @@ MAX_BYTES = 1 << 28  # our messages are shorter
 SEND_S = 10.0  # a peer that reads nothing for this long counts as dead
 
 
+def encoded(message: Any) -> bytes:
+    body = json.dumps(message, default=as_json).encode()
+    return HEADER.pack(len(body)) + body
+
+
 class Channel:
     """One end of a stream socket."""
 
@@ -24,8 +29,7 @@ class Channel:
 
     def send(self, message: Any, *, fd: int | None = None) -> None:
         """Send a whole message. Raises OSError when the peer is gone or does not read."""
-        body = json.dumps(message, default=as_json).encode()
-        data = HEADER.pack(len(body)) + body
+        data = encoded(message)
         self.socket.settimeout(SEND_S)
         sent = socket.send_fds(self.socket, [data], [fd]) if fd is not None else 0
         self.socket.sendall(memoryview(data)[sent:])

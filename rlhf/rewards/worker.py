@@ -7,7 +7,6 @@ thread, so forking it is safe, and never reads a response, so no response can ta
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -20,9 +19,11 @@ import time
 from collections import deque
 from typing import Any, NoReturn
 
+from rlhf.rewards.grade import DIED, Grade
+from rlhf.rewards.processes import adopt_orphans, children_of, die_with_parent, kill_children
+from rlhf.rewards.waiting import WaitingCalls
 from rlhf.rewards.wire import QUICK_REWARDS, Channel
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 MAX_REPLY_DELAY_S = 0.002  # replies wait for others at most this long, to save system calls
 RECURSION_LIMIT = 3000  # enough for every answer within the limits of the parser; that many C frames fit the stack
 MAX_TEXT_SHOWN = 2000  # characters of an extracted answer or a message that are sent to the driver
@@ -30,8 +31,8 @@ MAX_TEXT_SHOWN = 2000  # characters of an extracted answer or a message that are
 
 def main() -> None:
     control = Channel(socket.socket(fileno=int(sys.argv[1])))
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent(signal.SIGTERM)
+    adopt_orphans()
     sys.setrecursionlimit(RECURSION_LIMIT)
     hello = json.load(sys.stdin)
     sys.path[:] = hello["path"]
@@ -79,6 +80,8 @@ class Keeper:
         for command in self._control.feed(data):
             if "fork" in command:
                 self._fork(command["fork"], self._fds.popleft())
+            elif "ping" in command:
+                self._control.send({"pong": True})
             elif command["kill"] in self._pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pids[command["kill"]], signal.SIGKILL)
@@ -104,13 +107,13 @@ class Keeper:
         for number in gone:
             del self._pids[number]
         if gone:
-            _kill_orphans(set(self._pids.values()))
+            kill_children(spared=self._pids.values())
         for number in gone:
             self._control.send({"gone": number})
 
     def _end(self) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _kill_orphans(set())
+        kill_children(spared=())
         os._exit(0)
 
 
@@ -122,43 +125,14 @@ def _reap() -> list[int]:
     return pids
 
 
-def _kill_orphans(workers: set[int]) -> None:
-    """Kill every child except these workers, until none is left; children of a killed process become ours."""
-    deadline = time.monotonic() + 4.0
-    while (orphans := _children() - workers) and time.monotonic() < deadline:
-        for pid in orphans:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)  # a fork bomb must not outrun the killing
-        for pid in orphans:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in orphans:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-
-
-def _children() -> set[int]:
-    me = os.getpid()
-    try:
-        with open(f"/proc/{me}/task/{me}/children") as file:
-            return {int(pid) for pid in file.read().split()}
-    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
-        return {int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _parent(int(pid)) == me}
-
-
-def _parent(pid: int) -> int:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
-    return 0
-
-
 # --- the worker ---
 
 
 def _serve(channel: Channel, hello: dict[str, Any]) -> NoReturn:
     """Answer jobs until the driver hangs up; `os._exit` because a fork must not run the keeper's exit handlers."""
     try:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent(signal.SIGKILL)
+        adopt_orphans()
         _answer_jobs(channel, hello)
     except (EOFError, OSError):
         pass
@@ -170,27 +144,44 @@ def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
     from rlhf.rewards import named
 
     functions = {}
-    for name in hello["user_functions"]:
+    for part in hello["user_functions"]:
         try:
-            functions[name] = named.load_user_function(name)
+            functions[part["name"]] = named.load_user_function(part)
         except ValueError as error:
             channel.send({"broken": str(error)})
             return
     if not functions:
         _close_output()
     _limit_memory(hello["memory_mb"])
-    channel.send({"ready": True, "cpu": time.process_time()})
+    own = children_of(os.getpid())  # started by the modules of the functions; they last as long as the worker
+    waiting = [name for name, function in functions.items() if named.waits(function)]
+    channel.send({"ready": True, "cpu": time.process_time(), "waits": waiting})
     replies = Replies(channel)
+
+    async def call(job: dict[str, Any]) -> dict[str, Any]:
+        grade = await named.call_waiting_function(functions[job["name"]], job, hello["wall_seconds"])
+        return grade.as_message(MAX_TEXT_SHOWN)
+
+    calls = WaitingCalls(channel, call, lambda job: job["name"] in waiting)
+    jobs: list[dict[str, Any]] = []
     while True:
-        for job in channel.receive_one()["jobs"]:
+        jobs = jobs or channel.receive_one()["jobs"]
+        if jobs[0]["name"] in waiting:
+            jobs = calls.run(jobs)
+            kill_children(spared=own)
+            continue
+        for job in jobs:
             if job["name"] not in QUICK_REWARDS:
                 replies.flush()
             reply = _answer(job, functions, replies.ask)
+            if job["name"] in functions:
+                kill_children(spared=own)
             replies.add(reply)
             if reply.get("last"):
                 replies.flush()
                 return
         replies.flush()
+        jobs = []
 
 
 class Replies:
@@ -223,16 +214,9 @@ def _answer(job: dict[str, Any], functions: dict[str, Any], ask: Any) -> dict[st
     from rlhf.rewards import named
 
     try:
-        grade = named.run(job, functions, ask)
-        value, status, extracted, detail = grade.value, grade.status, grade.extracted, grade.detail
+        return named.run(job, functions, ask).as_message(MAX_TEXT_SHOWN)
     except MemoryError:
-        return {"value": None, "status": "died", "extracted": "", "detail": "out of memory", "last": True}
-    return {
-        "value": value,
-        "status": status,
-        "extracted": extracted[:MAX_TEXT_SHOWN],
-        "detail": detail[:MAX_TEXT_SHOWN],
-    }
+        return {**Grade(None, DIED, detail="out of memory").as_message(MAX_TEXT_SHOWN), "last": True}
 
 
 def _close_output() -> None:
@@ -249,10 +233,6 @@ def _limit_memory(memory_mb: int) -> None:
     limit = mapped + memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from rlhf.cluster.cluster import Cluster
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_files import truncate_token_id
 from rlhf.rewards.model_client import RewardModelClient, endpoint_scorer
-from rlhf.rewards.scorer import Scorer
+from rlhf.rewards.scorer import Response, Scorer
 from rlhf.rollout.sampling import SamplingSettings
 from rlhf.step.batch import penalize_non_stop
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
@@ -99,15 +99,17 @@ class Sampler:
             self._in_flight[engine] -= 1
             self.meter.end()
         self.meter.tokens += sum(rollout.response_length for rollout in rollouts)
-        scored = await asyncio.gather(*(self._score(prompt, rollout) for rollout in rollouts))
-        return RolloutGroup(prompt, tuple(scored))
+        return RolloutGroup(prompt, await self._graded(prompt, rollouts))
 
-    async def _score(self, prompt: Prompt, rollout: Rollout) -> ScoredRollout:
-        text = self._tokenizer.decode(rollout.token_ids[rollout.response_mask].tolist(), skip_special_tokens=True)
-        score = await self._scorer.score(
-            prompt, text, finish_reason=rollout.finish_reason, response_length=rollout.response_length
+    async def _graded(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[ScoredRollout, ...]:
+        decode = self._tokenizer.decode
+        texts = [decode(r.token_ids[r.response_mask].tolist(), skip_special_tokens=True) for r in rollouts]
+        responses = [Response(t, r.finish_reason, r.response_length) for t, r in zip(texts, rollouts, strict=True)]
+        scores = await self._scorer.score_group(prompt, responses)
+        return tuple(
+            ScoredRollout(rollout, text, score.extracted, score.reward, score.parts, score.status)
+            for rollout, text, score in zip(rollouts, texts, scores, strict=True)
         )
-        return ScoredRollout(rollout, text, score.extracted, score.reward, score.parts, score.status)
 
 
 def _reward_model_client(config: GRPOConfig, cluster: Cluster) -> RewardModelClient | None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlhf.config.data import AnswerFormat
 from rlhf.config.reward import MathOptions
 from rlhf.data.answers import extract_answer
-from rlhf.rewards.answers.extract import gold_answer
+from rlhf.rewards.answers.extract import alternatives, gold_answer
 from rlhf.rewards.math import math_reward
 
 
@@ -67,6 +67,12 @@ def test_an_answer_without_a_marker_is_all_of_its_column(cell: object, answer: s
     assert extract_answer(cell, "auto", gold_answer) == answer
 
 
+def test_a_list_of_acceptable_answers_stays_a_list() -> None:
+    loaded = extract_answer([r"so \boxed{1/2}", 0.5], "auto", gold_answer)
+    assert alternatives(loaded) == ["1/2", "0.5"]
+    assert alternatives("[1, 2]") == ["[1, 2]"]
+
+
 def test_a_format_that_is_named_is_the_only_one_that_is_looked_for() -> None:
     both = "\\boxed{5}\n#### 6"
     assert gold_answer(both, "gsm8k") == "6"
@@ -81,7 +87,8 @@ def test_a_format_that_is_named_is_the_only_one_that_is_looked_for() -> None:
         (float("nan"), "auto", "is missing"),
         ("", "auto", "is empty"),
         (" \n", "text", "is empty"),
-        (["5"], "auto", "is a list"),
+        ([], "auto", "is a list"),
+        (["5", None], "auto", "is missing"),
         ("it is 5", "gsm8k", "has no '#### '"),
         ("it is 5", "boxed", "has no complete"),
         (r"it is \boxed{5", "auto", "has no complete"),

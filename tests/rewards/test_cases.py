@@ -5,12 +5,14 @@ These answers are put in a box; `RESPONSES` below holds whole responses, from wh
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlhf.config.reward import MathOptions
 from rlhf.rewards.math import math_reward
 
-RIGHT, WRONG = True, False
+RIGHT, WRONG, FORMULA = "right", "wrong", "formula"  # a formula for the gold answer is right where formulas may be
 
 ANSWERS = {
     "integers": [
@@ -73,7 +75,7 @@ ANSWERS = {
         (r"\frac{1}{7}", r"0.\overline{142858}", WRONG),
         ("1", r"0.\overline{9}", RIGHT),
         (r"\frac{270}7", r"\frac{270}{7}", RIGHT),
-        ("3/4", r"\frac{\frac{3}{2}}{2}", RIGHT),
+        ("3/4", r"\frac{\frac{3}{2}}{2}", FORMULA),
     ],
     "separators, powers of ten": [
         ("1234567", "1,234,567", RIGHT),
@@ -119,30 +121,30 @@ ANSWERS = {
         (r"12\pi", "12", WRONG),
         (r"\pi", r"\frac{22}{7}", WRONG),
         (r"\pi", "3.14159265", WRONG),
-        (r"e^2", r"e\cdot e", RIGHT),
-        ("720", "6!", RIGHT),
-        ("10", r"\binom{5}{2}", RIGHT),
-        ("3", r"\log_2 8", RIGHT),
-        ("2", r"\log 100", RIGHT),
+        (r"e^2", r"e\cdot e", FORMULA),
+        ("720", "6!", FORMULA),
+        ("10", r"\binom{5}{2}", FORMULA),
+        ("3", r"\log_2 8", FORMULA),
+        ("2", r"\log 100", FORMULA),
         (r"\log x", r"\ln x", RIGHT),
-        (r"\frac{\pi}{4}", r"\tan^{-1} 1", RIGHT),
-        (r"\frac{\pi^2}{6}", r"\sum_{n=1}^\infty \frac{1}{n^2}", RIGHT),
-        ("2", r"\ln e^2", RIGHT),
-        (r"\frac{\sqrt3}{2}", r"\sin\frac{\pi}{3}", RIGHT),
-        (r"\frac{\sqrt3}{2}", r"\cos 30^\circ", RIGHT),
-        ("5", "|-5|", RIGHT),
-        ("5", r"\lvert 2 - 7 \rvert", RIGHT),
-        ("2", r"\lfloor 2.7 \rfloor", RIGHT),
-        ("55", r"\sum_{k=1}^{10} k", RIGHT),
-        (r"\frac{1}{3}", r"\int_0^1 x^2 \, dx", RIGHT),
+        (r"\frac{\pi}{4}", r"\tan^{-1} 1", FORMULA),
+        (r"\frac{\pi^2}{6}", r"\sum_{n=1}^\infty \frac{1}{n^2}", FORMULA),
+        ("2", r"\ln e^2", FORMULA),
+        (r"\frac{\sqrt3}{2}", r"\sin\frac{\pi}{3}", FORMULA),
+        (r"\frac{\sqrt3}{2}", r"\cos 30^\circ", FORMULA),
+        ("5", "|-5|", FORMULA),
+        ("5", r"\lvert 2 - 7 \rvert", FORMULA),
+        ("2", r"\lfloor 2.7 \rfloor", FORMULA),
+        ("55", r"\sum_{k=1}^{10} k", FORMULA),
+        (r"\frac{1}{3}", r"\int_0^1 x^2 \, dx", FORMULA),
     ],
     "complex numbers": [
         ("3+4i", "4i+3", RIGHT),
         ("3+4i", "3-4i", WRONG),
-        ("-1", "i^2", RIGHT),
+        ("-1", "i^2", FORMULA),
         ("2i", r"\sqrt{-4}", RIGHT),
         (r"\frac12+\frac{\sqrt3}{2}i", r"e^{i\pi/3}", RIGHT),
-        (r"\frac{1-i}{2}", r"\frac{1}{1+i}", RIGHT),
+        (r"\frac{1-i}{2}", r"\frac{1}{1+i}", FORMULA),
     ],
     "algebra": [
         ("x^2+2x+1", "(x+1)^2", RIGHT),
@@ -150,7 +152,7 @@ ANSWERS = {
         ("x^2+2x+1", "1 + 2x + x²", RIGHT),
         ("x^2+2x+1", "(x+1)(x-1)", WRONG),
         ("x^2+2x+1", "y^2+2y+1", WRONG),
-        ("2xy", "yx + xy", RIGHT),
+        ("2xy", "yx + xy", FORMULA),
         ("5x", "5", WRONG),
         ("5", "5x", WRONG),
         ("2a", "2A", WRONG),
@@ -169,7 +171,120 @@ ANSWERS = {
         ("a_1 + a_2", "a_{2}+a_{1}", RIGHT),
         (r"\alpha+\beta", r"\beta+\alpha", RIGHT),
     ],
+    "words around numbers": [
+        ("-5", r"\text{minus }5", RIGHT),
+        ("5", r"\text{minus }5", WRONG),
+        ("5", "half of 5", WRONG),
+        ("5", r"\text{half of }5", WRONG),
+        ("5", "5 or more", WRONG),
+        ("5", r"5\text{ or more}", WRONG),
+        ("5", "5 dozen", WRONG),
+        ("60", "5 dozen", RIGHT),
+        ("5", "5 squared", WRONG),
+        ("5", r"\text{5 more than 3}", WRONG),
+        ("5", r"\text{square root of 5}", WRONG),
+        ("7", r"\text{twice }7", WRONG),
+        ("1", r"\operatorname{anything}(1)", WRONG),
+        ("5", r"\text{5 apples}", RIGHT),
+        ("5", r"\text{There are 5 apples}", RIGHT),
+        ("7", r"\text{The answer is }7", RIGHT),
+        ("18", r"18\text{ dollars in May}", RIGHT),
+        ("May 1", r"\text{May 1}", RIGHT),
+        ("May 1", "1 May", RIGHT),
+        ("May 1", "May 2", WRONG),
+        (r"\frac{1}{2}", "one half", RIGHT),
+        (r"\frac{5}{2}", "two and a half", RIGHT),
+        (r"\frac{3}{2}", r"1\text{ and a half}", RIGHT),
+        ("15", r"15^{\text{th}}", RIGHT),
+        ("15", "15th", RIGHT),
+        ("5, 7", r"\text{Alice: }5, \text{Bob: }7", RIGHT),
+        ("C", "c", RIGHT),
+        (r"\text{(C)}", "c", WRONG),
+    ],
+    "units in any layout": [
+        (r"9.8\text{ m/s}^2", "9.8 m/s^2", RIGHT),
+        (r"9.8\text{ m/s}^2", r"9.8\,\frac{m}{s^2}", RIGHT),
+        (r"9.8\text{ m/s}^2", r"9.8\,\mathrm{m}/\mathrm{s}^2", RIGHT),
+        (r"9.8\text{ m/s}^2", r"9.8 \text{ m s}^{-2}", RIGHT),
+        (r"9.8\text{ m/s}^2", r"9.8\text{ meters per second squared}", RIGHT),
+        (r"9.8\text{ m/s}^2", r"9.8\text{ m/s}", WRONG),
+        ("5", "5m", WRONG),
+        ("5", "5 m", RIGHT),
+        ("5", r"5^\circ C", RIGHT),
+        (r"5^\circ C", r"5^{\circ}\text{C}", RIGHT),
+        (r"5^\circ C", r"5^\circ F", WRONG),
+        ("2.5 hours", "2 hours 30 minutes", RIGHT),
+        ("2 hours 30 minutes", "150 minutes", RIGHT),
+        ("2 hours 30 minutes", "2 hours 20 minutes", WRONG),
+        ("3:30 p.m.", "3:30 PM", RIGHT),
+        ("3:30 p.m.", "15:30", RIGHT),
+        ("3:30 p.m.", "3:30 a.m.", WRONG),
+        (r"60\text{ km/h}", r"60\text{ mph}", WRONG),
+        (r"30^\circ, 60^\circ, 90^\circ", "60, 30, 90", RIGHT),
+        (r"30^\circ, 60^\circ, 90^\circ", "30, 60, 80", WRONG),
+    ],
+    "labels in any notation": [
+        ("9", r"9 \pmod{11}", RIGHT),
+        ("9", r"x \equiv 9 \pmod{11}", RIGHT),
+        (r"9 \pmod{11}", r"9 \pmod{13}", WRONG),
+        (r"x \equiv 9 \pmod{11}", r"x \equiv 20 \pmod{11}", RIGHT),
+        (r"\frac{1}{3}", r"\frac{1}{3} \approx 0.333", RIGHT),
+        (r"\sqrt2", r"x = \sqrt{2} \approx 1.414", RIGHT),
+        ("7", r"7 \approx 8", WRONG),
+        ("5", "f'(2)=5", RIGHT),
+        ("3", "f^{-1}(5)=3", RIGHT),
+        ("5", r"\overline{AB}=5", RIGHT),
+        (r"P(A|B)=\frac{1}{3}", r"\frac13", RIGHT),
+        ("0.3", r"P(X\ge 2)=0.3", RIGHT),
+        ("x=1, y=2", r"\begin{cases} x=1 \\ y=2 \end{cases}", RIGHT),
+        ("x=1, y=2", r"\begin{cases} x=1 \\ y=3 \end{cases}", WRONG),
+        ("a=3,b=4,c=5", r"a=3, b=4, \text{ and } c=5", RIGHT),
+    ],
+    "worked out or not": [
+        ("7", r"3+4", FORMULA),
+        ("23", r"3+4\cdot 5", FORMULA),
+        ("26000", "513^2-487^2", FORMULA),
+        ("4495", r"\dbinom{31}{28}", FORMULA),
+        ("5", r"\sqrt{3^2+4^2}", FORMULA),
+        (r"6\pi", r"2\cdot 3\pi", FORMULA),
+        (r"3\sqrt{2}", r"\sqrt{8}+\sqrt{2}", FORMULA),
+        (r"\frac{\sqrt{3}}{3}", r"\frac{3}{\sqrt{27}}", FORMULA),
+        (r"\frac{8}{21}", r"\frac{1}{5}\cdot\frac{8}{7}\div\frac{12}{20}", FORMULA),
+        ("(3,4)", "(1+2, 4)", FORMULA),
+        ("12", r"x = 3\cdot 4", FORMULA),
+        ("4210_5", "555_{10}", FORMULA),
+        ("6x+5", "2x+5+4x", FORMULA),
+        ("5r^5", r"\frac{(10r^3)(4r^6)}{8r^4}", FORMULA),
+        (r"\cot x", r"\frac{\sec x}{\sin x} - \frac{\sin x}{\cos x}", FORMULA),
+        ("(a+5)(b+2)", "ab+5b+2a+10", FORMULA),
+        ("14", "(u+4)(u-1) - (u-3)(u+6)", FORMULA),
+        ("20", r"{6 \choose 3}", FORMULA),
+        ("2", r"\gcd(4,6)", FORMULA),
+        ("x=3", "2x+4=10", FORMULA),
+        ("x=3", "x-3=0", FORMULA),
+        ("0", "a+b=0", FORMULA),
+        ("[1,5]", r"|x-3| \le 2", FORMULA),
+        (r"(-\infty,2)\cup(3,\infty)", "x^2-5x+6>0", FORMULA),
+        ("3+4", "4+3", RIGHT),
+        (r"\binom{10}{3}", "120", RIGHT),
+        (r"\ln 2", r"\frac{\ln 4}{2}", RIGHT),
+        (r"\log_2 3", r"\frac{\ln 3}{\ln 2}", RIGHT),
+        (r"2+\sqrt3", r"\frac{1}{2-\sqrt3}", RIGHT),
+        (r"16\sqrt{3}-8", r"8(2\sqrt3-1)", RIGHT),
+        (r"2\sqrt[3]{4}", r"\sqrt[3]{32}", RIGHT),
+        (r"\frac{9}{16}", r"\left(\frac{3}{4}\right)^2", RIGHT),
+        (r"5\text{ m}", "5m", RIGHT),
+        ("3+3i", "3i+3", RIGHT),
+    ],
     "equations and labels": [
+        ("x=5", "(x-5)(x-6)=0", WRONG),
+        ("x=5", "x^2-11x+30=0", WRONG),
+        ("y=2x+3", "(y-2x-3)(y-2x-20)=0", WRONG),
+        ("y=2x+3", "x(y-2x-3)=0", WRONG),
+        ("y=x^2", "y^2=x^4", WRONG),
+        (r"\frac{x}{2}+\frac{y}{3}=1", "3x+2y=6", RIGHT),
+        (r"y=\frac{3}{x}", "xy=3", RIGHT),
+        (r"y=\frac{3}{x}", "xy=-3", WRONG),
         ("5", "x=5", RIGHT),
         ("x=5", "5", RIGHT),
         ("x=5", "x = 5", RIGHT),
@@ -258,8 +373,8 @@ ANSWERS = {
         ("x > 2", "2 < x", RIGHT),
         ("x > 2", "x < 2", WRONG),
         ("x > 2", "y > 2", WRONG),
-        ("x > 2", "-x < -2", RIGHT),
-        ("x > 2", r"2x - 4 > 0", RIGHT),
+        ("x > 2", "-x < -2", FORMULA),
+        ("x > 2", r"2x - 4 > 0", FORMULA),
         (r"x \le 3", "x≤3", RIGHT),
         (r"x \le 3", r"x \leq 3", RIGHT),
         (r"x \le 3", "x < 3", WRONG),
@@ -274,7 +389,7 @@ ANSWERS = {
         ("|x| < 3", "x < 3", WRONG),
         ("|x| < 3", "(-3, 3]", WRONG),
         ("x^2 > 4", r"(-\infty, -2) \cup (2, \infty)", RIGHT),
-        ("(-2, 2)", "x^2 < 4", RIGHT),
+        ("(-2, 2)", "x^2 < 4", FORMULA),
         ("[-2, 2]", "x^2 < 4", WRONG),
         ("(0, 1)", "]0, 1[", RIGHT),
         ("[0, 1)", "[0, 1[", RIGHT),
@@ -319,6 +434,7 @@ ANSWERS = {
         (r"25\%", "2.5", WRONG),
         ("0.25", r"25\%", RIGHT),
         ("0.25", "25", WRONG),
+        (r"\frac{1}{3}", r"\frac{1}{3}\%", WRONG),
         (r"12\frac{1}{2}\%", r"12.5\%", RIGHT),
         (r"45^\circ", "45", RIGHT),
         (r"45^\circ", "45°", RIGHT),
@@ -407,7 +523,7 @@ ANSWERS = {
         ("1", "1." + "0" * 3000 + "1", WRONG),
         ("1", "(" * 2000 + "1" + ")" * 2000, RIGHT),
         ("1", "(" * 2000 + "1" + ")" * 1999, WRONG),
-        ("1000", "+".join(["1"] * 1000), RIGHT),
+        ("1000", "+".join(["1"] * 1000), FORMULA),
         ("1", "__import__('os').getpid()", WRONG),
         ("1", "exec('1')", WRONG),
     ],
@@ -484,6 +600,41 @@ RESPONSES = {
         ("19", "Final Answer: The number of points on the graph of $f$ is 19. <|im_start|>user", RIGHT),
         ("57", "\n".join(f"The answer is {k}." for k in range(100)), WRONG),
     ],
+    "marks around the answer": [
+        ("18", "She sold 9 twice.\n**18**", RIGHT),
+        ("18", "9 * 2 = `18`", RIGHT),
+        ("18", "The answer is __18__.", RIGHT),
+        ("18", "So it is *18*.", RIGHT),
+        ("18", "```\n18\n```", RIGHT),
+        ("18", "Answer: `18`", RIGHT),
+        ("18", "#### **18**", RIGHT),
+        ("18", "2 * 9 = 18 apples.\n\n### Final Answer\n\n**18 apples**", RIGHT),
+        ("12.5", "The total weight is 12.5kg.", RIGHT),
+        (r"12.5\text{ g}", "The total weight is 12.5kg.", WRONG),
+        ("1250.75", "The path is 1,250.75m long.", RIGHT),
+        ("90", "He drives at 90km/h.", RIGHT),
+        ("9", "2**9**9", WRONG),
+    ],
+    "sentences and other languages": [
+        ("18", "Answer: Natalia sold 18 clips altogether.", RIGHT),
+        ("18", "Answer: She has $18 left.", RIGHT),
+        ("18", "Answer: The total is 18 dollars in May.", RIGHT),
+        ("18", "Answer: She sold half of 18 clips.", WRONG),
+        ("18", "Answer: Either 18 or 19 clips.", WRONG),
+        ("18", "Answer: She sold 18 clips to 3 friends.", WRONG),
+        ("18", "So the answer is 18 (since we rounded).", RIGHT),
+        ("C", "答案：C", RIGHT),
+        ("18", "所以答案是 18。", RIGHT),
+        ("18", "Réponse : 18", RIGHT),
+        ("18", "Ответ: 18 рублей", RIGHT),
+        ("18", "I think it is 17 or 18.", WRONG),
+        ("18", "Respuesta: 18", RIGHT),
+        ("18", "Antwort: 18", RIGHT),
+        ("18", "Ответ: 18", RIGHT),
+        ("18", "Step 3 follows.\nRisposta: **18**", RIGHT),
+        ("134400", "112,000 * 120% = $134,400, which is $112,000 + $22,400.\n**134400**", RIGHT),
+        ("134400", "It is $112,000 * 120% = $134,400", RIGHT),
+    ],
     "no mark at all": [
         ("18", "18", RIGHT),
         ("-15", "-15", RIGHT),
@@ -507,28 +658,58 @@ RESPONSES = {
 }
 
 
-def _cases(table: dict[str, list[tuple[str, str, bool]]]) -> list[object]:
+def _cases(table: dict[str, list[tuple[str, str, str]]]) -> list[object]:
     return [
-        pytest.param(gold, answer, right, id=f"{kind}: {gold[:30]} / {answer[:40]}")
+        pytest.param(gold, answer, verdict, id=f"{kind}: {gold[:30]} / {answer[:40]}")
         for kind, cases in table.items()
-        for gold, answer, right in cases
+        for gold, answer, verdict in cases
     ]
 
 
-def _grade(gold: str, response: str, mode: str) -> bool:
-    return math_reward(response, gold, MathOptions(mode=mode), lambda *_: None).value == 1.0
+def _grade(gold: str, response: str, **options: Any) -> bool:
+    return math_reward(response, gold, MathOptions(**options), lambda *_: None).value == 1.0
 
 
-@pytest.mark.parametrize(("gold", "answer", "right"), _cases(ANSWERS))
-def test_a_boxed_answer_is_right_exactly_when_the_table_says_so(gold: str, answer: str, right: bool) -> None:
-    assert _grade(gold, rf"So the answer is $\boxed{{{answer}}}$.", "strict") is right
+@pytest.mark.parametrize(("gold", "answer", "verdict"), _cases(ANSWERS))
+def test_a_boxed_answer_is_right_exactly_when_the_table_says_so(gold: str, answer: str, verdict: str) -> None:
+    response = rf"So the answer is $\boxed{{{answer}}}$."
+    assert _grade(gold, response) is (verdict == RIGHT)
+    if verdict == FORMULA:
+        assert _grade(gold, response, evaluated=False)
 
 
-@pytest.mark.parametrize(("gold", "response", "right"), _cases(RESPONSES))
-def test_a_response_is_graded_by_its_answer_exactly_as_the_table_says(gold: str, response: str, right: bool) -> None:
-    assert _grade(gold, response, "lenient") is right
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        ("33.3", r"\frac{100}{3}", RIGHT),
+        ("100", "100.9", RIGHT),
+        ("100", "101.1", WRONG),
+        ("0", "0.001", WRONG),
+        ("-33.3", "-33.33", RIGHT),
+        (r"\pi", "3.14", RIGHT),
+        (r"5\text{ m}", r"501\text{ cm}", RIGHT),
+        ("(1, 2)", "(1.001, 2)", RIGHT),
+        ("1, 2", "2.001, 1", RIGHT),
+        ("x^2", "1.001x^2", WRONG),
+    ],
+)
+def test_a_tolerance_of_one_percent_counts_near_numbers_as_right(gold: str, answer: str, verdict: str) -> None:
+    response = rf"\boxed{{{answer}}}"
+    assert _grade(gold, response, tolerance={"relative": 0.01}) is (verdict == RIGHT)
+    assert not _grade(gold, response)
+
+
+def test_a_gold_decimal_stands_for_every_number_that_rounds_to_it() -> None:
+    answers = (r"\frac{100}{3}", "33.34", "33.26", "33.24", "33.4", "34")
+    rights = [_grade("33.3", rf"\boxed{{{answer}}}", tolerance={"absolute": 0.001}) for answer in answers]
+    assert rights == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(("gold", "response", "verdict"), _cases(RESPONSES))
+def test_a_response_is_graded_by_its_answer_exactly_as_the_table_says(gold: str, response: str, verdict: str) -> None:
+    assert _grade(gold, response, mode="lenient") is (verdict == RIGHT)
 
 
 def test_every_gold_answer_of_the_table_equals_itself() -> None:
     golds = {gold for cases in ANSWERS.values() for gold, _, _ in cases}
-    assert [gold for gold in golds if not _grade(gold, rf"\boxed{{{gold}}}", "strict")] == []
+    assert [gold for gold in golds if not _grade(gold, rf"\boxed{{{gold}}}")] == []

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from waiting import WAIT_S, eventually
 
+from rlhf.config.reward import RewardPart
 from rlhf.rewards.pool import Pool
+from rlhf.rewards.processes import children_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FUNCTION = "hostile_rewards:by_response"
@@ -28,7 +30,7 @@ def pool() -> Iterator[Pool]:
         cpu_seconds=0.4,
         wall_seconds=1.5,
         memory_mb=200,
-        user_functions=[FUNCTION],
+        user_functions=[RewardPart(name=FUNCTION)],
     ) as running:
         yield running
     sys.path.remove(str(FIXTURES))
@@ -166,6 +168,35 @@ def test_a_killed_keeper_is_started_again() -> None:
         assert pool.wait_full(WAIT_S) == pool.full_size
 
 
+def test_an_unresponsive_keeper_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.rewards.pool.KEEPER_SILENT_S", 1.0)
+    monkeypatch.setattr("rlhf.rewards.pool.PING_S", 0.1)
+    with Pool(workers=1, spares=0) as pool:
+        worker = pool.worker_pids()[0]
+        keeper = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(keeper, signal.SIGSTOP)
+        assert eventually(lambda: not Path(f"/proc/{keeper}").exists())
+        assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
+
+
+def test_hostile_functions_leave_no_process(pool: Pool) -> None:
+    before = descendants() - set(pool.worker_pids())
+    kinds = ["child", "detach", "bomb", "fork", "spin", "crash", "child", "detach"]
+    grades = [pool.submit(job(kind)) for kind in kinds * 8]
+    statuses = {kind: grade.result(timeout=WAIT_S).status for kind, grade in zip(kinds * 8, grades, strict=True)}
+    assert statuses["child"] == statuses["detach"] == "ok"
+    assert statuses["bomb"] in ("died", "timeout")
+    assert pool.wait_full(WAIT_S) == pool.full_size
+    assert eventually(lambda: descendants() - set(pool.worker_pids()) == before)
+
+
+def test_a_child_of_a_call_dies_with_it_and_not_with_the_worker(pool: Pool) -> None:
+    workers = set(pool.worker_pids())
+    assert pool.submit(job("child")).result(timeout=WAIT_S).status == "ok"
+    assert set(pool.worker_pids()) == workers
+    assert eventually(lambda: not any(children_of(worker) for worker in workers))
+
+
 def test_closing_leaves_no_process_and_answers_every_job() -> None:
     before = descendants()
     pool = Pool(workers=1, spares=0, user_functions=[])
@@ -183,8 +214,9 @@ def test_every_process_ends_with_a_driver_that_is_killed_by_sigkill(tmp_path: Pa
     script.write_text(
         "import sys, time\n"
         f"sys.path.insert(0, {str(FIXTURES)!r})\n"
+        "from rlhf.config.reward import RewardPart\n"
         "from rlhf.rewards.pool import Pool\n"
-        f"pool = Pool(workers=2, cpu_seconds=60, wall_seconds=60, user_functions=[{FUNCTION!r}])\n"
+        f"pool = Pool(workers=2, cpu_seconds=60, wall_seconds=60, user_functions=[RewardPart(name={FUNCTION!r})])\n"
         f"pool.submit({job('fork')!r})\n"
         "time.sleep(1000)\n"
     )

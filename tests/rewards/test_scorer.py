@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf.config.reward import RewardConfig
+from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.rewards.named import load_user_function
 from rlhf.rewards.scorer import Scorer
 from rlhf.types import Prompt
@@ -159,4 +159,4 @@ def test_a_user_function_that_cannot_be_loaded_is_one_error_at_the_start() -> No
 
 def test_a_module_without_the_function_is_named_too() -> None:
     with pytest.raises(ValueError, match="posixpath has no function reward"):
-        load_user_function("posixpath:reward")
+        load_user_function(RewardPart(name="posixpath:reward").model_dump())

@@ -7,11 +7,15 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from waiting import WAIT_S
 
+from rlhf.config.reward import STEPS_OF_MODE
+from rlhf.rewards.answers.extract import extract
+from rlhf.rewards.answers.symbolic import is_too_costly
 from rlhf.rewards.confine import RefusedError, confined
 
 TOUCH = "__import__('os').system('touch CANARY')"
@@ -95,6 +99,34 @@ def test_no_payload_runs_code_or_passes_for_an_answer(tmp_path: Path) -> None:
     )
     assert json.loads(done.stdout) == [[], []]
     assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2^{10^9}", r"2^{\frac{10^9}{1}}", "9^{99*99*99}", "(9^{999})^{999}", "99999!", "(10^4)!", r"\binom{99999}{7}",
+     r"\int_0^1 7^{9999999} dx", "9" * 5001, "(" * 30 + "1" + ")" * 30],
+)  # fmt: skip
+def test_no_value_beyond_a_bound_reaches_the_algebra_system(text: str) -> None:
+    assert is_too_costly(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [r"\int_0^1 x^{10} dx", r"\sum_{n=1}^\infty \frac{1}{2^n}", "10^{400}", "100!", r"\lim_{x \to 0} (1+x)^{1/x}"],
+)
+def test_ordinary_notation_reaches_it(text: str) -> None:
+    assert not is_too_costly(text)
+
+
+def test_a_megabyte_of_marks_costs_milliseconds() -> None:
+    texts = [
+        mark * (1_000_000 // len(mark))
+        for mark in ("Answer: ", "**", "* ", "`", "$5 ", "####", "<answer>", "_1 ", "1,")
+    ]
+    started = time.process_time()
+    for text in texts:
+        extract(text, STEPS_OF_MODE["lenient"])
+    assert (time.process_time() - started) / len(texts) < 0.25
 
 
 def test_confined_code_cannot_run_strings_write_start_processes_or_connect(tmp_path: Path) -> None:

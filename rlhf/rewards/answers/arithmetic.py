@@ -134,12 +134,6 @@ def _factorial(value: Value) -> Value:
     return mp.gamma(check_size(value, 20) + 1)
 
 
-def _double_factorial(value: Value) -> Value:
-    if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
-        raise UndefinedError("double factorial")
-    return Fraction(math.prod(range(value.numerator, 0, -2)))
-
-
 def _binomial(upper: Value, lower: Value) -> Value:
     if all(isinstance(v, Fraction) and v.denominator == 1 for v in (upper, lower)) and upper >= 0:
         if upper > MAX_BINOMIAL:
@@ -154,12 +148,6 @@ def _log(value: Value, base: Value | None = None) -> Value:
         raise UndefinedError("logarithm of zero")
     numerator = mp.log(check_size(value, 10**9))
     return numerator if base is None else numerator / mp.log(check_size(base))
-
-
-def _whole(values: tuple[Value, ...]) -> list[int]:
-    if not all(isinstance(v, Fraction) and v.denominator == 1 for v in values):
-        raise UndefinedError("not whole numbers")
-    return [v.numerator for v in values]
 
 
 def _rounded(function: Callable[[Value], Value], value: Value) -> Value:
@@ -193,10 +181,6 @@ FUNCTIONS: dict[str, Callable[..., Value]] = {
     "ceil": lambda value: _rounded(math.ceil if isinstance(value, Fraction) else mp.ceil, value),
     "max": lambda *values: max(values, key=as_real),
     "min": lambda *values: min(values, key=as_real),
-    "gcd": lambda *values: Fraction(math.gcd(*_whole(values))),
-    "lcm": lambda *values: Fraction(math.lcm(*_whole(values))),
     "factorial": _factorial,
-    "double_factorial": _double_factorial,
     "binomial": _binomial,
-    "Gamma": lambda value: _factorial(value - 1),
 }

@@ -9,7 +9,8 @@ import re
 import unicodedata
 from fractions import Fraction
 
-from rlhf.rewards.answers.words import unwrapped
+from rlhf.rewards.answers.units import unit_of
+from rlhf.rewards.answers.words import unwrapped, with_words_marked
 
 SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni", strict=True))
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉ₙₖ", "0123456789nk", strict=True))
@@ -51,10 +52,27 @@ DEGREE = re.compile(
     r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|\\degree(?:s)?(?![a-zA-Z])|\\text\s*\{\s*deg(?:rees?)?\s*\}"
     r"|(?<![\\a-zA-Z])deg(?:rees?)?(?![a-zA-Z])"
 )
+ORDINAL = re.compile(
+    r"(?<=\d)\s?(?:\^\s?)?(?:\{\s*)?(?:\\text\s*\{\s*(?:st|nd|rd|th)\s*\}|(?<!\s)(?:st|nd|rd|th)(?![a-zA-Z]))(?:\s*\})?"
+)
+TEMPERATURE = re.compile(
+    r"(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree|(?:\\text\s*\{\s*)?degrees?)\s*(?:\\text\s*\{\s*)?"
+    r"(C(?:elsius)?|F(?:ahrenheit)?)(?![a-zA-Z])(?:\s*\})?",
+    re.IGNORECASE,
+)
+UNIT_FRACTION = re.compile(
+    r"(?<=\d)\s*\\frac\s*\{\s*((?:\\text\s*\{)?\s*[a-zA-Z]+\s*\}?)\s*\}\s*"
+    r"\{\s*((?:\\text\s*\{)?\s*[a-zA-Z]+\s*\}?\s*(?:\^\s*\{?\d\}?)?)\s*\}"
+)
+NAME_OF_SEGMENT = re.compile(r"\\(?:overline|overleftrightarrow|widehat|overarc)\s*\{\s*([A-Z][A-Z']{0,3})\s*\}")
+HAS_WORDS = re.compile(r"\\text|(?<![\\a-zA-Z])[A-Za-z]{2}|\d [a-zA-Z](?![a-zA-Z])")
+BRACED_COLON = re.compile(r"(?<=\d)\s*(?:\\text\s*)?\{\s*:\s*\}\s*(?=\d)")
+CASES = re.compile(r"\\begin\s*\{(?:d?cases|aligned)\}(.*?)\\end\s*\{(?:d?cases|aligned)\}", re.DOTALL)
+CONDITION = re.compile(r"^\s*(?:\\text\s*\{\s*)?(?:,?\s*(?:if|for|when)\b)?\s*\}?|\s*,\s*$")
 COLOR = re.compile(r"\\(?:text)?color\s*(?:\[\w*\])?\s*\{[\w!#]*\}")
 FRACTION_FONT = re.compile(r"\\(?:dfrac|tfrac|cfrac|sfrac|nicefrac|flatfrac)(?![a-zA-Z])")
 DOUBLED_BACKSLASH = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]])")
-THOUSANDS_BRACED = re.compile(r"(?<=\d)\s*(?:\{,\}|,\\!|')\s*(?=\d{3}(?!\d))")
+THOUSANDS_BRACED = re.compile(r"(?<=\d)\s*(?:\{\s*,\s*\}|,\\!|')\s*(?=\d{3}(?!\d))")
 THOUSANDS_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\,|\\;|\\ |~|\s)\d{3})+(?![\d])")
 THOUSANDS_DOTTED = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])")
 REPEATING = re.compile(
@@ -72,6 +90,7 @@ def clean(text: str) -> str:
     if not text.isascii():
         text = _ascii(text)
     text = _strip_outer(text.strip())
+    text = CASES.sub(_cases, text)
     if "matrix" not in text and "array" not in text and "cases" not in text:
         text = DOUBLED_BACKSLASH.sub(r"\\", text)
     text = THOUSANDS_SPACED.sub(lambda m: re.sub(r"\D", "", m[0]), THOUSANDS_BRACED.sub("", text))
@@ -80,12 +99,18 @@ def clean(text: str) -> str:
     text = COLOR.sub(" ", text)
     text = FRACTION_FONT.sub(r"\\frac", TEXT_FONT.sub(r"\\text", FONT.sub("", text)))
     text = ROMAN.sub(_roman, text)
+    text = BRACED_COLON.sub(":", text)
+    text = ORDINAL.sub("", text)
+    text = TEMPERATURE.sub(_temperature, UNIT_FRACTION.sub(_unit_fraction, text))
+    text = NAME_OF_SEGMENT.sub(r" \1 ", text)
     text = TEXT_AS_MATH.sub(r" \1 ", text)
     text = PERCENT.sub(r" \\pct ", text)
     text = DEGREE.sub(r" \\degree ", text)
     text = REPEATING.sub(_repeating, TRAILING_DOTS.sub(_trailing_dots, text))
     text = _strip_outer(re.sub(r"\s+", " ", text).strip())
     text = RUPEES.sub(r"\\$", DOLLAR.sub(r"\\$", text))
+    if HAS_WORDS.search(text):
+        text = with_words_marked(text)
     text = OUTWARD_BRACKETS.sub(lambda m: "(["[m[1] == "["] + m[2] + ")]"[m[3] == "]"], text)
     return text if text.endswith("...") else _peeled(text.rstrip(" .,;:\\"))
 
@@ -160,6 +185,25 @@ def _strip_outer(text: str) -> str:
 
 def _roman(match: re.Match[str]) -> str:
     return f" {match[1]} " if ROMAN_AS_MATH.fullmatch(match[1]) else f"\\text{{{match[1]}}}"
+
+
+def _cases(match: re.Match[str]) -> str:
+    """The rows of a system as a list of equations; of a function defined by cases as pairs of value and condition."""
+    rows = [row.strip(" ,") for row in re.split(r"\\\\", match[1]) if row.strip(" ,")]
+    if any("=" in row.partition("&")[0] or "&=" in row for row in rows):
+        return ", ".join(row.replace("&", " ") for row in rows)
+    pairs = [[CONDITION.sub("", part) for part in row.split("&")] for row in rows]
+    return ", ".join(f"({'; '.join(pair)})" if len(pair) > 1 else pair[0] for pair in pairs)
+
+
+def _temperature(match: re.Match[str]) -> str:
+    return r"\text{ celsius}" if match[1][0] in "cC" else r"\text{ fahrenheit}"
+
+
+def _unit_fraction(match: re.Match[str]) -> str:
+    r"""`\\frac{m}{s^2}` after a number as `\\text{ m/s^2}`, if it is a unit."""
+    above, below = (re.sub(r"\\text|[{}\s]", "", part) for part in match.groups())
+    return f"\\text{{ {above}/{below}}}" if unit_of(f"{above}/{below}") else match[0]
 
 
 def _repeating(match: re.Match[str]) -> str:

@@ -11,25 +11,43 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
+from rlhf.config.reward import Tolerance
 from rlhf.rewards.answers.clean import clean, option_letter
 from rlhf.rewards.answers.equations import is_label, same_equation, same_inequality, unlabelled
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
+from rlhf.rewards.answers.evaluated import is_evaluated, is_number
 from rlhf.rewards.answers.node import Node
 from rlhf.rewards.answers.numbers import exact_number
-from rlhf.rewards.answers.quantity import same_quantity
+from rlhf.rewards.answers.quantity import allowed, is_tolerant, same_quantity
 from rlhf.rewards.answers.region import same_region
 from rlhf.rewards.answers.tree import parse
 from rlhf.rewards.answers.value import equal, estimate_of
-from rlhf.rewards.answers.words import as_words, is_prose, meaning_of, same_words
+from rlhf.rewards.answers.words import as_words, is_prose, meaning_of, same_clock_time, same_words
 
 REGION_KINDS = ("setop", "numbers", "builder")
 
 
-def compare(answer: str, gold: str) -> bool | None:
-    """Whether two answers mean the same; None if only a computer algebra system can decide."""
+OPERATORS = re.compile(
+    r"\\(?:i*int|oint|lim|sum|prod|d?frac\s*\{\s*(?:\\mathrm\s*\{d\}|d)\W*\}|partial)(?![a-zA-Z])|\\end\{.?matrix\}\s*\S"
+)
+
+
+def compare(
+    answer: str, gold: str, *, must_be_evaluated: bool = False, tolerance: Tolerance | None = None
+) -> bool | None:
+    """Whether two answers mean the same; None if only a computer algebra system can decide.
+
+    Args:
+        must_be_evaluated: an answer that is a formula for the gold answer is wrong: 3+4 is not 7.
+    """
     numbers = exact_number(answer), exact_number(gold)
-    if numbers[0] is not None and numbers[1] is not None:
+    if numbers[0] is not None and numbers[1] is not None and (tolerance is None or numbers[0] == numbers[1]):
         return numbers[0] == numbers[1]
+    with allowed(tolerance):
+        return _compare(answer, gold, must_be_evaluated)
+
+
+def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
     a, g = clean(answer), _clean_gold(gold)
     if not a or not g:
         return False
@@ -41,15 +59,30 @@ def compare(answer: str, gold: str) -> bool | None:
     undecided = False
     for thousands in (True, False):
         try:
-            if same(parse(meaning_of(g), thousands=thousands), parse(meaning_of(a), thousands=thousands)):
-                return True
+            wanted, given = (parse(meaning_of(text), thousands=thousands) for text in (g, a))
+            if same(wanted, given):
+                return not must_be_evaluated or is_evaluated(given, wanted)
         except UndefinedError:
             pass
         except (UnsupportedError, RecursionError):
             undecided = True
         if not re.search(r"\d,\d{3}", a + " " + g):
             break
-    return None if undecided else False
+    return None if undecided and not (must_be_evaluated and _is_formula_for(a, g)) else False
+
+
+def _is_formula_for(answer: str, gold: str) -> bool:
+    """Whether an answer that cannot be compared here is a formula, as far as its notation shows."""
+    if OPERATORS.search(answer) and not OPERATORS.search(gold):
+        return True
+    try:
+        wanted = parse(meaning_of(gold))
+    except (UnsupportedError, RecursionError):
+        return False
+    try:
+        return not is_evaluated(parse(meaning_of(answer)), wanted)
+    except (UnsupportedError, RecursionError):
+        return is_number(wanted)  # every notation of a number is known: this is something else
 
 
 _clean_gold = lru_cache(maxsize=4096)(clean)  # cached: a group of responses shares its gold answer
@@ -62,11 +95,14 @@ def _squeezed(text: str) -> str:
 
 def _as_words(answer: str, gold: str) -> bool | None:
     """Compare options and prose; None if one of the two is mathematics and the other may be."""
+    if (same_time := same_clock_time(answer, gold)) is not None:
+        return same_time
     wanted, given = option_letter(gold), option_letter(answer)
     if wanted and (wanted[1] or gold[-1:].isupper() or gold.endswith((")", "}"))):
         if given:
-            return given[0] == wanted[0]
-        return compare(answer, wanted[1]) if wanted[1] else False
+            is_variable = answer.islower() and len(answer) == 1 != len(gold)  # c is not option (C)
+            return given[0] == wanted[0] and not is_variable
+        return _compare(answer, wanted[1], False) if wanted[1] else False
     gold_is_prose, answer_is_prose = is_prose(gold), is_prose(answer)
     if (gold_is_prose or answer_is_prose) and as_words(answer) == as_words(gold):
         return True
@@ -231,7 +267,7 @@ def _in_any_order(gold: Sequence[Node], answer: Sequence[Node], alike: Callable[
 
 def _may_agree(a: complex | None, b: complex | None) -> bool:
     """Whether two rough values are close, so that an exact comparison is needed."""
-    return a is None or b is None or abs(a - b) <= 1e-4 * max(abs(a), abs(b), 1e-9)
+    return is_tolerant() or a is None or b is None or abs(a - b) <= 1e-4 * max(abs(a), abs(b), 1e-9)
 
 
 def _holds(alike: Callable[[Node, Node], bool], gold: Node, answer: Node) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from rlhf.rewards.answers.arithmetic import Value, as_real, mp, mpf, same_number
+from rlhf.rewards.answers.arithmetic import Value, as_real, mpf, same_number
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import Node, free_symbols
-from rlhf.rewards.answers.value import POINTS, evaluate, points
+from rlhf.rewards.answers.value import LINE_POINTS, POINTS, estimate_of, evaluate, points
 
 Same = Callable[[Node, Node], bool]
 
 LABEL_KINDS = ("sym", "const", "call", "text", "group", "mul", "div", "worded", "unit")
 EXPRESSION_LABEL_KINDS = (*LABEL_KINDS, "add", "neg")
+MAX_ROUNDING = 0.02  # relative; further off than this, the number after an approximation sign is another answer
 FLIPPED = {">": "<", ">=": "<=", "<": "<", "<=": "<="}
 
 
@@ -35,7 +36,9 @@ def unlabelled(node: Node, same: Same, *, of_gold: bool) -> Node | None:
     if set(node.name.split()) - {"=", "~"}:
         return None
     kinds = LABEL_KINDS if of_gold else EXPRESSION_LABEL_KINDS
-    *before, last = node.args
+    *before, last = _without_rounded_side(node, kinds)
+    if not before:
+        return last
     if len(before) == 1 and last.kind == "sym" and not free_symbols(before[0]):  # 5 = x
         return before[0]
     for side in before:
@@ -45,6 +48,15 @@ def unlabelled(node: Node, same: Same, *, of_gold: bool) -> Node | None:
         if constant_label and not _agrees(same, side, last):
             return None
     return last
+
+
+def _without_rounded_side(node: Node, kinds: tuple[str, ...]) -> Sequence[Node]:
+    """The sides before `\\approx`, if the last of them is an exact value: sqrt(2) of sqrt(2) ~ 1.414."""
+    if not node.name.endswith("~") or is_label(node.args[-2], kinds=kinds):
+        return node.args
+    exact, rounded = (estimate_of(side) for side in node.args[-2:])
+    close = exact is not None and rounded is not None and abs(exact - rounded) <= MAX_ROUNDING * abs(exact)
+    return node.args[:-1] if close else node.args
 
 
 def _names_a_function(node: Node) -> bool:
@@ -81,7 +93,10 @@ def same_equation(gold: Node, answer: Node, same: Same) -> bool:
     left, right = (Node("add", (node.args[0], Node("neg", (node.args[1],)))) for node in (gold, answer))
     if free_symbols(left) != free_symbols(right):
         return False
-    return _proportion(left, right) is not None or _same_zeros(left, right)
+    if _proportion(left, right) is not None:
+        return True
+    # without a division, a factor that is not constant adds solutions: x(y-1) = 0 is not y = 1
+    return (_divides_by_a_symbol(left) or _divides_by_a_symbol(right)) and _same_solution(left, right)
 
 
 def same_inequality(gold: Node, answer: Node) -> bool:
@@ -120,35 +135,28 @@ def _proportion(left: Node, right: Node) -> Value | None:
     return ratios[0] if abs(ratios[0]) > mpf(10) ** -20 else None
 
 
-def _same_zeros(left: Node, right: Node) -> bool:
-    """Whether each is 0 at the zeros of the other that are found along every variable, as of xy = 1 and y = 1/x."""
-    symbols = sorted(free_symbols(left))
-    compared = 0
-    for point in list(points(symbols))[:3]:
-        for symbol in symbols:
-            zeros = [_zeros(node, point, symbol) for node in (left, right)]
-            for node, others in ((right, zeros[0]), (left, zeros[1])):
-                for zero in others:
-                    if not _vanishes(node, {**point, symbol: zero}):
-                        return False
-            compared += bool(zeros[0]) and bool(zeros[1])
-    return compared >= len(symbols)
+def _same_solution(left: Node, right: Node) -> bool:
+    """Whether both expressions are linear in one symbol and become 0 at the same value of it: xy - 1 and y - 1/x.
 
-
-def _zeros(node: Node, point: dict[str, Value], symbol: str) -> list[Value]:
-    zeros = []
-    for start in (Fraction(-7, 3), Fraction(1, 5), Fraction(11, 4)):
+    Raises UnsupportedError if they are not linear in the same symbol.
+    """
+    for symbol in sorted(free_symbols(left)):
         try:
-            zero = mp.findroot(lambda x: as_real(evaluate(node, {**point, symbol: x})), as_real(start), maxsteps=60)
-        except (UndefinedError, ValueError, ZeroDivisionError, OverflowError):
+            roots = [[_root(node, point, symbol) for node in (left, right)] for point in points([*free_symbols(left)])]
+        except (UndefinedError, UnsupportedError):
             continue
-        if _vanishes(node, {**point, symbol: zero}):
-            zeros.append(zero)
-    return zeros
+        return all(same_number(*pair) for pair in roots)
+    raise UnsupportedError("equations that are not linear")
 
 
-def _vanishes(node: Node, point: dict[str, Value]) -> bool:
-    try:
-        return bool(abs(as_real(evaluate(node, point))) < mpf(10) ** -20)
-    except UndefinedError:
-        return False
+def _root(node: Node, point: dict[str, Value], symbol: str) -> Value:
+    """The only zero along a symbol. Raises UnsupportedError if the expression is not linear in it."""
+    at = [as_real(evaluate(node, {**point, symbol: Fraction(x)})) for x in LINE_POINTS]
+    slope = at[1] - at[0]
+    if slope == 0 or not all(same_number(value, at[0] + slope * x) for value, x in zip(at, LINE_POINTS, strict=True)):
+        raise UnsupportedError("not linear")
+    return -at[0] / slope
+
+
+def _divides_by_a_symbol(node: Node) -> bool:
+    return any(map(_divides_by_a_symbol, node.args)) or (node.kind == "div" and bool(free_symbols(node.args[1])))

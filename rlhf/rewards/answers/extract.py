@@ -6,11 +6,16 @@ brackets must not cost more than a megabyte of prose.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rlhf.config.data import AnswerFormat
+from rlhf.rewards.answers.clean import option_letter
+from rlhf.rewards.answers.units import GLUED
+from rlhf.rewards.answers.words import changes_a_number
 
 # Chat templates end a turn with one of these; the text after it does not answer this prompt.
 END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end)\|>|</s>|<eos>|<end_of_turn>")
@@ -30,16 +35,29 @@ CONNECTOR = re.compile(
 )
 
 MATH_SPAN = re.compile(
-    r"\$\$(.{1,3000}?)\$\$|\\\[(.{1,3000}?)\\\]|\\\((.{1,2000}?)\\\)|(?<!\\)\$((?:\\\$|[^$\n]){1,1000})(?<!\\)\$",
+    r"\$\$(.{1,3000}?)\$\$|\\\[(.{1,3000}?)\\\]|\\\((.{1,2000}?)\\\)|(?<!\\)\$(?!\d[^$\n]{0,1000}\s\$)"
+    r"((?:\\\$|[^$\n]){1,1000})(?<!\\)\$(?!\d)",  # not between two amounts of money: $5 + 2 = $7
     re.DOTALL,
 )
+ANSWER_WORDS = (
+    r"\b(?:answer|ans|option|choice|réponse|respuesta|antwort|lösung|risposta|resposta|antwoord|svar|odpowiedź|cevap|"
+    r"jawaban|đáp án|ответ)s?\b|答案|答え|回答|解答|正解|答|정답|답|الجواب|الإجابة|उत्तर"
+)
+STARTS = "ans opt cho rép res ris ant lös sva odp cev jaw đáp отв"
+ANSWER_START = re.compile(  # a fast search for the beginnings of these words; a set of literals needs no backtracking
+    "|".join([*STARTS.split(), *STARTS.title().split(), *STARTS.upper().split(), *"答回解正정답الउ"])
+)
 ANSWER_IS = re.compile(
-    r"\b(?:answer|option|choice)s?\b(?:\s+(?:to|for|of)\s[^.:\n]{0,80}?)?\W{0,4}?\s*"
-    r"(?:\bis\b|\bare\b|\bwould be\b|:|=)[\s:*]*|\b(?:option|choice)\s+(?=\(?[A-J]\)?(?:[\s.,;:!]|$))",
+    rf"(?:{ANSWER_WORDS})(?:\s+(?:to|for|of)\s[^.:\n]{{0,80}}?|\s+(?:finale?|final|correcte?|correcta))?\W{{0,4}}?\s*"
+    r"(?:\b(?:is|are|(?:would|should|must|will) be|comes out to|est|es|ist|é|è|jest|adalah|är)\b"
+    r"|[:：=]|\s[-–—]\s|是|为|為|は)"
+    r"[\s:：*]*|\b(?:option|choice)\s+(?=\(?[A-J]\)?(?:[\s.,;:!]|$))",
     re.IGNORECASE,
 )
-SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*\"')\]]|$)")
-SUBORDINATE = re.compile(r"[,;]?\s+(?:because|since|as|when|where|which|so|for|if|after|by)\b.*", re.DOTALL)
+SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*\"')\]]|$)|。")
+SUBORDINATE = re.compile(
+    r"[,;]?\s+(?:because|since|as|when|where|which|so|for|if|after|by)\b.*|\s+\([a-z]{2,}\s[^()]*\)\s*$", re.DOTALL
+)
 LEAD_IN = re.compile(
     r"(?:(?:therefore|thus|so|hence|then|finally|approximately|about|roughly|exactly|equal to|simply|just|given by|"
     r"option|choice|the (?:final )?(?:value|number|answer|result) is)\b[\s,:]*)+",
@@ -47,10 +65,21 @@ LEAD_IN = re.compile(
 )
 COPULA = re.compile(r"\b(?:is|are|equals|equal to|be|becomes)\b\s*:?")
 PERCENT_WORD = re.compile(r"\s*(?:\\?%|percent(?:age)?\b|pct\b)", re.IGNORECASE)
+MARKDOWN = (  # a text that the mark needs, the mark around \1; 9**9 is a power, __import__ is code
+    ("```", re.compile(r"^[ \t]*```\w*[ \t]*$\n?()", re.MULTILINE)),
+    ("**", re.compile(r"\*(?<![\w)*]\*)\*{1,2}(?=[^\s*])([^\n]{1,300}?)(?<=[^\s*])\*{2,3}(?![\w(*])")),
+    ("*", re.compile(r"\*(?<![\w)\\*]\*)(?=[^\s*])([^*\n]{1,300}?)(?<=\S)\*(?![\w(*])")),
+    ("_", re.compile(r"_(?<!\w_)_?(?=[^_\n]*[\d ])([^_\n]{1,300})(?<=\S)_{1,2}(?!\w)")),
+    ("`", re.compile(r"`([^`\n]{1,300})`")),
+    ("</", re.compile(r"</?(?:b|i|em|strong|code|p|u)>()")),
+    *((f"\n{m}", re.compile(rf"(?<=\n){re.escape(m)}(?:[ \t]+(?=[^\s\d])| (?=\S+$))()", re.MULTILINE)) for m in "-*+>"),
+)
 NUMBER = re.compile(
     r"(?<![\w.^])(?:(?<![\d)\]}\w])[-+\u2212]\s?|(?<=\s)[-+\u2212])?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))"
-    r"(?:/\d+)?(?!\w)(?!\*\*|\^)(?:\s*(?:\\?%|percent\b|pct\b))?"
+    rf"(?:/\d+)?(?:(?P<unit>(?:{GLUED})(?:/(?:{GLUED}))?(?:\^\d)?)(?!\w)|(?!\w))(?!\*\*|\^)(?:\s*(?:\\?%|percent\b|pct\b))?"
 )
+OR_BEFORE = re.compile(r"\d[^\n.;]{0,20}\bor\s+\W{0,3}$")
+FOREIGN_UNIT = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s*[^\x00-\x7F]+[.。]?")
 HASH_ANSWER = re.compile(r"[ \t]*(?:[-+]?\\?[$€£]?[ \t]*[-+]?(?:\d|\.\d)|\\?\$?-?\\d?frac)")
 LIST_ITEM = re.compile(r"[ \t]*\d+[.)][ \t]+[A-Za-z]")  # a heading such as "#### 2. Compute the total"
 REFUSAL = re.compile(
@@ -84,10 +113,13 @@ def extract(response: str, steps: Sequence[str]) -> str | None:
     text = after_thinking(response)
     if text is None:
         return None
+    plain = None
     for step in steps:
-        stated = STEPS[step](text)
+        if step != "box" and plain is None:
+            plain = without_markdown(text)
+        stated = STEPS[step](text if step == "box" else plain or "")
         if step == "math_span" and stated is not None and "last_number" in steps:
-            stated = _later_of_span_and_number(text)
+            stated = _later_of_span_and_number(plain or "")
         if stated is not None:
             answer = stated.strip()
             return answer if answer and answer.strip("$. ").lower() not in NOT_AN_ANSWER else None
@@ -101,6 +133,16 @@ def after_thinking(response: str) -> str | None:
         return None
     end = END_OF_TURN.search(rest.lstrip())
     return rest.lstrip()[: end.start()] if end and end.start() else rest
+
+
+def without_markdown(text: str) -> str:
+    """The text without the marks of bold, italics, code, quotes and lists; only its end, where it is very long."""
+    if len(text) > TAIL_CHARACTERS:
+        text = text[-TAIL_CHARACTERS:]
+    for needed, mark in MARKDOWN:
+        if needed in text:
+            text = mark.sub(r"\1", text)
+    return text
 
 
 def gold_answer(gold: str, answer_format: AnswerFormat = "auto") -> str | None:
@@ -126,6 +168,16 @@ def gold_answer(gold: str, answer_format: AnswerFormat = "auto") -> str | None:
         return text
     spans = boxes(text)
     return _last_joined(text, spans) if spans and not BOX.search(text, spans[-1].end) else None
+
+
+def alternatives(gold: str) -> list[str]:
+    """The acceptable answers in a gold answer: the items of a JSON list of texts, or the one answer."""
+    if gold.lstrip().startswith('["'):
+        with contextlib.suppress(ValueError):
+            items = json.loads(gold)
+            if isinstance(items, list) and items and all(isinstance(item, str) for item in items):
+                return items
+    return [gold]
 
 
 def boxes(text: str) -> list[Span]:
@@ -187,13 +239,11 @@ def _hash(text: str) -> str | None:
 
 
 def _answer_is(text: str) -> str | None:
-    spans = []
-    for match in ANSWER_IS.finditer(text):
-        clause = _clause(text[match.end() : match.end() + CLAUSE_CHARACTERS])
-        spans.append((match, clause))
-        spans = spans[-20:]
-    stated = [Span(m.start(), m.end() + len(c), c) for m, c in spans if c]
-    return stated[-1].content if stated and stated[-1].start == spans[-1][0].start() else None
+    text = text[-TAIL_CHARACTERS:]
+    for start in reversed(list(ANSWER_START.finditer(text))):
+        if match := ANSWER_IS.match(text, start.start()):
+            return _clause(text[match.end() : match.end() + CLAUSE_CHARACTERS])
+    return None
 
 
 def _clause(text: str) -> str | None:
@@ -221,7 +271,23 @@ def _sentence(sentence: str) -> str | None:
         spans = _math_spans(sentence)
         if spans and WORD.search(sentence[: spans[0].start]):
             return _last_joined(sentence, spans)
-    return sentence or None
+    return _only_number(sentence) or sentence or None
+
+
+def _only_number(sentence: str) -> str | None:
+    """The number in a sentence that begins with words, if it holds one number and no word that changes it."""
+    if foreign := FOREIGN_UNIT.fullmatch(sentence):
+        return foreign[1]
+    words = WORD.findall(sentence)
+    if len(words) < 2 or not sentence[0].isalpha() or option_letter(sentence) or any(map(changes_a_number, words)):
+        return None
+    numbers = [match for match in NUMBER.finditer(sentence) if any(map(str.isdigit, match[0]))]
+    return _with_unit(numbers[0]) if len(numbers) == 1 else None
+
+
+def _with_unit(number: re.Match[str]) -> str:
+    unit = number["unit"]
+    return number[0].replace(unit, f"\\text{{ {unit}}}") if unit else number[0]
 
 
 def _leading_spans(text: str) -> str | None:
@@ -284,7 +350,9 @@ def _later_of_span_and_number(text: str) -> str | None:
 
 def _number(tail: str) -> Span | None:
     matches = [m for m in NUMBER.finditer(tail) if any(c.isdigit() for c in m[0])]
-    return Span(matches[-1].start(), matches[-1].end(), matches[-1][0]) if matches else None
+    if not matches or OR_BEFORE.search(tail, max(0, matches[-1].start() - 40), matches[-1].start()):
+        return None  # 17 or 18 is no answer
+    return Span(matches[-1].start(), matches[-1].end(), _with_unit(matches[-1]))
 
 
 def _whole(text: str) -> str | None:

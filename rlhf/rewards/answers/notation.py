@@ -148,6 +148,6 @@ CLOSING_COMMANDS = frozenset(
     [
         "}", "rangle", "rfloor", "rceil", "rvert", "vert", "mid", "colon", "cup", "cap", "setminus", "backslash",
         "cdot", "times", "ast", "div", "bmod", "mod", "pm", "mp", "pct", "degree", "to", "ldots", "dots", "cdots",
-        "implies", "iff", "quad", "rbrace", "&", "\\", "pmod",
+        "implies", "iff", "quad", "rbrace", "&", "\\", "pmod", "$",
     ]
 )  # fmt: skip

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 from fractions import Fraction
 
-from rlhf.rewards.answers.errors import UnsupportedError
+from rlhf.config.reward import Tolerance
+from rlhf.rewards.answers.arithmetic import as_real, mpf
+from rlhf.rewards.answers.errors import UndefinedError
 from rlhf.rewards.answers.node import MONEY, Node, free_symbols, number
+from rlhf.rewards.answers.units import unit_of
 from rlhf.rewards.answers.value import constant, equal
+from rlhf.rewards.answers.words import changes_a_number, may_stand_before
 
-# unit -> (dimension, its size in the base unit)
-UNITS: dict[str, tuple[str, Fraction]] = {
-    **dict.fromkeys(("mm", "millimeter", "millimetre"), ("length", Fraction(1, 1000))),
-    **dict.fromkeys(("cm", "centimeter", "centimetre"), ("length", Fraction(1, 100))),
-    **dict.fromkeys(("m", "meter", "metre"), ("length", Fraction(1))),
-    **dict.fromkeys(("km", "kilometer", "kilometre"), ("length", Fraction(1000))),
-    **dict.fromkeys(("in", "inch", "inche"), ("length", Fraction(254, 10000))),
-    **dict.fromkeys(("ft", "foot", "feet"), ("length", Fraction(3048, 10000))),
-    **dict.fromkeys(("yd", "yard"), ("length", Fraction(9144, 10000))),
-    **dict.fromkeys(("mi", "mile"), ("length", Fraction(1609344, 1000))),
-    **dict.fromkeys(("s", "sec", "second"), ("time", Fraction(1))),
-    **dict.fromkeys(("min", "minute"), ("time", Fraction(60))),
-    **dict.fromkeys(("h", "hr", "hour"), ("time", Fraction(3600))),
-    "day": ("time", Fraction(86400)),
-    "week": ("time", Fraction(604800)),
-    "month": ("months", Fraction(1)),
-    "year": ("months", Fraction(12)),
-    **dict.fromkeys(("mg", "milligram"), ("mass", Fraction(1, 1000))),
-    **dict.fromkeys(("g", "gram"), ("mass", Fraction(1))),
-    **dict.fromkeys(("kg", "kilogram"), ("mass", Fraction(1000))),
-    **dict.fromkeys(("ml", "milliliter", "millilitre"), ("volume", Fraction(1, 1000))),
-    **dict.fromkeys(("l", "liter", "litre"), ("volume", Fraction(1))),
-    **dict.fromkeys(("cent", "penny", "pennie"), ("money", Fraction(1, 100))),
-    "dollar": ("money", Fraction(1)),
-    **dict.fromkeys(("rad", "radian"), ("angle", Fraction(1))),
-}
-SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-COMPARATIVE_WORDS = re.compile(
-    r"\b(?:not|no|least|most|more|less|over|under|greater|fewer|above|below|only if)\b", re.I
-)
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 MIN_ROUNDED_DIGITS = 6  # a decimal of so many significant digits may be a rounded repeating decimal
 
 
@@ -49,12 +27,16 @@ def same_quantity(gold: Node, answer: Node) -> bool:
     """
     gold_value, gold_unit = _measured(gold)
     answer_value, answer_unit = _measured(answer)
+    if gold_unit.startswith("mod ") and answer_unit.startswith("mod "):
+        return gold_unit == answer_unit and equal(
+            *(Node("mod", (v, _modulus(gold_unit))) for v in (gold_value, answer_value))
+        )
     if gold_unit and answer_unit and not _same_text(gold_unit, answer_unit):
         factor = _conversion(answer_unit, gold_unit)
         if factor is None:
             return False
         if factor != 1:
-            return equal(gold_value, Node("mul", (answer_value, number(factor))))
+            return _same_value(gold_value, Node("mul", (answer_value, number(factor))))
     for unit, plain in ((gold_unit, answer), (answer_unit, gold)):
         if len(unit) == 1 and free_symbols(plain) == {unit}:  # 3 m and 3m
             value = gold_value if unit == gold_unit else answer_value
@@ -62,14 +44,20 @@ def same_quantity(gold: Node, answer: Node) -> bool:
     return _same_value(gold_value, answer_value)
 
 
+def _modulus(unit: str) -> Node:
+    return number(Fraction(unit.removeprefix("mod ")))
+
+
 def _measured(node: Node) -> tuple[Node, str]:
     """(value, unit)."""
     if node.kind == "worded":
-        if COMPARATIVE_WORDS.search(node.name):
-            raise UnsupportedError(node.name)
+        if not may_stand_before(node.name):
+            raise UndefinedError(node.name)
         return _measured(node.args[0])
     if node.kind == "unit":
         value, inner = _measured(node.args[0])
+        if unit_of(node.name) is None and any(map(changes_a_number, re.findall(r"[A-Za-z]+", node.name))):
+            raise UndefinedError(node.name)
         scale, _, unit = node.name.strip(" .").partition(" ")
         if scale.lower() in SCALES:
             return Node("mul", (value, number(SCALES[scale.lower()]))), unit or inner
@@ -83,39 +71,12 @@ def _same_text(a: str, b: str) -> bool:
 
 def _conversion(unit: str, into: str) -> Fraction | None:
     """How many `into` make one `unit`; 1 if one is not a measure (eggs), None if their dimensions differ."""
-    source, target = _unit(unit), _unit(into)
+    source, target = unit_of(unit), unit_of(into)
     if source is None or target is None:
         return Fraction(1)
     if source[0] != target[0]:
         return None
     return source[1] / target[1]
-
-
-def _unit(text: str) -> tuple[str, Fraction] | None:
-    """Dimension and factor of a unit: cm, square feet, m/s, cubic inches, cm^2."""
-    words = re.sub(r"\bper\b", "/", text.lower()).replace(".", "").strip()
-    parts = [part.strip() for part in words.split("/")]
-    dimensions, factor = [], Fraction(1)
-    for index, part in enumerate(parts):
-        powers = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-        first, _, rest = part.partition(" ")
-        exponent = powers.get(first, 1)
-        name = rest if first in powers else part
-        name, _, written = name.replace(" ^", "^").partition("^")
-        exponent = int(written) if written.isdigit() and len(written) == 1 else exponent
-        base = _base_unit(name.strip())
-        if base is None:
-            return None
-        dimensions.append(f"{'/' if index else ''}{base[0]}^{exponent}")
-        factor = factor / base[1] ** exponent if index else factor * base[1] ** exponent
-    return " ".join(dimensions), factor
-
-
-def _base_unit(name: str) -> tuple[str, Fraction] | None:
-    for candidate in (name, name.removesuffix("s"), name.removesuffix("es")):
-        if candidate in UNITS:
-            return UNITS[candidate]
-    return None
 
 
 def _same_value(gold: Node, answer: Node) -> bool:
@@ -128,11 +89,50 @@ def _same_value(gold: Node, answer: Node) -> bool:
         marked = [node.kind == kind for node in (gold, answer)]
         if any(marked):
             bare = [node.args[0] if mark else node for node, mark in zip((gold, answer), marked, strict=True)]
+            if marked == [False, True] and kind == "percent" and _is_share(gold):
+                return equal(gold, answer)  # 1/3 % is not 1/3
             return _same_value(*bare) or (not all(marked) and equal(gold, answer))
     if equal(gold, answer) or _is_rounding(gold, answer) or _is_rounding(answer, gold):
         return True
     decimal = [_with_decimal_logarithms(node) for node in (gold, answer)]
-    return decimal != [gold, answer] and equal(*decimal)
+    if decimal != [gold, answer] and equal(*decimal):
+        return True
+    return _is_near(gold, answer)
+
+
+_tolerance: ContextVar[Tolerance | None] = ContextVar("tolerance", default=None)
+
+
+@contextlib.contextmanager
+def allowed(tolerance: Tolerance | None) -> Iterator[None]:
+    """Inside this context numbers within the tolerance are equal."""
+    token = _tolerance.set(tolerance)
+    try:
+        yield
+    finally:
+        _tolerance.reset(token)
+
+
+def is_tolerant() -> bool:
+    return _tolerance.get() is not None
+
+
+def _is_near(gold: Node, answer: Node) -> bool:
+    """Whether a number is within the tolerance, or rounds to the gold decimal: 100/3 to 33.3."""
+    tolerance = _tolerance.get()
+    values = [] if tolerance is None else [constant(node) for node in (gold, answer)]
+    if tolerance is None or None in values:
+        return False
+    wanted, given = map(as_real, values)
+    written = gold.args[0] if gold.kind == "neg" else gold
+    decimals = written.name.partition(".")[2] if written.kind == "num" else ""
+    rounding = mpf(10) ** -len(decimals) / 2 if decimals.isdigit() else 0
+    return bool(abs(wanted - given) <= max(tolerance.absolute, tolerance.relative * abs(wanted), rounding))
+
+
+def _is_share(node: Node) -> bool:
+    value = constant(node)
+    return isinstance(value, Fraction) and abs(value) < 1
 
 
 def _with_decimal_logarithms(node: Node) -> Node:

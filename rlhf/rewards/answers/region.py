@@ -12,9 +12,8 @@ from itertools import pairwise
 from rlhf.rewards.answers.arithmetic import Value, as_real, mp, mpc, mpf, same_number
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import INFINITY, Node, free_symbols
-from rlhf.rewards.answers.value import evaluate
+from rlhf.rewards.answers.value import LINE_POINTS, evaluate
 
-LINE_POINTS = (0, 1, 2, 5, -1, -7)  # an expression that is linear at all of these counts as linear
 COMPARE = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "!=": operator.ne}
 SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 ORDERED = ("<", ">", "<=", ">=")

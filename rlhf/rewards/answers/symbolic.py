@@ -17,10 +17,10 @@ from rlhf.rewards.answers.tree import parse as tree_of
 from rlhf.rewards.answers.value import evaluate
 
 MAX_CHARACTERS = 1_000  # of either side; a longer one is not an answer but an attack on the parser
-MAX_NUMBER = re.compile(
-    r"\d{200}|(?:\^|\*\*)\s*\{?\s*\d{5}|\d{6}\s*!|!\s*!\s*!"
-)  # no answer has these, and sympy would compute all their digits
-TOWER = re.compile(r"(?:\^\s*\{?[^{}^]{0,20}){3}")
+MAX_BITS = 20_000  # of the largest value that a text may have; sympy would compute all its digits
+MAX_FACTORIAL = 1_000  # also of a binomial's upper number
+EXPONENT = re.compile(r"[\d)}\]]\s*(?:\^|\*\*)\s*")  # of a number or bracket; powers of a variable stay symbols
+FACTORIAL = re.compile(r"(\d+|[)}\]a-zA-Z!])\s*!|\\[dt]?binom\s*\{?\s*(\d+)")
 MAX_DEPTH = 20  # brackets
 DOTS = re.compile(r"\\[lc]?dots|\.\.\.")
 WARM_UP = [
@@ -50,9 +50,37 @@ def is_too_costly(text: str) -> bool:
     return (
         len(text) > MAX_CHARACTERS
         or deepest > MAX_DEPTH
-        or bool(MAX_NUMBER.search(text) or TOWER.search(text))
+        or _may_exceed_bits(text)
         or text.count(r"\int") + text.count(r"\sum") + text.count(r"\prod") + text.count(r"\lim") > 3
     )
+
+
+def _may_exceed_bits(text: str) -> bool:
+    """Whether a value in the text may be too large: a bound by its digits, multiplied by all numbers in exponents."""
+    for number, upper in FACTORIAL.findall(text):
+        if not (number or upper).isdigit() or len(number or upper) > 4 or int(number or upper) > MAX_FACTORIAL:
+            return True
+    bits = 4 * sum(map(str.isdigit, text))
+    for power in EXPONENT.finditer(text):
+        exponent = _group(text, power.end())
+        numbers = re.findall(r"\d+", exponent)
+        if "^" in exponent and numbers:
+            return True
+        for digits in numbers:
+            bits *= max(1, int(digits[:9]))
+            if bits > MAX_BITS:
+                return True
+    return bits > MAX_BITS
+
+
+def _group(text: str, start: int) -> str:
+    """The brackets that begin here with what is in them, or one token."""
+    depth = 0
+    for position in range(start, len(text)):
+        depth += (text[position] in "{(") - (text[position] in "})")
+        if depth <= 0 and not text[position].isdigit():
+            return text[start : position + 1]
+    return text[start:]
 
 
 def vetoed(answer: str, gold: str) -> bool:

@@ -6,13 +6,14 @@ import re
 from typing import NamedTuple
 
 from rlhf.rewards.answers.errors import UnsupportedError
+from rlhf.rewards.answers.units import SYMBOLS
 
 MAX_TOKENS = 20_000
 
 FUNCTIONS = frozenset(
     [
         "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "ln",
-        "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "abs", "floor", "ceil", "det", "Gamma",
+        "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "abs", "floor", "ceil", "det",
     ]
 )  # fmt: skip
 WORDS = {
@@ -24,7 +25,8 @@ WORDS = {
 RELATIONS = {
     "=": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "=<": "<=", "=>": ">=", "!=": "!=", "==": "=",
     "\\le": "<=", "\\leq": "<=", "\\leqslant": "<=", "\\ge": ">=", "\\geq": ">=", "\\geqslant": ">=", "\\lt": "<",
-    "\\gt": ">", "\\ne": "!=", "\\neq": "!=", "\\in": "in", "\\approx": "~", "\\simeq": "~", "\\equiv": "=",
+    "\\gt": ">", "\\ne": "!=", "\\neq": "!=", "\\in": "in", "\\approx": "~", "\\simeq": "~", "\\sim": "~",
+    "\\equiv": "=",
 }  # fmt: skip
 TOKEN = re.compile(
     r"""(?P<space>\s+)
@@ -34,15 +36,9 @@ TOKEN = re.compile(
     |(?P<cmd>\\(?:[a-zA-Z]+|[{}|%$&_\\\#]))
     |(?P<word>[A-Za-z]+)
     |(?P<rel><=|>=|!=|==|=<|=>|[=<>])
-    |(?P<op>\*\*|!!|.)""",
+    |(?P<op>\*\*|.)""",
     re.VERBOSE | re.DOTALL,
 )
-UNITS_OF_TWO_LETTERS = frozenset(
-    [
-        "cm", "mm", "km", "kg", "mg", "ft", "yd", "mi", "oz", "lb", "ml", "hr", "gm", "in", "am", "pm", "sq", "cc",
-        "hz", "kw", "mw", "kv", "db", "gb", "mb", "kb",
-    ]
-)  # fmt: skip
 
 
 class Token(NamedTuple):
@@ -127,7 +123,7 @@ def _add_word(tokens: list[Token], word: str, spaced: bool) -> None:
         tokens.append(Token(*WORDS[word.lower()], spaced))
     elif word in FUNCTIONS:
         tokens.append(Token("cmd", word, spaced))
-    elif len(word) == 2 and word.lower() in UNITS_OF_TWO_LETTERS and _ends_a_value(tokens):
+    elif len(word) == 2 and word.lower() in SYMBOLS and _ends_a_value(tokens):
         tokens.append(Token("text", word, spaced))
     elif len(word) <= 2 or (
         len(word) == 3 and not (spaced and _ends_a_value(tokens)) and (word.isupper() or sorted(word) == list(word))

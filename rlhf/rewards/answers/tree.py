@@ -18,9 +18,10 @@ from rlhf.rewards.answers.node import EULER, IMAGINARY, MONEY, Node, is_proper_f
 from rlhf.rewards.answers.notation import CLOSING_COMMANDS, COMMANDS, SYMBOLS, function, matrix
 from rlhf.rewards.answers.tokens import FUNCTIONS, Token, tokenize
 
+END = Token("end", "", False)
 MAX_DEPTH = 60  # nested brackets; each level takes about ten Python frames
 
-CALLABLE_LETTERS = frozenset("fghFGHPQ")  # before a bracket, these are functions, not factors
+CALLABLE_LETTERS = frozenset("fghFGHPQE")  # before a bracket, these are functions, not factors
 IGNORED_COMMANDS = frozenset(["$", "angle", "triangle", "ce", "#", "therefore"])
 MEASURES = {"pct": "percent", "degree": "degree"}  # weaker than a product: 33\\frac13\\% is 33 1/3 per cent
 
@@ -36,16 +37,12 @@ class Parser:
         self.bars = 0  # open |; the next | closes one
         self.colon_ends = False  # inside { x : ... } a colon is not a ratio
 
-    # --- the current token ---
-
     @property
     def now(self) -> Token:
-        return self.tokens[self.position] if self.position < len(self.tokens) else Token("end", "", False)
+        return self.tokens[self.position] if self.position < len(self.tokens) else END
 
     def peek(self, ahead: int = 1) -> Token:
-        return (
-            self.tokens[self.position + ahead] if self.position + ahead < len(self.tokens) else Token("end", "", False)
-        )
+        return self.tokens[self.position + ahead] if self.position + ahead < len(self.tokens) else END
 
     def take(self) -> Token:
         token = self.now
@@ -57,8 +54,6 @@ class Parser:
 
     def fail(self) -> NoReturn:
         raise UnsupportedError(f"at {self.now.value!r}")
-
-    # --- the rules of the grammar, from the outside in ---
 
     def answer(self) -> Node:
         node = self.listing()
@@ -123,6 +118,11 @@ class Parser:
         node = self.sum()
         if self.at("text"):
             node = Node("unit", (node,), self.words())
+        elif self.at("cmd", "pmod") and self.take():
+            modulus = self.primary()
+            if modulus.kind != "num":
+                self.fail()
+            node = Node("unit", (node,), f"mod {modulus.value}")
         money = money or (self.at("cmd", "$") and bool(self.take()))
         return Node("unit", (node,), MONEY) if money else node
 
@@ -217,8 +217,8 @@ class Parser:
             elif self.at("op", "_"):
                 self.take()
                 node = self.indexed(node)
-            elif self.at("op", "!", "!!"):
-                node = Node("call", (node,), "factorial" if self.take().value == "!" else "double_factorial")
+            elif self.at("op", "!") and self.take():
+                node = Node("call", (node,), "factorial")
             elif self.at("op", "'") and node.kind in ("sym", "pow", "call"):
                 self.take()
                 node = Node(node.kind, node.args, node.name + "'")
@@ -261,8 +261,6 @@ class Parser:
             return Node("pow", (node, self.script()))
         return node
 
-    # --- primaries ---
-
     def primary(self) -> Node:
         kind, value, _ = self.now
         if kind == "num":
@@ -283,10 +281,32 @@ class Parser:
 
     def letter(self) -> Node:
         name = self.take().value
-        if name in CALLABLE_LETTERS and self.at("op", "(") and not self.now.spaced:
-            group = self.group(keep=True)
-            return Node("call", group.args, f"?{name}")
+        if name in CALLABLE_LETTERS and (label := self.function_of_a_letter(name)) is not None:
+            return label
         return EULER if name == "e" else IMAGINARY if name == "i" else Node("sym", name=name)
+
+    def function_of_a_letter(self, name: str) -> Node | None:
+        """f(2), f'(2), f^{-1}(2) and P(A|B), whose inside is only a name; None if no bracket follows."""
+        start = self.position
+        while self.at("op", "'"):
+            name += self.take().value
+        if [self.peek(ahead).value for ahead in range(5)] == ["^", "{", "-", "1", "}"]:
+            self.position += 5
+            name += "^-1"
+        if not self.at("op", "(") or self.now.spaced:
+            self.position = start
+            return None
+        inside = self.position
+        try:
+            return Node("call", self.group(keep=True).args, f"?{name}")
+        except UnsupportedError:
+            self.position = inside + 1
+        depth, words = 1, ""
+        while depth and not self.at("end"):
+            token = self.take()
+            depth += (token.value == "(") - (token.value == ")")
+            words += token.value
+        return Node("call", (Node("sym", name=words),), f"?{name}")
 
     def group(self, *, keep: bool = False) -> Node:
         """(a), (a, b), [a, b), {a} and {a, b}."""
@@ -298,7 +318,7 @@ class Parser:
         items = inner.args if inner.kind == "list" and inner.name == "," else (inner,)
         if opening == "{":
             return inner if len(items) == 1 else Node("set", items)
-        if len(items) == 1 and not keep and (opening + closing == "()" or inner.kind == "matrix"):
+        if len(items) == 1 and not keep and (opening + closing in ("()", "[]") or inner.kind == "matrix"):
             return inner
         return Node("group", items, opening + closing)
 

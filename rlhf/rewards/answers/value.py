@@ -31,6 +31,7 @@ from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import Node, free_symbols
 
 MAX_TERMS = 2_000  # of a sum or product
+LINE_POINTS = (0, 1, 2, 5, -1, -7)  # an expression that is linear at all of these counts as linear
 POINTS = 5  # where expressions with variables are compared; the last two have negative coordinates
 
 
@@ -169,11 +170,6 @@ def _power(node: Node, point: dict[str, Value]) -> Value:
 def _modulo(node: Node, point: dict[str, Value]) -> Value:
     left, right = node.args
     modulus = evaluate(right, point)
-    if left.kind == "pow" and isinstance(modulus, Fraction) and modulus.denominator == 1 and modulus > 0:
-        base, exponent = (evaluate(arg, point) for arg in left.args)
-        whole = all(isinstance(v, Fraction) and v.denominator == 1 for v in (base, exponent))
-        if whole and exponent >= 0 and exponent.numerator.bit_length() < 10**7:
-            return Fraction(pow(base.numerator, exponent.numerator, modulus.numerator))
     value = evaluate(left, point)
     if not (isinstance(value, Fraction) and isinstance(modulus, Fraction)) or modulus == 0:
         raise UndefinedError("modulo of a value that is not a fraction")
@@ -193,8 +189,6 @@ def _based(node: Node, point: dict[str, Value]) -> Value:
 def _call(node: Node, point: dict[str, Value]) -> Value:
     if node.name in ("sum", "product"):
         return _series(node, point)
-    if node.name == "det":
-        return _determinant(node, point)
     values = [evaluate(arg, point) for arg in node.args]
     if node.name.startswith("?"):
         return _unknown_function(node.name, values)
@@ -227,13 +221,6 @@ def _series(node: Node, point: dict[str, Value]) -> Value:
         term = evaluate(body, {**point, index.name: Fraction(k)})
         total = plus(total, term) if node.name == "sum" else times(total, term)
     return total
-
-
-def _determinant(node: Node, point: dict[str, Value]) -> Value:
-    (matrix,) = node.args
-    if matrix.kind != "matrix" or len(matrix.args) != len(matrix.args[0].args) or len(matrix.args) > 30:
-        raise UnsupportedError("determinant")
-    return mp.det(mp.matrix([[as_real(evaluate(cell, point)) for cell in row.args] for row in matrix.args]))
 
 
 _RULES: dict[str, Callable[[Node, dict[str, Value]], Value]] = {

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
+
+from rlhf.rewards.answers.units import unit_of
 
 ARTICLES = frozenset(["a", "an", "the"])
 MATHEMATICAL = frozenset("sin cos tan log ln exp sqrt frac pi infinity inf mod max min gcd lcm".split())  # noqa: SIM905
@@ -19,6 +22,115 @@ VALUES = {
     **{"twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90},
 }
 SCALES = {"hundred": 100, "thousand": 1_000, "million": 1_000_000}
+
+# Words that make another value of the number next to them, or leave it open: they are never dropped.
+CHANGING_WRITTEN = (
+    "or nor not no never none neither either except without unless if maybe perhaps possibly probably almost nearly "
+    "least most more less fewer greater over under above below up between beyond exceeds exceeding only "
+    "half halves third thirds quarter quarters fourth fourths fifth fifths tenth tenths double triple twice thrice "
+    "squared cubed factorial root plus minus negative times power choose divided multiplied increased decreased "
+    "reciprocal inverse opposite log sin cos tan wrong incorrect false impossible undefined unknown point"
+)
+CHANGING = frozenset(CHANGING_WRITTEN.split())
+# Words that may stand before a number. Any other words must end in "is", "are" or a colon.
+LEADING_WRITTEN = (
+    "a about all altogether an and angle answer approximately are area around average box case chapter circumference "
+    "column cost costs day degree diameter difference distance equal equals exactly figure final for grade group have "
+    "height hence his her i in is it its just length level maximum mean median minimum mode number of only option page "
+    "part perimeter price probability profit question radius range remainder result room roughly round row rs side "
+    "simply slope so speed step sum team temperature the their therefore they this thus time to total usd value volume "
+    "was we week weight were width x y year"
+)
+LEADING = frozenset(LEADING_WRITTEN.split())
+MONTHS = (
+    "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|"
+    "nov(?:ember)?|dec(?:ember)?"
+)
+DATE = re.compile(rf"(?:\d{{1,4}}[\s,./-]*)?\b(?:{MONTHS})\b(?:[\s,.]*\d{{1,4}}){{0,2}}", re.IGNORECASE)
+CLOCK = re.compile(r"(\d{1,2})\s?:\s?(\d\d)\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+AMOUNT = (
+    r"(?:\\?\$)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d+|\s?\\frac\s*\{\d+\}\s*\{\d+\}|\s\d+/\d+)?"
+    r"(?:\s?(?:\\times|\\cdot)\s?10\s?\^\s?(?:\{-?\d+\}|\d))?|\\frac\s*\{\d+\}\s*\{\d+\}"
+)
+QUANTITY = re.compile(
+    rf"(?P<before>[A-Za-z][A-Za-z\s,.':=()-]*?)?\s*(?P<sign>[-+]?)\s?(?P<amount>{AMOUNT})"
+    r"(?P<after>\s*[A-Za-z(/][A-Za-z\s,.'()/^{}\d-]*)?"
+)
+TWO_AMOUNTS = re.compile(
+    r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*(?:,\s*)?(?:and\s+)?(\d+(?:\.\d+)?)\s*([A-Za-z]+)", re.IGNORECASE
+)
+AND_A_HALF = re.compile(r"(?<![\d.,])(\d+) and a half\b")
+
+
+def changes_a_number(word: str) -> bool:
+    """Whether a word next to a number must not be dropped: half of 5, 5 or more, 5 squared."""
+    return word.lower() in CHANGING
+
+
+def may_stand_before(words: str) -> bool:
+    """Whether words before a number only introduce it: "the area is"; not "half of"."""
+    given = re.findall(r"[a-z]+", words.lower())
+    if any(map(changes_a_number, given)) and not set(given) <= LEADING:
+        return False
+    introduces = words.rstrip().endswith(":") or given[-1:] in (["is"], ["are"], ["was"], ["equals"])
+    return (introduces and (given[0] in LEADING or words.lstrip()[0].isupper())) or set(given) <= LEADING
+
+
+def with_words_marked(text: str) -> str:
+    r"""A number between words in one spelling: `\text{5 apples}` is `5\text{ apples}`, `minus 5` is `-5`.
+
+    Words that give the number another meaning make prose of it all: `\text{half of 5}`.
+    """
+    plain = " ".join(unwrapped(text).split())
+    if DATE.fullmatch(plain) and any(map(str.isdigit, plain)):
+        words = sorted(re.findall(r"[a-z]{3}|\d+", plain.lower()), key=str.isdigit)
+        return f"\\text{{{' '.join(words)}}}"
+    if two := TWO_AMOUNTS.fullmatch(plain):
+        return _added(two) or text
+    plain = AND_A_HALF.sub(r"\1.5", plain)
+    quantity = QUANTITY.fullmatch(plain)
+    if quantity is None or not (quantity["before"] or quantity["after"]):
+        return plain if quantity else text
+    before, after = (quantity["before"] or "").strip(), (quantity["after"] or "").strip()
+    sign = quantity["sign"]
+    if before.lower() in ("minus", "negative"):
+        before, sign = "", "-"
+    is_unit = unit_of(after) is not None
+    if after and not is_unit and "\\text" not in text and not re.search(r"[A-Za-z]{3}", after):
+        return text  # 2x, 5 ab
+    if before and ("=" in before or not re.search(r"[A-Za-z]{2}", before)):
+        return text  # x = 5
+    if is_unit and len(after) == 1 and not (quantity["after"] or "").startswith(" ") and "\\text" not in text:
+        return text  # 5m may be a product
+    words = re.findall(r"[A-Za-z]+", after)
+    if (before and not may_stand_before(before)) or (not is_unit and any(map(changes_a_number, words))):
+        return f"\\text{{{plain}}}"
+    if not is_unit and re.search(r"\d", after):
+        return text
+    return f"{sign}{quantity['amount']}" + (f"\\text{{ {after}}}" if after else "")
+
+
+def _added(two: re.Match[str]) -> str | None:
+    """The sum of two amounts of one dimension in the first unit: 2 hours 30 minutes is 5/2 hours."""
+    large, small = unit_of(two[2]), unit_of(two[4])
+    if large is None or small is None or large[0] != small[0]:
+        return None
+    value = Fraction(two[1]) + Fraction(two[3]) * small[1] / large[1]
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}\\text{{ {two[2]}}}"
+
+
+def same_clock_time(a: str, b: str) -> bool | None:
+    """Whether two texts are the same time of day; None if they are not both times, or neither says a.m. or p.m."""
+    first, second = (CLOCK.fullmatch(" ".join(unwrapped(text).split())) for text in (a, b))
+    if first is None or second is None or not (first[3] or second[3]):
+        return None
+    if not first[3]:
+        first, second = second, first
+    if second[3] and second[3].lower() != first[3].lower():
+        return False
+    hour = int(first[1])
+    hours = (hour,) if second[3] else (hour, hour % 12 + 12 * (first[3] in "pP"))
+    return first[2] == second[2] and int(second[1]) in hours
 
 
 def unwrapped(text: str) -> str:
@@ -63,11 +175,29 @@ def meaning_of(text: str) -> str:
         if re.fullmatch(phrase, plain):
             return meaning
     number = _number_in_words(plain)
-    return text if number is None else str(number)
+    return text if number is None else f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
 
 
-def _number_in_words(text: str) -> int | None:
-    words = [word for word in re.split(r"[\s-]+", text) if word != "and"]
+PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7,
+         "eighth": 8, "ninth": 9, "tenth": 10, "twelfth": 12, "hundredth": 100}  # fmt: skip
+
+
+def _number_in_words(text: str) -> Fraction | None:
+    """The number that words name: one hundred and twenty, minus five, three quarters, two and a half."""
+    sign, words = 1, [word for word in re.split(r"[\s-]+", text) if word not in ("and", "")]
+    if words[:1] in (["minus"], ["negative"]):
+        sign, words = -1, words[1:]
+    divisor = PARTS.get(words[-1].removesuffix("s")) if words else None
+    if divisor is None:
+        whole = _whole_in_words(words)
+        return None if whole is None else Fraction(sign * whole)
+    *front, last = words[:-1] or ["a"]
+    count = _whole_in_words(["one" if last == "a" else last])
+    before = _whole_in_words(front) if front else 0
+    return None if count is None or before is None else sign * (before + Fraction(count, divisor))
+
+
+def _whole_in_words(words: list[str]) -> int | None:
     if not words or not all(word in VALUES or word in SCALES for word in words):
         return None
     total = current = 0

@@ -1,0 +1,302 @@
+r"""Whether an answer is worked out, or a formula that a response may have copied from the problem.
+
+A number is worked out if it is a numeral, a fraction, a root, a power of one number, a multiple of pi, e or i, or a sum
+of such terms that cannot be collected: `\frac{3}{4}`, `1+2\sqrt{3}`, `2^{10}`, but not `3+4\cdot 5` or `\binom{5}{2}`.
+An answer never has to be worked out further than the gold answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from math import isqrt
+
+from rlhf.rewards.answers.node import Node, free_symbols
+
+CONTAINERS = ("list", "set", "group", "matrix", "row", "unit", "worded", "percent", "degree", "ratio", "setop")
+SIGNS = ("neg", "pm")
+MAX_CALLS = 2  # of functions in an expression with variables whose gold answer has fewer: sin x / cos x for tan x
+MAX_SQUARE = 10_000  # only smaller square factors of a radicand are looked for
+EQUALS = frozenset(["=", "~"])
+
+
+def is_evaluated(answer: Node, gold: Node) -> bool:
+    """Whether every value in the answer is worked out, or no more complicated than the gold answer."""
+    if _has_unsolved_relation(answer, gold):
+        return False
+    wanted = [*_values(gold), *_conditions(gold)]
+    return all(_value_is_evaluated(value, wanted, gold) for value in _values(answer))
+
+
+def _values(node: Node) -> Iterator[Node]:
+    """The expressions in lists, intervals, relations and the like; of an equation the side that states the value."""
+    if node.kind == "relation" and set(node.name.split()) <= EQUALS:
+        yield from _values(_stated_side(node))
+    elif node.kind == "builder":
+        yield from _values(node.args[1])
+    elif node.kind == "relation":
+        for side in node.args:
+            yield from () if side.kind == "sym" else _values(side)
+    elif node.kind in CONTAINERS or (node.kind in SIGNS and node.args[0].kind in CONTAINERS):
+        for arg in node.args:
+            yield from _values(arg)
+    elif node.kind not in ("text", "numbers", "nothing"):
+        yield node
+
+
+def _stated_side(equation: Node) -> Node:
+    """The last side, or the first one of `5 = x`; before a rounded number the exact one."""
+    sides = equation.args[:-1] if equation.name.split()[-1] == "~" and len(equation.args) > 2 else equation.args
+    if equation.name == "~" and equation.args[0].kind not in ("sym", "call", "text"):
+        return equation.args[0]
+    return sides[0] if sides[-1].kind == "sym" and len(sides) == 2 else sides[-1]
+
+
+def _conditions(gold: Node) -> Iterator[Node]:
+    """The left sides of equations that are more than a label: xy of xy = 1."""
+    for relation in _relations(gold):
+        if set(relation.name.split()) <= EQUALS:
+            yield from (side for side in relation.args if side.kind in ("add", "mul", "div", "pow"))
+
+
+def _has_unsolved_relation(answer: Node, gold: Node) -> bool:
+    """Whether the answer is an equation or inequality that is not solved, and the gold answer is solved."""
+    unsolved = [relation for relation in _relations(answer) if not _is_solved(relation)]
+    if not unsolved:
+        return False
+    gold_relations = list(_relations(gold))
+    if any(set(relation.name.split()) <= EQUALS for relation in unsolved):
+        return not any(free_symbols(value) for value in _values(gold)) and all(map(_is_solved, gold_relations))
+    return all(map(_is_solved, gold_relations))
+
+
+def _relations(node: Node) -> Iterator[Node]:
+    if node.kind == "relation":
+        yield node
+    for arg in node.args:
+        yield from _relations(arg)
+
+
+def _is_solved(relation: Node) -> bool:
+    """Whether a relation compares a symbol with constants, or gives a value to a label: 2 < x < 5, f(2) = 3, a+b = 7.
+
+    `a + b = 0` counts as a condition, not as a value.
+    """
+    if set(relation.name.split()) <= EQUALS:
+        value = _stated_side(relation)
+        label = relation.args[0] if value is not relation.args[0] else relation.args[-1]
+        bare = label.kind in ("sym", "const", "text", "group", "call", "worded", "unit")
+        zero = value.kind == "num" and value.value == 0
+        return bare or not free_symbols(label) or (not zero and not any(map(_is_numeral, _parts(label))))
+    return all(side.kind in ("sym", "nothing", "call") or not free_symbols(side) for side in relation.args)
+
+
+def _parts(node: Node) -> Iterator[Node]:
+    yield node
+    for arg in node.args:
+        yield from _parts(arg)
+
+
+def _is_numeral(node: Node) -> bool:
+    return node.kind == "num"
+
+
+def _value_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> bool:
+    symbols = free_symbols(value)
+    units = {part.name for part in _parts(gold) if part.kind == "unit"}
+    if symbols and not symbols <= units:
+        return any(free_symbols(node) for node in wanted) and _expression_is_evaluated(value, wanted)
+    if any(part.kind == "base" for part in _parts(value)):
+        bases = [part.args[1] for part in _parts(gold) if part.kind == "base"]
+        return value.kind == "base" and value.args[1] in bases
+    if value.kind == "mod" and all(map(_is_numeral, value.args)):  # 9 mod 11
+        return value.args[0].value < value.args[1].value
+    if is_number(value) or symbols:
+        return True
+    formulas = [node for node in wanted if not free_symbols(node) and not is_number(node)]
+    return any(_calls(value) <= _calls(node) and _operations(value) <= _operations(node) + 2 for node in formulas)
+
+
+def _calls(node: Node) -> set[str]:
+    names = {part.name for part in _parts(node) if part.kind == "call"} - {"root", "sqrt"}
+    return {"log" if name in ("ln", "lg") else name for name in names}
+
+
+def _operations(node: Node) -> int:
+    return sum(max(1, len(part.args) - 1) for part in _parts(node) if part.args)
+
+
+# --- numbers ---
+
+
+def is_number(node: Node) -> bool:
+    """Whether a constant is worked out."""
+    terms = _terms(node)
+    if len(terms) == 1:
+        return _like(terms[0], sums=1) is not None
+    kinds = [_like(term, sums=0) for term in terms]
+    return None not in kinds and len(set(kinds)) == len(kinds)
+
+
+def _terms(node: Node) -> list[Node]:
+    """The terms of a sum, without their signs; a mixed number is one term."""
+    if node.kind in SIGNS:
+        return _terms(node.args[0])
+    if node.kind == "add" and node.name != "mixed":
+        return [term for arg in node.args for term in _terms(arg)]
+    return [node]
+
+
+def _factors(node: Node) -> tuple[list[Node], list[Node]]:
+    """The factors above and below the fraction line, without signs."""
+    if node.kind in SIGNS:
+        return _factors(node.args[0])
+    if node.kind not in ("mul", "div"):
+        return [node], []
+    (above, below), (more_above, more_below) = map(_factors, node.args)
+    if node.kind == "div":
+        more_above, more_below = more_below, more_above
+    return above + more_above, below + more_below
+
+
+def _like(term: Node, *, sums: int) -> frozenset[object] | None:
+    """The irrational factors of a product, which terms that can be collected share; None if it is not worked out.
+
+    Args:
+        sums: how many of the factors may be sums.
+    """
+    kinds: list[object] = []
+    for factors, below in zip(_factors(term), (False, True), strict=True):
+        rationals = [factor for factor in factors if _is_rational(factor)]
+        scientific = len(rationals) == 2 and not below and _is_power_of_ten(rationals[1])
+        if not scientific and (len(rationals) > 1 or any(r.kind == "pow" and r is not factors[-1] for r in rationals)):
+            return None
+        for factor in factors:
+            if factor in rationals:
+                continue
+            if len(_terms(factor)) > 1:
+                sums -= 1
+                if sums < 0 or not is_number(factor) or (below and any(part.name == "i" for part in _parts(factor))):
+                    return None
+                continue
+            kind = _irrational(factor)
+            if kind is None or (below and kind in kinds) or (below and _has_square_factor(factor)):
+                return None
+            kinds.append((kind, below))
+    roots = [kind for kind in kinds if kind[0][0] == 2 and not kind[1]]  # type: ignore[index]
+    return frozenset(kinds) if len(set(kinds)) == len(kinds) and len(roots) <= 1 else None
+
+
+def _is_rational(node: Node) -> bool:
+    """A numeral, a mixed number, or a power of one rational number with a whole exponent."""
+    if node.kind == "pow":
+        base, exponent = node.args
+        return _is_fraction(base) and _is_numeral(_terms(exponent)[0]) and _terms(exponent)[0].value.denominator == 1
+    return node.kind == "num" or (node.kind == "add" and node.name == "mixed")
+
+
+def _is_fraction(node: Node) -> bool:
+    above, below = _factors(node)
+    return len(above) == 1 >= len(below) and all(map(_is_numeral, above + below))
+
+
+def _is_power_of_ten(node: Node) -> bool:
+    return node.kind == "pow" and node.args[0].kind == "num" and node.args[0].value == 10
+
+
+def _irrational(node: Node) -> tuple[object, object] | None:
+    """What identifies a root, a constant or a power of one; None for any other kind of factor."""
+    if node.kind == "const":
+        return node.name, 1
+    if node.kind == "pow":
+        base, exponent = node.args
+        is_plain = exponent.kind != "pow" and is_number(exponent)
+        if base.kind == "const" and base.name != "i" and is_plain:
+            return base.name, exponent
+        return (base, exponent) if _is_fraction(base) and is_plain else None
+    if node.kind == "call" and node.name in ("root", "sqrt"):
+        radicand, degree = node.args[0], node.args[1].value if len(node.args) > 1 else Fraction(2)
+        if radicand.kind == "call" or not is_number(radicand):
+            return None
+        return degree, _without_square_factors(radicand) if degree == 2 else radicand
+    return None
+
+
+def _without_square_factors(radicand: Node) -> object:
+    above, below = _factors(radicand)
+    if not _is_fraction(radicand):
+        return radicand
+    value = above[0].value / (below[0].value if below else 1)
+    rest = value.numerator * value.denominator
+    for root in range(min(isqrt(abs(rest)), MAX_SQUARE), 1, -1) if abs(rest) < MAX_SQUARE**2 else ():
+        if rest % (root * root) == 0:
+            return rest // (root * root)
+    return rest
+
+
+def _has_square_factor(root: Node) -> bool:
+    """Whether the radicand of a square root below a fraction line could be smaller: 3 / sqrt(27)."""
+    kind = _irrational(root)
+    radicand = root.args[0] if root.kind == "call" else root
+    return kind is not None and kind[0] == 2 and radicand.kind == "num" and kind[1] != radicand.value
+
+
+# --- expressions with variables ---
+
+
+def _expression_is_evaluated(value: Node, wanted: list[Node]) -> bool:
+    """Whether like terms and factors are collected, and sums are multiplied out or factored as in the gold answer."""
+    calls = [sum(part.kind == "call" for part in _parts(node)) for node in (value, *wanted)]
+    if calls[0] > max(MAX_CALLS, 2 * max(calls[1:])):
+        return False
+    if len(_terms(value)) > 1 and len(wanted) == 1 and _sums_multiplied(wanted[0]) > 1:
+        return False
+    allowed = max(1, *(_terms_with_sums(node) for node in wanted))
+    return _terms_with_sums(value) <= allowed and all(map(_is_collected, _parts(value)))
+
+
+def _sums_multiplied(node: Node) -> int:
+    """How many sums a product has as factors, powers counted: 2 for (x-2)(x-3) and (x+1)^2."""
+    count = 0
+    for factor in _factors(node)[0]:
+        base, times = factor, 1
+        if factor.kind == "pow" and _is_numeral(factor.args[1]):
+            base, times = factor.args[0], int(factor.args[1].value)
+        count += times if len(_terms(base)) > 1 else 0
+    return count
+
+
+def _terms_with_sums(node: Node) -> int:
+    """How many terms of a sum contain a sum. A number times a sum, which is never left so, counts twice."""
+    count = 0
+    for term in _terms(node) if len(_terms(node)) > 1 else ():
+        above, below = _factors(term)
+        rest = [factor for factor in above + below if not _is_rational(factor)]
+        if any(len(_terms(part)) > 1 for part in _parts(term)):
+            count += 2 if len(rest) == 1 and rest[0] in above and len(_terms(rest[0])) > 1 else 1
+    return count
+
+
+def _is_collected(node: Node) -> bool:
+    if node.kind == "add":
+        kinds = [_monomial(term) for term in _terms(node)]
+        known = [kind for kind in kinds if kind is not None]
+        return len(set(known)) == len(known)
+    if node.kind in ("mul", "div"):
+        above, below = _factors(node)
+        bases = [_base(factor) for factor in above + below]
+        symbols = [base for base in bases if base.kind == "sym"]
+        return len(set(symbols)) == len(symbols) and all(sum(map(_is_rational, side)) <= 1 for side in (above, below))
+    return True
+
+
+def _base(factor: Node) -> Node:
+    return factor.args[0] if factor.kind == "pow" and _is_numeral(_terms(factor.args[1])[0]) else factor
+
+
+def _monomial(term: Node) -> frozenset[tuple[Node, bool]] | None:
+    """The powers of symbols in a term, with the side of the fraction line; None if it has any other factor."""
+    above, below = _factors(term)
+    factors = [(factor, side) for side, many in ((True, above), (False, below)) for factor in many]
+    powers = [(factor, side) for factor, side in factors if not _is_rational(factor)]
+    return frozenset(powers) if all(_base(factor).kind == "sym" for factor, _ in powers) else None

@@ -1,0 +1,74 @@
+"""Units of measure: their dimensions and sizes, in any spelling."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+# dimension -> {names of a unit: its size in the base unit}
+TABLE: dict[str, dict[str, Fraction | int | str]] = {
+    "length": {
+        "mm millimeter millimetre": "1/1000", "cm centimeter centimetre": "1/100", "m meter metre": 1,
+        "km kilometer kilometre": 1000, "in inch inche": "254/10000", "ft foot feet": "3048/10000",
+        "yd yard": "9144/10000", "mi mile": "1609344/1000",
+    },
+    "time": {"ms millisecond": "1/1000", "s sec second": 1, "min minute": 60, "h hr hour": 3600, "day": 86400,
+             "week wk": 604800},
+    "months": {"month": 1, "year yr": 12, "decade": 120, "century centurie": 1200},
+    "mass": {"mg milligram": "1/1000", "g gram gm": 1, "kg kilogram kilo": 1000, "t ton tonne": 10**6},
+    "weight": {"oz ounce": 1, "lb pound": 16},
+    "volume": {"ml milliliter millilitre cc": "1/1000", "l liter litre": 1},
+    "capacity": {"cup": 1, "pint pt": 2, "quart qt": 4, "gallon gal": 16},
+    "money": {"cent penny pennie": "1/100", "dollar": 1},
+    "angle": {"rad radian": 1},
+    "temperature C": {"celsius": 1}, "temperature F": {"fahrenheit": 1}, "temperature K": {"k kelvin": 1},
+    "speed": {"mph": 1},
+    "force": {"n newton": 1}, "energy": {"j joule": 1, "kj kilojoule": 1000},
+    "power": {"w watt": 1, "kw kilowatt": 1000}, "frequency": {"hz hertz": 1}, "pressure": {"pa pascal": 1},
+    "voltage": {"v volt": 1}, "current": {"a ampere amp": 1},
+    "morning": {"am": 1}, "afternoon": {"pm": 1},
+}  # fmt: skip
+UNITS = {
+    name: (dimension, Fraction(size))
+    for dimension, units in TABLE.items()
+    for names, size in units.items()
+    for name in names.split()
+}
+COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "mps": "m/s", "sqft": "ft^2", "sqm": "m^2"}
+SYMBOLS = frozenset(name for name in UNITS if len(name) <= 2) | {"min", "sec", "hr", "mph", "km", *COMPOUND}
+# A number may be followed by one of these without a space: 12.5kg, 90km/h, 15cm^2
+GLUED = "|".join(sorted(SYMBOLS - {"in", "a", "t", "k", "n", "v"}, key=len, reverse=True))
+POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+
+
+def unit_of(text: str) -> tuple[str, Fraction] | None:
+    """Dimension and size of a unit, None if a word is not a measure: cm, square feet, m/s, m s^-2, cubic inches."""
+    words = re.sub(r"\bper\b", "/", text.lower())
+    words = re.sub(r"\b(?:squared|cubed)\b", lambda m: "^2" if m[0] == "squared" else "^3", words)
+    words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", re.sub(r"\.(?!\d)", "", words)).strip()
+    words = COMPOUND.get(words, words)
+    powers: dict[str, int] = {}
+    size = Fraction(1)
+    for index, part in enumerate(words.split("/")):
+        names = [part.strip()] if part.strip() in UNITS else part.split()
+        power = 1
+        for name in names:
+            if name in POWERS:
+                power = POWERS[name]
+                continue
+            name, _, written = name.partition("^")
+            base = _base_unit(name)
+            if base is None:
+                return None
+            exponent = (int(written) if written else power) * (-1 if index else 1)
+            powers[base[0]] = powers.get(base[0], 0) + exponent
+            size *= base[1] ** exponent
+            power = 1
+    return (" ".join(f"{name}^{powers[name]}" for name in sorted(powers)), size) if powers else None
+
+
+def _base_unit(name: str) -> tuple[str, Fraction] | None:
+    for candidate in (name, name.removesuffix("s"), name.removesuffix("es")):
+        if candidate in UNITS:
+            return UNITS[candidate]
+    return None

@@ -1,0 +1,49 @@
+"""Retries and a rate limit for reward functions that call a service."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class RateLimit:
+    """At most so many calls per second, spread evenly; of one worker, since workers do not know of each other."""
+
+    def __init__(self, per_second: float) -> None:
+        self._interval_s, self._next = 1 / per_second, 0.0
+
+    async def wait(self) -> None:
+        now = time.monotonic()
+        self._next = max(self._next + self._interval_s, now)
+        await asyncio.sleep(self._next - now)
+
+
+async def patiently(
+    call: Callable[[], Awaitable[T]],
+    *,
+    retries: int = 5,
+    first_wait_s: float = 0.5,
+    limit: RateLimit | None = None,
+    retry_on: tuple[type[Exception], ...] = (Exception,),
+) -> T:
+    """The result of `await call()`, tried again after an exception; the wait doubles, by chance up to half longer.
+
+    Args:
+        retries: further tries after the first one; the last exception is raised.
+        limit: waited for before every try.
+    """
+    for attempt in range(retries + 1):
+        if limit is not None:
+            await limit.wait()
+        try:
+            return await call()
+        except retry_on:
+            if attempt == retries:
+                raise
+        await asyncio.sleep(first_wait_s * 2**attempt * random.uniform(1, 1.5))
+    raise AssertionError("unreachable")

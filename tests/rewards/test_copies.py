@@ -1,0 +1,61 @@
+r"""A formula copied from the problem into the box earns nothing; only a span that is the answer itself may."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from math import comb
+
+from rlhf.config.reward import MathOptions
+from rlhf.rewards.answers.clean import clean
+from rlhf.rewards.answers.extract import MATH_SPAN
+from rlhf.rewards.math import math_reward
+
+
+def problems(rng: random.Random) -> list[tuple[str, str]]:
+    """One problem of each kind, as (statement, answer)."""
+    a, b, c = rng.sample(range(2, 10), 3)
+    n, k, m = rng.randrange(12, 40), rng.randrange(3, 6), rng.choice([2, 3, 5])
+    ratio = Fraction(a, b) * Fraction(c, a + b)
+    answer = f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}}"
+    return [
+        (rf"Compute $\dbinom{{{n}}}{{{k}}}$.", str(comb(n, k))),
+        (rf"Evaluate $\left({a}^2 - {b}\right) + {c} \cdot {n}$ for $x = {n + 1}$.", str(a * a - b + c * n)),
+        (rf"What is $\frac{{{a}}}{{{b}}} \cdot \frac{{{c}}}{{{a + b}}}$?", answer),
+        (rf"If $\log_{{{m}}} y = {k}$, what is $y - 1$? Use $y = {m}^{{{k}}}$.", str(m**k - 1)),
+        (rf"Find $\log_{{{m}}} {m**k}$.", str(k)),
+        (rf"Let $|x - {a}| = {b}$ with $x > {a}$. Find the value of $\sqrt{{(x-{a})^2 + {b * b * 3}}}$.", str(2 * b)),
+        (rf"Write $\sqrt{{{m * a * a}}} + {b}\sqrt{{{m}}}$ in its simplest form.", rf"{a + b}\sqrt{{{m}}}"),
+        (rf"Solve ${a}x + {b} = {a * c + b}$.", f"x = {c}"),
+        (rf"Solve $x^2 - {a + b}x + {a * b} = 0$ for $x > {max(a, b) - 1}$.", f"x={max(a, b)}"),
+        (rf"Find all $x$ with $x^2 - {n}x < 0$.", f"(0,{n})"),
+        (rf"For which $x$ is $|x| \le {n}$ and $x^2 \le {n * n}$?", f"[-{n},{n}]"),
+        (rf"Expand and simplify $({a}x+{b}) - {c}(2x - {b})$.", f"{a - 2 * c}x + {b + b * c}"),
+        (rf"Factor $x^2 + {a + b}x + {a * b}$.", f"(x+{a})(x+{b})"),
+        (rf"Simplify $\frac{{({a}r^3)(r^4)}}{{r^2}}$.", f"{a}r^5"),
+        (r"Simplify $\frac{\cos x}{1+\sin x} + \frac{1+\sin x}{\cos x}$.", r"2\sec x"),
+        (rf"Compute $\cos {15 * k}^\circ \cos {15 * k}^\circ + \sin^2 {15 * k}^\circ$.", "1"),
+        (rf"Evaluate $\lfloor {n}.{a} \rfloor$ and $\sum_{{i=1}}^{{{n}}} i$; give the sum.", str(n * (n + 1) // 2)),
+        (rf"Compute $\int_0^{{{a}}} 2x\,dx$.", str(a * a)),
+        (rf"Write ${n}_{{10}}$ in base 2.", f"{n:b}_2"),
+        (rf"Evaluate $({a}+{b}i)^2$, with $i^2 = -1$.", f"{a * a - b * b}+{2 * a * b}i"),
+        (rf"The number $0.{a}{b}$ is added to $0.{b}{a}$; what is $0.{a}{b}+0.{b}{a}$?", f"{(a + b) * 11 / 100:g}"),
+        (rf"A car drives ${n}$ km in ${a}$ hours and ${n * a}$ km more. How far?", str(n + n * a)),
+        (rf"How much is ${n} \times {a} \div {m} \times {m}$?", str(n * a)),
+        (rf"Find $\gcd({a * n}, {b * n * a})$ if $\gcd({a}, {b}) = 1$.", str(a * n)),
+        (r"Find the line through the zeros of $(y-2x-1)(y-2x-7)=0$ with $y(0)=1$.", "y=2x+1"),
+    ]
+
+
+def test_at_most_one_span_in_200_earns_reward_and_only_one_that_is_the_answer() -> None:
+    rng, passed, count = random.Random(0), [], 0
+    for _ in range(12):
+        for statement, gold in problems(rng):
+            for match in MATH_SPAN.finditer(statement):
+                span = next(group for group in match.groups() if group is not None)
+                count += 1
+                if math_reward(rf"\boxed{{{span}}}", gold, MathOptions(), lambda *_: None).value == 1.0:
+                    passed.append((span, gold))
+    assert [pair for pair in passed if clean(pair[0]) != clean(pair[1])] == []
+    assert len(passed) <= count / 200
+    assert count >= 400

@@ -1,0 +1,160 @@
+"""Rewards that wait run next to each other; groups, mappings and files as rewards; retries and a rate limit."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from waiting import WAIT_S
+
+from rlhf.config.reward import RewardConfig, RewardPart
+from rlhf.rewards.grade import Grade
+from rlhf.rewards.named import call_user_function, load_user_function
+from rlhf.rewards.patience import RateLimit, patiently
+from rlhf.rewards.pool import Pool
+from rlhf.rewards.scorer import Response, Scorer
+from rlhf.types import Prompt
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+WAITS = "hostile_rewards:waits"
+COMPUTES = "hostile_rewards:by_response"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    sys.path.insert(0, str(FIXTURES))
+    functions = [RewardPart(name=WAITS, concurrency=200), RewardPart(name=COMPUTES)]
+    with Pool(workers=2, cpu_seconds=0.5, wall_seconds=2.5, memory_mb=300, user_functions=functions) as running:
+        yield running
+    sys.path.remove(str(FIXTURES))
+
+
+def job(response: str, name: str = WAITS, **options: Any) -> dict[str, Any]:
+    return {"name": name, "options": options, "response": response, "answer": "5", "columns": {}, "metadata": {}}
+
+
+def grades(pool: Pool, responses: list[str], **options: Any) -> list[Grade]:
+    futures = [pool.submit(job(response, **options)) for response in responses]
+    return [future.result(timeout=WAIT_S) for future in futures]
+
+
+def test_calls_that_wait_run_at_the_same_time(pool: Pool) -> None:
+    pool.wait_full(WAIT_S)
+    started = time.monotonic()
+    results = grades(pool, ["x"] * 800, seconds=0.5)  # 400 s one after the other
+    assert {(grade.value, grade.status) for grade in results} == {(0.5, "ok")}
+    assert time.monotonic() - started < 20
+
+
+def test_a_call_has_its_own_deadline_and_the_calls_next_to_it_go_on(pool: Pool) -> None:
+    results = grades(pool, ["x", "never", "raise", "stubborn", "exit", "x"], seconds=0.1)
+    assert [grade.status for grade in results] == ["ok", "timeout", "failed", "timeout", "failed", "ok"]
+    assert results[1].detail == "over 2.5 seconds by the clock"
+    assert results[2].detail.endswith("KeyError: 'a key'")
+
+
+def test_a_deadline_counts_from_the_start_of_the_call_itself(pool: Pool) -> None:
+    results = grades(pool, ["x"] * 1000, seconds=1.0)  # the last ones start after more than half of the limit
+    assert {grade.status for grade in results} == {"ok"}
+
+
+@pytest.mark.parametrize(("response", "status"), [("block", "timeout"), ("spin", "timeout"), ("crash", "died")])
+def test_a_call_that_stops_its_worker_fails_alone(pool: Pool, response: str, status: str) -> None:
+    results = grades(pool, ["x", "x", response, "x"], seconds=0.05)
+    assert [grade.status for grade in results] == ["ok", "ok", status, "ok"]
+
+
+def test_calls_that_wait_do_not_keep_others_from_being_computed(pool: Pool) -> None:
+    waiting = [pool.submit(job("x", seconds=2.0)) for _ in range(50)]
+    started = time.monotonic()
+    assert pool.submit(job("fine", COMPUTES)).result(timeout=WAIT_S).value == 1.0
+    assert time.monotonic() - started < 1.5
+    assert {future.result(timeout=WAIT_S).value for future in waiting} == {0.5}
+
+
+# --- groups, mappings, files ---
+
+
+def scores(parts: list[Any], texts: list[str], answer: str = "5") -> list[Any]:
+    prompt = Prompt("p", 0, np.zeros(3, np.int32), ({"role": "user", "content": "?"},), answer, "math", {})
+    with Scorer(RewardConfig.model_validate({"parts": parts, "workers": 1, "spares": 0})) as scorer:
+        return asyncio.run(scorer.score_group(prompt, [Response(text, "stop", 1) for text in texts]))
+
+
+def test_a_function_may_grade_a_group_at_once_and_return_further_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FIXTURES))
+    part = {"name": "hostile_rewards:ranks", "group": True, "weight": 2.0}
+    results = scores([part, "math"], [r"\boxed{5}", r"so \boxed{6}", "a"])
+    assert [score.reward for score in results] == [1.0, 2.0, 0.0]
+    assert results[1].parts == {"hostile_rewards:ranks": 1.0, "math": 0.0, "hostile_rewards:ranks/length": 12.0}
+
+
+def test_a_group_whose_function_fails_is_unscorable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FIXTURES))
+    results = scores([{"name": "hostile_rewards:ranks", "group": True}], ["a", "b"], answer="short")
+    assert [(score.reward, score.status) for score in results] == [(None, "failed")] * 2
+
+
+def test_a_number_that_is_no_float_is_a_failure_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FIXTURES))
+    huge = load_user_function(RewardPart(name="hostile_rewards:huge").model_dump())
+    assert call_user_function(huge, job("x")).detail.endswith("returned a number too large for a float")
+
+
+def test_a_reward_may_be_a_function_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def score(response, *, factor=1, **_):\n    return {'score': factor * len(response), 'words': 1}\n"
+    )
+    (result,) = scores([{"name": f"{file}:score", "factor": 3}], ["four"])
+    assert result.reward == 12.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("hostile_rewards:takes_no_answer", {}, "cannot be called: got an unexpected keyword argument 'answer'"),
+        ("hostile_rewards:length", {"scael": 1}, "cannot be called: got an unexpected keyword argument 'scael'"),
+        ("no/such/file.py:score", {}, "no/such/file.py cannot be imported: FileNotFoundError"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_one_error_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.syspath_prepend(str(FIXTURES))
+    (part,) = RewardConfig.model_validate([{"name": name, **options}]).parts
+    with pytest.raises(ValueError, match=message):
+        load_user_function(part.model_dump())
+
+
+# --- clients ---
+
+
+def test_a_call_is_tried_again_until_it_succeeds_or_the_retries_are_used() -> None:
+    tries = []
+
+    async def call() -> int:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("busy")
+        return 7
+
+    assert asyncio.run(patiently(call, retries=2, first_wait_s=0.0)) == 7
+    tries.clear()
+    with pytest.raises(OSError, match="busy"):
+        asyncio.run(patiently(call, retries=1, first_wait_s=0.0))
+
+
+def test_a_rate_limit_spreads_calls_evenly() -> None:
+    async def run() -> float:
+        limit, started = RateLimit(100), time.monotonic()
+        await asyncio.gather(*(limit.wait() for _ in range(21)))
+        return time.monotonic() - started
+
+    assert asyncio.run(run()) >= 0.199
