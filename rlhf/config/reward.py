@@ -158,7 +158,8 @@ class RewardConfig(Section):
     """The rewards that are summed, and the limits of the processes that compute them."""
 
     parts: tuple[RewardPart, ...] = Field(
-        (RewardPart(name="math", weight=1.0, options={}),),
+        (RewardPart(name="math"),),
+        json_schema_extra={"default": [{"name": "math"}]},  # in --help; the keys of a part have lines of their own
         description="rewards whose weighted sum is the reward of a response; []: reward_model alone gives the reward",
     )
     by_source: dict[str, tuple[RewardPart, ...]] = Field(

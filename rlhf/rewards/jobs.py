@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlhf.rewards.grade import Grade
-from rlhf.rewards.stopwatch import Stopwatch
-from rlhf.rewards.wire import QUICK_REWARDS, Channel
+from rlhf.rewards.protocol import QUICK_REWARDS, Channel
+from rlhf.rewards.time_limit import Stopwatch
 
 SENT_AHEAD = 32  # a worker with at most so many quick jobs left gets the next ones
 MAX_JOBS_PER_MESSAGE = 128  # cheap jobs share system calls

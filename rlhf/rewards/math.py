@@ -15,8 +15,8 @@ from rlhf.rewards.answers.errors import UnsupportedError
 from rlhf.rewards.answers.extract import NOT_AN_ANSWER, extract, gold_answer
 from rlhf.rewards.answers.tree import parse
 from rlhf.rewards.answers.words import is_prose, meaning_of
-from rlhf.rewards.confine import replace_sympify
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
+from rlhf.rewards.sandbox import replace_sympify
 
 MAX_ANSWER_CHARACTERS = 10_000  # a longer answer is compared as a string only
 

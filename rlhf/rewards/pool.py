@@ -35,7 +35,7 @@ from rlhf.config.reward import RewardPart
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.jobs import Batch, Job, Queue, Slot, Worker
 from rlhf.rewards.processes import count_below
-from rlhf.rewards.wire import Channel
+from rlhf.rewards.protocol import Channel
 
 POLL_S = 0.02  # how often deadlines are checked while jobs run
 MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rlhf.rewards.wire import Channel, encoded
+from rlhf.rewards.protocol import Channel, encoded
 
 BEAT_S = 0.2  # how often a worker tells the driver that no call blocks the others
 

@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 from rlhf.rewards.grade import DIED, Grade
 from rlhf.rewards.processes import adopt_orphans, children_of, die_with_parent, kill_children
+from rlhf.rewards.protocol import QUICK_REWARDS, Channel
 from rlhf.rewards.waiting import WaitingCalls
-from rlhf.rewards.wire import QUICK_REWARDS, Channel
 
 MAX_REPLY_DELAY_S = 0.002  # replies wait for others at most this long, to save system calls
 RECURSION_LIMIT = 3000  # enough for every answer within the limits of the parser; that many C frames fit the stack

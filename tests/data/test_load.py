@@ -208,7 +208,7 @@ def test_the_first_prompt_is_shown_with_its_special_tokens_and_its_answer(folder
         ({"question": "q"}, r"row 2 of train\.jsonl has no usable answer: `answer` is missing.*answer_format=none"),
         ({"question": "q", "answer": None}, r"row 2 of train\.jsonl has no usable answer: `answer` is missing"),
         ({"question": "q", "answer": " "}, r"row 2 of train\.jsonl has no usable answer: `answer` is empty"),
-        ({"question": "q", "answer": ["1"]}, r"row 2 of train\.jsonl has no usable answer: `answer` is a list"),
+        ({"question": "q", "answer": []}, r"row 2 of train\.jsonl has no usable answer: `answer` is a list"),
         ({"answer": "1"}, r"row 2 of train\.jsonl has no prompt: `question` is missing"),
         ({"question": "", "answer": "1"}, r"row 2 of train\.jsonl has no prompt: `question` is empty"),
         (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf.config.reward import OPTIONS_OF_REWARD, RewardConfig
-from rlhf.rewards.named import REWARDS
+from rlhf.rewards.registry import REWARDS
 
 
 def load(value: Any) -> RewardConfig:

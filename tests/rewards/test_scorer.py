@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlhf.config.reward import RewardConfig, RewardPart
-from rlhf.rewards.named import load_user_function
+from rlhf.rewards.registry import load_user_function
 from rlhf.rewards.scorer import Scorer
 from rlhf.types import Prompt
 

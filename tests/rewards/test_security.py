@@ -16,7 +16,7 @@ from waiting import WAIT_S
 from rlhf.config.reward import STEPS_OF_MODE
 from rlhf.rewards.answers.extract import extract
 from rlhf.rewards.answers.symbolic import is_too_costly
-from rlhf.rewards.confine import RefusedError, confined
+from rlhf.rewards.sandbox import RefusedError, confined
 
 TOUCH = "__import__('os').system('touch CANARY')"
 PAYLOADS = [

@@ -15,9 +15,9 @@ from waiting import WAIT_S
 
 from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.rewards.grade import Grade
-from rlhf.rewards.named import call_user_function, load_user_function
 from rlhf.rewards.patience import RateLimit, patiently
 from rlhf.rewards.pool import Pool
+from rlhf.rewards.registry import call_user_function, load_user_function
 from rlhf.rewards.scorer import Response, Scorer
 from rlhf.types import Prompt
 

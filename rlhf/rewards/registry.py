@@ -16,11 +16,11 @@ from typing import Any
 
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.rewards.answers.extract import alternatives, gold_answer
-from rlhf.rewards.confine import confined
-from rlhf.rewards.forms import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward, preload
+from rlhf.rewards.sandbox import confined
 from rlhf.rewards.shaping import length_reward, repetition_reward
+from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 
 # name -> function(job, options, ask)
 REWARDS: dict[str, Callable[[dict[str, Any], Any, Callable[..., Any]], Grade]] = {

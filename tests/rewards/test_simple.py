@@ -12,7 +12,6 @@ from rlhf.config.reward import (
     MultipleChoiceOptions,
     RepetitionOptions,
 )
-from rlhf.rewards.forms import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 from rlhf.rewards.shaping import (
     length_reward,
     overlong_penalty,
@@ -20,6 +19,7 @@ from rlhf.rewards.shaping import (
     repetition_reward,
     short_penalty,
 )
+from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 
 
 @pytest.mark.parametrize(
