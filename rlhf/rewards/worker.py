@@ -36,9 +36,9 @@ def main() -> None:
     sys.setrecursionlimit(RECURSION_LIMIT)
     hello = json.load(sys.stdin)
     sys.path[:] = hello["path"]
-    from rlhf.rewards import named
+    from rlhf.rewards import registry
 
-    named.preload()
+    registry.preload()
     gc.collect()
     gc.freeze()  # the memory stays shared with the workers: the garbage collector does not write to it
     Keeper(control, hello).run()
@@ -141,12 +141,12 @@ def _serve(channel: Channel, hello: dict[str, Any]) -> NoReturn:
 
 
 def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
-    from rlhf.rewards import named
+    from rlhf.rewards import registry
 
     functions = {}
     for part in hello["user_functions"]:
         try:
-            functions[part["name"]] = named.load_user_function(part)
+            functions[part["name"]] = registry.load_user_function(part)
         except ValueError as error:
             channel.send({"broken": str(error)})
             return
@@ -154,12 +154,12 @@ def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
         _close_output()
     _limit_memory(hello["memory_mb"])
     own = children_of(os.getpid())  # started by the modules of the functions; they last as long as the worker
-    waiting = [name for name, function in functions.items() if named.waits(function)]
+    waiting = [name for name, function in functions.items() if registry.waits(function)]
     channel.send({"ready": True, "cpu": time.process_time(), "waits": waiting})
     replies = Replies(channel)
 
     async def call(job: dict[str, Any]) -> dict[str, Any]:
-        grade = await named.call_waiting_function(functions[job["name"]], job, hello["wall_seconds"])
+        grade = await registry.call_waiting_function(functions[job["name"]], job, hello["wall_seconds"])
         return grade.as_message(MAX_TEXT_SHOWN)
 
     calls = WaitingCalls(channel, call, lambda job: job["name"] in waiting)
@@ -211,10 +211,10 @@ class Replies:
 
 
 def _answer(job: dict[str, Any], functions: dict[str, Any], ask: Any) -> dict[str, Any]:
-    from rlhf.rewards import named
+    from rlhf.rewards import registry
 
     try:
-        return named.run(job, functions, ask).as_message(MAX_TEXT_SHOWN)
+        return registry.run(job, functions, ask).as_message(MAX_TEXT_SHOWN)
     except MemoryError:
         return {**Grade(None, DIED, detail="out of memory").as_message(MAX_TEXT_SHOWN), "last": True}
 
