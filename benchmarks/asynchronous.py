@@ -116,7 +116,7 @@ async def flat_out(run: Any, seconds: float) -> dict[str, float]:
 
 async def token_seconds(run: Any, running: int) -> tuple[float, float]:
     """Seconds of a token of each sequence, with about `running` of them, and the mean number that ran."""
-    from rlhf.rollout.sampling import SamplingSettings
+    from rlhf.rollout.requests import SamplingSettings
 
     prompt = run.stream.take(1)[0]
     settings = SamplingSettings(1.0, 1)
@@ -131,7 +131,7 @@ async def token_seconds(run: Any, running: int) -> tuple[float, float]:
 
 async def prefill_token_seconds(run: Any) -> float:
     """Seconds of a prompt's token, 32 prompts of 64 tokens at once."""
-    from rlhf.rollout.sampling import SamplingSettings
+    from rlhf.rollout.requests import SamplingSettings
     from rlhf.types import Prompt
 
     rng = np.random.default_rng(0)

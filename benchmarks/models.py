@@ -134,7 +134,7 @@ def bare_engine(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, str]]:
     Both are those of the run's own engine, without what only a trainer needs: weight transfer, sleep, priorities.
     """
     from rlhf.cluster.cluster import Cluster
-    from rlhf.rollout.sampling import engine_arguments
+    from rlhf.rollout.requests import engine_arguments
 
     arguments = engine_arguments(config, config.run.seed)
     for serves_a_trainer in ("enable_sleep_mode", "scheduling_policy"):

@@ -142,7 +142,7 @@ def transports(case: Case) -> Row:
 
 
 def _sender(source: Weights, receiver: Receiver, one_node: bool) -> Callable[[], None]:
-    from rlhf.learner.messages import free_port
+    from rlhf.learner.rank_place import free_port
     from rlhf.weights.transfer import CPUSender, Rendezvous
 
     rendezvous = Rendezvous("127.0.0.1", free_port(), 2, 60.0, one_node=one_node)

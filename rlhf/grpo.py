@@ -76,7 +76,7 @@ async def train_step(run: TrainingRun, step: int) -> None:
         await run.cluster.send_weights(step + 1)
     with clock.phase("canary"):
         canary = await run.canary.check(run.cluster, step + 1)  # raises if an engine does not hold the new weights
-    run.buffer.begin_next_step()  # its groups are sampled with the new weights
+    run.buffer.begin_next_step()  # more groups may start, within rollout.max_policy_lag
     extra_metrics = {"learner/skipped_rollouts": int((batch.trained & ~rows_to_compute).sum()), **canary}
     run.log_step(step + 1, groups, batch, advantages, epochs, updates, extra_metrics)
 

@@ -24,7 +24,7 @@ from rlhf.config.data import SourceConfig
 from rlhf.config.program import warmup_problems
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.data.read import read_rows
-from rlhf.learner.messages import Place, free_port
+from rlhf.learner.rank_place import Place, free_port
 from rlhf.plan import visible_gpus
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.rollout.sampling import SamplingSettings
+from rlhf.rollout.requests import SamplingSettings
 from rlhf.types import Prompt, Rollout
 
 PROMPTS = [Prompt(f"p/{i}", 0, np.arange(i + 3, dtype=np.int32), (), "", "p") for i in range(20)]

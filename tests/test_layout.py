@@ -22,12 +22,12 @@ ON_THE_STACK = {
     "cluster/actors.py": "ray",
     "cluster/cluster.py": "ray",
     "cluster/placement.py": "ray",
-    "cluster/ranks.py": "ray",
+    "cluster/rank_group.py": "ray",
     "cluster/session.py": "ray",
     "learner/checkpoint.py": "deepspeed",
     "learner/rank.py": "deepspeed",
     "rollout/engine.py": "vllm",
-    "weights/receiver.py": "vllm",
+    "weights/cpu_receiver.py": "vllm",
 }
 STACK = {"ray", "vllm", "deepspeed"}
 

@@ -18,7 +18,7 @@ from waiting import STACK_WAIT_S, WAIT_S, free_port
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
-from rlhf.learner.messages import Place
+from rlhf.learner.rank_place import Place
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.step.response_advantages import step_advantages
@@ -174,7 +174,7 @@ def rows_of_minibatch(minibatch: Minibatch) -> list[int]:
 
 def column_of_rank(batch: StepBatch, epoch: Sequence[Minibatch], rank: int, numbers: np.ndarray) -> np.ndarray:
     """[N] float32: what one rank computed in its passes, where the tokens of its rows are; 0 elsewhere."""
-    from rlhf.cluster.ranks import rows_of_rank
+    from rlhf.cluster.rank_group import rows_of_rank
 
     column = np.zeros(len(batch.tokens.token_ids), np.float32)
     column[batch.tokens.token_indices(rows_of_rank([epoch], rank))] = numbers

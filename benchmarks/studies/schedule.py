@@ -67,7 +67,7 @@ def all_runs(steps: int) -> list[Run]:
 
 def run_world(rank_main: Callable[..., Any], processes: int, runs: Sequence[Run]) -> list[list[float]]:
     """Rates by run and update from a new world, in which all ranks must agree."""
-    from rlhf.learner.messages import free_port
+    from rlhf.learner.rank_place import free_port
 
     port = free_port()
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
@@ -84,8 +84,8 @@ def our_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -> list[
 
     from rlhf.config.roles import Training
     from rlhf.config.sections import ModelConfig, OptimizerConfig, ScheduleConfig, TrainedConfig
-    from rlhf.learner.messages import Place
     from rlhf.learner.rank import TrainedRank
+    from rlhf.learner.rank_place import Place
 
     place = Place(rank, processes, rank, "127.0.0.1", port, threads=1)
     rates_of_runs = []

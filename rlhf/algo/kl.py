@@ -70,9 +70,14 @@ def kl_per_token(
             return difference.square() / 2
         case "k3" if not ratio_weighted:
             return bounded_exp(-difference) - 1 + difference
+        case "k3":
+            weighted = bounded_exp(-difference) - 1 + difference
+        case "k4":
+            weighted = difference
+        case _:
+            raise AssertionError(estimator)
     assert old_logprobs is not None, "a ratio-weighted estimate needs the policy that sampled"
-    ratio = bounded_exp(logprobs - masked(old_logprobs, response_mask))
-    return ratio * (difference if estimator == "k4" else bounded_exp(-difference) - 1 + difference)
+    return bounded_exp(logprobs - masked(old_logprobs, response_mask)) * weighted
 
 
 class KLController:

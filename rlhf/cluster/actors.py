@@ -15,7 +15,7 @@ import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlhf.learner.messages import free_port
+from rlhf.learner.rank_place import free_port
 
 CONNECT_S = 20.0
 END_S = 20.0

@@ -22,7 +22,7 @@ import numpy as np
 
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
-from rlhf.rollout.sampling import SamplingSettings
+from rlhf.rollout.requests import SamplingSettings
 from rlhf.types import Prompt
 
 SEQUENCES = 8

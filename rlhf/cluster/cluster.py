@@ -19,13 +19,13 @@ from ray.util.placement_group import remove_placement_group
 
 from rlhf.cluster.actors import ActorGroup, Location, start_call
 from rlhf.cluster.placement import Placed, create, shared_gpus
-from rlhf.cluster.ranks import RankGroup
+from rlhf.cluster.rank_group import RankGroup
 from rlhf.cluster.session import RaySession
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
-from rlhf.learner.messages import Place
+from rlhf.learner.rank_place import Place
 from rlhf.plan import check_resources
-from rlhf.rollout.sampling import SamplingSettings
+from rlhf.rollout.requests import SamplingSettings
 from rlhf.types import Prompt, Rollout
 from rlhf.weights import transfer
 

@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf.cluster.actors import ActorGroup, ClusterError, HostedActor, HostedAsyncActor, Location, wait_for
-from rlhf.cluster.ranks import RankGroup
+from rlhf.cluster.rank_group import RankGroup
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
 from rlhf.config.sections import ClusterConfig
 from rlhf.plan import GPU

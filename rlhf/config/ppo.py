@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, Role, Training
-from rlhf.config.sections import AlgoConfig, ClusterConfig, Fraction, NonNegativeInt, TrainedConfig
+from rlhf.config.sections import AlgoConfig, ClusterConfig, Fraction, KLEstimator, NonNegativeInt, TrainedConfig
 
 
 class PPOAlgoConfig(AlgoConfig):
@@ -19,7 +19,7 @@ class PPOAlgoConfig(AlgoConfig):
     advantage: Literal["gae"] = Field(  # type: ignore[assignment]
         "gae", description="generalized advantage estimation with the critic's values; for the others use rlhf.grpo"
     )
-    kl_estimator: Literal["k1", "k2", "k3", "k4"] = Field("k1", description="estimator of KL(policy || reference)")
+    kl_estimator: KLEstimator = Field("k1", description="estimator of KL(policy || reference)")
     kl_place: Literal["loss", "reward"] = Field(
         "reward", description="where the KL penalty goes; in the reward it is per token"
     )

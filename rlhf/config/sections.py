@@ -14,6 +14,9 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
+KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
+
+
 class ModelConfig(Section):
     path: str = Field(description="folder or hub name of the model that is trained")
     dtype: Literal["bfloat16", "float32"] = Field(
@@ -90,7 +93,7 @@ class AlgoConfig(Section):
     constant_length: PositiveInt | None = Field(
         None, description="tokens, the fixed length of loss_aggregation=constant; null is max_response_tokens"
     )
-    kl_estimator: Literal["k1", "k2", "k3", "k4"] = Field("k3", description="estimator of KL(policy || reference)")
+    kl_estimator: KLEstimator = Field("k3", description="estimator of KL(policy || reference)")
     kl_place: Literal["loss", "reward"] = Field("loss", description="where the KL penalty goes")
     kl_coef: NonNegative = Field(0.0, description="beta; 0 loads no reference model")
     kl_ratio_weighted: bool = Field(

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from rlhf.algo import losses
 from rlhf.config.ppo import PPOConfig
-from rlhf.learner.messages import Place
 from rlhf.learner.policy_model import DeviceTokens, check_packed
+from rlhf.learner.rank_place import Place
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import masked_mean

@@ -25,8 +25,8 @@ from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.checkpoint import MOMENTS, OptimizerView, load_learner, save_learner
 from rlhf.learner.hub_format import state_buffers
-from rlhf.learner.messages import Place
 from rlhf.learner.policy_model import DeviceTokens
+from rlhf.learner.rank_place import Place
 from rlhf.log.reductions import Last, Mean, StepMetrics, merge_metrics
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from rlhf.algo.packing import draw_minibatches, filler, pack, pack_microbatches
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.roles import Training
-from rlhf.learner.messages import Place
 from rlhf.learner.policy_model import DeviceTokens, check_packed
 from rlhf.learner.rank import TrainedRank
+from rlhf.learner.rank_place import Place
 from rlhf.learner.reward_scorer import NORMALIZATION_FILE
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
 from rlhf.log.reductions import Mean, StepMetrics, Sum, merge_metrics

@@ -14,8 +14,8 @@ from torch import Tensor
 from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.hub_format import hub_shapes, hub_tensors
-from rlhf.learner.messages import Place
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy
+from rlhf.learner.rank_place import Place
 from rlhf.learner.reference import Reference
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch

@@ -1,5 +1,6 @@
 """Rewards: the value of a response, computed in processes that can be killed.
 
-The training loop uses `scorer`. `pool` and `worker` run the rewards that `named` lists; to add a reward, add it there
-and its options to `rlhf/config/reward.py`. `math` grades mathematical answers, which `answers` compares.
+A reward of your own needs no change here: `reward: [{name: my/file.py:function}]`. A built-in one is a function in this
+package, listed in `registry`, with its options in `rlhf/config/reward.py`. The training loop uses `scorer`, which gives
+the work to `pool` and `worker`. `math` grades mathematical answers, which `answers` compares.
 """

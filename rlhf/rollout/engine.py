@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.rollout.sampling import Completion, SamplingSettings, engine_arguments, to_rollout, truncate
+from rlhf.rollout.requests import Completion, SamplingSettings, engine_arguments, to_rollout, truncate
 from rlhf.types import Prompt, Rollout, VersionSpan
 
 # Samples share the whole blocks of their prompt: with vLLM's 128 a shorter prompt is computed once per sample. Its CPU

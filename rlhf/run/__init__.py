@@ -1,0 +1,1 @@
+"""One run around its loop: start, folder, sampling and grading, evaluation, what is logged."""

@@ -14,7 +14,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_files import truncate_token_id
 from rlhf.rewards.model_client import RewardModelClient, endpoint_scorer
 from rlhf.rewards.scorer import Response, Scorer
-from rlhf.rollout.sampling import SamplingSettings
+from rlhf.rollout.requests import SamplingSettings
 from rlhf.step.batch import penalize_non_stop
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 

@@ -374,5 +374,5 @@ def register_with_vllm() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "rlhf.weights.receiver", "CPUReceiver")
+        WeightTransferEngineFactory.register_engine(BACKEND, "rlhf.weights.cpu_receiver", "CPUReceiver")
     shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from worlds import make_config, make_groups, plan_first_epoch, run_world
 
-from rlhf.learner.messages import Place
+from rlhf.learner.rank_place import Place
 from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import PolicyTargets
 

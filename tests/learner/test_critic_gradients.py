@@ -11,7 +11,7 @@ import torch
 from worlds import make_groups, make_ppo_config, rows_of_minibatch, run_world
 
 from rlhf.config.ppo import PPOConfig
-from rlhf.learner.messages import Place
+from rlhf.learner.rank_place import Place
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.types import Minibatch, ValueTargets

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from worlds import make_config, run_world
 
 from rlhf.learner.hub_format import hub_shapes, hub_tensors, state_buffers
-from rlhf.learner.messages import Place
+from rlhf.learner.rank_place import Place
 
 # stacked experts under three names, renamed layers, buffers that are state, weights that layers share
 REBUILT = ["llama", "mixtral", "granitemoehybrid", "nemotron_h", "kimi_linear", "ernie4_5_moe", "gemma4_text", "zamba2"]

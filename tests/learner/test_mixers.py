@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from worlds import make_config, run_world
 
 from rlhf.algo.packing import pack
-from rlhf.learner.messages import Place
 from rlhf.learner.mixers import mixers_of
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
+from rlhf.learner.rank_place import Place
 from rlhf.types import PackedTokens
 
 MIXERS = ("qwen3_5_text", "nemotron_h", "lfm2", "minimax")  # gated delta, Mamba 2, short convolution, linear attention

@@ -18,7 +18,7 @@ from installed import seems_installed
 from worlds import make_config, run_world
 
 from rlhf.cluster.actors import ClusterError
-from rlhf.learner.messages import Place
+from rlhf.learner.rank_place import Place
 from rlhf.types import Prompt, Rollout
 
 pytestmark = [pytest.mark.stack, pytest.mark.real_model]

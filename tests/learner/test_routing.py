@@ -14,8 +14,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from worlds import make_config, run_world
 
 from rlhf.algo.packing import filler, pack
-from rlhf.learner.messages import Place
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
+from rlhf.learner.rank_place import Place
 from rlhf.learner.routing import Routing
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import ExpertLoad, merge_metrics, to_values

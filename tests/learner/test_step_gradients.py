@@ -23,7 +23,7 @@ from worlds import (
 )
 
 from rlhf.config.sections import AlgoConfig
-from rlhf.learner.messages import Place
+from rlhf.learner.rank_place import Place
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.response_advantages import penalize_kl, step_advantages
 from rlhf.step.token_advantages import assign_credit

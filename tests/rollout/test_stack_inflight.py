@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from worlds import make_config
 
-from rlhf.rollout.sampling import SamplingSettings
+from rlhf.rollout.requests import SamplingSettings
 from rlhf.types import Prompt, Rollout
 
 pytestmark = pytest.mark.stack

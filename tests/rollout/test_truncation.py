@@ -10,7 +10,7 @@ import pytest
 from rlhf import quickstart
 from rlhf.config.sections import RolloutConfig
 from rlhf.data.model_files import truncate_token_id
-from rlhf.rollout.sampling import Completion, truncate
+from rlhf.rollout.requests import Completion, truncate
 from rlhf.types import VersionSpan
 
 SAMPLED = Completion(

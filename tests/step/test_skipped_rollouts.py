@@ -14,8 +14,8 @@ from worlds import make_config, make_groups, rows_of_minibatch, run_world
 
 from rlhf.algo.packing import FILLER_TOKENS, filler
 from rlhf.learner.attention import PACKED
-from rlhf.learner.messages import Place
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel
+from rlhf.learner.rank_place import Place
 from rlhf.learner.update import policy_microbatch
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs, rows_with_gradient

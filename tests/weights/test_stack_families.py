@@ -15,7 +15,7 @@ import pytest
 from model_families import write_family
 from worlds import make_config, run_world
 
-from rlhf.learner.messages import Place
+from rlhf.learner.rank_place import Place
 from rlhf.weights.transfer import BACKEND, EngineClient, Rendezvous
 
 pytestmark = pytest.mark.stack

@@ -19,8 +19,8 @@ from worlds import make_config, make_groups, rows_of_minibatch
 
 from rlhf.algo.packing import shared_beginnings
 from rlhf.cluster import ranks
-from rlhf.cluster.ranks import RankGroup
-from rlhf.learner.messages import Place
+from rlhf.cluster.rank_group import RankGroup
+from rlhf.learner.rank_place import Place
 from rlhf.learner.step import StepRank
 from rlhf.log.reductions import StepMetrics, Sum, merge_metrics
 from rlhf.step.batch import make_batch
