@@ -1,1 +1,1 @@
-"""One rank of a trained module: model, packed attention, update, checkpoint. The policy is `worker`, the critic `critic`."""
+"""One rank of a trained module: model, packed attention, update, checkpoint. `worker` trains the policy."""

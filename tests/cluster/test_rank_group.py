@@ -18,7 +18,7 @@ import torch
 from worlds import make_config, make_groups, rows_of_minibatch
 
 from rlhf.algo.packing import shared_beginnings
-from rlhf.cluster import ranks
+from rlhf.cluster import rank_group
 from rlhf.cluster.rank_group import RankGroup
 from rlhf.learner.rank_place import Place
 from rlhf.learner.step import StepRank
@@ -74,7 +74,7 @@ class LocalRanks(RankGroup):
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalRanks, StepBatch, list[list[Minibatch]], np.ndarray]:
     """Two epochs of two minibatches; three of the 12 rollouts are not computed, and some ranks get fillers."""
-    monkeypatch.setattr(ranks.ray, "put", delivered)
+    monkeypatch.setattr(rank_group.ray, "put", delivered)
     config = make_config(
         Path("nowhere/model"),
         data={"max_prompt_tokens": 12},
