@@ -157,8 +157,8 @@ def stack_result(model_type: str, folder: Path) -> dict[str, Any]:
     with (folder.parent / "run.log").open("w") as log:
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "rlhf.grpo", "--config", QUICKSTART, *keys], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                timeout=STACK_LIMIT_S, check=False, env=environment, cwd=PAGE.parent.parent,
+                [sys.executable, "-m", "rlhf.grpo", "--config", QUICKSTART, *keys], stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, timeout=STACK_LIMIT_S, check=False, env=environment, cwd=PAGE.parent.parent,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"stack": f"no end within {STACK_LIMIT_S:.0f} s"}
