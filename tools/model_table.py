@@ -40,7 +40,10 @@ HEADER = (
 
 # What vLLM's kernels for CPU ask for, apart from the families' tiny sizes: keys of the run, and of the model.
 STACK_KEYS = {name: ["model.dtype=bfloat16"] for name in ("qwen3_next", "olmo_hybrid")}
-STACK_MODEL: dict[str, dict[str, Any]] = {"llama4_text": {"attention_chunk_size": 128}}
+STACK_MODEL: dict[str, dict[str, Any]] = {
+    "llama4_text": {"attention_chunk_size": 128},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},  # no experts
+}
 
 
 def letters(response: str, **_: Any) -> float:
@@ -163,7 +166,8 @@ def stack_result(model_type: str, folder: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"stack": f"no end within {STACK_LIMIT_S:.0f} s"}
     if done.returncode:
-        return {"stack": reason_of((folder.parent / "run.log").read_text())}
+        actors = "".join(path.read_text() for path in sorted((run / "logs").glob("worker*.out")))
+        return {"stack": reason_of((folder.parent / "run.log").read_text() + actors)}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "time/step" in step]
     assert len(steps) == 3, f"{run}: {len(steps)} steps in metrics.jsonl"
@@ -190,9 +194,9 @@ def _changes(model_type: str) -> list[tuple[str, str]]:
 
 
 def reason_of(text: str) -> str:
-    """The message of the last exception in a log, or its last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"(?:Error|Exception|Refused)\b.*: ", line)]
+    """The message of the last exception in a log, or its last line; that an engine did not start is not the reason."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and "initialization failed" not in line]
+    errors = [found[0] for line in lines if (found := re.search(r"\b\w*(?:Error|Exception|Refused)\b.*: .*", line))]
     return re.sub(r"\x1b\[[0-9;]*m|\s+", " ", (errors or lines or ["no message"])[-1])[:300]
 
 
