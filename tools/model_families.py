@@ -152,6 +152,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {},
 }
 MODEL_TYPES = tuple(FAMILIES)
+HUB_CLASSES = {"phimoe": "PhiMoEForCausalLM"}  # where checkpoints on the hub do not name the class of transformers
 
 
 def family_config(model_type: str, **changes: Any) -> PreTrainedConfig:
@@ -193,7 +194,11 @@ def make_family(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrained
 
 def write_family(model_type: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     """Write model and tokenizer; returns the folder."""
-    make_family(model_type, seed=seed, **changes).save_pretrained(folder)
+    model = make_family(model_type, seed=seed, **changes)
+    model.save_pretrained(folder)
+    if model_type in HUB_CLASSES:
+        model.config.architectures = [HUB_CLASSES[model_type]]
+        model.config.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 

@@ -2,8 +2,8 @@
 
     python tools/model_table.py [--only TYPE ...] [--learner-only] [--runs FOLDER]
 
-Each result is kept in FOLDER/TYPE.json, so that an interrupted table goes on where it stopped; name a type with --only
-to run it again. A stack run takes a minute on two idle cores.
+Each result is kept in FOLDER/TYPE.json, so that an interrupted table goes on where it stopped; remove a file to run its
+type again. A stack run takes half a minute on two idle cores; two of these programs may share the types by --only.
 
 Learner: a packed row, whose sequences begin alike and are three times as long as the windows, against transformers'
 own model on each sequence alone: log-probs, and gradients of a weighted sum of them, with gradient checkpointing.
@@ -29,9 +29,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tools.model_families import MODEL_TYPES, write_family
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+QUICKSTART = PAGE.parent.parent / "configs" / "quickstart.yaml"
 BEGIN, END = "<!-- table: tools/model_table.py -->", "<!-- end of the table -->"
 BOUND = 1e-5  # of log-probs, and of gradients relative to their norm
-STACK_LIMIT_S = 900.0
+REASON = r"\b\w*(?:Error|Exception|Refused)\b.*: .*|\bassert [^:]*$"
+GENERIC = "initialization failed|EngineDeadError|Worker failed with error"  # the reason is in the worker's log
+STACK_LIMIT_S = 300.0
 PROMPT_TOKENS, RESPONSE_TOKENS = 20, 40
 HEADER = (
     "type", "class", "layers", "verdict", "log-probs", "gradients", "canary", "why not ok, and what was changed",
@@ -39,7 +42,10 @@ HEADER = (
 
 # What vLLM's kernels for CPU ask for, apart from the families' tiny sizes: keys of the run, and of the model.
 STACK_KEYS = {name: ["model.dtype=bfloat16"] for name in ("qwen3_next", "olmo_hybrid")}
-STACK_MODEL: dict[str, dict[str, Any]] = {"llama4_text": {"attention_chunk_size": 128}}
+STACK_MODEL: dict[str, dict[str, Any]] = {
+    "llama4_text": {"attention_chunk_size": 128},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},  # no experts
+}
 
 
 def letters(response: str, **_: Any) -> float:
@@ -50,7 +56,7 @@ def letters(response: str, **_: Any) -> float:
 # --- the learner alone ---
 
 
-def learner_result(model_type: str, folder: Path) -> dict[str, Any]:
+def learner_result(folder: Path) -> dict[str, Any]:
     """How far the packed row is from single sequences, and what kind of model it is."""
     import torch
 
@@ -143,25 +149,27 @@ def stack_result(model_type: str, folder: Path) -> dict[str, Any]:
     rows = [{"question": problem.question, "answer": problem.answer} for problem in make_problems(64, 0)]
     write_rows(folder.parent / "train.jsonl", rows)
     keys = [
-        f"model.path={folder}", f"data.train={folder.parent / 'train.jsonl'}", f"run.dir={run}", "run.steps=3",
-        "model.dtype=float32", "data.max_prompt_tokens=64", "rollout.prompts_per_step=4",
-        "rollout.samples_per_prompt=4", f"rollout.max_response_tokens={RESPONSE_TOKENS}",
+        f"model.path={folder}", f"data.train={folder.parent / 'train.jsonl'}", "data.eval=null", f"run.dir={run}",
+        "run.steps=3", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
+        f"rollout.max_response_tokens={RESPONSE_TOKENS}", "rollout.max_concurrent_sequences=16",
         "reward=[{name: 'tools.model_table:letters'}]", "learner.max_tokens_per_microbatch=512",
-        "learner.optimizer.lr=1e-3", "learner.schedule.warmup_steps=0", "cluster.device=cpu", "run.export=true",
-        "logging.wandb.mode=disabled", *STACK_KEYS.get(model_type, ()),
+        "learner.minibatches_per_epoch=1", "learner.optimizer.lr=1e-3", "learner.schedule.warmup_steps=0",
+        "checkpoint.every=null", "evaluation.every=null", "logging.wandb.mode=disabled",
+        *STACK_KEYS.get(model_type, ()),
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(PAGE.parent.parent), "HF_HUB_OFFLINE": "1"}
     subprocess.run(["rm", "-rf", str(run)], check=True)
     with (folder.parent / "run.log").open("w") as log:
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "rlhf.grpo", *keys], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                timeout=STACK_LIMIT_S, check=False, env=environment, cwd=PAGE.parent.parent,
+                [sys.executable, "-m", "rlhf.grpo", "--config", QUICKSTART, *keys], stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, timeout=STACK_LIMIT_S, check=False, env=environment, cwd=PAGE.parent.parent,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"stack": f"no end within {STACK_LIMIT_S:.0f} s"}
     if done.returncode:
-        return {"stack": reason_of((folder.parent / "run.log").read_text())}
+        actors = "".join(path.read_text() for path in sorted((run / "logs").glob("worker*.out")))
+        return {"stack": reason_of((folder.parent / "run.log").read_text() + actors)}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "time/step" in step]
     assert len(steps) == 3, f"{run}: {len(steps)} steps in metrics.jsonl"
@@ -188,18 +196,21 @@ def _changes(model_type: str) -> list[tuple[str, str]]:
 
 
 def reason_of(text: str) -> str:
-    """The message of the last exception in a log, or its last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"(?:Error|Exception|Refused)\b.*: ", line)]
+    """The message of the last exception in a log, or its last line; that an engine did not start is not the reason."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not re.search(GENERIC, line)]
+    errors = [found[0] for line in lines if (found := re.search(REASON, line))]
     return re.sub(r"\x1b\[[0-9;]*m|\s+", " ", (errors or lines or ["no message"])[-1])[:300]
 
 
 # --- the table ---
 
 
-def run_type(model_type: str, runs: Path, *, learner_only: bool) -> dict[str, Any]:
+def run_type(model_type: str, runs: Path, kept: dict[str, Any], *, learner_only: bool) -> dict[str, Any]:
+    """Add to the kept result what it lacks."""
+    if "refused" in kept or "stack" in kept or (kept and learner_only):
+        return kept
     folder = write_family(model_type, runs / model_type / "model")
-    result = learner_result(model_type, folder)
+    result = kept or learner_result(folder)
     if "refused" not in result and not learner_only:
         if model_type in STACK_MODEL:
             write_family(model_type, folder, **STACK_MODEL[model_type])
@@ -232,19 +243,16 @@ def write_table(results: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python tools/model_table.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=MODEL_TYPES, metavar="TYPE", help="run these types again")
+    parser.add_argument("--only", nargs="+", choices=MODEL_TYPES, metavar="TYPE", help="these types only")
     parser.add_argument("--learner-only", action="store_true", help="leave the stack out")
     parser.add_argument("--runs", type=Path, default=Path("runs/model-table"), help="where results are kept")
     options = parser.parse_args()
     runs = options.runs.resolve()
     for model_type in options.only or MODEL_TYPES:
-        kept = runs / f"{model_type}.json"
-        if kept.exists() and not options.only:
-            done = json.loads(kept.read_text())
-            if options.learner_only or "stack" in done or "refused" in done:
-                continue
-        result = run_type(model_type, runs, learner_only=options.learner_only)
-        kept.write_text(json.dumps(result))
+        file = runs / f"{model_type}.json"
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        result = run_type(model_type, runs, kept, learner_only=options.learner_only)
+        file.write_text(json.dumps(result))
         print(f"{model_type}: {verdict_of(result)} {json.dumps(result)}", flush=True)
     kept_results = {name: runs / f"{name}.json" for name in MODEL_TYPES}
     write_table({name: json.loads(kept.read_text()) for name, kept in kept_results.items() if kept.exists()})

@@ -255,7 +255,11 @@ class TrainedRank:
             from transformers import AutoTokenizer
 
             transformer = self.engine.module.transformer
+            names = transformer.config.architectures or []
             transformer.save_pretrained(folder, state_dict=state)
+            if [name.lower() for name in names] == [type(transformer).__name__.lower()]:
+                transformer.config.architectures = names  # vLLM knows Phi 3.5 MoE only in the hub's spelling
+                transformer.config.save_pretrained(folder)
             AutoTokenizer.from_pretrained(
                 tokenizer_path, trust_remote_code=self._model.trust_remote_code
             ).save_pretrained(folder)

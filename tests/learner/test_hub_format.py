@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -60,3 +61,20 @@ def test_a_bias_that_balances_a_router_is_sent_saved_and_exported(tmp_path: Path
     assert exported.keys() == resumed.keys() == before.keys()
     assert (exported[BIAS] != before[BIAS].numpy()).any()
     assert (resumed[BIAS] == exported[BIAS]).all()
+
+
+def exported_class(place: Place, folder: Path) -> list[str]:
+    from rlhf.learner.worker import Learner
+
+    learner = Learner(make_config(folder), place)
+    learner.export(str(folder / "exported"), str(folder))
+    learner.close()
+    names: list[str] = json.loads((folder / "exported" / "config.json").read_text())["architectures"]
+    return names
+
+
+@pytest.mark.stack
+def test_an_exported_model_names_its_class_as_the_hub_does(tmp_path: Path) -> None:
+    """vLLM looks a class up by this name, and transformers spells PhimoeForCausalLM."""
+    (names,) = run_world(exported_class, 1, write_family("phimoe", tmp_path))
+    assert names == ["PhiMoEForCausalLM"]
