@@ -1,1 +1,0 @@
-"""Pure functions of tensors and numbers: log-probs, KL, advantages, losses, Adam, schedules, packing."""
