@@ -8,7 +8,8 @@
     old and reference log-probs -> update -> new weights to the engines -> canary (do the engines hold them?) -> metrics
 
 With the KL in the reward, advantages need the log-probs and are computed after them. A rollout whose advantage is 0
-has no gradient if the loss has neither a KL nor an entropy bonus: then it gets no forward and no backward pass.
+has no gradient if the loss has no KL, entropy bonus or balancing loss: then, unless algo.log_kl asks for its log-probs,
+it gets no forward and no backward pass.
 """
 
 from __future__ import annotations

@@ -14,10 +14,12 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.config.cli import run_program
 from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE
+from rlhf.rewards.protocol import as_json
 
 if TYPE_CHECKING:
     from rlhf.config.reward import RewardConfig
@@ -51,13 +53,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = _reward_config(options)
     from rlhf.rewards.scorer import Scorer
 
-    with _output(options.output) as output, Scorer(config) as scorer:
+    with Scorer(config) as scorer:
         started = time.perf_counter()
         try:
-            totals = _grade(scorer, options, _progress_bar(rows), output)
+            with _output(options.output) as output:
+                totals, score = _grade(scorer, options, _progress_bar(rows), output)
         except RuntimeError as error:
             raise RuntimeError("\n".join([str(error), *_failures(scorer)])) from None
-        _report(totals, time.perf_counter() - started, scorer)
+        _report(totals, score, time.perf_counter() - started, scorer)
         failures = "\n".join(_failures(scorer))
         if any(scorer.failed_always(part) for part in scorer.config.parts):
             raise RuntimeError(failures)
@@ -84,11 +87,20 @@ def _is_text(value: Any, *, several: bool) -> bool:
     return isinstance(value, str | int | float | None)
 
 
-def _output(path: str | None) -> contextlib.AbstractContextManager[TextIO | None]:
+@contextlib.contextmanager
+def _output(path: str | None) -> Iterator[TextIO | None]:
+    """The file to write; it takes its name when all rows are graded, so that it may be that of the responses."""
+    if path is None:
+        yield None
+        return
+    partial = Path(f"{path}.partial")
     try:
-        return open(path, "w", encoding="utf-8") if path else contextlib.nullcontext()
+        file = partial.open("w", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--output {path}: cannot be written ({error.strerror}). Give another path.") from None
+    with file:
+        yield file
+    partial.replace(path)
 
 
 def _reward_config(options: argparse.Namespace) -> RewardConfig:
@@ -107,24 +119,27 @@ def _reward_config(options: argparse.Namespace) -> RewardConfig:
         raise ValueError(explain(RewardConfig, error)) from None
 
 
-def _grade(scorer: Scorer, options: argparse.Namespace, progress: Progress, output: TextIO | None) -> Counter[str]:
+def _grade(
+    scorer: Scorer, options: argparse.Namespace, progress: Progress, output: TextIO | None
+) -> tuple[Counter[str], float]:
     """Grade the file row by row, and write each row as soon as it and all rows before it are graded.
 
     Returns:
-        Rows by status; under `score` the sum of the scores of rows that have one.
+        Rows by status, and the sum of the scores.
     """
     waiting: deque[tuple[list[dict[str, Any]], list[Batch]]] = deque()
     totals: Counter[str] = Counter()
+    score = 0.0
 
     def finish() -> None:
+        nonlocal score
         rows, batches = waiting.popleft()
-        first_row = totals.total() - totals["score"] + 1
-        for row, graded in zip(rows, scorer.graded_batch(batches, first_row=int(first_row)), strict=True):
+        for row, graded in zip(rows, scorer.graded_batch(batches, first_row=totals.total() + 1), strict=True):
             totals[graded.status] += 1
-            totals["score"] += graded.score  # type: ignore[assignment]  # a float
+            score += graded.score
             if output:
                 row |= {"score": graded.score, "extracted": graded.extracted, "status": graded.status}
-                output.write(json.dumps(row) + "\n")
+                output.write(json.dumps(row, default=as_json) + "\n")
 
     rows = iter(progress(_rows(options)))
     while batch := list(itertools.islice(rows, ROWS_PER_BATCH)):
@@ -135,7 +150,7 @@ def _grade(scorer: Scorer, options: argparse.Namespace, progress: Progress, outp
             finish()
     while waiting:
         finish()
-    return totals
+    return totals, score
 
 
 def _progress_bar(rows: int) -> Progress:
@@ -160,8 +175,7 @@ def _failures(scorer: Scorer) -> list[str]:
     return [scorer.failures(part) for part in scorer.config.parts if part.is_user_function and scorer.failures(part)]
 
 
-def _report(totals: Counter[str], seconds: float, scorer: Scorer) -> None:
-    score = totals.pop("score", 0)
+def _report(totals: Counter[str], score: float, seconds: float, scorer: Scorer) -> None:
     rows = totals.total()
     if not rows:
         print("no rows")

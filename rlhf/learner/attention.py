@@ -204,7 +204,8 @@ def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tupl
             raise ValueError(
                 f"{key}={path}: transformers has no {kind} class for this type of model. Use another model."
             ) from None
-        looks_up = hasattr(sys.modules[type(transformer).__module__], "ALL_ATTENTION_FUNCTIONS")  # hybrids set no flag
+        module = type(transformer).__module__  # hybrids of transformers set no flag
+        looks_up = module.startswith("transformers.") and hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS")
         if not (transformer._supports_attention_backend or looks_up):
             raise UnpackableError("its attention cannot be replaced")
     except UnpackableError as error:

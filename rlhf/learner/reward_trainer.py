@@ -59,7 +59,7 @@ class RewardTrainer(TrainedRank):
         torch.manual_seed(config.run.seed)  # the head is drawn alike on every rank
         with self.loading():
             transformer = load_scalar_transformer(config.model.path, config.model, key="model.path", new_head="random")
-        self.wrap(RewardModel(transformer).train())
+        self.wrap(RewardModel(transformer))
         check_packed(self.engine, self.device, dtype=config.model.dtype, key="model.path", path=config.model.path)
 
     def train(self) -> Iterator[StepMetrics]:

@@ -100,7 +100,8 @@ def policy_microbatch(
         metrics |= _routing_metrics(routing, trained)
         if config.learner.router_balance_coef:
             assert routing.balance is not None, "refused when the model was loaded"
-            loss = loss + config.learner.router_balance_coef * routing.balance[trained].sum() / denominators.sequences
+            balance = routing.balance[trained].sum() / max(denominators.sequences, 1)
+            loss = loss + config.learner.router_balance_coef * balance
     # Keeps a microbatch without a trained token in the graph: every rank must make the same backward calls.
     loss = loss + 0.0 * logprobs.sum()
     metrics |= {

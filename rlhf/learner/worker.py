@@ -128,8 +128,8 @@ class Learner(StepRank):
         self._sender.send(version)
 
     def tensor_names(self) -> list[str]:
-        """What `perturb_weights` counts."""
-        return list(self.tensors)
+        """What `perturb_weights` counts: not the constants of activation functions, which vLLM sets itself."""
+        return [name for name, tensor in self.tensors.items() if tensor.ndim]
 
     @torch.no_grad()
     def perturb_weights(self, start: int = 0, stop: int | None = None) -> None:
@@ -138,9 +138,7 @@ class Learner(StepRank):
         An element changes its sign; in a tensor of zeros it becomes 1.
         """
         assert not self._saved, "the weights are perturbed already"
-        for param in list(self.tensors.values())[start:stop]:
-            if not param.ndim:  # a constant of an activation function; vLLM has its own
-                continue
+        for param in [self.tensors[name] for name in self.tensor_names()[start:stop]]:
             with self.whole(param, modify=True):
                 self._saved.append((param, param.detach().to("cpu", copy=True)))
                 moved = param.view(-1)[::PERTURBED_STRIDE]

@@ -109,6 +109,8 @@ class ExpertLoad:
         experts = shares.shape[1]
         if self.statistic == "max":
             return float(shares.max() * experts)
+        if experts == 1:
+            return 1.0
         logs = np.log(shares, where=shares > 0, out=np.zeros_like(shares))
         return float(-(shares * logs).sum(1).mean() / math.log(experts))
 

@@ -151,7 +151,7 @@ def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ..
 
 def scalar_parameters(shape: ModelShape) -> int:
     """Parameters if a head of one number, without bias, replaces the language model's head."""
-    head = 0 if shape.tied_embeddings else shape.embedding_parameters
+    head = shape.embedding_parameters if shape.counted_head and not shape.tied_embeddings else 0
     return shape.parameters - head + shape.hidden
 
 

@@ -57,6 +57,7 @@ class ModelShape:
     attention_layers: int | None = None  # None: all
     counted: int | None = None  # parameters in the weight files
     counted_active: int | None = None
+    counted_head: bool = True
 
     @property
     def embedding_parameters(self) -> int:
@@ -126,11 +127,24 @@ def shape_at(path: str) -> ModelShape | None:
 
 
 def stored_tensors(path: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the safetensors files of a local or cached model, from their headers; empty without files."""
+    """Names and shapes in the weight files of a local or cached model, from their headers; empty if a file is missing.
+
+    Raises:
+        ValueError: a file is no safetensors file, such as a pointer of git-lfs.
+    """
+    folder = local_model_folder(path)
+    index = folder / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    files = [folder / name for name in sorted(names)]
+    if not all(file.is_file() for file in files):
+        return {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(local_model_folder(path).glob("*.safetensors")):
+    for file in files:
         with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            length = int.from_bytes(stream.read(8), "little")
+            if length > file.stat().st_size:
+                raise ValueError(f"{file}: not a whole safetensors file. Download it again, or run `git lfs pull`.")
+            header = json.loads(stream.read(length))
         shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
     return shapes
 
@@ -180,6 +194,7 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
         attention_layers=_attention_layers(config, layers),
         counted=counted,
         counted_active=active,
+        counted_head=not stored or any("lm_head" in name for name in stored),
         **experts,
     )
 
@@ -239,7 +254,7 @@ def _attention_layers(config: Mapping[str, Any], layers: int) -> int | None:
     if config.get("attn_layer_indices") is not None:
         return len(config["attn_layer_indices"])
     if period := config.get("attn_layer_period"):
-        return sum(i % period == config["attn_layer_offset"] for i in range(layers))
+        return sum(i % period == config.get("attn_layer_offset", 0) for i in range(layers))
     return None
 
 

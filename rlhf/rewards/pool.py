@@ -10,7 +10,7 @@ adopts orphans (PR_SET_CHILD_SUBREAPER): a process that a worker forked, however
 when the worker dies, and is killed too. The keeper dies with the driver, even by SIGKILL, and all workers with it.
 
 Messages are JSON in both directions: unlike with pickle, a hijacked worker cannot make the driver run code.
-Deadlines are in CPU seconds of the worker; a second limit is in wall-clock seconds (`stopwatch.py`).
+Deadlines are in CPU seconds of the worker; a second limit is in wall-clock seconds (`time_limit.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rlhf.config.reward import RewardPart
+from rlhf.rewards.answers.extract import alternatives
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.jobs import Batch, Job, Queue, Slot, Worker
 from rlhf.rewards.processes import count_below
@@ -142,10 +143,6 @@ class Pool:
         """Processes that are able to take a job, spares included."""
         return [worker.pid for worker in list(self._workers.values()) if worker.ready and not worker.doomed]
 
-    @property
-    def comparisons_remembered(self) -> int:
-        return len(self._cache)
-
     def wait_full(self, seconds: float) -> int:
         """Wait until every killed worker is replaced, or `seconds` have passed; returns how many are ready."""
         deadline = time.monotonic() + seconds
@@ -226,11 +223,11 @@ class Pool:
                 self._restart_keeper()
         elif source.number in self._workers:
             messages, open_ = source.channel.receive()
-            for message in messages:
-                try:
+            try:
+                for message in messages:
                     self._on_worker(source, message)
-                except (KeyError, IndexError, TypeError, ValueError):  # not a message that our code sends
-                    self._kill(source, "died")
+            except Exception:  # not a message that our code sends: it ends this worker alone
+                open_ = False
             if not open_ and source.number in self._workers and not source.doomed:
                 self._kill(source, "died")
 
@@ -256,7 +253,9 @@ class Pool:
         if worker.doomed:
             return
         if "ready" in message:
-            worker.ready, worker.watch.cpu = True, message["cpu"]
+            if worker.ready:
+                raise ValueError("ready twice")
+            worker.ready, worker.watch.cpu = True, float(message["cpu"])
             self._expect_waiting_calls(message["waits"])
             if not self._started.done() and len(self.worker_pids()) >= self.size:
                 self._started.set_result(None)
@@ -287,11 +286,12 @@ class Pool:
 
     def _finish(self, worker: Worker, number: int, grade: Grade) -> None:
         job = worker.jobs.pop(number)
-        if worker.asked:
+        # With several acceptable answers the grade is of the best one, which need not be the one that was asked about.
+        if worker.asked and len(alternatives(job.request["answer"])) == 1:
             self._cache[worker.asked] = grade
             if len(self._cache) > MAX_REMEMBERED:
                 self._cache.popitem(last=False)
-            worker.asked = ()
+        worker.asked = ()
         job.future.set_result(grade)
 
     def _tell(self, worker: Worker, message: Any) -> None:

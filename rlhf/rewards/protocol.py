@@ -48,7 +48,7 @@ class Channel:
             alive = False
         try:
             return self._take(), alive
-        except ValueError:
+        except (ValueError, RecursionError):
             return [], False
 
     def receive_one(self) -> Any:

@@ -84,11 +84,11 @@ def test_routers_without_a_balancing_loss_have_their_load_counted(model_type: st
     assert (routing.load.sum(1) == 2 * 18).all()
 
 
-def share_of_loss(policy: PolicyModel, tokens: PackedTokens) -> tuple[Tensor, Any]:
+def share_of_loss(policy: PolicyModel, tokens: PackedTokens, sequences: int = 3) -> tuple[Tensor, Any]:
     config = make_config(Path("nowhere"), learner={"router_balance_coef": COEF})
     zeros = np.zeros(len(tokens.token_ids), np.float32)  # without an advantage, all the loss that is left balances
     targets = PolicyTargets(advantages=zeros, old_logprobs=None, ref_logprobs=None)
-    sizes = Denominators(tokens=14, sequences=3)
+    sizes = Denominators(tokens=14, sequences=sequences)
     return policy_microbatch(policy, DeviceTokens.of(tokens, CPU), targets, sizes, config)
 
 
@@ -118,6 +118,12 @@ def test_the_loss_and_the_metrics_do_not_depend_on_the_microbatches(tmp_path: Pa
     assert (grads - grads_of_parts).norm() < 1e-5 * grads.norm()
 
 
+def test_a_minibatch_in_which_every_response_is_masked_has_no_balancing_loss(tmp_path: Path) -> None:
+    masks = [np.zeros(len(x), bool) for x in SEQUENCES]
+    loss, _ = share_of_loss(load("qwen3_moe", tmp_path), pack(SEQUENCES, masks), sequences=0)
+    assert loss.item() == 0.0
+
+
 def test_the_load_of_two_layers_is_merged_before_it_is_reduced() -> None:
     parts = [np.array([[4, 0], [1, 3]]), np.array([[0, 4], [2, 2]])]
     one, two = (ExpertLoad(part, "max") for part in parts)
@@ -125,6 +131,7 @@ def test_the_load_of_two_layers_is_merged_before_it_is_reduced() -> None:
     assert one.merge(two).value() == 1.25
     assert ExpertLoad(parts[0], "entropy").value() == pytest.approx((0 + 0.8112781) / 2)
     assert ExpertLoad(parts[0] + parts[1][::-1], "entropy").value() == pytest.approx((0.8112781 + 0.5435644) / 2)
+    assert ExpertLoad(np.array([[7]]), "entropy").value() == ExpertLoad(np.array([[7]]), "max").value() == 1.0
     assert np.isnan(ExpertLoad(np.zeros((2, 2)), "max").value())
 
 

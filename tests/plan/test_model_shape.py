@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,38 @@ def test_the_headers_of_a_folder_are_read_and_what_is_not_trained_is_left_out(tm
     model = built("smollm3")  # its head is tied
     folder = write_family("smollm3", tmp_path)
     extra = {"lm_head.weight": torch.ones(262, 128), "mtp.fc.weight": torch.ones(9, 9)}
-    save_file({**extra, "model.layers.4.eh_proj.weight": torch.ones(9, 9)}, tmp_path / "extra.safetensors")
+    save_file({**extra, "model.layers.4.eh_proj.weight": torch.ones(9, 9)}, tmp_path / "more.safetensors")
+    save_file({"layers.0.attention.wq.weight": torch.ones(9, 9)}, tmp_path / "consolidated.safetensors")  # a copy
+    files = ("model.safetensors", "more.safetensors")
+    index = {"weight_map": {name: file for file in files for name in load_file(tmp_path / file)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert len(stored_tensors(str(folder))) == len(load_file(tmp_path / "model.safetensors")) + 3
     shape = shape_at(str(folder))
     assert shape is not None
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_files_that_are_not_all_there_are_not_counted(tmp_path: Path) -> None:
+    write_family("qwen3", tmp_path)
+    whole = shape_at(str(tmp_path))
+    assert whole is not None
+    assert whole.counted
+    index = {"weight_map": {"a": "model.safetensors", "b": "not-downloaded.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert stored_tensors(str(tmp_path)) == {}
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file.*git lfs pull"):
+        stored_tensors(str(tmp_path))
+
+
+def test_a_reward_models_files_hold_no_head_that_could_be_taken_away() -> None:
+    from rlhf.plan.memory import scalar_parameters
+
+    config = {**family_config("qwen3").to_dict(), "tie_word_embeddings": False}
+    body = {"model.embed_tokens.weight": (262, 128), "model.norm.weight": (128,)}
+    model, scorer = (model_shape(config, body | head) for head in ({"lm_head.weight": (262, 128)}, {}))
+    assert scalar_parameters(model) == scalar_parameters(scorer) == 262 * 128 + 128 + 128
 
 
 def test_without_weight_files_only_the_families_of_the_formula_are_counted(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import WAIT_S, eventually
@@ -152,10 +154,36 @@ def test_of_many_quick_responses_only_the_one_that_hangs_fails(pool: Pool) -> No
 
 
 def test_a_costly_comparison_is_made_once(pool: Pool) -> None:
-    before = pool.comparisons_remembered
+    before = len(pool._cache)
     hard = math_job(r"\boxed{\int_0^1 x^3 \, dx}", r"\frac{1}{4}")
     assert [pool.submit(hard).result(timeout=WAIT_S).value for _ in range(3)] == [1.0, 1.0, 1.0]
-    assert pool.comparisons_remembered == before + 1
+    assert len(pool._cache) == before + 1
+
+
+def test_the_grade_of_several_answers_is_not_remembered_for_one_of_them(pool: Pool) -> None:
+    integral = r"\boxed{\int_0^1 2x \, dx}"  # 1
+    other = r"5\int_0^1 x^2 \, dx"  # 5/3
+    assert pool.submit(math_job(integral, json.dumps(["1", other]))).result(timeout=WAIT_S).value == 1.0
+    assert pool.submit(math_job(integral, other)).result(timeout=WAIT_S).value == 0.0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"replies": [{"number": 0, "value": 1.0}] * 3, "cpu": 0.0},
+        {"replies": [{"number": 0, "value": 10**400}], "cpu": 0.0},
+        {"replies": [{"number": 0, "value": 1.0, "metrics": [1]}], "cpu": 0.0},
+        {"ready": True, "cpu": 0.0, "waits": ["math"]},
+        ["not", "a", "mapping"],
+    ],
+)
+def test_what_a_hijacked_worker_sends_ends_that_worker_alone(message: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pool(workers=1, spares=0) as pool:
+        (worker,) = pool._workers.values()
+        receive = worker.channel.receive
+        monkeypatch.setattr(worker.channel, "receive", lambda: ([message], receive()[1]))
+        pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S)
+        assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
 
 
 @pytest.mark.stack
