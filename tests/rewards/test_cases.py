@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlhf.config.reward import MathOptions
+from rlhf.config.reward import MathOptions, MultipleChoiceOptions
 from rlhf.rewards.math import math_reward
+from rlhf.rewards.simple import multiple_choice_reward
 
 RIGHT, WRONG, FORMULA = "right", "wrong", "formula"  # a formula for the gold answer is right where formulas may be
 
@@ -470,6 +471,14 @@ ANSWERS = {
         (r"\text{(C)}", "C", RIGHT),
         ("C", "D", WRONG),
         ("C", "42", WRONG),
+        ("C", "(C), (D)", WRONG),
+        ("C", r"\text{(C) or (D)}", WRONG),
+        ("C", r"\text{(C) and (D)}", WRONG),
+        ("C", r"\text{C) but maybe D}", WRONG),
+        ("C", "C. D", WRONG),
+        ("C", r"\text{(C) 42 or (D) 43}", WRONG),
+        ("C", r"\text{(C) A bird}", RIGHT),
+        ("C", r"\text{(C) }A \cup B", RIGHT),
         ("Tuesday", r"\text{tuesday}", RIGHT),
         ("Tuesday", r"\text{Thursday}", WRONG),
         (r"\text{Evelyn}", "Evelyn", RIGHT),
@@ -516,6 +525,34 @@ ANSWERS = {
         ("7", r"\text{between 6 and 8}", WRONG),
         ("7", r"\text{not } 7", WRONG),
         ("7", r"\text{at least } 7", WRONG),
+        ("7", r"7\text{ apples and 8 pears}", WRONG),
+        ("7", r"7\text{ and also 8}", WRONG),
+        ("7", r"7\text{ in one reading, 8 in another}", WRONG),
+        ("7", r"7 \text{ , alternatively 8}", WRONG),
+        ("7", r"7\text{ versus 8}", WRONG),
+        ("7", r"7\text{ to 9}", WRONG),
+        ("7", r"7\text{ eight nine ten}", WRONG),
+        ("7", r"7\text{ thousands}", WRONG),
+        ("7", r"7\text{ pi}", WRONG),
+        ("7", r"7\text{ radical 2}", WRONG),
+        ("7", r"7\text{ x 8}", WRONG),
+        ("7", r"7\text{ tens}", WRONG),
+        ("7", r"\text{Eight, alternatively: }7", WRONG),
+        ("7", r"7\text{ dozens}", WRONG),
+        ("7", r"7\text{ pairs}", WRONG),
+        ("7", r"7\text{ twenties}", WRONG),
+        ("7", r"7\text{ millionths}", WRONG),
+        ("7", r"7\text{ x}", WRONG),
+        ("7", r"7\text{, but eight}", WRONG),
+        ("7", r"\text{Eight: }7", WRONG),
+        ("7", r"\frac{14}{2}\text{ , alternatively 8}", WRONG),
+        ("5", r"\text{The highest score is }5", RIGHT),
+        ("5", r"5\text{ trailing zeros}", RIGHT),
+        ("5", r"5\text{ ordered pairs}", RIGHT),
+        ("7", r"7^\circ\text{ and 8}", WRONG),
+        ("7", r"7 \text{apples} \text{ and 8}", WRONG),
+        ("7", r"x=7\text{ , alternatively 8}", WRONG),
+        ("12", r"12\text{ miles per gallon}", RIGHT),
         ("1", "9^{9^{9^{9^9}}}", WRONG),
         ("1", "99999999!", WRONG),
         ("1", r"\binom{10^9}{10^8}", WRONG),
@@ -708,6 +745,11 @@ def test_a_gold_decimal_stands_for_every_number_that_rounds_to_it() -> None:
 @pytest.mark.parametrize(("gold", "response", "verdict"), _cases(RESPONSES))
 def test_a_response_is_graded_by_its_answer_exactly_as_the_table_says(gold: str, response: str, verdict: str) -> None:
     assert _grade(gold, response, mode="lenient") is (verdict == RIGHT)
+
+
+@pytest.mark.parametrize("answer", ["(C), (D)", r"\text{(C) or (D)}", r"\text{(C) and (D)}", r"\text{C) but maybe D}"])
+def test_two_options_are_no_choice(answer: str) -> None:
+    assert multiple_choice_reward(rf"\boxed{{{answer}}}", "C", MultipleChoiceOptions()).value == 0.0
 
 
 def test_every_gold_answer_of_the_table_equals_itself() -> None:

@@ -6,6 +6,8 @@ import random
 from fractions import Fraction
 from math import comb
 
+import pytest
+
 from rlhf.config.reward import MathOptions
 from rlhf.rewards.answers.clean import clean
 from rlhf.rewards.answers.extract import MATH_SPAN
@@ -54,8 +56,56 @@ def test_at_most_one_span_in_200_earns_reward_and_only_one_that_is_the_answer() 
             for match in MATH_SPAN.finditer(statement):
                 span = next(group for group in match.groups() if group is not None)
                 count += 1
-                if math_reward(rf"\boxed{{{span}}}", gold, MathOptions(), lambda *_: None).value == 1.0:
+                if reward(span, gold) == 1.0:
                     passed.append((span, gold))
     assert [pair for pair in passed if clean(pair[0]) != clean(pair[1])] == []
     assert len(passed) <= count / 200
     assert count >= 400
+
+
+FORMULAS = {  # by gold answer
+    "5040": [r"2^{0+\log_2(7!)}"],
+    "7": [r"2^{0+\log_2(3+4)}", r"4+\sqrt{9}"],
+    "10": [r"10^{1+\sin 0}"],
+    "243": ["3^{2+3}"],
+    r"5\text{ m}": ["2m+3m", "(2+3)m"],
+    r"5\text{ g}": [r"\binom{5}{4}g"],
+    r"120\text{ m}": ["5! m"],
+    r"\textbf{(C) } 42": ["40+2", r"6\cdot 7"],
+    "C. 42": ["40+2", r"6\cdot 7"],
+    "4": [r"\frac{5+\sqrt{9}}{2}", r"2^{\frac12}\cdot2^{\frac32}"],
+    "3": [r"1+\sqrt[3]{8}"],
+    "6": [r"2^{1/2}\cdot 18^{1/2}", r"2\sqrt{9}"],
+    "-1": [r"e^{i\pi}"],
+    "2": ["1+e^0", r"2^{1/3}\cdot 4^{1/3}", r"2^{1/2}\cdot 2^{1/3}\cdot 2^{1/6}", r"\sqrt{2}\cdot\sqrt[4]{4}"],
+    "1": [r"e^{i\pi/3}+e^{-i\pi/3}", r"e^2\cdot e^{-2}", r"\frac{3}{\sqrt{9}}"],
+    "8": [r"2^{\sqrt{9}}"],
+    r"\sqrt{2}": [r"\frac{1}{\sqrt{2}}+\frac{\sqrt{2}}{2}"],
+}
+NUMERALS = [
+    (r"\frac{1+\sqrt5}{2}", r"\frac12+\frac{\sqrt5}{2}"),
+    (r"\sqrt{12}", r"2\sqrt3"),
+    ("1024", "2^{10}"),
+    ("0.001", "10^{-3}"),
+    (r"\pi/3", r"\frac{\pi}{3}"),
+    ("-2i+3", "3-2i"),
+    (r"\sqrt[3]{2}\sqrt{3}", r"\sqrt3\sqrt[3]{2}"),
+    (r"\sqrt{8}", "2^{3/2}"),
+    (r"2\text{ m}", r"\sqrt{4}m"),
+    (r"(1+\sqrt2)\text{ m}", r"(1+\sqrt2)m"),
+    (r"\textbf{(C) } 42", "42"),
+]
+
+
+def reward(answer: str, gold: str) -> float:
+    return math_reward(rf"\boxed{{{answer}}}", gold, MathOptions(), lambda *_: None).value
+
+
+@pytest.mark.parametrize(("answer", "gold"), [(answer, gold) for gold in FORMULAS for answer in FORMULAS[gold]])
+def test_a_formula_for_the_answer_earns_nothing_in_any_notation(answer: str, gold: str) -> None:
+    assert reward(answer, gold) == 0.0
+
+
+@pytest.mark.parametrize(("gold", "answer"), NUMERALS)
+def test_a_number_that_is_worked_out_earns_the_reward(gold: str, answer: str) -> None:
+    assert reward(answer, gold) == 1.0

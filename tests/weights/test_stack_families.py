@@ -57,7 +57,7 @@ def differences(place: Place, folder: Path) -> tuple[list[float], float]:
     from rlhf.learner.worker import Learner
 
     learner, engine = Learner(make_config(folder), place), Engine(folder)
-    rendezvous = Rendezvous("127.0.0.1", 0, "families", 2, 60.0, one_node=True)
+    rendezvous = Rendezvous("127.0.0.1", 0, 2, 60.0, one_node=True)
     learner.connect(BACKEND, EngineClient(engine.call, engines=1, workers_per_engine=1), rendezvous)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 256, length).astype(np.int32) for length in LENGTHS]

@@ -225,13 +225,26 @@ def _as_fraction(whole: str, fixed: str, repeated: str) -> str:
 
 OPTION_NAMED = re.compile(r"(?:(?i:option|choice|answer)\s*)?\(?\s*([A-Za-z])\s*\)?\s*[.:]?")
 OPTION_LEADING = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?=\S)")
+# Another option after the first: (D), D) or a lone D. The article of "A bird" and the letters of a formula are none.
+ANOTHER_OPTION = re.compile(
+    r"(?<![\w\\])\(\s*([A-Ja-j])\s*\)|(?!(?<!.)[AI] (?!or\b|and\b|but\b)[a-z]{2})(?<![\w\\'])([A-J])(?![\w'])"
+)
+FORMULA = re.compile(
+    r"(?<![\w\\])[A-Za-z]"
+    r"(?:\s*(?:[-=+*^_<>]|\\(?:cup|cap|setminus|subset|cdot|times|le|ge|ne|in)(?![a-z]))+\s*[A-Za-z0-9\\({])+"
+)
 
 
 def option_letter(text: str) -> tuple[str, str] | None:
-    """(letter, rest) of a chosen option: C, (c), C., `C) 42`, `(C) 42`, option C; None if the text is no option."""
+    """(letter, rest) of a chosen option: C, (c), C., `C) 42`, `(C) 42`, option C; None if the text is no option.
+
+    None too if another option follows: `(C) or (D)`.
+    """
     plain = unwrapped(text)
     if named := OPTION_NAMED.fullmatch(plain):
         return named[1].upper(), ""
     if leading := OPTION_LEADING.match(plain):
-        return leading[1], plain[leading.end() :].strip()
+        rest = plain[leading.end() :].strip()
+        others = {(other[1] or other[2]).upper() for other in ANOTHER_OPTION.finditer(FORMULA.sub(" ", rest))}
+        return None if others - {leading[1]} else (leading[1], rest)
     return None

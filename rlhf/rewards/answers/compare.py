@@ -53,7 +53,7 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
         return False
     if _squeezed(a) == _squeezed(g):
         return True
-    decided = _as_words(a, g)
+    decided = _as_words(a, g, must_be_evaluated)
     if decided is not None:
         return decided
     undecided = False
@@ -93,7 +93,7 @@ def _squeezed(text: str) -> str:
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
-def _as_words(answer: str, gold: str) -> bool | None:
+def _as_words(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
     """Compare options and prose; None if one of the two is mathematics and the other may be."""
     if (same_time := same_clock_time(answer, gold)) is not None:
         return same_time
@@ -102,7 +102,7 @@ def _as_words(answer: str, gold: str) -> bool | None:
         if given:
             is_variable = answer.islower() and len(answer) == 1 != len(gold)  # c is not option (C)
             return given[0] == wanted[0] and not is_variable
-        return _compare(answer, wanted[1], False) if wanted[1] else False
+        return _compare(answer, wanted[1], must_be_evaluated) if wanted[1] else False
     gold_is_prose, answer_is_prose = is_prose(gold), is_prose(answer)
     if (gold_is_prose or answer_is_prose) and as_words(answer) == as_words(gold):
         return True

@@ -8,15 +8,20 @@ An answer never has to be worked out further than the gold answer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
-from math import isqrt
+from itertools import combinations
+from math import gcd
 
-from rlhf.rewards.answers.node import Node, free_symbols
+from rlhf.rewards.answers.node import Node, free_symbols, number
+from rlhf.rewards.answers.value import constant, estimate_of
 
 CONTAINERS = ("list", "set", "group", "matrix", "row", "unit", "worded", "percent", "degree", "ratio", "setop")
 SIGNS = ("neg", "pm")
 MAX_CALLS = 2  # of functions in an expression with variables whose gold answer has fewer: sin x / cos x for tan x
-MAX_SQUARE = 10_000  # only smaller square factors of a radicand are looked for
+MAX_FACTOR = 10_000  # of a radicand: the root of a larger factor is not taken out
+MAX_DEGREE = 12  # roots of a higher degree, or of a number of more bits, are not simplified
+MAX_BITS = 4_000
 EQUALS = frozenset(["=", "~"])
 
 
@@ -111,10 +116,18 @@ def _value_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> bool:
         return value.kind == "base" and value.args[1] in bases
     if value.kind == "mod" and all(map(_is_numeral, value.args)):  # 9 mod 11
         return value.args[0].value < value.args[1].value
-    if is_number(value) or symbols:
+    value = _with_unit_as_constant(value, units)
+    if is_number(value):
         return True
     formulas = [node for node in wanted if not free_symbols(node) and not is_number(node)]
     return any(_calls(value) <= _calls(node) and _operations(value) <= _operations(node) + 2 for node in formulas)
+
+
+def _with_unit_as_constant(node: Node, units: set[str]) -> Node:
+    """The same expression with the symbol of a unit, m of 5m, as a factor like pi."""
+    if node.kind == "sym" and node.name in units:
+        return Node("const", name="unit " + node.name)
+    return replace(node, args=tuple(_with_unit_as_constant(arg, units) for arg in node.args))
 
 
 def _calls(node: Node) -> set[str]:
@@ -134,6 +147,8 @@ def is_number(node: Node) -> bool:
     terms = _terms(node)
     if len(terms) == 1:
         return _like(terms[0], sums=1) is not None
+    if any(part.kind == "pow" and _has_i(part) for part in _parts(node)):  # e^{ix} + e^{-ix} is 2 cos x
+        return False
     kinds = [_like(term, sums=0) for term in terms]
     return None not in kinds and len(set(kinds)) == len(kinds)
 
@@ -165,34 +180,54 @@ def _like(term: Node, *, sums: int) -> frozenset[object] | None:
     Args:
         sums: how many of the factors may be sums.
     """
-    kinds: list[object] = []
+    kinds: list[tuple[tuple[object, object], bool]] = []
     for factors, below in zip(_factors(term), (False, True), strict=True):
         rationals = [factor for factor in factors if _is_rational(factor)]
         scientific = len(rationals) == 2 and not below and _is_power_of_ten(rationals[1])
         if not scientific and (len(rationals) > 1 or any(r.kind == "pow" and r is not factors[-1] for r in rationals)):
+            return None
+        if below and any(_root(factor) == RATIONAL for factor in rationals):
             return None
         for factor in factors:
             if factor in rationals:
                 continue
             if len(_terms(factor)) > 1:
                 sums -= 1
-                if sums < 0 or not is_number(factor) or (below and any(part.name == "i" for part in _parts(factor))):
+                if sums < 0 or not is_number(factor) or (below and _has_i(factor)):
                     return None
                 continue
             kind = _irrational(factor)
-            if kind is None or (below and kind in kinds) or (below and _has_square_factor(factor)):
+            if kind is None or (below and _has_square_factor(factor)):
                 return None
             kinds.append((kind, below))
-    roots = [kind for kind in kinds if kind[0][0] == 2 and not kind[1]]  # type: ignore[index]
-    return frozenset(kinds) if len(set(kinds)) == len(kinds) and len(roots) <= 1 else None
+    if any(_can_be_collected(*pair) for pair in combinations(kinds, 2)):
+        return None
+    return frozenset((kind, below and kind[0] != 2) for kind, below in kinds)  # 1 / sqrt(2) is sqrt(2) / 2
+
+
+def _can_be_collected(one: tuple[tuple[object, object], bool], other: tuple[tuple[object, object], bool]) -> bool:
+    """Whether the product of two irrational factors is one factor: two roots of a degree, two powers of pi."""
+    (left, left_below), (right, right_below) = one, other
+    if left == right or (isinstance(left[0], str) and left[0] == right[0]):
+        return True
+    if left_below or right_below:
+        return False
+    if isinstance(left[1], int) and isinstance(right[1], int) and gcd(left[1], right[1]) > 1:
+        return True
+    return left[0] == right[0]
+
+
+def _has_i(node: Node) -> bool:
+    return any(part.kind == "const" and part.name == "i" for part in _parts(node))
 
 
 def _is_rational(node: Node) -> bool:
-    """A numeral, a mixed number, or a power of one rational number with a whole exponent."""
-    if node.kind == "pow":
-        base, exponent = node.args
-        return _is_fraction(base) and _is_numeral(_terms(exponent)[0]) and _terms(exponent)[0].value.denominator == 1
-    return node.kind == "num" or (node.kind == "add" and node.name == "mixed")
+    """A numeral, a mixed number, or a root or a power of one rational number whose value is rational."""
+    return node.kind == "num" or (node.kind == "add" and node.name == "mixed") or _root(node) == RATIONAL
+
+
+def _is_signed_numeral(node: Node) -> bool:
+    return len(_terms(node)) == 1 and _is_numeral(_terms(node)[0])
 
 
 def _is_fraction(node: Node) -> bool:
@@ -210,34 +245,74 @@ def _irrational(node: Node) -> tuple[object, object] | None:
         return node.name, 1
     if node.kind == "pow":
         base, exponent = node.args
-        is_plain = exponent.kind != "pow" and is_number(exponent)
-        if base.kind == "const" and base.name != "i" and is_plain:
-            return base.name, exponent
-        return (base, exponent) if _is_fraction(base) and is_plain else None
-    if node.kind == "call" and node.name in ("root", "sqrt"):
-        radicand, degree = node.args[0], node.args[1].value if len(node.args) > 1 else Fraction(2)
-        if radicand.kind == "call" or not is_number(radicand):
+        if exponent.kind == "pow" or not is_number(exponent) or not (_is_fraction(base) or base.kind == "const"):
             return None
-        return degree, _without_square_factors(radicand) if degree == 2 else radicand
+        above, below = _factors(exponent)
+        if not _is_fraction(exponent) and all(map(_is_rational, above + below)):  # 2^{\sqrt{9}}
+            return None
+        if base.kind == "const":
+            return None if base.name == "i" or _is_unit_root(node) else (base.name, exponent)
+        return _root(node) or (base, exponent)
+    if node.kind == "call" and node.name in ("root", "sqrt"):
+        radicand, degree = node.args[0], node.args[1].value if len(node.args) > 1 else 2
+        return None if radicand.kind == "call" or not is_number(radicand) else _root(node) or (degree, radicand)
     return None
 
 
-def _without_square_factors(radicand: Node) -> object:
-    above, below = _factors(radicand)
-    if not _is_fraction(radicand):
-        return radicand
-    value = above[0].value / (below[0].value if below else 1)
-    rest = value.numerator * value.denominator
-    for root in range(min(isqrt(abs(rest)), MAX_SQUARE), 1, -1) if abs(rest) < MAX_SQUARE**2 else ():
-        if rest % (root * root) == 0:
-            return rest // (root * root)
-    return rest
+def _is_unit_root(node: Node) -> bool:
+    """Whether a power of e is 1, -1, i or -i."""
+    estimate = estimate_of(node)
+    return estimate is not None and any(abs(estimate - root) < 1e-12 for root in (1, -1, 1j, -1j))
+
+
+RATIONAL = 1, 1  # the degree and radicand of a root with a rational value
+
+
+def _root(node: Node) -> tuple[int, int] | None:
+    r"""Degree and radicand of a root of a rational number in lowest terms: (2, 2) for `\sqrt{8}` and `2^{3/2}`."""
+    if node.kind == "call" and node.name in ("root", "sqrt"):
+        base, power = node.args[0], Node("div", (number(1), node.args[1] if len(node.args) > 1 else number(2)))
+        plain = all(part.kind != "call" for part in _parts(base)) and is_number(base)
+    else:
+        base, power = node.args if node.kind == "pow" else (node, node)
+        plain = node.kind == "pow" and _is_fraction(base) and _is_fraction(power)
+    value, exponent = (constant(base), constant(power)) if plain else (None, None)
+    if not isinstance(value, Fraction) or not isinstance(exponent, Fraction) or exponent.denominator > MAX_DEGREE:
+        return None
+    degree, times = exponent.denominator, exponent.numerator % exponent.denominator
+    if value == 0 or degree == 1:
+        return RATIONAL
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        return None
+    radicand = abs(value.numerator) ** times * value.denominator ** (degree - times)
+    if value < 0 and degree % 2 == 0:
+        return degree, -_without_powers(radicand, degree)
+    for divisor in (divisor for divisor in range(degree, 1, -1) if degree % divisor == 0):
+        root = _whole_root(radicand, divisor)
+        if root**divisor == radicand:
+            return (degree // divisor, _without_powers(root, degree // divisor)) if divisor < degree else RATIONAL
+    return degree, _without_powers(radicand, degree)
+
+
+def _without_powers(radicand: int, degree: int) -> int:
+    """The radicand without the factors whose root can be taken."""
+    largest = min(_whole_root(radicand, degree), MAX_FACTOR)
+    powers = (root**degree for root in range(largest, 1, -1)) if radicand < MAX_FACTOR**2 else ()
+    return radicand // next((power for power in powers if radicand % power == 0), 1)
+
+
+def _whole_root(radicand: int, degree: int) -> int:
+    """The largest whole number whose power is not above the radicand, by Newton's method."""
+    root = 1 << -(-radicand.bit_length() // degree)
+    while (better := ((degree - 1) * root + radicand // root ** (degree - 1)) // degree) < root:
+        root = better
+    return root
 
 
 def _has_square_factor(root: Node) -> bool:
     """Whether the radicand of a square root below a fraction line could be smaller: 3 / sqrt(27)."""
     kind = _irrational(root)
-    radicand = root.args[0] if root.kind == "call" else root
+    radicand = root.args[0] if root.args else root
     return kind is not None and kind[0] == 2 and radicand.kind == "num" and kind[1] != radicand.value
 
 
@@ -291,7 +366,7 @@ def _is_collected(node: Node) -> bool:
 
 
 def _base(factor: Node) -> Node:
-    return factor.args[0] if factor.kind == "pow" and _is_numeral(_terms(factor.args[1])[0]) else factor
+    return factor.args[0] if factor.kind == "pow" and _is_signed_numeral(factor.args[1]) else factor
 
 
 def _monomial(term: Node) -> frozenset[tuple[Node, bool]] | None:

@@ -22,6 +22,7 @@ VALUES = {
     **{"twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90},
 }
 SCALES = {"hundred": 100, "thousand": 1_000, "million": 1_000_000}
+LARGE = frozenset([*SCALES, "dozen", "billion", "trillion"])  # 2.5 million people
 
 # Words that make another value of the number next to them, or leave it open: they are never dropped.
 CHANGING_WRITTEN = (
@@ -32,6 +33,13 @@ CHANGING_WRITTEN = (
     "reciprocal inverse opposite log sin cos tan wrong incorrect false impossible undefined unknown point"
 )
 CHANGING = frozenset(CHANGING_WRITTEN.split())
+# Words that announce another answer, and constants: they are never dropped either.
+ANNOUNCING_WRITTEN = (
+    "versus vs alternatively alternative but also another otherwise else rather instead likely "
+    "pi tau phi euler infinity radical radicals"
+)
+ANNOUNCING = frozenset(ANNOUNCING_WRITTEN.split())
+JOINING = frozenset(["and", "to", "by"])  # harmless before a number: "the ways to do it: 5"
 # Words that may stand before a number. Any other words must end in "is", "are" or a colon.
 LEADING_WRITTEN = (
     "a about all altogether an and angle answer approximately are area around average box case chapter circumference "
@@ -46,6 +54,11 @@ MONTHS = (
     "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|"
     "nov(?:ember)?|dec(?:ember)?"
 )
+PAIRS = re.compile(r"\W*(?:pairs?|couples?|gross)\b", re.IGNORECASE)  # 7 pairs may be 14; 7 ordered pairs are 7
+LONE_LETTER = re.compile(r"(?<![\w'.-])(?![aA]\b)[A-Za-z](?![\w'.-])")
+EXPONENT = re.compile(r"\^\s?\{?-?\d\}?")
+MODULUS = re.compile(r"\(?\s?mod(?:ulo)?\.?\s?\d+\s?\)?", re.IGNORECASE)
+JOINED = re.compile(r"\\text\s*\{[\s,]*(?:and|to|by)[\s,]*\}\s*\S")  # 1 \text{ and } 2
 DATE = re.compile(rf"(?:\d{{1,4}}[\s,./-]*)?\b(?:{MONTHS})\b(?:[\s,.]*\d{{1,4}}){{0,2}}", re.IGNORECASE)
 CLOCK = re.compile(r"(\d{1,2})\s?:\s?(\d\d)\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
 AMOUNT = (
@@ -59,6 +72,10 @@ QUANTITY = re.compile(
 TWO_AMOUNTS = re.compile(
     r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*(?:,\s*)?(?:and\s+)?(\d+(?:\.\d+)?)\s*([A-Za-z]+)", re.IGNORECASE
 )
+VALUE_AND_WORDS = re.compile(
+    r"(?:[^={}]{1,30}=)?(?:\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z])|\\\$|[-\d\s+*/^{}().,!:])*\d"
+    r"(?:[\s)}!.,]|\\(?:pi|degree|pct)(?![a-zA-Z]))*((?:\s*\\text\s*\{[^{}]*\})+)"
+)
 AND_A_HALF = re.compile(r"(?<![\d.,])(\d+) and a half\b")
 
 
@@ -67,10 +84,43 @@ def changes_a_number(word: str) -> bool:
     return word.lower() in CHANGING
 
 
+def announces_another(words: str) -> bool:
+    """Whether words next to a number hold another number, a constant, or a word that announces another answer."""
+    return any(word in ANNOUNCING or _is_number_word(word) for word in re.findall(r"[a-z]+", words.lower()))
+
+
+def may_stand_after(words: str) -> bool:
+    """Whether words after a number only say what it counts: "apples", "square units"; not "and also 8"."""
+    if unit_of(words) is not None or MODULUS.fullmatch(words.strip()):
+        return True
+    first, _, rest = words.strip().partition(" ")
+    counted = rest if first.lower() in LARGE else EXPONENT.sub("", words)
+    given = re.findall(r"[a-z]+", counted.lower())
+    return not (
+        re.search(r"\d", counted)
+        or LONE_LETTER.search(counted)
+        or PAIRS.match(counted)
+        or announces_another(counted)
+        or any(word in JOINING or changes_a_number(word) for word in given)
+    )
+
+
+def _is_number_word(word: str) -> bool:
+    """Whether a word is a number or a part in any form: ten, tens, sixes, twenties, hundredths. Zeros are counted."""
+    if word in VALUES or word in LARGE:
+        return True
+    forms = {word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("ies") + "y"} - {"zero", "second"}
+    stems = {form.removesuffix("th") for form in forms if form.endswith("th")}
+    stems |= {form.removesuffix("ieth") + "y" for form in forms if form.endswith("ieth")}
+    return any(form in VALUES or form in LARGE or form in PARTS for form in forms | stems)
+
+
 def may_stand_before(words: str) -> bool:
     """Whether words before a number only introduce it: "the area is"; not "half of"."""
     given = re.findall(r"[a-z]+", words.lower())
     if any(map(changes_a_number, given)) and not set(given) <= LEADING:
+        return False
+    if announces_another(words):
         return False
     introduces = words.rstrip().endswith(":") or given[-1:] in (["is"], ["are"], ["was"], ["equals"])
     return (introduces and (given[0] in LEADING or words.lstrip()[0].isupper())) or set(given) <= LEADING
@@ -85,9 +135,12 @@ def with_words_marked(text: str) -> str:
     if DATE.fullmatch(plain) and any(map(str.isdigit, plain)):
         words = sorted(re.findall(r"[a-z]{3}|\d+", plain.lower()), key=str.isdigit)
         return f"\\text{{{' '.join(words)}}}"
-    if two := TWO_AMOUNTS.fullmatch(plain):
-        return _added(two) or text
-    plain = AND_A_HALF.sub(r"\1.5", plain)
+    if (two := TWO_AMOUNTS.fullmatch(plain)) and (added := _added(two)):
+        return added
+    if AND_A_HALF.search(plain):
+        plain = AND_A_HALF.sub(r"\1.5", plain)
+    elif (worded := VALUE_AND_WORDS.fullmatch(text)) and not may_stand_after(unwrapped(worded[1])):
+        return f"\\text{{{plain}}}"
     quantity = QUANTITY.fullmatch(plain)
     if quantity is None or not (quantity["before"] or quantity["after"]):
         return plain if quantity else text
@@ -105,8 +158,10 @@ def with_words_marked(text: str) -> str:
     words = re.findall(r"[A-Za-z]+", after)
     if (before and not may_stand_before(before)) or (not is_unit and any(map(changes_a_number, words))):
         return f"\\text{{{plain}}}"
-    if not is_unit and re.search(r"\d", after):
+    if not is_unit and (re.search(r"\d", after) or JOINED.search(text)):
         return text
+    if after and not may_stand_after(after):
+        return f"\\text{{{plain}}}"
     return f"{sign}{quantity['amount']}" + (f"\\text{{ {after}}}" if after else "")
 
 
