@@ -187,8 +187,9 @@ def check_packed(
 ) -> None:
     """Check that sequences in one row do not affect each other: change the first, the outputs of the second must stay.
 
-    The two sequences begin alike once, and differ from the start once. Some models mix tokens outside of attention
-    (convolutions, state spaces) and would train on log-probabilities that the engine never sampled from.
+    The two sequences begin alike in one pair of rows, and differ from the start in the other. Some models mix tokens
+    outside of attention (convolutions, state spaces) and would train on log-probabilities that the engine never
+    sampled from.
 
     Args:
         forward: a row's tokens -> one number per token [T] or per sequence [S]. At ZeRO-3 every rank calls it.
@@ -199,14 +200,16 @@ def check_packed(
         ValueError: the second sequence's outputs change, or the model refuses the row.
     """
     second = [0, 1, 2, 3]
-    outputs = []
     try:
-        for first in ([0, 3, 1, 2], [3, 2, 1]):  # seven tokens to compute, both times: the same roundings
-            row = pack([np.array(first, np.int32), np.array(second, np.int32)])
-            numbers = forward(DeviceTokens.of(row, device)).float()
-            outputs.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
-        if (outputs[0] - outputs[1]).norm() > 16 * torch.finfo(DTYPES[dtype]).eps * outputs[0].norm():
-            raise UnpackableError("a sequence is affected by the sequences before it in the row")
+        # The rows of a pair have blocks of the same sizes: their roundings are the same.
+        for pair in (([0, 3, 1, 2], [0, 2, 3, 1]), ([3, 2, 1, 2], [1, 3, 2, 3])):
+            outputs = []
+            for first in pair:
+                row = pack([np.array(first, np.int32), np.array(second, np.int32)])
+                numbers = forward(DeviceTokens.of(row, device)).float()
+                outputs.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
+            if (outputs[0] - outputs[1]).norm() > 16 * torch.finfo(DTYPES[dtype]).eps * outputs[0].norm():
+                raise UnpackableError("a sequence is affected by the sequences before it in the row")
     except UnpackableError as error:
         raise ValueError(error.of(key, path)) from None
 
