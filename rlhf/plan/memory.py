@@ -255,7 +255,7 @@ def engine_memory(shape: ModelShape, config: GRPOConfig) -> EngineMemory:
     cluster, rollout, dtype = config.cluster, config.rollout, config.model.dtype
     b, parallel = BYTES[dtype], cluster.tensor_parallel
     kv_heads = max(1, -(-shape.kv_heads // parallel))  # fewer heads than GPUs: each GPU holds one
-    per_token = 2 * (shape.attention_layers or shape.layers) * kv_heads * shape.head_dim * b
+    per_token = 2 * shape.layers_with_attention * kv_heads * shape.head_dim * b
     weights = b * shape.parameters / parallel
     parts = [Part(f"weights, {dtype}", weights, _share(shape.parameters, b, parallel))]
     if cluster.device == "cuda":

@@ -60,6 +60,10 @@ class ModelShape:
     counted_head: bool = True
 
     @property
+    def layers_with_attention(self) -> int:
+        return self.layers if self.attention_layers is None else self.attention_layers
+
+    @property
     def embedding_parameters(self) -> int:
         """V H of the input embedding; the head has as many more, unless the two are tied."""
         return self.vocabulary * self.hidden
@@ -111,8 +115,7 @@ class ModelShape:
             shared: first tokens of each of `lengths` that were computed with another sequence.
         """
         squares = sum(length**2 for length in lengths) - sum(count**2 for count in shared)
-        layers = self.layers if self.attention_layers is None else self.attention_layers
-        attention = 6 * layers * self.heads * self.head_dim * squares
+        attention = 6 * self.layers_with_attention * self.heads * self.head_dim * squares
         head = 6 * self.embedding_parameters * response_tokens
         return float(6 * self.active_parameters * (sum(lengths) - sum(shared)) + head + attention)
 

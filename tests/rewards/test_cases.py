@@ -203,6 +203,7 @@ ANSWERS = {
         (r"\text{(C)}", "c", WRONG),
     ],
     "units in any layout": [
+        ("15", r"15\text{ cm}^2\text{ of tile}", RIGHT),
         (r"9.8\text{ m/s}^2", "9.8 m/s^2", RIGHT),
         (r"9.8\text{ m/s}^2", r"9.8\,\frac{m}{s^2}", RIGHT),
         (r"9.8\text{ m/s}^2", r"9.8\,\mathrm{m}/\mathrm{s}^2", RIGHT),

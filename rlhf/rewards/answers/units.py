@@ -45,7 +45,7 @@ def unit_of(text: str) -> tuple[str, Fraction] | None:
     """Dimension and size of a unit, None if a word is not a measure: cm, square feet, m/s, m s^-2, cubic inches."""
     words = re.sub(r"\bper\b", "/", text.lower())
     words = re.sub(r"\b(?:squared|cubed)\b", lambda m: "^2" if m[0] == "squared" else "^3", words)
-    words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", re.sub(r"\.(?!\d)", "", words)).strip()
+    words = re.sub(r"\s*\^\s*(?:\{\s*(-?\d)\s*\}|(-?\d))", r"^\1\2", re.sub(r"\.(?!\d)", "", words)).strip()
     words = COMPOUND.get(words, words)
     powers: dict[str, int] = {}
     size = Fraction(1)
@@ -58,7 +58,7 @@ def unit_of(text: str) -> tuple[str, Fraction] | None:
                 continue
             name, _, written = name.partition("^")
             base = _base_unit(name)
-            if base is None:
+            if base is None or not re.fullmatch(r"(-?\d)?", written):
                 return None
             exponent = (int(written) if written else power) * (-1 if index else 1)
             powers[base[0]] = powers.get(base[0], 0) + exponent
