@@ -71,8 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rlhf.run.comparison import compare, graded_responses, read_responses
     from rlhf.run.evaluation import evaluation_metrics
 
-    earlier = None if arguments.compare_with is None else read_responses(Path(arguments.compare_with))
-
+    earlier = None
+    if arguments.compare_with is not None:
+        earlier = read_responses(Path(arguments.compare_with), samples_per_prompt=config.evaluation.samples_per_prompt)
     check_sources(config.data)
     check_models(config, trains=False)
     if not joins_a_cluster(config):

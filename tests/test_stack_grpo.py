@@ -130,7 +130,7 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_
     evaluated = subprocess.run(command, capture_output=True, text=True, timeout=STACK_WAIT_S, check=False)
     assert evaluated.returncode == 0, evaluated.stderr[-3000:]
     assert {"eval/test/avg@2", "eval/test/pass@2"} <= json.loads((tmp_path / "evaluation.json").read_text()).keys()
-    assert len(read_responses(tmp_path / "responses.jsonl")) == 2 * 16
+    assert len(read_responses(tmp_path / "responses.jsonl", samples_per_prompt=2)) == 2 * 16
 
 
 def test_a_first_hour_a_start_that_fails_no_wandb_no_signal_and_a_damaged_checkpoint(

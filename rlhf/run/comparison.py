@@ -46,19 +46,25 @@ def graded_responses(groups: Mapping[str, Sequence[RolloutGroup]]) -> Rows:
     ]
 
 
-def read_responses(file: Path) -> Rows:
+def read_responses(file: Path, *, samples_per_prompt: int) -> Rows:
     """Rows of `graded_responses`, one per line.
 
     Raises:
-        ValueError: the file is not one of these.
+        ValueError: the file is not one of these, or has another number of responses per problem.
     """
     try:
         rows: Rows = [json.loads(line) for line in file.read_text().splitlines()]
-        _right_counts(rows)
+        counts = {responses for _, responses in _right_counts(rows).values()}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{file}: does not hold graded responses ({error}). Write it with rlhf.evaluate --responses."
         ) from None
+    if counts != {samples_per_prompt}:
+        numbers = " or ".join(map(str, sorted(counts))) or "no"
+        raise ValueError(
+            f"{file}: it has {numbers} responses per problem, and evaluation.samples_per_prompt={samples_per_prompt}. "
+            "Evaluate both models with the same config."
+        )
     return rows
 
 
