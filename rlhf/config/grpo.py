@@ -130,6 +130,11 @@ class GRPOConfig(ProgramConfig):
         return self.algo.kl_place == "reward" and self.algo.kl_coef > 0
 
     @property
+    def kl_in_loss(self) -> bool:
+        """Whether a KL penalty is added to the loss."""
+        return self.algo.kl_place == "loss" and self.algo.kl_coef > 0
+
+    @property
     def needs_old_logprobs_pass(self) -> bool:
         """Whether a pass before the update computes log-probs: for later updates, or for the KL in the reward."""
         return self.training.updates_per_step > 1 or self.kl_in_reward
@@ -143,7 +148,7 @@ class GRPOConfig(ProgramConfig):
                 f"algo.kl_estimator={algo.kl_estimator} with algo.kl_place=reward: biased in the reward{blow_up}. "
                 "Only k1 is exact there."
             )
-        if algo.kl_place == "loss" and algo.kl_coef > 0 and algo.kl_estimator == "k1":
+        if self.kl_in_loss and algo.kl_estimator == "k1":
             yield (
                 "algo.kl_estimator=k1 with algo.kl_place=loss: its expected gradient is zero, it will not hold the "
                 "policy near the reference. Use k2 or k4 in the loss, or k1 in the reward."

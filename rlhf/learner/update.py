@@ -71,7 +71,7 @@ def policy_microbatch(
         metrics["policy/importance_outside_fraction"] = masked_mean(correction.outside.float(), mask)
     if targets.ref_logprobs is not None:
         ref_logprobs = column(targets.ref_logprobs)
-        if algo.kl_coef > 0 and algo.kl_place == "loss":
+        if config.kl_in_loss:
             penalty = kl.kl_per_token(
                 logprobs,
                 ref_logprobs,

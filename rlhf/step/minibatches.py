@@ -25,7 +25,7 @@ def rows_with_gradient(batch: StepBatch, advantages: np.ndarray, config: GRPOCon
     """
     assert not config.kl_in_reward, "with the KL in the reward, advantages need the log-probs first"
     algo = config.algo
-    if algo.kl_coef > 0 or algo.entropy_coef or algo.log_kl or config.learner.router_balance_coef:
+    if config.kl_in_loss or algo.entropy_coef or algo.log_kl or config.learner.router_balance_coef:
         return batch.trained
     return batch.trained & (advantages != 0)
 

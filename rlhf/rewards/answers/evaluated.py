@@ -21,7 +21,7 @@ SIGNS = ("neg", "pm")
 MAX_CALLS = 2  # of functions in an expression with variables whose gold answer has fewer: sin x / cos x for tan x
 MAX_FACTOR = 10_000  # of a radicand: the root of a larger factor is not taken out
 MAX_DEGREE = 12  # roots of a higher degree, or of a number of more bits, are not simplified
-MAX_BITS = 4_000
+MAX_RADICAND_BITS = 4_000
 EQUALS = frozenset(["=", "~"])
 
 
@@ -282,7 +282,7 @@ def _root(node: Node) -> tuple[int, int] | None:
     degree, times = exponent.denominator, exponent.numerator % exponent.denominator
     if value == 0 or degree == 1:
         return RATIONAL
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_RADICAND_BITS:
         return None
     radicand = abs(value.numerator) ** times * value.denominator ** (degree - times)
     if value < 0 and degree % 2 == 0:
