@@ -67,6 +67,13 @@ def real_model_dir() -> Path:
 
 
 @pytest.fixture(autouse=True)
+def the_same_random_numbers() -> None:
+    """What a test draws without a generator of its own does not depend on the tests before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """A `stack` test fails when a process that it started outlives it; the process is killed."""
     if request.node.get_closest_marker("stack") is None:
