@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
-from rlhf.plan import check_resources, joins_a_cluster, local_resources
+from rlhf.plan import evaluation_problems
 
 if TYPE_CHECKING:
     from rlhf.types import RolloutGroup
@@ -47,6 +47,15 @@ async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
             return await evaluate(loaded.prompts, sampler.for_evaluation, at_once=config.evaluation_groups_at_once)
 
 
+def problems(config: GRPOConfig) -> Iterator[str]:
+    """Reasons to refuse the evaluation."""
+    if not config.data.eval:
+        yield "data.eval is empty: there is nothing to evaluate on. Name a file or a hub data set."
+    if config.reward.leaves_something_ungraded:
+        yield "reward=[]: evaluation cannot use a reward model. Name a reward, such as reward=[{name: math}]."
+    yield from evaluation_problems(config)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     def add_flags(parser: argparse.ArgumentParser) -> None:
         cli.program_flag(parser)
@@ -59,25 +68,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
 
     schema = cli.program_schema(argv)
-    config, arguments = cli.parse("rlhf.evaluate", DESCRIPTION, schema, argv, add_flags=add_flags)
-    if not config.data.eval:
-        raise ValueError("data.eval is empty: there is nothing to evaluate on. Name a file or a hub data set.")
-    if config.reward.leaves_something_ungraded:
-        raise ValueError(
-            "reward=[]: evaluation cannot use a reward model. Name a reward, such as reward=[{name: math}]."
-        )
-    from rlhf.data.model_checks import check_models
-    from rlhf.data.read import check_sources
+    config, arguments = cli.parse("rlhf.evaluate", DESCRIPTION, schema, argv, add_flags=add_flags, check=problems)
     from rlhf.run.comparison import compare, graded_responses, read_responses
     from rlhf.run.evaluation import evaluation_metrics
 
     earlier = None
     if arguments.compare_with is not None:
         earlier = read_responses(Path(arguments.compare_with), samples_per_prompt=config.evaluation.samples_per_prompt)
-    check_sources(config.data)
-    check_models(config, trains=False)
-    if not joins_a_cluster(config):
-        check_resources(config, local_resources(), trains=False)
     groups = cli.run_async(sample_and_grade(config))
     metrics = evaluation_metrics(groups)
     for name, value in metrics.items():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
-from rlhf.plan import check_resources, joins_a_cluster, local_resources, print_plan
+from rlhf.plan import print_plan, start_problems
 
 if TYPE_CHECKING:
     from rlhf.run.training_run import TrainingRun
@@ -83,12 +83,10 @@ async def train_step(run: TrainingRun, step: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config, arguments = cli.parse("rlhf.grpo", DESCRIPTION, GRPOConfig, argv)
+    config, arguments = cli.parse("rlhf.grpo", DESCRIPTION, GRPOConfig, argv, check=start_problems)
     if arguments.plan:
         print_plan(config)
         return
-    if not joins_a_cluster(config):
-        check_resources(config, local_resources())
     from rlhf.run.training_run import TrainingRun
 
     cli.run_async(train(TrainingRun(config, resume=arguments.resume)))

@@ -104,19 +104,14 @@ def _output(path: str | None) -> Iterator[TextIO | None]:
 
 
 def _reward_config(options: argparse.Namespace) -> RewardConfig:
-    from pydantic import ValidationError
-
-    from rlhf.config.load import explain
+    from rlhf.config.load import validated
     from rlhf.config.reward import RewardConfig
 
     part = {"name": options.reward}
     if options.reward == "math":
         part["mode"] = "strict" if options.strict else "lenient"
     values = {"parts": [part], "workers": options.workers, "cpu_seconds": options.cpu_seconds}
-    try:
-        return RewardConfig.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(explain(RewardConfig, error)) from None
+    return validated(RewardConfig, values)
 
 
 def _grade(

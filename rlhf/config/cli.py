@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rlhf.config.base import Section
 from rlhf.config.describe import Key, describe_keys
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.load import load_config
+from rlhf.config.load import NAMES_ELSEWHERE, load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
 
@@ -65,11 +65,13 @@ def parse(
     argv: Sequence[str] | None,
     *,
     add_flags: Callable[[argparse.ArgumentParser], None] = training_flags,
+    check: Callable[[C], Iterable[str]] = lambda config: (),
 ) -> tuple[C, argparse.Namespace]:
     """Arguments -> the config and the flags; --help lists every key of the schema.
 
     Args:
         add_flags: adds the program's own flags.
+        check: problems of this machine with a config, such as a missing file; not asked with --plan.
 
     Raises:
         ValueError: from the config, or from arguments that are neither a flag nor an override.
@@ -87,11 +89,26 @@ def parse(
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of the YAML")
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     for argument in unknown:
-        remedy = f"Write overrides without dashes: {argument.lstrip('-')}" if "=" in argument else "See --help"
-        raise ValueError(f"{argument}: there is no such flag. {remedy}.")
+        raise ValueError(f"{argument}: there is no such flag. {_remedy(argument, schema)}")
     if not arguments.config:
-        raise ValueError(f"--config: no file given. Name a YAML file: python -m {program} --config configs/math.yaml")
-    return load_config(schema, arguments.config, arguments.overrides), arguments
+        named = [text for text in arguments.overrides if text.endswith((".yaml", ".yml"))]
+        example = (named or ["configs/math.yaml"])[0]
+        raise ValueError(f"--config: no file given. Name a YAML file: python -m {program} --config {example}")
+    checks = (lambda config: ()) if vars(arguments).get("plan") else check
+    return load_config(schema, arguments.config, arguments.overrides, check=checks), arguments
+
+
+def _remedy(argument: str, schema: type[Section]) -> str:
+    """How to write what an unknown flag may mean."""
+    name, _, given = argument.lstrip("-").partition("=")
+    name, value = name.replace("-", "_"), given or "VALUE"
+    keys = [key.name for key in describe_keys(schema)]
+    meant = (
+        [NAMES_ELSEWHERE[name]] if name in NAMES_ELSEWHERE else [key for key in keys if f".{key}".endswith(f".{name}")]
+    )
+    if not meant:
+        return "Flags and keys are listed by --help; keys are written without dashes, as section.key=value."
+    return f"Write it without dashes, as a key: {' or '.join(f'{key}={value}' for key in meant)}."
 
 
 def _list_keys(schema: type[Section]) -> str:

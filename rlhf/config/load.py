@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,15 +23,37 @@ REMOVED = {
     "reward.start_seconds": "It is 120 now. Delete the line.",
     "reward.cache_size": "It is 100,000 now. Delete the line.",
 }
+NAMES_ELSEWHERE = {
+    "learning_rate": "learner.optimizer.lr",
+    "beta": "algo.kl_coef",
+    "epsilon": "algo.clip_low and algo.clip_high",
+    "batch_size": "rollout.prompts_per_step",
+    "num_generations": "rollout.samples_per_prompt",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "num_iterations": "learner.epochs_per_step",
+    "num_train_epochs": "run.steps",
+    "max_steps": "run.steps",
+    "model_name_or_path": "model.path",
+    "dataset_name": "data.train",
+    "output_dir": "run.dir",
+}
 
 
-def load_config(schema: type[C], files: Sequence[str], overrides: Sequence[str] = ()) -> C:
+def load_config(
+    schema: type[C],
+    files: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    check: Callable[[C], Iterable[str]] = lambda config: (),
+) -> C:
     """Read the YAML files in order (later ones win), then the overrides, and validate.
 
     Args:
         schema: the config model of the program.
         files: paths of YAML files.
         overrides: `section.key=value` strings.
+        check: further problems of a config, such as a missing file.
 
     Raises:
         ValueError: naming the key, the value, the reason and the remedy; one line for each problem.
@@ -50,10 +72,7 @@ def load_config(schema: type[C], files: Sequence[str], overrides: Sequence[str] 
         raise ValueError(
             f"{_first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} where it is text."
         ) from None
-    try:
-        return schema.model_validate_json(json.dumps(values))
-    except ValidationError as error:
-        raise ValueError(explain(schema, error)) from None
+    return validated(schema, values, check)
 
 
 def resolved_yaml(config: Section) -> str:
@@ -110,12 +129,61 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def explain(schema: type[Section], error: ValidationError) -> str:
-    """One line for each problem that pydantic reports; unknown keys alone if there are any."""
+def validated(schema: type[C], values: dict[str, Any], check: Callable[[C], Iterable[str]] = lambda config: ()) -> C:
+    """The config of these values.
+
+    Raises:
+        ValueError: naming all problems. What is wrong is taken out, and the rest is validated again; a contradiction
+            or a finding of `check` that names a wrong key is left out, as it may be about the value in its place.
+    """
     keys = {key.name: key for key in describe_keys(schema)}
-    problems = error.errors()
-    unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
-    return "\n".join(dict.fromkeys(line for problem in unknown or problems for line in _lines(problem, keys)))
+    problems: dict[str, None] = {}
+    replacements: dict[tuple[int | str, ...], Iterator[Any]] = {}
+    while True:
+        contradictions: list[str] = []
+        try:
+            config = schema.model_validate_json(json.dumps(values), context={"contradictions": contradictions})
+        except ValidationError as error:
+            found = error.errors()
+            found = [problem for problem in found if problem["type"] == "extra_forbidden"] or found
+            for problem in found:
+                place = problem["loc"]
+                if not any(place[:length] in replacements for length in range(1, len(place) + 1)):
+                    problems |= dict.fromkeys(_lines(problem, keys))
+            for problem in found:
+                # for a required value that is wrong: something valid, so that the other keys can be checked
+                replacement = replacements.setdefault(problem["loc"], iter([{}, 1, "-"]))
+                if not _replace(values, problem, replacement):
+                    raise ValueError("\n".join(problems)) from None
+        else:
+            wrong = {".".join(map(str, place)) for place in replacements}
+            wrong |= {key for line in problems for key in re.findall(r"Did you mean ([\w.]+)", line)}
+            names = re.compile("|".join(rf"\b{re.escape(key)}\b" for key in sorted(wrong)) or r"(?!)")
+            problems |= {line: None for line in (*contradictions, *check(config)) if not names.search(line)}
+            if problems:
+                raise ValueError("\n".join(problems))
+            return config
+
+
+def _replace(values: Any, problem: ErrorDetails, replacement: Iterator[Any]) -> bool:
+    """Remove the value of a problem, or put the next placeholder where one is required.
+
+    Returns:
+        False if neither is possible.
+    """
+    *path, last = problem["loc"] or ("",)
+    try:
+        for part in path:
+            values = values[part]
+        if problem["type"] == "missing":
+            values[last] = next(replacement)
+        elif isinstance(values, list) or last in values:
+            del values[last]
+        else:
+            return False
+    except (LookupError, TypeError, StopIteration):
+        return False
+    return True
 
 
 def _lines(problem: ErrorDetails, keys: Mapping[str, Key]) -> Iterator[str]:
@@ -125,11 +193,14 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key]) -> Iterator[str]:
         keys: all keys of the schema by name.
     """
     key = ".".join(map(str, problem["loc"]))
-    given = f"{key}={_short(problem['input'])}"
+    given, described = f"{key}={_short(problem['input'])}", keys.get(_general(key))
     message = problem["msg"].removeprefix("Value error, ")
     match problem["type"]:
         case "extra_forbidden":
             yield f"{given}: {_unknown(key, keys)}"
+        case "missing" if isinstance(problem["loc"][-1], int):
+            name = key.rpartition(".")[0]
+            yield f"{name}: too few entries, its type is {keys[name].kind}."
         case "missing":
             below = [name for name in keys if f"{name}.".startswith(f"{key}.") and keys[name].default is None]
             for missing in below or [key]:
@@ -141,10 +212,13 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key]) -> Iterator[str]:
             yield f"{given}: text is expected, and YAML reads this as another type. Quote it: {key}='\"{text}\"'."
         case "model_type" | "model_attributes_type":
             yield f"{given}: a section is expected. Set a key in it, such as {key}.KEY=VALUE."
-        case "literal_error" if (described := keys.get(_general(key))) is not None:
+        case "literal_error" if described is not None:
             yield f"{given}: it has to be {problem['ctx']['expected']} ({described.description})."
+        case "int_type" | "float_type" | "bool_type" if _reads_as_another_type(problem["input"]):
+            yield f"{given}: the quotes make it text. Write {key}={problem['input']}."
         case _:
-            yield f"{given}: {message[0].lower()}{message[1:]}. See --help for this key."
+            about = f" ({described.kind}: {described.description})" if described is not None else ""
+            yield f"{given}: {message[0].lower()}{message[1:]}{about or '. See --help for this key'}."
 
 
 def _unknown(key: str, keys: Mapping[str, Key]) -> str:
@@ -152,6 +226,8 @@ def _unknown(key: str, keys: Mapping[str, Key]) -> str:
     if key in REMOVED:
         return f"this key was removed. {REMOVED[key]}"
     section, _, name = key.rpartition(".")
+    if name in NAMES_ELSEWHERE:
+        return f"there is no such key. It is {NAMES_ELSEWHERE[name]} here."
     if moved := [known for known in keys if known.endswith(f".{name}") and "[]" not in known]:
         return f"there is no such key. Did you mean {' or '.join(moved)}?"
     prefix, general = (f"{section}.", f"{_general(section)}.") if section else ("", "")
@@ -165,6 +241,14 @@ def _general(key: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value as a message shows it, at most 80 characters."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    """A value as a message shows it, at most 80 characters; text keeps its quotes where YAML needs them."""
+    text = value if isinstance(value, str) and not _reads_as_another_type(value) else json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _reads_as_another_type(text: Any) -> bool:
+    """Whether this text without its quotes would be a number, true, false or null."""
+    try:
+        return isinstance(text, str) and not isinstance(json.loads(text), str)
+    except ValueError:
+        return False

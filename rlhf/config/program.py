@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, model_validator
 
 from rlhf.config.base import Section
 from rlhf.config.sections import TrainedConfig
@@ -19,8 +19,11 @@ class ProgramConfig(Section):
         yield from ()
 
     @model_validator(mode="after")
-    def _refuse_contradictions(self) -> Self:
-        if problems := list(self.contradictions()):
+    def _refuse_contradictions(self, info: ValidationInfo) -> Self:
+        problems = list(self.contradictions())
+        if info.context is not None:  # load_config reports them with the other problems of the files
+            info.context["contradictions"].extend(problems)
+        elif problems:
             raise ValueError("\n".join(problems))
         return self
 

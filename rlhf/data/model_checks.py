@@ -14,21 +14,6 @@ from rlhf.config.roles import CRITIC, Role
 from rlhf.data.model_files import local_model_config, looks_local
 
 
-def check_models(config: GRPOConfig, *, trains: bool = True) -> None:
-    """Refuse models that do not exist, or that cannot be trained on sequences as long as the config allows.
-
-    Args:
-        trains: False for engines alone, as in an evaluation.
-
-    Raises:
-        ValueError: one line for each problem, with the key of the path.
-    """
-    for role in config.roles(trains=trains):
-        check_folder(role.model, key=role.model_key)
-    if problems := model_problems(config, trains=trains):
-        raise ValueError("\n".join(problems))
-
-
 def check_folder(path: str, *, key: str = "model.path") -> None:
     """Refuse a local path that is not a model folder.
 

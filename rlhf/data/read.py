@@ -28,18 +28,12 @@ def config_sources(config: DataConfig, which: str) -> dict[str, SourceConfig]:
     return {f"data.{which}.{i}" if len(sources) > 1 else f"data.{which}": source for i, source in enumerate(sources)}
 
 
-def check_sources(config: DataConfig) -> None:
-    """Check the data without reading it: local files exist and have a known format.
+def check_source(source: SourceConfig, key: str) -> None:
+    """Check a source without reading it: a local file exists, has a known format and is not empty.
 
     Raises:
         ValueError: the key, the path, the reason and the remedy.
     """
-    for which in ("train", "eval"):
-        for key, source in config_sources(config, which).items():
-            check_source(source, key)
-
-
-def check_source(source: SourceConfig, key: str) -> None:
     path = local_path(source)
     if path is None or path.is_dir():
         return

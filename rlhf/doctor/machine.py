@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 
 from rlhf.cluster.node_report import plugin_is_installed
 from rlhf.config.grpo import GRPOConfig
-from rlhf.data.model_checks import check_models
 from rlhf.data.model_files import load_tokenizer
 from rlhf.doctor.examination import Finding, Patient, in_thread
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model_shape import shape_at
+from rlhf.plan.preflight import input_problems
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -173,12 +173,11 @@ async def check_data(patient: Patient) -> Finding:
 
 def _load(patient: Patient) -> Finding:
     from rlhf.data.load import load_prompts
-    from rlhf.data.read import check_sources
     from rlhf.rewards.answers.extract import gold_answer
 
     config = patient.config
-    check_sources(config.data)
-    check_models(config)
+    if problems := input_problems(config):
+        raise ValueError("\n".join(problems))
     tokenizer = load_tokenizer(config.model)
     loaded = load_prompts(config.data, "train", tokenizer, gold_answer)
     patient.prompts = [prompt for rows in loaded.prompts.values() for prompt in rows[:PROMPTS_PER_SOURCE]]

@@ -15,9 +15,7 @@ from rlhf.cluster.canary import Canary
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.load import load_prompts
-from rlhf.data.model_checks import check_models
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
-from rlhf.data.read import check_sources
 from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
 from rlhf.log.reductions import StepMetrics, mean_over_updates, to_values
 from rlhf.log.sinks import summary_table
@@ -41,7 +39,8 @@ C = TypeVar("C", bound=GRPOConfig)
 class TrainingRun(Generic[C]):
     """Everything of a run except its loop; an async context from start-up to the end of the last process.
 
-    The constructor checks what can be checked before anything is started, and raises ValueError.
+    The config has passed `plan.start_problems`. The constructor checks the rest of what can be checked before anything
+    is started: the run folder's contents, the tokenizer and every row of the data. It raises ValueError.
 
     Attributes:
         state: what the run has counted so far; of a resumed run, what the checkpoint held.
@@ -50,8 +49,6 @@ class TrainingRun(Generic[C]):
 
     def __init__(self, config: C, *, resume: bool) -> None:
         self.config = config
-        check_sources(config.data)
-        check_models(config)
         self.folder = RunFolder(config.run.dir, resume=resume)
         self.restored = self.folder.restored
         self.state = RunState() if self.restored is None else RunState.from_json(RunFolder.read_state(self.restored))

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from waiting import WAIT_S
 from worlds import make_config, make_ppo_config
 
-from rlhf import evaluate
+from rlhf import evaluate, grpo
+from rlhf.config.grpo import GRPOConfig
+from rlhf.plan import start_problems
 from rlhf.run.folder import RunFolder
 from rlhf.run.training_run import TrainingRun
 
 
 def start(folder: Path, /, **sections: dict[str, Any]) -> TrainingRun:
-    return TrainingRun(make_config(folder, **sections), resume=False)
+    return begin(make_config(folder, **sections))
+
+
+def begin(config: GRPOConfig) -> TrainingRun:
+    """What a training program does before it starts anything."""
+    if problems := start_problems(config):
+        raise ValueError("\n".join(problems))
+    return TrainingRun(config, resume=False)
 
 
 @pytest.fixture
@@ -120,13 +131,13 @@ def test_a_run_is_resumed_by_the_program_that_began_it(model: Path, tmp_path: Pa
 def test_every_model_of_a_run_is_checked_before_anything_starts(model: Path, key: str) -> None:
     section = key.split(".")[0]
     with pytest.raises(ValueError, match=rf"^{key}=/nowhere/judge: there is no such folder"):
-        TrainingRun(make_ppo_config(model, **{section: {"path": "/nowhere/judge"}}), resume=False)
+        begin(make_ppo_config(model, **{section: {"path": "/nowhere/judge"}}))
 
 
 def test_a_critic_with_a_smaller_vocabulary_than_the_policys_is_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 3}))
     with pytest.raises(ValueError, match=r"critic\.path=.*vocabulary of 3 tokens is smaller"):
-        TrainingRun(make_ppo_config(model, critic={"path": str(tmp_path)}), resume=False)
+        begin(make_ppo_config(model, critic={"path": str(tmp_path)}))
 
 
 def test_the_program_prints_one_message_and_exits_with_2(model: Path, tmp_path: Path) -> None:
@@ -145,6 +156,43 @@ def test_the_program_prints_one_message_and_exits_with_2(model: Path, tmp_path: 
         assert "Traceback" not in done.stderr
         assert len(done.stderr.splitlines()) == 1
     assert not (model.parent / "run").exists()  # nothing was written
+
+
+def test_mistakes_of_every_kind_are_named_together(model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(make_config(model).model_dump(mode="json")))
+    overrides = [
+        "learner.lr=1", "rollout.prompts_per_step=many", "algo.clip_low=1.5", "data.train=/nowhere.jsonl",
+        "model.path=/nowhere", "run.dir=/proc/version/run", "cluster.learners=999",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r".") as caught:
+        grpo.main(["--config", str(config), *overrides])
+    named = [re.split("[=:]", line)[0] for line in str(caught.value).splitlines()]
+    assert named == [
+        "learner.lr", "rollout.prompts_per_step", "algo.clip_low", "data.train", "model.path", "run.dir", "cluster",
+    ]  # fmt: skip
+
+
+def test_nothing_is_said_about_values_that_stand_in_for_wrong_ones(model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(make_config(model).model_dump(mode="json")))
+    wrong = ["data.train=3", "learner.max_tokens_per_microbatch=x", "model=here", "run.steps=ten", "rollout.stop=1"]
+    with pytest.raises(ValueError, match=r".") as caught:
+        grpo.main(["--config", str(config), *wrong])
+    named = [re.split("[=:]", line)[0] for line in str(caught.value).splitlines()]
+    assert sorted(named) == sorted(text.split("=")[0] for text in wrong)
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_named_with_both_sizes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(model, run={"dir": str(tmp_path / "a" / "b")})
+    assert start_problems(config) == []
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
+    (problem,) = start_problems(config)
+    assert problem.startswith(f"run.dir={tmp_path}/a/b: checkpoints need 0.0 GiB (checkpoint.keep=2 and the one")
+    assert problem.endswith(f"{tmp_path} has 0.0 GiB free. Make room, keep fewer, or write to another disk.")
+    assert start_problems(make_config(model, run={"dir": str(tmp_path)}, checkpoint={"every": None})) == []
 
 
 def test_an_evaluation_reads_the_config_of_a_ppo_run() -> None:

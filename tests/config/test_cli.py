@@ -178,10 +178,22 @@ def test_the_cpu_overlay_goes_on_top_of_every_config(base: tuple[str, ...], coun
         ),
         (
             ("--config", MATH, "--run.steps=3"),
-            "error: --run.steps=3: there is no such flag. Write overrides without dashes",
+            "error: --run.steps=3: there is no such flag. Write it without dashes, as a key: run.steps=3.",
         ),
+        (
+            ("--config", MATH, "--lr", "1"),
+            "error: --lr: there is no such flag. Write it without dashes, as a key: learner.optimizer.lr=V",
+        ),
+        (
+            ("--config", MATH, "--learning-rate=1"),
+            "error: --learning-rate=1: there is no such flag. Write it without dashes, as a key: l",
+        ),
+        ((MATH,), f"error: --config: no file given. Name a YAML file: python -m rlhf.grpo --config {MATH}"),
         (("--config", MATH, "--paln"), "error: --paln: there is no such flag."),
-        (("--config", MATH, "run.step=3"), "error: run.step=3: there is no such key. Did you mean run.steps?"),
+        (
+            ("--config", MATH, "run.step=3", "--plan"),
+            "error: run.step=3: there is no such key. Did you mean run.steps?",
+        ),
         (("--config", "nowhere.yaml"), "error: --config nowhere.yaml: there is no such file."),
         (("--config", MATH, "algo.clip_low=1.5", "--plan"), "error: algo.clip_low=1.5: "),
     ],

@@ -1,0 +1,78 @@
+"""What stands in the way of a run on this machine, all of it in one list, before anything is created."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rlhf.config.grpo import GRPOConfig
+from rlhf.data.model_checks import check_folder, model_problems
+from rlhf.data.read import check_source, config_sources
+from rlhf.plan.memory import GIB, checkpoint_bytes
+from rlhf.plan.model_shape import shape_at
+from rlhf.plan.resources import check_resources, joins_a_cluster, local_resources
+
+
+def start_problems(config: GRPOConfig) -> list[str]:
+    """Reasons to refuse a training run: data, models, run folder and its disk, CPUs and GPUs."""
+    return input_problems(config) + _gather(lambda: _check_run_folder(config), lambda: _check_local_resources(config))
+
+
+def evaluation_problems(config: GRPOConfig) -> list[str]:
+    """Reasons to refuse an evaluation, which starts engines alone."""
+    resources = _gather(lambda: _check_local_resources(config, trains=False))
+    return input_problems(config, trains=False) + resources
+
+
+def input_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
+    """Data and models that are missing, or that do not fit the config."""
+    sources = config_sources(config.data, "eval") | (config_sources(config.data, "train") if trains else {})
+    problems = _gather(
+        *(partial(check_source, source, key) for key, source in sources.items()),
+        *(partial(check_folder, role.model, key=role.model_key) for role in config.roles(trains=trains)),
+    )
+    return list(dict.fromkeys(problems + _gather(lambda: _check_models(config, trains=trains))))
+
+
+def _gather(*checks: Callable[[], None]) -> list[str]:
+    """The messages of all checks that raise ValueError."""
+    problems: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems += str(error).splitlines()
+    return problems
+
+
+def _check_models(config: GRPOConfig, *, trains: bool) -> None:
+    if problems := model_problems(config, trains=trains):  # raises where a config.json is not JSON
+        raise ValueError("\n".join(problems))
+
+
+def _check_local_resources(config: GRPOConfig, *, trains: bool = True) -> None:
+    if not joins_a_cluster(config):
+        check_resources(config, local_resources(), trains=trains)
+
+
+def _check_run_folder(config: GRPOConfig) -> None:
+    """Raises ValueError if the run folder cannot be written, or if its disk has no room for the checkpoints."""
+    run_dir = Path(config.run.dir).expanduser().absolute()
+    exists = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    if not exists.is_dir():
+        raise ValueError(f"run.dir={config.run.dir}: {exists} is a file. Name a folder.")
+    if not os.access(exists, os.W_OK | os.X_OK):
+        raise ValueError(f"run.dir={config.run.dir}: {exists} cannot be written. Name a folder that can be.")
+    shape = shape_at(config.model.path)
+    size = checkpoint_bytes(config, shape) if config.checkpoint_every else 0
+    # while a checkpoint is written, the earlier ones are still there
+    needed, free = (size or 0) * (config.checkpoint.keep + 1), shutil.disk_usage(exists).free
+    if needed > free:
+        raise ValueError(
+            f"run.dir={config.run.dir}: checkpoints need {needed / GIB:.1f} GiB (checkpoint.keep="
+            f"{config.checkpoint.keep} and the one that is being written, {(size or 0) / GIB:.1f} GiB each), but "
+            f"{exists} has {free / GIB:.1f} GiB free. Make room, keep fewer, or write to another disk."
+        )
