@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from processes import Process, below, outliving, running
 from waiting import STACK_WAIT_S, eventually
@@ -246,6 +249,18 @@ def test_with_a_lag_of_1_no_token_is_older_the_correction_is_on_and_sigterm_ends
         assert all(row["step"] - 1 - version <= 1 for version in versions)
 
 
+def reachable_from_outside(processes: dict[Process, str]) -> list[str]:
+    """What listens on another address than the loopback interface."""
+    found = []
+    for process, command in processes.items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for open_port in psutil.Process(process.pid).net_connections("tcp"):
+                ip = open_port.laddr.ip if open_port.status == psutil.CONN_LISTEN else "127.0.0.1"
+                if not ip_address(ip.removeprefix("::ffff:")).is_loopback:
+                    found.append(f"{command}: {ip}:{open_port.laddr.port}")
+    return found
+
+
 def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_nothing(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -256,6 +271,7 @@ def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_not
     )  # fmt: skip
     wait_for_step(tmp_path / "run", 1, program)
     started = running(below({program.pid}))
+    assert reachable_from_outside(started) == []
     (worker,) = [process for process, command in started.items() if "VLLM::Worker" in command]
     os.kill(worker.pid, signal.SIGKILL)
     _, stderr = program.communicate(timeout=STACK_WAIT_S)

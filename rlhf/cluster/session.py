@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from rlhf.cluster.actors import ClusterError, check_address
 from rlhf.cluster.node_report import ask_nodes, differences, node_names, report
@@ -31,9 +32,16 @@ class RaySession:
     def start(self, address: str | None) -> None:
         """Join the cluster at `address`, or RAY_ADDRESS; without either, start one on this machine.
 
+        A cluster on this machine listens on the loopback interface alone. Ray asks everybody for its token.
+
         Raises:
-            ValueError: no cluster answers there.
+            ValueError: no cluster answers there, or the environment switches Ray's authentication off.
         """
+        if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+            raise ValueError(
+                f"RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}: whoever reaches Ray's ports could run programs as you. "
+                "Remove the variable; Ray then makes a token and asks for it."
+            )
         address = address or os.environ.get("RAY_ADDRESS")
         # Ray's default is nice 15: any other process would starve the workers.
         os.environ.setdefault("RAY_worker_niceness", "0")
@@ -47,12 +55,16 @@ class RaySession:
                 else:
                     self.temp = tempfile.mkdtemp(prefix="rlhf-ray-")
                     local: dict[str, Any] = {"include_dashboard": False, "num_cpus": os.cpu_count()}
-                    ray.init(address="local", _temp_dir=self.temp, **local, **common)
+                    with _on_loopback():
+                        ray.init(address="local", _temp_dir=self.temp, **local, **common)
         except ConnectionError as error:
             raise ValueError(
                 f"cluster.ray_address={address}: no Ray cluster answers there ({error}). Start one with `ray start "
                 "--head`, correct the address, or leave it out to run on this machine alone."
             ) from error
+        finally:
+            with contextlib.suppress(FileNotFoundError, PermissionError):  # RAY_AUTH_TOKEN, or the file of another user
+                Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").chmod(0o600)
 
     async def compare_nodes(self, *, deadline_s: float) -> None:
         """Whether every node of a cluster that runs has the same installed as this process.
@@ -110,3 +122,13 @@ def _keep_sigterm_handler() -> Iterator[None]:
     finally:
         ray._private.utils.set_sigterm_handler = set_handler
         signal.signal(signal.SIGTERM, ours)
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A context in which a new cluster listens on 127.0.0.1; elsewhere Ray takes this address on macOS and Windows."""
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
