@@ -132,7 +132,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": {},
     "gpt_oss": {},
     "glm4": {},
-    "glm4_moe": {"use_qk_norm": True},
+    "glm4_moe": {"use_qk_norm": True, "head_dim": 32},
     "deepseek_v2": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4, "n_group": 2},
     "smollm3": {},
