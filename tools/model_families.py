@@ -134,7 +134,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "glm4_moe": {"use_qk_norm": True, "head_dim": 32},
     "deepseek_v2": {"num_key_value_heads": 4},
-    "deepseek_v3": {"num_key_value_heads": 4, "n_group": 2},
+    "deepseek_v3": {"num_key_value_heads": 4, "n_group": 2, "topk_method": "noaux_tc"},
     "smollm3": {},
     "cohere2": {"layer_types": WINDOW_AND_FULL, "logit_scale": 0.5},
     "exaone4": {"layer_types": WINDOW_AND_FULL},
