@@ -49,8 +49,7 @@ class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
         self.inbox = Inbox(asdict(init_info), worker=self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
-        if self.device.type == "cpu":
-            self._forget_expert_kernels()
+        self._forget_expert_kernels()
         initialize_layerwise_reload(self.model)
         for layer in self._filled_directly():
             layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
@@ -64,8 +63,7 @@ class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
         for layer in self._filled_directly():
             layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
         finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu":
-            self._repack_tied_heads()
+        self._repack_tied_heads()
 
     def _filled_directly(self) -> list[Any]:
         return [layer for layer in self.model.modules() if type(layer).__name__ in FILLED_DIRECTLY]
