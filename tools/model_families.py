@@ -84,7 +84,8 @@ SCALED = {  # Granite's factors, of the size that real models have
     "logits_scaling": 0.5,
 }
 
-# What a family needs apart from BASE. A list of layer types stands where the default would have one kind only.
+# What a family needs apart from BASE. A list of layer types stands where the default would have one kind only. vLLM
+# reads keys that transformers does not know: they are in the family's checkpoints.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {},
@@ -127,19 +128,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron": {},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "sliding_window": None},
     "kimi_linear": {"layer_types": MAMBA_AND_ATTENTION, "q_lora_rank": None, "num_key_value_heads": 4},
-    "lfm2": {"layer_types": CONV_AND_ATTENTION, "block_auto_adjust_ff_dim": False},
+    "lfm2": {"layer_types": CONV_AND_ATTENTION, "block_auto_adjust_ff_dim": False, "block_dim": 128, "conv_dim": 128},
     "lfm2_moe": {"layer_types": CONV_AND_ATTENTION, "num_dense_layers": 1},
     "falcon_h1": {},
     "gpt_oss": {},
     "glm4": {},
-    "glm4_moe": {"use_qk_norm": True},
+    "glm4_moe": {"use_qk_norm": True, "head_dim": 32},
     "deepseek_v2": {"num_key_value_heads": 4},
-    "deepseek_v3": {"num_key_value_heads": 4, "n_group": 2},
+    "deepseek_v3": {"num_key_value_heads": 4, "n_group": 2, "topk_method": "noaux_tc"},
     "smollm3": {},
     "cohere2": {"layer_types": WINDOW_AND_FULL, "logit_scale": 0.5},
     "exaone4": {"layer_types": WINDOW_AND_FULL},
     "minimax": {"sliding_window": None, "block_size": 16},
-    "minimax_m2": {},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4},

@@ -32,8 +32,10 @@ PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 QUICKSTART = PAGE.parent.parent / "configs" / "quickstart.yaml"
 BEGIN, END = "<!-- table: tools/model_table.py -->", "<!-- end of the table -->"
 BOUND = 1e-5  # of log-probs, and of gradients relative to their norm
-REASON = r"\b\w*(?:Error|Exception|Refused)\b.*: .*|\bassert [^:]*$"
-GENERIC = "initialization failed|EngineDeadError|Worker failed with error"  # the reason is in the worker's log
+REASON = r"\b\w*(?:Error|Exception|Refused)\b.*: .*|\bassert [^:]*$|^error: .*|Value error, .*"
+GENERIC = (
+    "initialization failed|EngineDeadError|Worker failed with error|validation error for"  # the reason is elsewhere
+)
 STACK_LIMIT_S = 300.0
 PROMPT_TOKENS, RESPONSE_TOKENS = 20, 40
 HEADER = (
@@ -44,6 +46,7 @@ HEADER = (
 STACK_KEYS = {name: ["model.dtype=bfloat16"] for name in ("qwen3_next", "olmo_hybrid")}
 STACK_MODEL: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 128},
+    "phimoe": {"lm_head_bias": False},  # vLLM leaves the bias out
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},  # no experts
 }
 

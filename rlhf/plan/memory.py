@@ -255,7 +255,8 @@ def engine_memory(shape: ModelShape, config: GRPOConfig) -> EngineMemory:
     cluster, rollout, dtype = config.cluster, config.rollout, config.model.dtype
     b, parallel = BYTES[dtype], cluster.tensor_parallel
     kv_heads = max(1, -(-shape.kv_heads // parallel))  # fewer heads than GPUs: each GPU holds one
-    per_token = 2 * shape.layers_with_attention * kv_heads * shape.head_dim * b
+    numbers = shape.latent_dim or 2 * kv_heads * shape.head_dim  # a latent is whole on each GPU
+    per_token = shape.layers_with_attention * numbers * b
     weights = b * shape.parameters / parallel
     parts = [Part(f"weights, {dtype}", weights, _share(shape.parameters, b, parallel))]
     if cluster.device == "cuda":

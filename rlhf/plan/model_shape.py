@@ -55,6 +55,7 @@ class ModelShape:
     expert_intermediate: int = 0
     sparse_layers: int = 0
     attention_layers: int | None = None  # None: all
+    latent_dim: int = 0  # what latent attention caches per token and layer, for all heads; 0: it caches keys and values
     counted: int | None = None  # parameters in the weight files
     counted_active: int | None = None
     counted_head: bool = True
@@ -178,7 +179,8 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
     except KeyError as error:
         raise ValueError(f"config.json has no {error.args[0]}") from None
     bias = bool(config.get("attention_bias")) and kind in ("llama", "qwen3", "qwen3_moe")
-    latent = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
+    rotary = config.get("qk_rope_head_dim", 0)
+    latent = config.get("qk_nope_head_dim", 0) + rotary
     counted, active = _count(stored, config, layers) if stored else (None, None)
     return ModelShape(
         model_type=kind,
@@ -195,6 +197,7 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
         mlp_bias=kind == "llama" and bool(config.get("mlp_bias")),
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         attention_layers=_attention_layers(config, layers),
+        latent_dim=config["kv_lora_rank"] + rotary if config.get("kv_lora_rank") else 0,
         counted=counted,
         counted_active=active,
         counted_head=not stored or any("lm_head" in name for name in stored),
@@ -254,6 +257,8 @@ def _attention_layers(config: Mapping[str, Any], layers: int) -> int | None:
     kinds = config.get("layers_block_type") or config.get("layer_types")
     if kinds:
         return sum(kind not in WITHOUT_ATTENTION for kind in kinds)
+    if linear := config.get("linear_attn_config"):
+        return len(linear["full_attn_layers"])
     if config.get("attn_layer_indices") is not None:
         return len(config["attn_layer_indices"])
     if period := config.get("attn_layer_period"):

@@ -11,9 +11,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
 from rlhf.weights.transfer import Inbox
+
+# Layers of gpt-oss that its load_weights fills without their weight loaders, unseen by vLLM's layerwise reload.
+FILLED_DIRECTLY = ("GptOssRoutedExperts", "OAIAttention")
 
 
 @dataclass
@@ -22,7 +25,6 @@ class CPUInitInfo(WeightTransferInitInfo):
     port: int
     world_size: int
     timeout_s: float
-    one_node: bool
     rank_offset: int
     memory: str
     parameters: list[tuple[str, str, list[int]]]
@@ -47,9 +49,10 @@ class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
         self.inbox = Inbox(asdict(init_info), worker=self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
-        if self.device.type == "cpu":
-            self._forget_expert_kernels()
+        self._forget_expert_kernels()
         initialize_layerwise_reload(self.model)
+        for layer in self._filled_directly():
+            layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
 
     def receive_weights(self, update_info: CPUUpdateInfo) -> None:
         assert self.inbox is not None, "init_weight_transfer_engine comes first"
@@ -57,9 +60,13 @@ class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
         model.load_weights(self.inbox.receive(update_info.bucket))
 
     def finish_weight_update(self) -> None:
+        for layer in self._filled_directly():
+            layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
         finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu":
-            self._repack_tied_heads()
+        self._repack_tied_heads()
+
+    def _filled_directly(self) -> list[Any]:
+        return [layer for layer in self.model.modules() if type(layer).__name__ in FILLED_DIRECTLY]
 
     def _forget_expert_kernels(self) -> None:
         """Make vLLM build the kernels of experts again. It packs their weights only then: an update would not."""

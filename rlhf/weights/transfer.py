@@ -252,7 +252,7 @@ class CPUSender:
         if not self._is_sender:
             return
         info = vars(rendezvous) | {"rank_offset": 1, "memory": "", "parameters": [astuple(meta) for meta in metadata]}
-        if rendezvous.one_node:
+        if info.pop("one_node"):
             self._memory, info["memory"] = SharedMemory.create(self._buckets[-1].end)
             client.init_weight_transfer_engine(info)
             return

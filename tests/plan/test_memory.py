@@ -272,6 +272,15 @@ def test_fewer_kv_heads_than_gpus_are_held_by_each_of_them(make: Any) -> None:
     assert of_two.kv_bytes_per_token == of_four.kv_bytes_per_token == 14_336
 
 
+def test_latent_attention_caches_one_latent_per_token_and_layer_whole_on_each_gpu(make: Any) -> None:
+    # DeepSeek-V3; arXiv:2505.09343, table 1: 70.272 KB per token
+    sizes = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128}
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "vocab_size": 129280}
+    shape = model_shape({"model_type": "deepseek_v3", **sizes, **latent}, {"model.norm.weight": (7168,)})
+    of_one, of_eight = (engine_memory(shape, make(f"cluster.tensor_parallel={gpus}")) for gpus in (1, 8))
+    assert of_one.kv_bytes_per_token == of_eight.kv_bytes_per_token == 70_272
+
+
 def test_on_cpu_the_kv_cache_is_what_the_config_says(make: Any) -> None:
     config = make("cluster.device=cpu", "rollout.kv_cache_gib=2", "model.dtype=float32", "cluster.tensor_parallel=1")
     assert engine_memory(model_shape(QWEN25_1B5), config).kv_tokens == 37_449  # of 56 KiB

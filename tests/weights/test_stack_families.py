@@ -78,8 +78,8 @@ def differences(place: Place, folder: Path) -> tuple[list[float], float]:
     return measured, difference(true, perturbed)
 
 
-# a hybrid with stacked experts, windows and caps, an expert per tensor
-@pytest.mark.parametrize("model_type", ["granitemoehybrid", "gemma2", "qwen3_moe"])
+# a hybrid with stacked experts, windows and caps, an expert per tensor, experts and sinks that no loader fills
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_the_engine_follows_every_tensor_of_the_learner(model_type: str, tmp_path: Path) -> None:
     ((measured, moved),) = run_world(differences, 1, write_family(model_type, tmp_path))
     assert max(measured) < AGREEMENT
