@@ -70,8 +70,8 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
 
 def check_account(steps: list[dict[str, Any]]) -> None:
     for row in steps:
-        parts = [row[f"rollouts/{name}"] for name in ("trained", "filtered", "stale", "failed", "waiting")]
-        assert row["rollouts/sampled"] == sum(parts)
+        parts = [row[f"account/{name}"] for name in ("trained", "filtered", "stale", "failed", "waiting")]
+        assert row["account/sampled"] == sum(parts)
         assert min(parts) >= 0
 
 
@@ -100,7 +100,7 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_
 
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["updates_planned"], summary["updates_taken"], summary["updates_skipped"]) == (6, 6, 0)
-    assert summary["rollouts/sampled"] == summary["rollouts/trained"] == 96
+    assert summary["account/sampled"] == summary["account/trained"] == 96
     assert "eval/test/avg@1" in summary["evaluation_before"]
     assert "eval/test/avg@1" in summary["evaluation_after"]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
@@ -235,8 +235,8 @@ def test_with_a_lag_of_1_no_token_is_older_the_correction_is_on_and_sigterm_ends
 
     steps = read_steps(tmp_path / "run")
     check_account(steps)
-    assert steps[0]["rollout/lag_max"] == 0
-    assert max(row["rollout/lag_max"] for row in steps) == 1
+    assert steps[0]["rollout/lag/max"] == 0
+    assert max(row["rollout/lag/max"] for row in steps) == 1
     assert all(0 < row["policy/effective_sample_fraction"] <= 1 for row in steps)
     assert all(row["sync/canary_difference"] < 0.02 for row in steps)
     assert [row["learner/updates_taken"] for row in steps] == [4 * row["step"] for row in steps]

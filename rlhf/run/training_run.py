@@ -70,7 +70,7 @@ class TrainingRun(Generic[C]):
 
     async def __aenter__(self) -> TrainingRun[C]:
         try:
-            with self.clock.phase("start-up"):
+            with self.clock.phase("start"):
                 await self._start()
             self.clock.start_window()
         except BaseException:
@@ -199,7 +199,9 @@ class TrainingRun(Generic[C]):
             epochs: minibatches of the policy; empty while a critic warms up.
             measured: metrics that are logged as they are.
         """
-        values = to_values(rollout_metrics(groups, advantages, step=step - 1) | mean_over_updates(updates))
+        asynchronous = self.config.rollout.max_policy_lag > 0
+        sampled = rollout_metrics(groups, advantages, version=step - 1, asynchronous=asynchronous)
+        values = to_values(sampled | mean_over_updates(updates))
         values |= measured | self.buffer.account.metrics()
         values["time/step"] = self.clock.step_seconds()
         phases, window_s = self.clock.take()
@@ -209,7 +211,6 @@ class TrainingRun(Generic[C]):
         values |= {
             "rollout/tokens_per_second": rate,
             "data/epoch": self.tickets.stream.epochs,
-            "sync/seconds": phases["transfer"],
         }
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
         values |= {f"reward/status/{name}": count for name, count in self.scorer.counters.items()}
@@ -279,7 +280,7 @@ class TrainingRun(Generic[C]):
         }
         self.folder.write_summary(summary)
         if after:
-            untrained = ("start-up", "evaluation")
+            untrained = ("start", "evaluation")
             training_s = sum(seconds for phase, seconds in self.clock.total.items() if phase not in untrained)
             self.log.console.print(summary_table(before, after, training_s))
         self.log.print(f"run folder: {self.folder.path}")
