@@ -51,7 +51,8 @@ def test_every_part_of_the_reward_is_logged_over_the_responses_that_have_it() ->
     def graded(group: RolloutGroup, parts: dict[str, float]) -> RolloutGroup:
         return RolloutGroup(group.prompt, tuple(dataclasses.replace(s, reward_parts=parts) for s in group.samples))
 
-    metrics = rollout_metrics([graded(first, {"math": 1.0}), graded(second, {"f1": 0.5})], np.zeros(4), version=1, asynchronous=False)
+    groups = [graded(first, {"math": 1.0}), graded(second, {"f1": 0.5})]
+    metrics = rollout_metrics(groups, np.zeros(4), version=1, asynchronous=False)
     assert metrics["reward/part/math"].value() == 1.0
     assert metrics["reward/part/f1"].value() == 0.5
     assert not any(name.startswith("rollout/") and "lag" in name for name in metrics)  # a synchronous run has none
