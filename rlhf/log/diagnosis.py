@@ -42,7 +42,7 @@ class View(NamedTuple):
 
     def rise(self, *names: str) -> float:
         """By how much counters of the whole run rose in the last steps, added up."""
-        earlier = self.before[-1] if self.before else {}
+        earlier = self.before[-1] if self.before else self.last[0]
         return sum(self.last[-1].get(name, 0) - earlier.get(name, 0) for name in names)
 
     def key(self, name: str) -> str:
@@ -79,10 +79,11 @@ def equal_groups(view: View) -> Found | None:
             "and is the data neither too hard nor too easy (data.train)?",
         )
     easy = mean > (low + high) / 2
+    dynamic = "" if view.config.get("rollout.dynamic_sampling") else ", or set rollout.dynamic_sampling=true"
     return Found(
         seen,
         f"The data is too {'easy' if easy else 'hard'} for the model: use {'harder' if easy else 'easier'} data.train, "
-        f"raise {view.key('rollout.samples_per_prompt')}, or set rollout.dynamic_sampling=true.",
+        f"raise {view.key('rollout.samples_per_prompt')}{dynamic}.",
     )
 
 
@@ -157,9 +158,7 @@ def gradient_spike(view: View) -> Found | None:
 
 
 def skipped_updates(view: View) -> Found | None:
-    skipped = view.last[-1].get("learner/updates_skipped", 0) - (
-        view.last[-2] if len(view.last) > 1 else {"learner/updates_skipped": 0}
-    ).get("learner/updates_skipped", 0)
+    skipped = view.rise("learner/updates_skipped")
     if skipped <= 0:
         return None
     return Found(
@@ -206,9 +205,11 @@ class Rule(NamedTuple):
     check: Callable[[View], Found | None]
 
 
+NO_ANSWERS, EQUAL_REWARDS = "no answers", "equal rewards in almost all groups"
+
 RULES = (
-    Rule("no answers", few_answers),
-    Rule("equal rewards in almost all groups", equal_groups),
+    Rule(NO_ANSWERS, few_answers),
+    Rule(EQUAL_REWARDS, equal_groups),
     Rule("responses are cut off", cut_off),
     Rule("KL to the reference is running away", high_kl),
     Rule("entropy collapsed", entropy_collapse),
@@ -231,8 +232,9 @@ class Finding:
     seen: str
     advice: str
 
-    def __str__(self) -> str:
-        return f"{self.title}: {self.seen} {self.advice}"
+    @property
+    def text(self) -> str:
+        return f"{self.seen} {self.advice}"
 
 
 class Diagnosis:

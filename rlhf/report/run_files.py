@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.load import load_config
+from rlhf.config.load import flat_keys, load_config
 from rlhf.config.ppo import PPOConfig
 
 Row = dict[str, Any]
@@ -85,11 +85,10 @@ def read_run(folder: str | Path) -> RunFiles:
             f"{path}: not a run folder, which has config.yaml and metrics.jsonl. Name the folder that run.dir gave."
         )
     config = OmegaConf.to_container(OmegaConf.load(_config_file(path)), resolve=True)
-    assert isinstance(config, dict)
     rows: dict[int, Row] = {}
     for row in read_rows(path / "metrics.jsonl"):
         rows.setdefault(row["step"], {}).update(row)
-    return RunFiles(path, dict(_flat("", config)), [rows[step] for step in sorted(rows)])
+    return RunFiles(path, flat_keys(config), [rows[step] for step in sorted(rows)])
 
 
 def read_rows(file: Path) -> Iterator[Row]:
@@ -143,15 +142,3 @@ def _config_file(path: Path) -> Path:
     """The config that the run was last started with."""
     resumed = path / "config.resumed.yaml"
     return resumed if resumed.is_file() else path / "config.yaml"
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(key with dots, value) of everything below; a list of sections counts its keys: `reward.parts.0.name`."""
-    if isinstance(value, dict) and value:
-        for key, below in value.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), below)
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for number, item in enumerate(value):
-            yield from _flat(f"{prefix}.{number}", item)
-    else:
-        yield prefix, value

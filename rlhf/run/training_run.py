@@ -14,14 +14,17 @@ import numpy as np
 from rlhf.cluster.canary import Canary
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import flat_keys
 from rlhf.data.load import load_prompts
 from rlhf.data.model_checks import check_models
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.data.read import check_sources
+from rlhf.log.diagnosis import EQUAL_REWARDS, NO_ANSWERS, Diagnosis
 from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
-from rlhf.log.reductions import StepMetrics, mean_over_updates, to_values
+from rlhf.log.reductions import Mean, StepMetrics, mean_over_updates, to_values
 from rlhf.log.sinks import summary_table
 from rlhf.rewards.answers.extract import gold_answer
+from rlhf.rewards.grade import count_answers
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness
 from rlhf.run.evaluation import evaluate, evaluation_metrics
@@ -60,6 +63,7 @@ class TrainingRun(Generic[C]):
         self.clock = Clock(self.state.seconds)
         self.log = RunLog(config, first_step=self.first_step, wandb_run_id=self.state.wandb_run_id)
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
+        self.diagnosis = Diagnosis(flat_keys(config.model_dump(mode="json")))
         self.tokenizer = load_tokenizer(config.model)
         truncate_token_id(config.rollout, self.tokenizer)  # raises ValueError unless it is one token
         self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer)
@@ -201,6 +205,7 @@ class TrainingRun(Generic[C]):
         """
         asynchronous = self.config.rollout.max_policy_lag > 0
         sampled = rollout_metrics(groups, advantages, version=step - 1, asynchronous=asynchronous)
+        sampled["reward/answered_fraction"] = Mean(*count_answers(sample for g in groups for sample in g.samples))
         values = to_values(sampled | mean_over_updates(updates))
         values |= measured | self.buffer.account.metrics()
         values["time/step"] = self.clock.step_seconds()
@@ -221,6 +226,10 @@ class TrainingRun(Generic[C]):
             self.log.warn(error)
         if (warning := self.signal_watch.after_step(groups, advantages)) is not None:
             self.log.warn(warning)
+        for finding in self.diagnosis.after_step(step, values):
+            # the signal watch says these two in the terminal, from the responses themselves
+            in_terminal = finding.title not in (NO_ANSWERS, EQUAL_REWARDS)
+            self.log.alert(finding.title, finding.text, in_terminal=in_terminal)
 
     async def _count_updates(self) -> None:
         counts = await self.cluster.learners.call("update_counts")
