@@ -7,6 +7,7 @@ import time
 from io import StringIO
 
 import numpy as np
+from documented import check_documented
 from rich.console import Console
 from worlds import make_groups
 
@@ -51,10 +52,11 @@ def test_every_part_of_the_reward_is_logged_over_the_responses_that_have_it() ->
     def graded(group: RolloutGroup, parts: dict[str, float]) -> RolloutGroup:
         return RolloutGroup(group.prompt, tuple(dataclasses.replace(s, reward_parts=parts) for s in group.samples))
 
-    groups = [graded(first, {"math": 1.0}), graded(second, {"f1": 0.5})]
+    groups = [graded(first, {"math": 1.0}), graded(second, {"f1": 0.5, "f1/tries": 3.0})]
     metrics = rollout_metrics(groups, np.zeros(4), version=1, asynchronous=False)
     assert metrics["reward/part/math"].value() == 1.0
     assert metrics["reward/part/f1"].value() == 0.5
+    check_documented([to_values(metrics)], logged={"a function returns some"})
     assert not any(name.startswith("rollout/") and "lag" in name for name in metrics)  # a synchronous run has none
 
 
