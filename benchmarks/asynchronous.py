@@ -168,9 +168,9 @@ def measure(case: Case) -> Row:
         lines = [json.loads(line) for line in (Path(run.config.run.dir) / "metrics.jsonl").read_text().splitlines()]
         rows = [line for line in lines if "time/step" in line][case["first"] :]
         keys = ("time/step", "time/update", "time/logprobs", "time/transfer", "time/canary", "time/engine_idle",
-                "time/learner_idle", "rollout/lag_max", "rollout/response_length/mean")  # fmt: skip
+                "time/learner_idle", "rollout/lag/max", "rollout/response_length/mean")  # fmt: skip
         result["steps"] = [{key: row[key] for key in keys if key in row} for row in rows]
-        result["stale"] = rows[-1]["rollouts/stale"]
+        result["stale"] = rows[-1]["account/stale"]
         result["lengths"] = recorded_lengths(Path(run.config.run.dir) / "rollouts")
         return result
 

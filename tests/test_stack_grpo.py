@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from documented import check_documented
 from processes import Process, below, outliving, running
 from waiting import STACK_WAIT_S, eventually
 
@@ -48,6 +49,7 @@ def write_config(folder: Path, data: Path, **overrides: Any) -> Path:
         # Random letters earn nothing from a grader: the length gives an untrained model rewards that differ.
         "reward": [{"name": "math"}, {"name": "length", "max_tokens": 24, "buffer_tokens": 20}],
         "checkpoint": {"every": 2},
+        "evaluation": {},
         "cluster": {"device": "cpu"},
         "logging": {"wandb": {"mode": "offline"}},
     }
@@ -65,29 +67,34 @@ def run_grpo(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def read_log(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def read_steps(run: Path) -> list[dict[str, Any]]:
     """The training steps of metrics.jsonl; evaluations have lines of their own."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "time/step" in row]
+    return [row for row in read_log(run) if "time/step" in row]
 
 
 def check_account(steps: list[dict[str, Any]]) -> None:
     for row in steps:
-        parts = [row[f"rollouts/{name}"] for name in ("trained", "filtered", "stale", "failed", "waiting")]
-        assert row["rollouts/sampled"] == sum(parts)
+        parts = [row[f"account/{name}"] for name in ("trained", "filtered", "stale", "failed", "waiting")]
+        assert row["account/sampled"] == sum(parts)
         assert min(parts) >= 0
 
 
 def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_repeating_data(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    config = write_config(tmp_path, tiny_model_dir, cluster={"learners": 2})
+    config = write_config(tmp_path, tiny_model_dir, cluster={"learners": 2, "peak_tflops": 1.0})
     done = run_grpo("--config", config)
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "run"
     steps = read_steps(run)
     assert [row["step"] for row in steps] == [1, 2, 3]
     check_account(steps)
+    has = {"", "GRPO", "reference", "the reward reads answers", "algo.importance_correction", "peak known"}
+    check_documented(read_log(run), logged=has | {"there was one", "evaluation"})
 
     # The policy that sampled the first rollouts is the reference, whatever the updates on them do; the next one is not.
     assert steps[0]["policy/kl_k3"] == 0.0
@@ -103,7 +110,7 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_
 
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["updates_planned"], summary["updates_taken"], summary["updates_skipped"]) == (6, 6, 0)
-    assert summary["rollouts/sampled"] == summary["rollouts/trained"] == 96
+    assert summary["account/sampled"] == summary["account/trained"] == 96
     assert "eval/test/avg@1" in summary["evaluation_before"]
     assert "eval/test/avg@1" in summary["evaluation_after"]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
@@ -219,7 +226,9 @@ def test_with_a_lag_of_1_no_token_is_older_the_correction_is_on_and_sigterm_ends
         tiny_model_dir,
         run={"steps": 100000},
         rollout={"max_policy_lag": 1},
+        algo={"dual_clip": 3.0},
         learner={"epochs_per_step": 2},
+        evaluation={"samples_per_prompt": 2},
         model={"dtype": "bfloat16"},
         logging={"wandb": {"mode": "disabled"}},
     )
@@ -238,8 +247,9 @@ def test_with_a_lag_of_1_no_token_is_older_the_correction_is_on_and_sigterm_ends
 
     steps = read_steps(tmp_path / "run")
     check_account(steps)
-    assert steps[0]["rollout/lag_max"] == 0
-    assert max(row["rollout/lag_max"] for row in steps) == 1
+    check_documented(read_log(tmp_path / "run"), logged={"", "lag", "algo.dual_clip", "evaluation, k above 1"})
+    assert steps[0]["rollout/lag/max"] == 0
+    assert max(row["rollout/lag/max"] for row in steps) == 1
     assert all(0 < row["policy/effective_sample_fraction"] <= 1 for row in steps)
     assert all(row["sync/canary_difference"] < 0.02 for row in steps)
     assert [row["learner/updates_taken"] for row in steps] == [4 * row["step"] for row in steps]

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from documented import check_documented
 from processes import below, outliving, running
-from test_stack_grpo import CANARY_BOUND, check_account, read_steps
+from test_stack_grpo import CANARY_BOUND, check_account, read_log, read_steps
 from waiting import STACK_WAIT_S, eventually
 
 from rlhf.quickstart import BOX_TOKEN
@@ -54,8 +55,9 @@ def reward_config(folder: Path, data: Path) -> dict[str, Any]:
 def train_reward_model(folder: Path, data: Path) -> Path:
     """Two updates on the quickstart's pairs: no good judge, but a whole one, with its normalization."""
     run_program("rlhf.reward_model", "--config", write(folder / "reward.yaml", reward_config(folder, data)))
-    rows = [json.loads(line) for line in (folder / "reward" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_log(folder / "reward")
     assert [row["step"] for row in rows] == [1, 2, 2]
+    check_documented(rows, logged={"pairs"})
     assert all(np.isfinite(row["train/loss"]) and row["learner/grad_norm"] > 0 for row in rows[:2])
     assert 0 <= rows[-1]["eval/accuracy"] <= 1
     return folder / "reward" / "model"
@@ -147,6 +149,7 @@ def test_a_learned_reward_alone_trains_policy_and_critic_and_a_resumed_run_has_c
     steps = read_steps(run)
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     check_account(steps)
+    check_documented(read_log(run), logged={"", "PPO", "PPO with a reference", "PPO, returns differ"})
     assert [row["policy/kl_coef"] for row in steps[:3]] == pytest.approx([KL_COEF, KL_COEF, coef], rel=1e-12)
     assert [row["policy/kl_response"] for row in steps[:2]] == [0.0, 0.0]
     assert steps[2]["policy/kl_response"] != 0.0

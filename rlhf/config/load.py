@@ -84,6 +84,16 @@ def resolved_yaml(config: Section) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(json.loads(text)))
 
 
+def flat_keys(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Every key of a config by its name with dots; sections in a list are counted: `reward.parts.0.name`."""
+    if isinstance(values, list) and any(isinstance(item, dict) for item in values):
+        values = {str(number): item for number, item in enumerate(values)}
+    if not isinstance(values, dict) or not values:
+        return {prefix: values}
+    flat = [flat_keys(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in values.items()]
+    return {key: value for part in flat for key, value in part.items()}
+
+
 def _read(file: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
 

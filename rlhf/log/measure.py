@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from rlhf.log.reductions import Histogram, Max, Mean, StepMetrics
+from rlhf.log.reductions import Histogram, Mean, StepMetrics
 from rlhf.types import RolloutGroup, ScoredRollout
 
 
@@ -61,8 +61,15 @@ def waiting_seconds(phases: Mapping[str, float], window_s: float, engines_busy_s
     }
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], advantages: np.ndarray, *, step: int) -> StepMetrics:
-    """Metrics of the rollouts of a step, before any update."""
+def rollout_metrics(
+    groups: Sequence[RolloutGroup], advantages: np.ndarray, *, version: int, asynchronous: bool
+) -> StepMetrics:
+    """Metrics of the rollouts of a step, before any update.
+
+    Args:
+        version: of the weights that the step trains; the lag of a token is counted from it.
+        asynchronous: whether there can be a lag; otherwise it is not logged.
+    """
     samples = [sample for group in groups for sample in group.samples]
     rewards = [s.reward for s in samples if s.reward is not None]
     metrics: StepMetrics = {
@@ -74,11 +81,11 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: np.ndarray, *, s
         "rollout/stopped_fraction": Mean(
             float(sum(s.rollout.finish_reason == "stop" for s in samples)), float(len(samples))
         ),
-        "rollout/lag_max": Max(float(max(step - group.oldest_version for group in groups))),
-        "rollout/lag": Histogram(tuple(float(step - s.rollout.oldest_version) for s in samples)),
         "policy/advantage_abs": Mean(float(np.abs(advantages).sum()), float(len(advantages))),
     }
-    metrics |= _lag_of_tokens(samples, step)
+    if asynchronous:
+        metrics["rollout/lag"] = Histogram(tuple(float(version - s.rollout.oldest_version) for s in samples))
+        metrics |= _lag_of_tokens(samples, version)
     for name in dict.fromkeys(name for sample in samples for name in sample.reward_parts):
         values = [s.reward_parts.get(name) for s in samples]
         known = [v for v in values if v is not None]
@@ -86,11 +93,11 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: np.ndarray, *, s
     return metrics
 
 
-def _lag_of_tokens(samples: Sequence[ScoredRollout], step: int) -> StepMetrics:
+def _lag_of_tokens(samples: Sequence[ScoredRollout], version: int) -> StepMetrics:
     """rollout/tokens_at_lag/L: fraction of the sampled tokens whose weights were L training steps old."""
     tokens: dict[int, int] = defaultdict(int)
     for sample in samples:
         for span in sample.rollout.version_spans:
-            tokens[step - span.version] += span.end - span.start
+            tokens[version - span.version] += span.end - span.start
     total = float(sum(tokens.values()))
     return {f"rollout/tokens_at_lag/{lag}": Mean(float(count), total) for lag, count in sorted(tokens.items())}

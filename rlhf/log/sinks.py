@@ -105,6 +105,9 @@ class WandbSink:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({STEP: step, **values})
 
+    def alert(self, title: str, text: str) -> None:
+        self._run.alert(title, text, level="WARN")
+
     def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=1 if failed else 0)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from rlhf.types import ScoredRollout
 
 # The status of one part of one response.
 OK = "ok"  # graded, right or wrong
@@ -17,6 +19,15 @@ FAILED = "failed"  # an exception, or a user function returned something that is
 
 PLAIN_KEYS = 3  # of the message of most grades: value, status and extracted
 STATUSES = (OK, NO_ANSWER, BAD_GOLD, TIMEOUT, DIED, UNSCORABLE, FAILED)
+
+
+def count_answers(samples: Iterable[ScoredRollout]) -> tuple[int, int]:
+    """(responses with an answer, responses of which one was asked); a reward that reads no answers asks for none."""
+    answered, missing = 0, 0
+    for sample in samples:
+        answered += sample.extracted != ""
+        missing += sample.extracted == "" and sample.status == NO_ANSWER
+    return answered, answered + missing
 
 
 class Grade(NamedTuple):

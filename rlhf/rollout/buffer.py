@@ -33,8 +33,8 @@ class Account:
         return self.sampled - self.trained - self.filtered - self.stale - self.failed
 
     def metrics(self) -> dict[str, int]:
-        counts = {f"rollouts/{f.name}": getattr(self, f.name) for f in fields(self)}
-        return counts | {"rollouts/waiting": self.waiting}
+        counts = {f"account/{f.name}": getattr(self, f.name) for f in fields(self)}
+        return counts | {"account/waiting": self.waiting}
 
 
 @dataclass(frozen=True)

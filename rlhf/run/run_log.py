@@ -28,6 +28,7 @@ class RunLog:
         self._config = config
         self._first_step = first_step
         self._sinks: list[Sink] = []
+        self._wandb: WandbSink | None = None
 
     def open(self, folder: RunFolder, exit_stack: contextlib.AsyncExitStack) -> None:
         """Open every sink; `exit_stack` closes them, and tells them whether the run failed."""
@@ -40,6 +41,7 @@ class RunLog:
             resolved = self._config.model_dump(mode="json")
             wandb = WandbSink(settings, folder.path, resolved, run_id=self.wandb_run_id, warn=self.warn)
             exit_stack.push(lambda kind, *_: wandb.close(failed=kind is not None))
+            self._wandb = wandb
             self.wandb_run_id = wandb.run_id
             self._sinks.append(wandb)
         self._sinks.append(self.terminal)
@@ -47,6 +49,13 @@ class RunLog:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         for sink in self._sinks:
             sink.log(step, values)
+
+    def alert(self, title: str, text: str, *, in_terminal: bool) -> None:
+        """Say what looks wrong, in the terminal and on wandb."""
+        if in_terminal:
+            self.warn(f"{title}: {text}")
+        if self._wandb is not None:
+            self._wandb.alert(title, text)
 
     def print(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False)

@@ -14,12 +14,15 @@ import numpy as np
 from rlhf.cluster.canary import Canary
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import flat_keys
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
+from rlhf.log.diagnosis import EQUAL_REWARDS, NO_ANSWERS, Diagnosis
 from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
-from rlhf.log.reductions import StepMetrics, mean_over_updates, to_values
+from rlhf.log.reductions import Mean, StepMetrics, mean_over_updates, to_values
 from rlhf.log.sinks import summary_table
 from rlhf.rewards.answers.extract import gold_answer
+from rlhf.rewards.grade import count_answers
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness
 from rlhf.run.evaluation import evaluate, evaluation_metrics
@@ -57,6 +60,7 @@ class TrainingRun(Generic[C]):
         self.clock = Clock(self.state.seconds)
         self.log = RunLog(config, first_step=self.first_step, wandb_run_id=self.state.wandb_run_id)
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
+        self.diagnosis = Diagnosis(flat_keys(config.model_dump(mode="json")))
         self.tokenizer = load_tokenizer(config.model)
         truncate_token_id(config.rollout, self.tokenizer)  # raises ValueError unless it is one token
         self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer)
@@ -67,7 +71,7 @@ class TrainingRun(Generic[C]):
 
     async def __aenter__(self) -> TrainingRun[C]:
         try:
-            with self.clock.phase("start-up"):
+            with self.clock.phase("start"):
                 await self._start()
             self.clock.start_window()
         except BaseException:
@@ -196,7 +200,10 @@ class TrainingRun(Generic[C]):
             epochs: minibatches of the policy; empty while a critic warms up.
             measured: metrics that are logged as they are.
         """
-        values = to_values(rollout_metrics(groups, advantages, step=step - 1) | mean_over_updates(updates))
+        asynchronous = self.config.rollout.max_policy_lag > 0
+        sampled = rollout_metrics(groups, advantages, version=step - 1, asynchronous=asynchronous)
+        sampled["reward/answered_fraction"] = Mean(*count_answers(sample for g in groups for sample in g.samples))
+        values = to_values(sampled | mean_over_updates(updates))
         values |= measured | self.buffer.account.metrics()
         values["time/step"] = self.clock.step_seconds()
         phases, window_s = self.clock.take()
@@ -206,7 +213,6 @@ class TrainingRun(Generic[C]):
         values |= {
             "rollout/tokens_per_second": rate,
             "data/epoch": self.tickets.stream.epochs,
-            "sync/seconds": phases["transfer"],
         }
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
         values |= {f"reward/status/{name}": count for name, count in self.scorer.counters.items()}
@@ -217,6 +223,10 @@ class TrainingRun(Generic[C]):
             self.log.warn(error)
         if (warning := self.signal_watch.after_step(groups, advantages)) is not None:
             self.log.warn(warning)
+        for finding in self.diagnosis.after_step(step, values):
+            # the signal watch says these two in the terminal, from the responses themselves
+            in_terminal = finding.title not in (NO_ANSWERS, EQUAL_REWARDS)
+            self.log.alert(finding.title, finding.text, in_terminal=in_terminal)
 
     async def _count_updates(self) -> None:
         counts = await self.cluster.learners.call("update_counts")
@@ -276,7 +286,7 @@ class TrainingRun(Generic[C]):
         }
         self.folder.write_summary(summary)
         if after:
-            untrained = ("start-up", "evaluation")
+            untrained = ("start", "evaluation")
             training_s = sum(seconds for phase, seconds in self.clock.total.items() if phase not in untrained)
             self.log.console.print(summary_table(before, after, training_s))
         self.log.print(f"run folder: {self.folder.path}")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from documented import check_documented
 from model_families import make_family
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -106,6 +107,7 @@ def test_the_loss_and_the_metrics_do_not_depend_on_the_microbatches(tmp_path: Pa
             loss.backward()
             parts.append(metrics)
         values = to_values(merge_metrics(parts))
+        check_documented([values], logged={"experts"})
         grads = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
         results.append((values, grads))
     (whole, grads), (split, grads_of_parts) = results

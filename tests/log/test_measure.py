@@ -7,11 +7,12 @@ import time
 from io import StringIO
 
 import numpy as np
+from documented import check_documented
 from rich.console import Console
 from worlds import make_groups
 
 from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
-from rlhf.log.reductions import Last, Mean, Sum, mean_over_updates
+from rlhf.log.reductions import Last, Mean, Sum, mean_over_updates, to_values
 from rlhf.log.sinks import TerminalSink
 from rlhf.types import RolloutGroup, VersionSpan
 
@@ -36,12 +37,12 @@ def test_phases_between_two_logs_belong_to_the_later_step() -> None:
 
 def test_the_start_is_not_counted_as_waiting() -> None:
     clock = Clock({})
-    with clock.phase("start-up"):
+    with clock.phase("start"):
         time.sleep(0.02)
     started = time.monotonic()
     clock.start_window()
     phases, window_s = clock.take()
-    assert phases["start-up"] >= 0.02
+    assert phases["start"] >= 0.02
     assert window_s <= time.monotonic() - started
 
 
@@ -51,9 +52,12 @@ def test_every_part_of_the_reward_is_logged_over_the_responses_that_have_it() ->
     def graded(group: RolloutGroup, parts: dict[str, float]) -> RolloutGroup:
         return RolloutGroup(group.prompt, tuple(dataclasses.replace(s, reward_parts=parts) for s in group.samples))
 
-    metrics = rollout_metrics([graded(first, {"math": 1.0}), graded(second, {"f1": 0.5})], np.zeros(4), step=1)
+    groups = [graded(first, {"math": 1.0}), graded(second, {"f1": 0.5, "f1/tries": 3.0})]
+    metrics = rollout_metrics(groups, np.zeros(4), version=1, asynchronous=False)
     assert metrics["reward/part/math"].value() == 1.0
     assert metrics["reward/part/f1"].value() == 0.5
+    check_documented([to_values(metrics)], logged={"a function returns some"})
+    assert not any(name.startswith("rollout/") and "lag" in name for name in metrics)  # a synchronous run has none
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_updates_and_its_learning_rate_the_last_one() -> None:
@@ -72,11 +76,11 @@ def test_lag_is_counted_by_token() -> None:
         end, start = len(sample.rollout.token_ids), len(group.prompt.token_ids)
         spans = (VersionSpan(start, end - 1, 4), VersionSpan(end - 1, end, 5))
         samples.append(dataclasses.replace(sample, rollout=dataclasses.replace(sample.rollout, version_spans=spans)))
-    metrics = rollout_metrics([RolloutGroup(group.prompt, tuple(samples))], np.zeros(2), step=6)
+    metrics = rollout_metrics([RolloutGroup(group.prompt, tuple(samples))], np.zeros(2), version=6, asynchronous=True)
     tokens = sum(sample.rollout.response_length for sample in samples)
     assert metrics["rollout/tokens_at_lag/1"].value() == 2 / tokens
     assert metrics["rollout/tokens_at_lag/2"].value() == (tokens - 2) / tokens
-    assert metrics["rollout/lag_max"].value() == 2
+    assert to_values(metrics)["rollout/lag/max"] == 2
 
 
 def test_a_warning_is_printed_as_it_is_even_with_brackets() -> None:

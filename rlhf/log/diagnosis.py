@@ -1,0 +1,279 @@
+"""What looks wrong in the metrics of a run: a table of rules, each with what was seen and which key to turn.
+
+A rule looks at the last few steps, and at the first ones where it compares. It is a pure function of metrics and
+config, so the run applies it after every step and the report to a finished run. Every bound is far from what healthy
+runs of this trainer show.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+
+STEPS = 5  # that a rule looks at; one step of few prompts can look odd by chance
+HISTORY = 20  # steps before them, for the usual size of a gradient
+
+FEW_ANSWERS = 0.1
+CUT_OFF, EQUAL_GROUPS = 0.9, 0.95
+HIGH_KL = 1.0  # nats per token, for the policy against the reference; runs that learn stay below 0.2
+HIGH_ENGINE_KL = 0.05  # nats per token; bfloat16 alone gives 0.005
+HIGH_CLIP_FRACTION = 0.2  # runs that learn clip less than 0.02 of the tokens
+COLLAPSED = 0.1  # of the first entropy
+SPIKE = 10.0  # times the median gradient norm
+TOO_STALE, UNGRADED = 0.05, 0.02  # of the rollouts; of the grades
+
+
+class View(NamedTuple):
+    """What a rule sees: the first steps, up to HISTORY steps before the last ones, the last STEPS, and the config."""
+
+    first: Sequence[Row]
+    before: Sequence[Row]
+    last: Sequence[Row]
+    config: Mapping[str, Any]
+
+    def mean(self, name: str, rows: Sequence[Row] | None = None) -> float | None:
+        """Mean of a metric over the last steps; None unless all of them have it."""
+        values = [row.get(name) for row in (self.last if rows is None else rows)]
+        return None if not values or None in values else statistics.fmean(values)  # type: ignore[arg-type]
+
+    def rise(self, *names: str) -> float:
+        """By how much counters of the whole run rose in the last steps, added up."""
+        earlier = self.before[-1] if self.before else self.last[0]
+        return sum(self.last[-1].get(name, 0) - earlier.get(name, 0) for name in names)
+
+    def key(self, name: str) -> str:
+        return f"{name}={self.config.get(name)}"
+
+
+class Found(NamedTuple):
+    seen: str
+    advice: str
+
+
+def few_answers(view: View) -> Found | None:
+    share = view.mean("reward/answered_fraction")
+    if share is None or share > FEW_ANSWERS:
+        return None
+    seen = f"{share:.1%} of the responses held an answer in the form that the reward reads."
+    if (view.mean("rollout/stopped_fraction") or 0.0) < 0.5:
+        return Found(seen, f"Most were cut off: raise {view.key('rollout.max_response_tokens')}.")
+    return Found(
+        seen, "Ask for that form with data.prompt_suffix, or choose a reward that reads what the model writes."
+    )
+
+
+def equal_groups(view: View) -> Found | None:
+    share = view.mean("reward/equal_group_fraction")
+    if share is None or share < EQUAL_GROUPS or view.config.get("algo.advantage") == "gae":
+        return None
+    mean, low, high = (view.mean(f"reward/{name}") for name in ("mean", "min", "max"))
+    seen = f"In {share:.0%} of the groups all rewards were equal, so they had no advantage; the mean reward was {mean}."
+    if mean is None or low is None or high is None or low == high:
+        return Found(
+            seen,
+            "All responses have the same reward: read some (rlhf.show). Does the reward read the answers, "
+            "and is the data neither too hard nor too easy (data.train)?",
+        )
+    easy = mean > (low + high) / 2
+    dynamic = "" if view.config.get("rollout.dynamic_sampling") else ", or set rollout.dynamic_sampling=true"
+    return Found(
+        seen,
+        f"The data is too {'easy' if easy else 'hard'} for the model: use {'harder' if easy else 'easier'} data.train, "
+        f"raise {view.key('rollout.samples_per_prompt')}{dynamic}.",
+    )
+
+
+def cut_off(view: View) -> Found | None:
+    share = view.mean("rollout/stopped_fraction")
+    if share is None or 1 - share < CUT_OFF:
+        return None
+    return Found(
+        f"{1 - share:.0%} of the responses did not stop by themselves.",
+        f"Raise {view.key('rollout.max_response_tokens')}, or give a stop string (rollout.stop).",
+    )
+
+
+def high_kl(view: View) -> Found | None:
+    kl = view.mean("policy/kl_k1")
+    if kl is None or kl < HIGH_KL:
+        return None
+    return Found(
+        f"The policy is {kl:.2f} nats per token away from the reference.",
+        f"Read some responses: is the reward gamed? Raise {view.key('algo.kl_coef')}, or lower "
+        f"{view.key('learner.optimizer.lr')}.",
+    )
+
+
+def entropy_collapse(view: View) -> Found | None:
+    """Entropy also falls in a run that learns; there the reward rises."""
+    entropy, first = view.mean("policy/entropy"), view.mean("policy/entropy", view.first)
+    reward, first_reward = view.mean("reward/mean"), view.mean("reward/mean", view.first)
+    if None in (entropy, first, reward, first_reward) or entropy > COLLAPSED * first:  # type: ignore[operator]
+        return None
+    highest = max(row.get("reward/max", 0.0) for row in view.last)
+    if reward - first_reward > 0.1 * (highest - first_reward):  # type: ignore[operator]
+        return None
+    return Found(
+        f"Entropy fell from {first:.3g} to {entropy:.3g} nats per token, and the reward did not rise: it went from "
+        f"{first_reward:.3g} to {reward:.3g}.",
+        f"Lower {view.key('learner.optimizer.lr')}, raise {view.key('algo.clip_high')}, or add algo.entropy_coef.",
+    )
+
+
+def much_clipping(view: View) -> Found | None:
+    share = view.mean("policy/clip_fraction")
+    if share is None or share < HIGH_CLIP_FRACTION:
+        return None
+    return Found(
+        f"{share:.0%} of the tokens were clipped: the updates of one step move the policy far.",
+        f"Lower {view.key('learner.optimizer.lr')}, {view.key('learner.epochs_per_step')} or "
+        f"{view.key('learner.minibatches_per_epoch')}.",
+    )
+
+
+def engine_drift(view: View) -> Found | None:
+    kl = view.mean("policy/engine_kl")
+    if kl is None or kl < HIGH_ENGINE_KL:
+        return None
+    remedy = "Set model.dtype=float32 to see whether rounding is the reason, and run rlhf.doctor."
+    if view.config.get("rollout.max_policy_lag"):
+        remedy = f"Lower {view.key('rollout.max_policy_lag')}. If it stays at a lag of 0: {remedy}"
+    return Found(f"The engines sample {kl:.2g} nats per token away from what the learner computes.", remedy)
+
+
+def gradient_spike(view: View) -> Found | None:
+    norms = [row["learner/grad_norm"] for row in view.before if "learner/grad_norm" in row]
+    newest = view.last[-1].get("learner/grad_norm")
+    if len(norms) < HISTORY // 2 or newest is None or newest < SPIKE * statistics.median(norms):
+        return None
+    return Found(
+        f"The gradient norm was {newest:.3g}, usually {statistics.median(norms):.3g}.",
+        f"Look at the rollouts of the step. Lower {view.key('learner.max_grad_norm')} or "
+        f"{view.key('learner.optimizer.lr')}.",
+    )
+
+
+def skipped_updates(view: View) -> Found | None:
+    skipped = view.rise("learner/updates_skipped")
+    if skipped <= 0:
+        return None
+    return Found(
+        f"{skipped:.0f} updates were skipped, because a gradient was not finite.",
+        f"Lower {view.key('learner.optimizer.lr')}; if it happens at the first steps, run rlhf.doctor.",
+    )
+
+
+def stale_rollouts(view: View) -> Found | None:
+    bound = view.config.get("rollout.max_policy_lag") or 0
+    sampled = view.rise("account/sampled")
+    share = view.rise("account/stale") / sampled if sampled > 0 else 0.0
+    median = view.mean("rollout/lag/p50")
+    if share >= TOO_STALE:
+        return Found(
+            f"{share:.0%} of the rollouts were too old when a step could take them, and were dropped.",
+            f"Raise {view.key('rollout.max_policy_lag')} or {view.key('cluster.learners')}.",
+        )
+    if bound < 2 or median is None or median < bound:
+        return None
+    return Found(
+        f"Half of the rollouts are as old as rollout.max_policy_lag={bound} allows.",
+        f"The learners are what a step waits for: raise {view.key('cluster.learners')}, or lower the lag, which then "
+        "costs no speed.",
+    )
+
+
+def grader_failures(view: View) -> Found | None:
+    counters = [name for name in view.last[-1] if name.startswith("reward/status/")]
+    lost = [name for name in counters if name.endswith(("/timeout", "/died", "/failed"))]
+    grades = view.rise(*counters)
+    if grades <= 0 or (share := view.rise(*lost) / grades) < UNGRADED:
+        return None
+    names = " and ".join(name.removeprefix("reward/status/") for name in lost if view.rise(name) > 0)
+    return Found(
+        f"{share:.1%} of the grades are missing ({names}).",
+        f"Raise {view.key('reward.wall_seconds')}, {view.key('reward.cpu_seconds')} or {view.key('reward.memory_mb')}; "
+        "for a reward of your own, look at its errors in the log.",
+    )
+
+
+class Rule(NamedTuple):
+    title: str
+    check: Callable[[View], Found | None]
+
+
+NO_ANSWERS, EQUAL_REWARDS = "no answers", "equal rewards in almost all groups"
+
+RULES = (
+    Rule(NO_ANSWERS, few_answers),
+    Rule(EQUAL_REWARDS, equal_groups),
+    Rule("responses are cut off", cut_off),
+    Rule("KL to the reference is running away", high_kl),
+    Rule("entropy collapsed", entropy_collapse),
+    Rule("much clipping", much_clipping),
+    Rule("engines and learner drift apart", engine_drift),
+    Rule("gradient spike", gradient_spike),
+    Rule("updates were skipped", skipped_updates),
+    Rule("lag at its bound", stale_rollouts),
+    Rule("grades are missing", grader_failures),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found, in the steps `first` to `last`; `seen` is of the last one."""
+
+    title: str
+    first: int
+    last: int
+    seen: str
+    advice: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.seen} {self.advice}"
+
+
+class Diagnosis:
+    """Applies the rules after every training step, in order.
+
+    Attributes:
+        findings: by title, one for each rule that found something.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.findings: dict[str, Finding] = {}
+        self._config = config
+        self._first: list[Row] = []
+        self._rows: list[Row] = []
+
+    def after_step(self, step: int, row: Row) -> list[Finding]:
+        """The findings of rules that had found nothing before."""
+        if len(self._first) < STEPS:
+            self._first.append(row)
+        self._rows = [*self._rows, row][-HISTORY - STEPS :]
+        if len(self._rows) < min(STEPS, self._config["run.steps"]):
+            return []
+        view = View(self._first, self._rows[:-STEPS], self._rows[-STEPS:], self._config)
+        new = []
+        for title, check in RULES:
+            if (found := check(view)) is None:
+                continue
+            earlier = self.findings.get(title)
+            finding = Finding(title, step, step, *found)
+            self.findings[title] = finding if earlier is None else replace(finding, first=earlier.first)
+            if earlier is None:
+                new.append(finding)
+        return new
+
+
+def diagnose_run(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Finding]:
+    """The findings of a whole run, from its rows of metrics.jsonl; those without a training step are left out."""
+    diagnosis = Diagnosis(config)
+    for row in rows:
+        if "time/step" in row:
+            diagnosis.after_step(row["step"], row)
+    return list(diagnosis.findings.values())

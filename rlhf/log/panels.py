@@ -1,0 +1,87 @@
+"""Which metrics stand together: the sections and panels of the report and of the wandb dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+
+class Panel(NamedTuple):
+    """One chart: the metrics that it shows, as patterns. `log`: with a logarithmic axis."""
+
+    title: str
+    metrics: tuple[str, ...]
+    unit: str = ""
+    log: bool = False
+
+
+SECTIONS: dict[str, tuple[Panel, ...]] = {
+    "Reward": (
+        Panel("Reward", ("reward/mean",)),
+        Panel("Parts of the reward", ("reward/part/*",)),
+        Panel("Groups of equal rewards", ("reward/equal_group_fraction",)),
+        Panel("Responses with an answer", ("reward/answered_fraction",)),
+        Panel("Size of the advantages", ("policy/advantage_abs",)),
+    ),
+    "Evaluation": (
+        Panel("Accuracy", ("eval/*/avg@*", "eval/*/pass@*", "eval/*/maj@*")),
+        Panel("Response length", ("eval/*/response_length",), "tokens"),
+        Panel("Responses that stopped", ("eval/*/stopped_fraction",)),
+    ),
+    "Responses": (
+        Panel("Length", ("rollout/response_length/mean", "rollout/response_length/p95"), "tokens"),
+        Panel("Responses that stopped", ("rollout/stopped_fraction",)),
+        Panel("Lag of the weights", ("rollout/lag/mean", "rollout/lag/max"), "steps"),
+    ),
+    "Policy": (
+        Panel("Entropy", ("policy/entropy",), "nats per token"),
+        Panel("Loss", ("policy/loss",)),
+        Panel("Clipped tokens", ("policy/clip_fraction", "policy/dual_clip_fraction")),
+        Panel("Largest ratio", ("policy/ratio_max",), log=True),
+        Panel("Effective samples", ("policy/effective_sample_fraction",)),
+        Panel("Importance weight", ("policy/importance_weight", "policy/importance_outside_fraction")),
+    ),
+    "KL": (
+        Panel("KL to the reference", ("policy/kl_k[1234]",), "nats per token"),
+        Panel("KL of the step's updates", ("policy/kl_old",), "nats per token"),
+        Panel("Engine against learner", ("policy/engine_kl",), "nats per token", log=True),
+        Panel("Engine against learner, |difference|", ("policy/engine_logprob_difference",), "nats", log=True),
+        Panel("KL of a response", ("policy/kl_response",), "nats"),
+        Panel("KL coefficient", ("policy/kl_coef",)),
+    ),
+    "Learner": (
+        Panel("Learning rate", ("learner/lr", "critic/lr")),
+        Panel("Gradient norm", ("learner/grad_norm", "critic/grad_norm"), log=True),
+        Panel("Updates skipped", ("learner/updates_skipped", "critic/updates_skipped")),
+    ),
+    "Critic": (
+        Panel("Explained variance", ("critic/explained_variance",)),
+        Panel("Value loss", ("critic/loss",)),
+        Panel("Value and return", ("critic/value", "critic/return")),
+    ),
+    "Experts": (
+        Panel("Load", ("router/max_load", "router/load_entropy")),
+        Panel("Balancing loss", ("router/balance_loss",)),
+    ),
+    "Speed": (
+        Panel("Step", ("time/step",), "s"),
+        Panel("Engines", ("rollout/tokens_per_second",), "tokens/s"),
+        Panel("Learners", ("learner/tokens_per_second",), "tokens/s"),
+        Panel("Model FLOPs utilization", ("learner/mfu",)),
+        Panel("Waiting", ("time/engine_idle", "time/learner_idle"), "s"),
+        Panel("Microbatches", ("learner/packing_efficiency", "learner/*_fraction")),
+    ),
+    "Rollouts, counted": (
+        Panel("Not trained on", ("account/filtered", "account/stale", "account/failed"), "rollouts"),
+        Panel("Outcomes of grading", ("reward/status/*",), "responses"),
+        Panel("Not computed", ("learner/skipped_rollouts",), "rollouts"),
+        Panel("Epoch of the data", ("data/epoch",)),
+    ),
+}
+
+
+def matching(panel: Panel, names: Iterable[str]) -> list[str]:
+    """The metrics of a panel that are there, without the bounds of an interval, which belong to their metric."""
+    present = [name for name in names if not name.endswith(("/low", "/high"))]
+    return [name for pattern in panel.metrics for name in present if fnmatchcase(name, pattern)]

@@ -1,0 +1,338 @@
+"use strict";
+// Unpacks the data, draws charts when they come into view, and filters the rollouts. All text of a run is put into the
+// page with textContent, never as HTML.
+const $ = (id) => document.getElementById(id);
+const COLORS = {
+  light: ["#0072b2", "#d55e00", "#009e73", "#a6498f", "#8a6d00", "#3f7fb5", "#5b5b5b", "#7a3e9d"],
+  dark: ["#56b4e9", "#ff9e5e", "#3ddca4", "#e08fc6", "#f0e442", "#8fc1ff", "#c7c7c7", "#c79bf2"],
+};
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
+const ROWS_SHOWN = 50;
+const shownRuns = new Set();
+let data, rollouts, matches = [], firstRow = 0, openGroup = null, texts;
+
+async function unpack(id) {
+  const bytes = Uint8Array.from(atob($(id).textContent), (c) => c.charCodeAt(0));
+  $(id).remove();
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+const theme = () => document.documentElement.dataset.theme;
+const color = (run) => COLORS[theme()][run % COLORS.light.length];
+const dot = (run) => { const made = element("span", { className: "dot" }); made.dataset.run = run; made.style.background = color(run); return made; };
+const nameOf = (run) => element("span", {}, dot(run), data.runs[run].name);
+const known = (values) => (values || []).filter((v) => v !== null);
+const short = (value) => typeof value !== "number" ? (value ?? "-") : String(+value.toPrecision(4));
+const duration = (s) => s < 5400 ? `${(s / 60).toFixed(1)} min` : `${(s / 3600).toFixed(1)} h`;
+const written = (value) => value === undefined ? "-" : typeof value === "string" ? value : JSON.stringify(value);
+
+function table(target, head, rows) {
+  const cell = (value) => value instanceof Node ? element("td", {}, value)
+    : element("td", { className: typeof value === "number" ? "number" : "", textContent: short(value) });
+  target.replaceChildren(element("table", {},
+    element("thead", {}, element("tr", {}, ...head.map((h) => element("th", { scope: "col" }, h)))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map(cell))))));
+}
+
+// --- summary, diagnosis, config ---
+
+function showSummary() {
+  const evaluations = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))].filter((n) => /^eval\/.*\/(avg|pass|maj)@\d+$/.test(n));
+  const change = (run, metric) => {
+    const values = known(run.series[metric]), [low, high] = ["low", "high"].map((end) => known(run.series[`${metric}/${end}`]).at(-1));
+    if (!values.length) return "-";
+    return `${short(values[0])} → ${short(values.at(-1))}` + (low === undefined ? "" : ` (${short(low)} to ${short(high)})`);
+  };
+  const rows = data.runs.map((run, i) => {
+    const last = run.steps.at(-1) ?? 0, planned = run.config["run.steps"], times = known(run.times);
+    return [nameOf(i), `${run.program}: ${run.config["model.path"]}`,
+      `${last} of ${planned}` + (run.finished ? "" : ", not finished"), times.length > 1 ? duration(times.at(-1) - times[0]) : "-",
+      change(run, "reward/mean"), ...evaluations.map((metric) => change(run, metric))];
+  });
+  table($("summary-table"), ["run", "program and model", "steps", "time", "reward, first → last", ...evaluations.map((e) => `${e.slice(5)}, first → last`)], rows);
+  const thinned = Math.max(...data.runs.map((run) => run.every));
+  $("summary").append(element("p", { className: "soft", textContent: `Written ${data.written}. ` +
+    (evaluations.some((e) => data.runs.some((r) => r.series[`${e}/low`])) ? "Intervals hold 95% of bootstrap samples over problems. " : "") +
+    (thinned > 1 ? `Curves have every ${thinned}th step.` : "") }));
+}
+
+function showFindings() {
+  const found = data.runs.flatMap((run, i) => run.findings.map((finding) => ({ ...finding, run: i })));
+  $("findings").replaceChildren(...found.map((f) => element("div", { className: "finding" },
+    element("p", {}, nameOf(f.run), element("strong", { textContent: ` ${f.title}, ` }),
+      f.first === f.last ? `step ${f.first}` : `steps ${f.first} to ${f.last}`),
+    element("p", { textContent: f.seen }), element("p", { textContent: f.advice }))));
+  if (!found.length) $("findings").append(element("p", { className: "good", textContent: "No rule found anything wrong." }));
+}
+
+function showConfig() {
+  const head = ["key", ...data.runs.map((_, i) => nameOf(i))];
+  const row = (key) => [key, ...data.runs.map((run) => element("span", { textContent: written(run.config[key]) }))];
+  if (data.runs.length > 1) table($("differences-table"), head, data.differing.map(row));
+  else $("differences").remove();
+  const list = () => table($("config-table"), ["key", ...data.runs.map((_, i) => nameOf(i))], data.keys.filter((k) => k.includes($("key").value)).map(row));
+  $("key").addEventListener("input", list);
+  list();
+}
+
+// --- charts ---
+
+function smoothed(values, weight) {
+  if (!weight) return values;
+  let mean = 0, total = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = weight * mean + (1 - weight) * value;
+    total = weight * total + 1 - weight;
+    return mean / total;
+  });
+}
+
+function xOf(run) {
+  if ($("axis").value === "step") return run.steps;
+  const began = known(run.times)[0];
+  return run.times.map((t) => t === null ? null : (t - began) / 3600);
+}
+
+function traces(panel, section) {
+  const weight = section === "Evaluation" ? 0 : +$("smoothing").value, made = [];
+  data.runs.forEach((run, i) => {
+    if (!shownRuns.has(i)) return;
+    const first = i === Math.min(...shownRuns), style = { line: { color: color(i), width: 1.8 }, connectgaps: true, legendgroup: i };
+    panel.metrics.forEach((metric, m) => {
+      const values = run.series[metric];
+      if (!values) return;
+      const few = known(values).length < 30, name = panel.metrics.length > 1 ? `${data.runs.length > 1 ? `${run.name} ` : ""}${metric.split("/").slice(1).join("/")}` : run.name;
+      const trace = { ...style, x: xOf(run), y: smoothed(values, weight), name,
+        mode: few ? "lines+markers" : "lines", marker: { size: 5 }, showlegend: first && panel.metrics.length > 1,
+        line: { ...style.line, dash: DASHES[m % DASHES.length] } };
+      const low = run.series[`${metric}/low`], high = run.series[`${metric}/high`];
+      if (low && high) trace.error_y = { type: "data", symmetric: false, thickness: 1, width: 3,
+        array: high.map((h, k) => h === null ? 0 : h - values[k]), arrayminus: low.map((l, k) => l === null ? 0 : values[k] - l) };
+      made.push(trace);
+      if (metric === "learner/lr" && run.planned_lr.length) made.push({ ...style, x: xOf(run), y: run.planned_lr, mode: "lines",
+        name: "planned", line: { color: color(i), width: 5 }, opacity: 0.3, showlegend: first });
+    });
+  });
+  return made;
+}
+
+function layout(panel, drawn) {
+  const style = getComputedStyle(document.documentElement), get = (name) => style.getPropertyValue(name).trim();
+  const positive = drawn.flatMap((t) => known(t.y)).filter((v) => v > 0);
+  const axis = { gridcolor: get("--line"), zerolinecolor: get("--line"), automargin: true, exponentformat: "e" };
+  return { margin: { l: 48, r: 10, t: 8, b: 24 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: get("--soft"), size: 11 }, hovermode: "x unified", hoverlabel: { bgcolor: get("--card"), font: { color: get("--ink") } },
+    xaxis: { ...axis }, legend: { orientation: "h", y: -0.18, font: { size: 10 } },
+    yaxis: { ...axis, type: panel.log && positive.length && Math.max(...positive) > 50 * Math.min(...positive) ? "log" : "linear" } };
+}
+
+const SETTINGS = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+
+function draw(plot) {
+  const drawn = traces(plot.panel, plot.section);
+  Plotly.react(plot, drawn, layout(plot.panel, drawn), SETTINGS);
+}
+
+function describe(panel) {
+  return data.runs.flatMap((run) => panel.metrics.map((metric) => [run, metric, known(run.series[metric])]))
+    .filter(([, , values]) => values.length)
+    .map(([run, metric, values]) => `${run.name} ${metric} from ${short(values[0])} to ${short(values.at(-1))}`).join("; ");
+}
+
+function showCharts() {
+  const seen = new IntersectionObserver((entries) => entries.forEach((entry) => {
+    entry.target.visible = entry.isIntersecting;
+    if (entry.isIntersecting && entry.target.stale !== false) { entry.target.stale = false; entry.target.draw(); }
+  }), { rootMargin: "200px" });
+  const add = (grid, title, unit, properties) => {
+    const plot = Object.assign(element("div", { className: "plot" }), properties);
+    plot.setAttribute("role", "img");
+    plot.setAttribute("aria-label", `${title}: ${properties.label}`);
+    const card = element("div", { className: "card" }, element("h3", {}, title, element("small", { textContent: unit })), plot);
+    grid.append(card);
+    seen.observe(plot);
+    return card;
+  };
+  data.sections.forEach(({ title, panels }) => {
+    const grid = element("div", { className: "grid" });
+    if (title === "Speed") {
+      const label = data.runs.map((run) => `${run.name}: ${Object.entries(run.seconds).map(([p, s]) => `${p} ${s} s`).join(", ")}`).join("; ");
+      add(grid, "Where the time went", "s", { label, draw() { drawTime(this); } }).classList.add("wide-card");
+    }
+    panels.forEach((panel) => add(grid, panel.title, [panel.metrics.length === 1 && panel.metrics[0] !== panel.title ? panel.metrics[0] : "", panel.unit].filter(Boolean).join(", "),
+      { panel, section: title, label: describe(panel), draw() { draw(this); } }));
+    $("charts").append(element("section", { id: title.toLowerCase().replace(/\W+/g, "-") }, element("h2", { textContent: title }), grid));
+  });
+}
+
+function drawTime(plot) {
+  const phases = [...new Set(data.runs.flatMap((run) => Object.keys(run.seconds)))], runs = [...shownRuns].sort().reverse();
+  const drawn = phases.map((phase, i) => ({ type: "bar", orientation: "h", name: phase, x: runs.map((r) => data.runs[r].seconds[phase] || 0),
+    y: runs.map((r) => data.runs[r].name), marker: { color: color(i) } }));
+  const form = layout({}, []);
+  form.yaxis.type = "category";
+  Plotly.react(plot, drawn, { ...form, barmode: "stack", hovermode: "closest", legend: { orientation: "h", y: -0.15, traceorder: "normal" } }, SETTINGS);
+}
+
+function redraw() {
+  document.querySelectorAll(".plot").forEach((plot) => { plot.stale = !plot.visible; if (plot.visible) plot.draw(); });
+  document.querySelectorAll(".dot").forEach((made) => { made.style.background = color(+made.dataset.run); });
+}
+
+// --- rollouts ---
+
+function showFilters() {
+  const form = $("filters"), { columns } = rollouts;
+  const options = (name, values, label) => form[name].append(...values.map((value) => element("option", { value, textContent: label(value) })));
+  options("run", data.runs.map((_, i) => i), (i) => data.runs[i].name);
+  for (const name of ["status", "finish_reason"]) options(name, [...new Set(columns[name])], (i) => texts[i]);
+  $("share").textContent = rollouts.shares.map((share, i) => share === 1 ? "" :
+    `Of ${data.runs[i].name} this page holds a sample: ${(100 * share).toPrecision(2)}% of its text, the first groups of each step. `).join("");
+  let waiting;
+  form.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(filter, 80); });
+  form.addEventListener("reset", () => setTimeout(filter));
+  form.addEventListener("submit", (event) => { event.preventDefault(); filter(); });
+  filter();
+}
+
+function filter() {
+  const form = $("filters"), c = rollouts.columns, number = (name) => form[name].value === "" ? null : +form[name].value;
+  const needle = form.text.value.toLowerCase(), hit = needle ? texts.map((text) => text.toLowerCase().includes(needle)) : null;
+  const tests = [];
+  const range = (column, low, high) => {
+    if (low !== null) tests.push((i) => c[column][i] !== null && c[column][i] >= low);
+    if (high !== null) tests.push((i) => c[column][i] !== null && c[column][i] <= high);
+  };
+  for (const name of ["run", "status", "finish_reason"]) { const value = number(name); if (value !== null) tests.push((i) => c[name][i] === value); }
+  range("step", number("step_min"), number("step_max"));
+  range("reward", number("reward_min"), number("reward_max"));
+  if (hit) tests.push((i) => hit[c.prompt[i]] || hit[c.text[i]]);
+  matches = [];
+  const total = (c.step || []).length;
+  for (let i = 0; i < total; i++) if (tests.every((test) => test(i))) matches.push(i);
+  const order = form.order.value, key = order.replace("-", ""), sign = order.startsWith("-") ? -1 : 1;
+  if (order) matches.sort((a, b) => sign * ((c[key][a] ?? 0) - (c[key][b] ?? 0)));
+  firstRow = 0;
+  showRows();
+}
+
+const isRight = (i) => texts[rollouts.columns.extracted[i]] !== "" && rollouts.columns.reward[i] > 0;
+
+function showRows() {
+  const c = rollouts.columns, total = (c.step || []).length, last = Math.min(firstRow + ROWS_SHOWN, matches.length);
+  $("count").textContent = `${matches.length.toLocaleString("en")} of ${total.toLocaleString("en")} rollouts` +
+    (matches.length ? `, ${(firstRow + 1).toLocaleString("en")} to ${last.toLocaleString("en")}` : "");
+  $("previous").disabled = firstRow === 0;
+  $("next").disabled = last >= matches.length;
+  const head = ["run", "step", "prompt", "response", "extracted", "gold", "reward", "advantage", "tokens", "status", "end"];
+  const cut = (i) => texts[i].slice(0, 300).replace(/\s+/g, " ");
+  const rows = matches.slice(firstRow, last).map((i) => {
+    const open = element("button", { type: "button", className: "link", textContent: cut(c.prompt[i]) || "(no prompt)" });
+    open.addEventListener("click", () => showGroup(c.group[i]));
+    const number = (value) => element("td", { className: "number", textContent: short(value) });
+    return element("tr", {}, element("td", {}, nameOf(c.run[i])), number(c.step[i]), element("td", { className: "text" }, open),
+      element("td", { className: "text", textContent: cut(c.text[i]) }),
+      element("td", { className: isRight(i) ? "good" : "bad", textContent: cut(c.extracted[i]) || "none" }), element("td", { textContent: cut(c.answer[i]) }),
+      number(c.reward[i]), number(c.advantage[i]), number(c.response_tokens[i]), element("td", { textContent: texts[c.status[i]] }),
+      element("td", { textContent: texts[c.finish_reason[i]] }));
+  });
+  $("rows").replaceChildren(element("thead", {}, element("tr", {}, ...head.map((h) => element("th", { scope: "col", textContent: h })))), element("tbody", {}, ...rows));
+}
+
+function moveFocus(event) {
+  const buttons = [...$("rows").querySelectorAll("button")], at = buttons.indexOf(document.activeElement);
+  const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: buttons.length - 1 }[event.key];
+  if (at < 0 || to === undefined) return;
+  event.preventDefault();
+  buttons[Math.max(0, Math.min(to, buttons.length - 1))].focus();
+}
+
+function turnPage(by) { firstRow = Math.max(0, firstRow + by * ROWS_SHOWN); showRows(); }
+
+// --- one group ---
+
+function response(i, shade) {
+  const c = rollouts.columns, kept = c.tokens[i], values = kept && kept[shade];
+  if (!values) return element("pre", { textContent: texts[c.text[i]] });
+  const largest = Math.max(...values.map(Math.abs), 1e-9);
+  return element("pre", {}, ...kept.tokens.map((token, t) => {
+    const span = element("span", { className: "token", textContent: token, title: `${shade.replace("_", " ")}: ${short(values[t])}` });
+    span.style.background = `color-mix(in srgb, ${values[t] < 0 ? "var(--bad)" : "var(--good)"} ${Math.round(60 * Math.abs(values[t]) / largest)}%, transparent)`;
+    return span;
+  }));
+}
+
+function showGroup(group) {
+  const c = rollouts.columns, shade = $("shade").value, rows = [];
+  for (let i = c.group.indexOf(group); c.group[i] === group; i++) rows.push(i);
+  if (!rows.length) return;
+  openGroup = group;
+  const first = rows[0], gold = texts[c.answer[first]];
+  $("group-title").replaceChildren(nameOf(c.run[first]), ` step ${c.step[first]}, ${texts[c.prompt_id[first]]}`);
+  $("prompt").replaceChildren(element("pre", { className: "card", textContent: texts[c.prompt[first]] }),
+    element("p", {}, "gold answer ", element("strong", { textContent: gold })));
+  $("samples").replaceChildren(...rows.map((i) => element("article", { className: "card" },
+    element("h3", {}, `sample ${c.sample[i]}`, element("small", { textContent: `reward ${short(c.reward[i])}, advantage ${short(c.advantage[i])}` })),
+    response(i, shade),
+    element("p", { className: isRight(i) ? "good" : "bad", textContent: texts[c.extracted[i]] === "" ? "no answer was extracted" : `extracted ${texts[c.extracted[i]]}` }),
+    element("p", { className: "soft", textContent: [...Object.entries(c.parts[i]).map(([name, value]) => `${name} ${short(value)}`),
+      texts[c.status[i]], `end: ${texts[c.finish_reason[i]]}`, `${c.response_tokens[i]} tokens`, `weights of step ${short(c.version[i])}`].join(", ") }))));
+  $("shade-label").hidden = !rows.some((i) => c.tokens[i]);
+  if (!$("group").open) $("group").showModal();
+}
+
+// --- start ---
+
+function setTheme(name) {
+  document.documentElement.dataset.theme = name;
+  $("theme").textContent = name === "dark" ? "Light" : "Dark";
+}
+
+function connect() {
+  data.runs.forEach((run, i) => {
+    shownRuns.add(i);
+    const box = element("input", { type: "checkbox", checked: true });
+    box.addEventListener("change", () => { box.checked ? shownRuns.add(i) : shownRuns.delete(i); redraw(); });
+    $("legend").append(element("label", {}, box, nameOf(i)));
+  });
+  $("axis").addEventListener("change", redraw);
+  $("smoothing").addEventListener("input", redraw);
+  $("theme").addEventListener("click", () => { setTheme(theme() === "dark" ? "light" : "dark"); redraw(); });
+  $("previous").addEventListener("click", () => turnPage(-1));
+  $("next").addEventListener("click", () => turnPage(1));
+  $("rows").addEventListener("keydown", moveFocus);
+  $("shade").addEventListener("change", () => showGroup(openGroup));
+  $("earlier").addEventListener("click", () => showGroup(openGroup - 1));
+  $("later").addEventListener("click", () => showGroup(openGroup + 1));
+  $("group").addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (by && event.target.tagName !== "SELECT") showGroup(openGroup + by);
+  });
+  $("close").addEventListener("click", () => $("group").close());
+}
+
+async function start() {
+  setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  data = JSON.parse(await unpack("metrics-data"));
+  connect();
+  showSummary();
+  showFindings();
+  showConfig();
+  document.head.append(element("script", { textContent: await unpack("plotly-code") }));
+  showCharts();
+  $("contents").append(...[...document.querySelectorAll("main section")].map((section) =>
+    element("a", { href: `#${section.id}`, textContent: section.querySelector("h2").textContent })));
+  rollouts = JSON.parse(await unpack("rollouts-data"));
+  texts = rollouts.texts;
+  showFilters();
+  document.body.dataset.ready = "true";
+}
+
+start();

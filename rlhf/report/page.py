@@ -1,0 +1,152 @@
+"""The page: data of the runs, a plotting library and a program in JavaScript, all in one HTML file.
+
+Responses are untrusted text. They stand in the file as compressed base64, the program shows them as text only, and the
+page's policy forbids it to load anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from rlhf.log.diagnosis import diagnose_run
+from rlhf.log.panels import SECTIONS, Panel, matching
+from rlhf.report.run_files import Row, RunFiles, differing_keys, sample_groups
+
+ROLLOUT_BYTES = 96 * 2**20  # of rollout files that a page holds; 100,000 rollouts of the quickstart are 35 MB
+MAX_POINTS = 2000  # of one curve
+TOKEN_KEYS = ("tokens", "token_advantages", "token_differences")
+
+
+def write_page(runs: Sequence[RunFiles]) -> str:
+    """The HTML of a report of these runs."""
+    from plotly.offline import get_plotlyjs
+
+    parts = files("rlhf.report")
+    names = ", ".join(_names(runs))
+    page = (parts / "page.html").read_text()
+    for slot, text in {
+        "title": html.escape(names),
+        "style": (parts / "page.css").read_text(),
+        "program": (parts / "page.js").read_text(),
+        "metrics": _packed(json.dumps(_metrics(runs))),
+        "rollouts": _packed(json.dumps(_rollouts(runs), ensure_ascii=False)),
+        "plotly": _packed(get_plotlyjs()),
+    }.items():
+        page = page.replace(f"<!--{slot}-->", text, 1)
+    return page
+
+
+def _packed(text: str) -> str:
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), compresslevel=6, mtime=0)).decode()
+
+
+def _names(runs: Sequence[RunFiles]) -> list[str]:
+    """The folders' names, with their parents' where two are alike."""
+    short = [run.name for run in runs]
+    if len(set(short)) == len(runs):
+        return short
+    return [str(run.path) for run in runs]
+
+
+def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
+    """Everything that the page shows besides rollouts."""
+    metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    sections: list[dict[str, Any]] = [
+        {"title": title, "panels": [shown for panel in panels for shown in _panels(panel, metrics, len(runs))]}
+        for title, panels in SECTIONS.items()
+    ]
+    named = {name for section in sections for panel in section["panels"] for name in panel["metrics"]}
+    others = [name for name in metrics if name not in named and not name.endswith(("/low", "/high"))]
+    rest = [shown for name in others for shown in _panels(Panel(name, (name,)), [name], 1)]
+    sections.append({"title": "Everything else", "panels": rest})
+    configs = [run.config for run in runs]
+    return {
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "runs": [_run(run, name) for run, name in zip(runs, _names(runs), strict=True)],
+        "sections": [section for section in sections if section["panels"]],
+        "keys": list(dict.fromkeys(key for config in configs for key in config)),
+        "differing": differing_keys(configs),
+    }
+
+
+def _panels(panel: Panel, metrics: Sequence[str], runs: int) -> list[dict[str, Any]]:
+    """The charts of a panel: one, or one per metric where several runs would have more than two lines each."""
+    names = matching(panel, metrics)
+    charts = [[name] for name in names] if runs > 1 and len(names) > 2 else [names] if names else []
+    return [{"title": panel.title, "metrics": chart, "unit": panel.unit, "log": panel.log} for chart in charts]
+
+
+def _run(run: RunFiles, name: str) -> dict[str, Any]:
+    every = -(-len(run.rows) // MAX_POINTS)
+    evaluated = {id(row) for row in run.rows if any(key.startswith("eval/") for key in row)}
+    rows = [row for number, row in enumerate(run.rows) if number % every == 0 or id(row) in evaluated]
+    planned = run.planned_learning_rates()
+    return {
+        "name": name,
+        "path": str(run.path),
+        "program": run.program,
+        "finished": run.finished,
+        "config": run.config,
+        "every": every,
+        "steps": [row["step"] for row in rows],
+        "times": [row.get("time") for row in rows],
+        "series": {metric: [_number(row.get(metric)) for row in rows] for metric in run.metrics},
+        "planned_lr": [planned.get(row["step"]) for row in rows] if planned else [],
+        "seconds": _seconds(run),
+        "findings": [vars(finding) for finding in diagnose_run(run.rows, run.config)],
+    }
+
+
+def _number(value: Any) -> float | None:
+    """Six digits are more than a curve shows."""
+    return float(f"{value:.6g}") if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _seconds(run: RunFiles) -> dict[str, float]:
+    """Seconds by phase of the steps, with what came before and between them."""
+    totals: dict[str, float] = defaultdict(float)
+    for row in run.rows:
+        for name, value in row.items():
+            if name.startswith("time/") and name not in ("time/step", "time/engine_idle", "time/learner_idle"):
+                totals[name.removeprefix("time/")] += value
+    return {phase: round(seconds, 1) for phase, seconds in totals.items()}
+
+
+def _rollouts(runs: Sequence[RunFiles]) -> dict[str, Any]:
+    """The rollouts in columns; a text that several rows have stands once in `texts`."""
+    texts: dict[str, int] = {}
+    columns: dict[str, list[Any]] = defaultdict(list)
+    shares, groups_before = [], 0
+    for number, run in enumerate(runs):
+        groups, share = sample_groups(run, ROLLOUT_BYTES // len(runs))
+        shares.append(round(share, 4))
+        for group in groups:
+            for row in group:
+                _add_row(columns, row, texts, run=number, group=groups_before)
+            groups_before += 1
+    return {"columns": columns, "texts": list(texts), "shares": shares}
+
+
+def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, run: int, group: int) -> None:
+    def text(value: Any) -> int:
+        return texts.setdefault(value if isinstance(value, str) else json.dumps(value), len(texts))
+
+    cells: dict[str, Any] = {"run": run, "group": group}
+    cells |= {key: row[key] for key in ("step", "sample", "response_tokens")}
+    cells |= {key: _number(row[key]) for key in ("reward", "advantage")}
+    cells |= {key: text(row[key]) for key in ("prompt_id", "prompt", "answer", "text", "extracted")}
+    cells |= {key: text(row[key]) for key in ("status", "finish_reason")}
+    cells["parts"] = row["reward_parts"]
+    cells["version"] = min((span[2] for span in row["versions"]), default=None)
+    cells["tokens"] = {key: row[key] for key in TOKEN_KEYS if key in row} or 0
+    for key, value in cells.items():
+        columns[key].append(value)

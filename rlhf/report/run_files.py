@@ -1,0 +1,144 @@
+"""The files of a run folder, read while the run writes them or after its end: config, metrics and rollouts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlhf.algo.schedules import learning_rate
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import flat_keys, load_config
+from rlhf.config.ppo import PPOConfig
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """One run folder.
+
+    Attributes:
+        config: every key of the run's config, with dots: `learner.optimizer.lr`.
+        rows: metrics by training step; an evaluation stands in the row of its step. Step 0 is before the first step.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    rows: list[Row]
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def program(self) -> str:
+        return "ppo" if any(key.startswith("critic.") for key in self.config) else "grpo"
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "summary.json").is_file()
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """Names of all metrics, in the order in which they first appear."""
+        return [
+            name for name in dict.fromkeys(itertools.chain.from_iterable(self.rows)) if name not in ("step", "time")
+        ]
+
+    def rollout_files(self) -> dict[int, Path]:
+        """The file of each training step whose rollouts were written, by step."""
+        return {int(file.stem.removeprefix("step-")): file for file in sorted(self.path.glob("rollouts/step-*.jsonl"))}
+
+    def planned_learning_rates(self) -> dict[int, float]:
+        """By training step, the rate of the policy's last update in it; empty if the config is of another version."""
+        schema = PPOConfig if self.program == "ppo" else GRPOConfig
+        try:
+            training = load_config(schema, [str(_config_file(self.path))]).training
+        except ValueError:
+            return {}
+        form = training.section.schedule.model_dump(exclude={"warmup_steps", "warmup_fraction"})
+        form |= {"lr": training.section.optimizer.lr, "warmup_steps": training.warmup_updates}
+        updates = {step: training.updates_before(step) for step in range(1, training.steps + 1)}
+        return {
+            step: learning_rate(update, total_updates=training.total_updates, **form)
+            for step, update in updates.items()
+            if update
+        }
+
+
+def read_run(folder: str | Path) -> RunFiles:
+    """Read the config and the metrics of a run; what a running program has half written is left out.
+
+    Raises:
+        ValueError: the folder holds no run.
+    """
+    from omegaconf import OmegaConf
+
+    path = Path(folder)
+    if not (path / "metrics.jsonl").is_file() or not _config_file(path).is_file():
+        raise ValueError(
+            f"{path}: not a run folder, which has config.yaml and metrics.jsonl. Name the folder that run.dir gave."
+        )
+    config = OmegaConf.to_container(OmegaConf.load(_config_file(path)), resolve=True)
+    rows: dict[int, Row] = {}
+    for row in read_rows(path / "metrics.jsonl"):
+        rows.setdefault(row["step"], {}).update(row)
+    return RunFiles(path, flat_keys(config), [rows[step] for step in sorted(rows)])
+
+
+def read_rows(file: Path) -> Iterator[Row]:
+    """The JSON objects of a file, one per line; a line that is not whole, as at the end of a live file, is left out."""
+    with file.open() as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(row, dict) and "step" in row:
+                yield row
+
+
+def read_groups(file: Path) -> Iterator[list[Row]]:
+    """The groups of a rollout file, each a list of the rows of one prompt."""
+    for _, group in itertools.groupby(read_rows(file), key=lambda row: (row["prompt_id"], row["epoch"])):
+        yield list(group)
+
+
+def sample_groups(run: RunFiles, max_bytes: int) -> tuple[list[list[Row]], float]:
+    """Groups of all steps, in order, and the share of the files' bytes that they are; 1 if they fit in `max_bytes`.
+
+    Of larger files each gives its first groups, as many as its share of `max_bytes` holds; what a file leaves over is
+    for the next one. The order of prompts is drawn at random, so these are no special groups.
+    """
+    files = {file: file.stat().st_size for file in run.rollout_files().values()}
+    total = sum(files.values())
+    if total <= max_bytes:
+        return [group for file in files for group in read_groups(file)], 1.0
+    groups, left, taken = [], 0.0, 0
+    for file, size in files.items():
+        left += size * max_bytes / total
+        for group in read_groups(file):
+            written = sum(len(json.dumps(row, ensure_ascii=False).encode()) + 1 for row in group)
+            if written > left:
+                break
+            groups.append(group)
+            left, taken = left - written, taken + written
+    return groups, taken / total
+
+
+def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that do not have the same value in all configs, without those that name the run itself."""
+    keys = dict.fromkeys(itertools.chain.from_iterable(configs))
+    own = ("run.dir", "logging.wandb.name", "logging.wandb.run_id")
+    return [key for key in keys if key not in own and len({repr(config.get(key)) for config in configs}) > 1]
+
+
+def _config_file(path: Path) -> Path:
+    """The config that the run was last started with."""
+    resumed = path / "config.resumed.yaml"
+    return resumed if resumed.is_file() else path / "config.yaml"

@@ -1,0 +1,108 @@
+"""Program: the rollouts of a run in the terminal, group by group.
+
+    python -m rlhf.show runs/mine                              the newest step first
+    python -m rlhf.show runs/mine --step 20 --status no_answer
+    python -m rlhf.show runs/mine --contains 362 --max-reward 0
+
+A group is shown when one of its responses fits all filters; the others are shown with it. On a terminal it stops after
+each group: Enter shows the next one, q ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import unicodedata
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
+
+from rlhf.config.cli import run_program
+from rlhf.report.run_files import Row, RunFiles, read_groups, read_run
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhf.show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", help="run folder")
+    parser.add_argument("--step", type=int, help="training step (default: all, the newest first)")
+    parser.add_argument("--status", help="of the grading, such as no_answer or timeout")
+    parser.add_argument("--finish", help="how a response ended: stop, length or abort")
+    parser.add_argument("--min-reward", type=float)
+    parser.add_argument("--max-reward", type=float)
+    parser.add_argument("--contains", help="text in the prompt or the response")
+    parser.add_argument("-n", "--groups", type=int, default=3, help="groups to show at most (default: 3)")
+    options = parser.parse_args(argv)
+    run = read_run(options.run)
+    console = Console()
+    ask = sys.stdin.isatty() and sys.stdout.isatty()
+    shown = 0
+    for group in itertools.islice(_fitting(run, options), None if ask else options.groups):
+        if ask and shown and not _goes_on():
+            break
+        console.print(_picture(group))
+        shown += 1
+    if not shown:
+        raise ValueError(f"{run.path}: no group fits. Its rollouts are of steps {_range(run)}.")
+
+
+def _goes_on() -> bool:
+    try:
+        return input("Enter: next group, q: end ").strip() != "q"
+    except EOFError:
+        return False
+
+
+def _range(run: RunFiles) -> str:
+    steps = list(run.rollout_files())
+    return f"{steps[0]} to {steps[-1]}" if steps else "none: logging.rollouts was false, or no step was finished"
+
+
+def _fitting(run: RunFiles, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """The groups that fit the filters, of one step, or without --step of all, the newest step first."""
+    files = run.rollout_files()
+    steps = [options.step] if options.step is not None else sorted(files, reverse=True)
+    for step in steps:
+        if step not in files:
+            raise ValueError(f"--step {step}: {run.path} has rollouts of steps {_range(run)}.")
+        yield from (group for group in read_groups(files[step]) if any(_fits(row, options) for row in group))
+
+
+def _fits(row: Row, options: argparse.Namespace) -> bool:
+    reward, wanted = row["reward"], options.contains
+    return (
+        options.status in (None, row["status"])
+        and options.finish in (None, row["finish_reason"])
+        and (options.min_reward is None or (reward is not None and reward >= options.min_reward))
+        and (options.max_reward is None or (reward is not None and reward <= options.max_reward))
+        and (wanted is None or wanted in row["prompt"] or wanted in row["text"])
+    )
+
+
+def _picture(group: Sequence[Row]) -> Panel:
+    first = group[0]
+    blocks = [Text(_safe(first["prompt"])), Text(f"gold answer: {_safe(first['answer'])}", style="bold")]
+    for row in group:
+        reward = "none" if row["reward"] is None else f"{row['reward']:.4g}"
+        right = row["reward"] is not None and row["reward"] > 0
+        head = (
+            f"\nsample {row['sample']}: reward {reward}, advantage {row['advantage']:.3g}, {row['status']}, "
+            f"{row['finish_reason']}, {row['response_tokens']} tokens, extracted {_safe(row['extracted']) or 'nothing'}"
+        )
+        blocks += [Text(head, style="green" if right else "red"), Text(_safe(row["text"]))]
+    return Panel(Group(*blocks), title=Text(f"step {first['step']}, {_safe(first['prompt_id'])}"), title_align="left")
+
+
+def _safe(value: Any) -> str:
+    """Text of a model for a terminal: control characters, which could move the cursor or turn the text, are spelled."""
+    text = value if isinstance(value, str) else repr(value)
+    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else f"\\u{ord(c):04x}" for c in text)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

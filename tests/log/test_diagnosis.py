@@ -1,0 +1,110 @@
+"""Each rule of the diagnosis fires on made metrics of a run with its illness, and none on three healthy runs."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import flat_keys, load_config
+from rlhf.log.diagnosis import RULES, Diagnosis, Finding, diagnose_run
+
+ROOT = Path(__file__).parent.parent.parent
+HEALTHY = ROOT / "tests/fixtures/healthy_quickstarts.csv"  # metrics of three runs of configs/quickstart.yaml
+CONFIG = flat_keys(load_config(GRPOConfig, [str(ROOT / "configs/quickstart.yaml")]).model_dump(mode="json"))
+
+Row = dict[str, Any]
+
+
+def healthy_runs() -> list[list[Row]]:
+    runs: dict[str, list[Row]] = {}
+    with HEALTHY.open() as file:
+        for line in csv.DictReader(file):
+            values = {name: float(value) for name, value in line.items() if value and name != "run"}
+            runs.setdefault(line["run"], []).append({**values, "step": int(line["step"]), "time/step": 1.0})
+    return list(runs.values())
+
+
+def ill(**values: Any) -> list[Row]:
+    """A healthy run whose metrics are `values` from step 41 on; a function gets the step."""
+    rows = healthy_runs()[0]
+    for row in rows[40:]:
+        row |= {name: value(row["step"]) if callable(value) else value for name, value in values.items()}
+    return rows
+
+
+def since_40(rate: float) -> Any:
+    return lambda step: rate * (step - 40)
+
+
+GRADER = {"reward/status/math/timeout": since_40(30), "reward/status/math/ok": lambda step: 512 * step}
+ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no answers": ({"reward/answered_fraction": 0.0}, {}, "data.prompt_suffix"),
+    "no answers, cut off": (
+        {"reward/answered_fraction": 0.02, "rollout/stopped_fraction": 0.3},
+        {},
+        "2.0% of the responses held an answer in the form that the reward reads. Most were cut off: raise "
+        "rollout.max_response_tokens=24.",
+    ),
+    "equal rewards in almost all groups": ({"reward/equal_group_fraction": 1.0}, {}, "harder data.train"),
+    "equal rewards in almost all groups, too hard": (
+        {"reward/equal_group_fraction": 0.97, "reward/mean": 0.01},
+        {},
+        "easier data.train",
+    ),
+    "equal rewards in almost all groups, one value": (
+        {"reward/equal_group_fraction": 1.0, "reward/mean": 0.0, "reward/max": 0.0},
+        {},
+        "Does the reward read the answers",
+    ),
+    "responses are cut off": ({"rollout/stopped_fraction": 0.05}, {}, "raise rollout.max_response_tokens=24"),
+    "KL to the reference is running away": ({"policy/kl_k1": 3.0}, {}, "algo.kl_coef=0.0"),
+    "entropy collapsed": ({"policy/entropy": 0.001, "reward/mean": 0.3}, {}, "learner.optimizer.lr=0.0005"),
+    "much clipping": ({"policy/clip_fraction": 0.4}, {}, "learner.minibatches_per_epoch=2"),
+    "engines and learner drift apart": ({"policy/engine_kl": 0.2}, {}, "model.dtype=float32"),
+    "engines and learner drift apart, with a lag": (
+        {"policy/engine_kl": 0.2},
+        {"rollout.max_policy_lag": 4},
+        "Lower rollout.max_policy_lag=4",
+    ),
+    "gradient spike": ({"learner/grad_norm": lambda step: 50.0 if step == 60 else 0.5}, {}, "was 50, usually 0."),
+    "updates were skipped": ({"learner/updates_skipped": 1.0}, {}, "1 updates were skipped"),
+    "lag at its bound, dropped": ({"account/stale": since_40(100)}, {}, "rollout.max_policy_lag=0"),
+    "lag at its bound": ({"rollout/lag/p50": 4.0}, {"rollout.max_policy_lag": 4}, "cluster.learners=1"),
+    "grades are missing": (GRADER, {}, "(math/timeout). Raise reward.wall_seconds=10.0"),
+}
+
+
+@pytest.mark.parametrize("illness", ILLNESSES)
+def test_a_rule_finds_the_illness_it_is_for_and_names_the_key_to_turn(illness: str) -> None:
+    values, config, expected = ILLNESSES[illness]
+    found = {finding.title: finding for finding in diagnose_run(ill(**values), CONFIG | config)}
+    finding = found[illness.split(",")[0]]
+    assert expected.casefold() in finding.text.casefold()
+    assert 41 <= finding.first <= 60
+
+
+def test_every_rule_has_a_run_that_is_ill_by_it() -> None:
+    assert {illness.split(",")[0] for illness in ILLNESSES} == {rule.title for rule in RULES}
+
+
+@pytest.mark.parametrize("run", range(3))
+def test_healthy_runs_have_no_findings(run: int) -> None:
+    assert diagnose_run(healthy_runs()[run], CONFIG) == []
+
+
+def test_a_finding_is_new_once_and_its_steps_go_on() -> None:
+    diagnosis = Diagnosis(CONFIG)
+    new: list[Finding] = []
+    for row in ill(**{"policy/clip_fraction": 0.9}):
+        new += diagnosis.after_step(row["step"], row)
+    assert [(finding.title, finding.first) for finding in new] == [("much clipping", 42)]  # 0.9 / 5 is below the bound
+    assert (diagnosis.findings["much clipping"].first, diagnosis.findings["much clipping"].last) == (42, 80)
+
+
+def test_a_resumed_run_does_not_report_what_its_counters_held_before() -> None:
+    rows = [row | {"learner/updates_skipped": 7.0, "account/stale": 9e9} for row in healthy_runs()[0][30:]]
+    assert diagnose_run(rows, CONFIG) == []

@@ -1,0 +1,211 @@
+"""The readers of a run folder, the page made from it, and the rollouts in the terminal."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gzip
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds import make_config, make_groups
+
+from rlhf import show
+from rlhf.log.sinks import JsonlSink
+from rlhf.report.page import write_page
+from rlhf.report.run_files import RunFiles, differing_keys, read_groups, read_run, sample_groups
+from rlhf.run.folder import RunFolder
+
+HOSTILE = "</script><img src=x onerror=boom()>\x1b[2J\u202e"
+
+
+def write_run(path: Path, *, steps: int = 4, text: str = "an answer", **sections: Any) -> Path:
+    """A run folder as the trainer writes it: 2 groups of 4 responses in each step, evaluations at its start and end."""
+    config = make_config(path.parent / "model", **sections)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path), "steps": steps})})
+    folder = RunFolder(path, resume=False)
+    folder.create(config)
+    log = JsonlSink(folder.metrics)
+    log.log(0, {"eval/test/avg@1": 0.25})
+    for step in range(1, steps + 1):
+        values = {"reward/mean": step / 10, "learner/lr": config.learner.optimizer.lr, "time/step": 1.0}
+        log.log(step, values | {"time/update": 0.5, "time/sampling": 0.25, "policy/entropy": 1.0})
+        groups = make_groups(groups=2, samples=4, vocabulary=9, longest=20, seed=step)
+        samples = [tuple(dataclasses.replace(s, text=text) for s in group.samples) for group in groups]
+        groups = [dataclasses.replace(g, samples=s) for g, s in zip(groups, samples, strict=True)]
+        folder.write_rollouts(step, groups, np.linspace(-1, 1, 8).tolist())
+    log.log(steps, {"eval/test/avg@1": 0.75, "eval/test/avg@1/low": 0.7, "eval/test/avg@1/high": 0.8})
+    log.close()
+    return path
+
+
+def data_of(page: str, name: str) -> Any:
+    (packed,) = re.findall(f'id="{name}-data">([^<]*)</script>', page)
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+# --- the readers ---
+
+
+def test_a_run_is_read_as_its_program_wrote_it(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    assert [row["step"] for row in run.rows] == [0, 1, 2, 3, 4]
+    assert run.rows[-1]["eval/test/avg@1"] == 0.75  # in the row of its step
+    assert run.rows[-1]["reward/mean"] == 0.4
+    assert run.config["run.steps"] == 4
+    assert (run.program, run.finished) == ("grpo", False)
+    groups = [group for file in run.rollout_files().values() for group in read_groups(file)]
+    assert [[row["sample"] for row in group] for group in groups] == [[0, 1, 2, 3]] * 8
+
+
+def test_lines_that_a_running_program_has_half_written_are_left_out(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    for file in (path / "metrics.jsonl", path / "rollouts/step-000004.jsonl"):
+        file.write_text(file.read_text()[:-10])
+    run = read_run(path)
+    assert run.rows[-1]["step"] == 4
+    assert "eval/test/avg@1" not in run.rows[-1]
+    assert [len(group) for group in read_groups(run.rollout_files()[4])] == [4, 3]
+
+
+def test_a_folder_without_a_run_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"not a run folder, .* Name the folder that run\.dir gave"):
+        read_run(tmp_path)
+
+
+def test_the_planned_rates_are_those_of_the_last_update_of_each_step(tmp_path: Path) -> None:
+    learner = {"minibatches_per_epoch": 2, "optimizer": {"lr": 0.8}, "schedule": {"name": "linear", "warmup_steps": 4}}
+    run = read_run(write_run(tmp_path / "run", learner=learner))  # 8 updates, of which 4 warm up
+    assert run.planned_learning_rates() == pytest.approx({1: 0.4, 2: 0.8, 3: 0.4, 4: 0.0})
+
+
+def test_the_config_of_a_resumed_run_is_the_one_that_is_shown(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    text = (path / "config.yaml").read_text()
+    (path / "config.resumed.yaml").write_text(text.replace("steps: 4", "steps: 9"))
+    assert read_run(path).config["run.steps"] == 9
+
+
+def test_only_keys_that_differ_are_named_and_not_the_folder_of_the_run(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / name, algo={"kl_estimator": name})) for name in ("k1", "k3")]
+    assert differing_keys([run.config for run in runs]) == ["algo.kl_estimator"]
+
+
+def test_of_a_long_run_whole_groups_of_every_part_of_it_are_taken(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", steps=40))
+    size = sum(file.stat().st_size for file in run.rollout_files().values())
+    everything, share = sample_groups(run, size)
+    assert (len(everything), share) == (80, 1.0)
+    some, share = sample_groups(run, size // 4)
+    assert share <= 0.25
+    assert len(some) == pytest.approx(20, abs=3)
+    assert {len(group) for group in some} == {4}
+    assert np.histogram([group[0]["step"] for group in some], bins=4, range=(1, 40))[0].min() >= 3
+
+
+# --- the page ---
+
+
+def test_the_page_holds_the_curves_the_rollouts_and_what_differs(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / name, algo={"kl_estimator": name})) for name in ("k1", "k3")]
+    page = write_page(runs)
+    metrics, rollouts = data_of(page, "metrics"), data_of(page, "rollouts")
+    assert [run["name"] for run in metrics["runs"]] == ["k1", "k3"]
+    assert metrics["runs"][0]["series"]["reward/mean"] == [None, 0.1, 0.2, 0.3, 0.4]
+    assert metrics["runs"][0]["seconds"] == {"update": 2.0, "sampling": 1.0}
+    assert metrics["differing"] == ["algo.kl_estimator"]
+    shown = [name for section in metrics["sections"] for panel in section["panels"] for name in panel["metrics"]]
+    bounds = {"eval/test/avg@1/low", "eval/test/avg@1/high"}
+    assert set(shown) == set(runs[0].metrics) - bounds  # every metric has a chart
+    columns = rollouts["columns"]
+    assert {name: len(column) for name, column in columns.items()} == dict.fromkeys(columns, 2 * 4 * 8)
+    assert rollouts["texts"][columns["text"][0]] == "an answer"
+    assert columns["advantage"][:8] == pytest.approx(np.linspace(-1, 1, 8), abs=1e-5)
+    assert rollouts["shares"] == [1.0, 1.0]
+
+
+def test_nothing_in_the_page_is_loaded_from_elsewhere_and_no_text_of_a_run_is_html(tmp_path: Path) -> None:
+    page = write_page([read_run(write_run(tmp_path / "run", text=HOSTILE))])
+    assert "<img" not in page
+    assert re.findall(r"""(?:src|href)=["'](?!#)[^"']*""", page) == []
+    assert "default-src 'none'" in page
+    assert data_of(page, "rollouts")["texts"].count(HOSTILE) == 1
+
+
+CLICKS = """<script>
+const errors = [];
+addEventListener("error", (event) => errors.push(event.message));
+addEventListener("unhandledrejection", (event) => errors.push(String(event.reason)));
+const tell = (what) => document.body.append(Object.assign(document.createElement("output"), { textContent: what }));
+const filled = setInterval(async () => {
+  if (!document.body.dataset.ready) return;
+  clearInterval(filled);
+  document.querySelector(".plot").scrollIntoView();
+  while (!document.querySelector(".plot svg .scatterlayer path")) await new Promise((done) => setTimeout(done, 50));
+  tell(`all ${$("count").textContent}`);
+  $("filters").step_min.value = 2;
+  $("filters").reward_min.value = 0.5;
+  $("filters").run.value = "1";
+  filter();
+  tell(`filtered ${$("count").textContent}`);
+  document.querySelector("#rows button").click();
+  tell(`group ${$("samples").children.length} of ${$("group-title").textContent}`);
+  $("group").close();
+  $("filters").reset();
+  await new Promise((done) => setTimeout(done, 50));
+  tell(`cleared ${$("count").textContent}`);
+  $("theme").click();
+  tell(`errors ${errors.join("; ")}.`);
+}, 50);
+</script>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
+def test_a_browser_draws_the_charts_filters_the_rollouts_and_opens_a_group_without_an_error(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / name, text=HOSTILE)) for name in ("one", "two")]
+    rows = [row for file in runs[1].rollout_files().values() for group in read_groups(file) for row in group]
+    file = tmp_path / "report.html"
+    file.write_text(write_page(runs).replace("<body>", f"<body>{CLICKS}"), errors="replace")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    options += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=60000", "--dump-dom"]
+    done = subprocess.run(["chromium", *options, file], capture_output=True, text=True, timeout=300, check=True)
+    told = dict(line.split(" ", 1) for line in re.findall(r"<output>([^<]*)</output>", done.stdout))
+    assert told["all"] == told["cleared"] == "64 of 64 rollouts, 1 to 50"
+    expected = sum(row["step"] >= 2 and row["reward"] is not None and row["reward"] >= 0.5 for row in rows)
+    assert told["filtered"] == f"{expected} of 64 rollouts, 1 to {expected}"
+    assert told["group"].startswith("4 of two step ")
+    assert told["errors"] == "."
+
+
+# --- the terminal ---
+
+
+def shown(run: RunFiles, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    show.main([str(run.path), *arguments])
+    return capsys.readouterr().out
+
+
+def test_groups_are_shown_newest_first_and_control_characters_are_spelled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run = read_run(write_run(tmp_path / "run", text=HOSTILE))
+    text = shown(run, capsys, "-n", "3")
+    assert re.findall(r"─ step (\d+), ", text) == ["4", "4", "3"]
+    assert text.count("sample ") == 12
+    assert "onerror=boom()>\\u001b[2J\\u202e" in text
+    assert shown(run, capsys, "--step", "2", "-n", "9").count("─ step 2, ") == 2
+
+
+def test_a_filter_that_nothing_fits_and_a_step_that_is_not_there_say_which_steps_there_are(tmp_path: Path) -> None:
+    path = str(write_run(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"no group fits\. Its rollouts are of steps 1 to 4"):
+        show.main([path, "--contains", "nowhere"])
+    with pytest.raises(ValueError, match=r"--step 9: .* steps 1 to 4"):
+        show.main([path, "--step", "9"])
