@@ -253,7 +253,10 @@ ANOTHER_OPTION = re.compile(
     r"(?<![\w\\])\(\s*([A-Ja-j])\s*\)|(?!(?<!.)[AI] (?!or\b|and\b|but\b)[a-z]{2})(?<![\w\\'])([A-J])(?![\w'])"
 )
 OPTIONS = r"\(?[A-J]\)?(?:(?:,| and|, and| or) \(?[A-J]\)?)*"
-WRONG = r"(?:is|are|was|were)(?: (?:all|both|clearly|definitely))? (?:wrong|incorrect|false|impossible|ruled out|eliminated|too \w+|not (?!wrong|incorrect|false)\w+)"
+WRONG = (
+    r"(?:is|are|was|were)(?: (?:all|both|clearly|definitely))? "
+    r"(?:wrong|incorrect|false|impossible|ruled out|eliminated|too \w+|not (?!wrong|incorrect|false)\w+)"
+)
 RULED_OUT = re.compile(rf"(?:\b(?:because|since|as) )?(?<![\w\\]){OPTIONS} {WRONG}\b")  # (C) because A is wrong
 FORMULA = re.compile(
     r"(?<![\w\\])[A-Za-z]"
