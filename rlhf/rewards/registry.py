@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -119,13 +120,19 @@ def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _module_of_file(path: str) -> ModuleType:
-    """Import a Python file. Its name is its path, so that two files `score.py` differ."""
-    spec = importlib.util.spec_from_file_location(path.removesuffix(".py").replace("/", "_").replace(".", "_"), path)
+    """Import a Python file once; its name is its full path, so that no other file or module has the same name."""
+    name = os.path.realpath(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -81,6 +81,9 @@ FORMULAS = {  # by gold answer
     "1": [r"e^{i\pi/3}+e^{-i\pi/3}", r"e^2\cdot e^{-2}", r"\frac{3}{\sqrt{9}}"],
     "8": [r"2^{\sqrt{9}}"],
     r"\sqrt{2}": [r"\frac{1}{\sqrt{2}}+\frac{\sqrt{2}}{2}"],
+    "x^3": [r"x^{0+\log_2 8}", r"x^{\sqrt{9}}", "x^{2+1}"],
+    "2x": [r"\sqrt{4}x", r"\binom{2}{1}x", r"x\gcd(4,6)"],
+    "x+5": [r"x+\lfloor 5.5\rfloor", r"x+\sqrt{25}", "x+2+3"],
 }
 NUMERALS = [
     (r"\frac{1+\sqrt5}{2}", r"\frac12+\frac{\sqrt5}{2}"),
@@ -94,6 +97,8 @@ NUMERALS = [
     (r"2\text{ m}", r"\sqrt{4}m"),
     (r"(1+\sqrt2)\text{ m}", r"(1+\sqrt2)m"),
     (r"\textbf{(C) } 42", "42"),
+    (r"x\ln 2", r"\frac{x\ln 4}{2}"),
+    (r"\frac{1}{2}x^{-1/2}", r"\frac{1}{2\sqrt{x}}"),
 ]
 
 

@@ -14,8 +14,13 @@ import pytest
 from waiting import WAIT_S
 
 from rlhf.config.reward import STEPS_OF_MODE
+from rlhf.rewards.answers.arithmetic import start_work
+from rlhf.rewards.answers.compare import compare
+from rlhf.rewards.answers.errors import UndefinedError
 from rlhf.rewards.answers.extract import extract
 from rlhf.rewards.answers.symbolic import is_too_costly
+from rlhf.rewards.answers.tree import parse
+from rlhf.rewards.answers.value import evaluate
 from rlhf.rewards.sandbox import RefusedError, confined
 
 TOUCH = "__import__('os').system('touch CANARY')"
@@ -108,6 +113,26 @@ def test_no_payload_runs_code_or_passes_for_an_answer(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_no_value_beyond_a_bound_reaches_the_algebra_system(text: str) -> None:
     assert is_too_costly(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\sum_{a=1}^{2000}\sum_{b=1}^{2000}ab",
+        r"\sum_{k=1}^{1999}\frac{1}{3^k+1}",
+        "+".join([r"\binom{20000}{10000}"] * 400),
+        "+".join([r"(3^{99999})^{1/7}"] * 500),
+    ],
+)
+def test_a_value_that_costs_too_much_is_not_computed(text: str) -> None:
+    start_work()
+    with pytest.raises(UndefinedError, match="too much"):
+        evaluate(parse(text), {})
+
+
+def test_each_comparison_has_its_own_bound() -> None:
+    assert not compare(r"\sum_{a=1}^{2000}\sum_{b=1}^{2000}ab", "7")
+    assert compare(r"\sum_{k=1}^{1000}k", "500500")
 
 
 @pytest.mark.parametrize(

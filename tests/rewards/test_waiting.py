@@ -116,6 +116,34 @@ def test_a_reward_may_be_a_function_in_a_file(tmp_path: Path) -> None:
     assert result.reward == 12.0
 
 
+def test_a_file_is_loaded_once_for_all_its_functions_and_never_taken_for_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = ["a/mine.py", "b/mine.py", "a_mine.py", "json.py"]
+    for path in paths:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("def f(*_, **__):\n    return 1\n\n\ndef g(*_, **__):\n    return 2\n")
+    monkeypatch.chdir(tmp_path)
+    known = sys.modules["json"]
+
+    def load(name: str) -> Any:
+        return load_user_function(RewardPart(name=name).model_dump())
+
+    for path in paths:
+        assert (
+            load(f"{path}:f").__globals__ is load(f"{path}:g").__globals__ is load(f"{tmp_path}/{path}:f").__globals__
+        )
+    assert len({id(load(f"{path}:f").__globals__) for path in paths}) == len(paths)
+    assert sys.modules["json"] is known
+
+
+def test_a_file_that_cannot_be_imported_fails_for_each_of_its_functions(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(*_, **__):\n    return 1\n\n\nraise OSError('no model')\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="OSError: no model"):
+            load_user_function(RewardPart(name=f"{tmp_path}/mine.py:f").model_dump())
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

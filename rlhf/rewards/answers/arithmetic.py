@@ -11,7 +11,9 @@ from mpmath.ctx_mp import MPContext
 
 from rlhf.rewards.answers.errors import UndefinedError
 
+MAX_WORK = 200_000  # of one comparison, in units of about a microsecond; a fraction of a second
 MAX_EXACT_BITS = 400_000  # of an exact power or factorial; more than any answer has
+BITS_PER_WORK = 1_000  # two fractions of together so many bits are added or multiplied in a unit of work
 MAX_MAGNITUDE = 64  # bits of an exponent; a tower of powers has more
 MAX_FACTORIAL = 5_000
 MAX_BINOMIAL = 20_000
@@ -23,6 +25,23 @@ mp.dps = DIGITS[0]
 mpf, mpc = mp.mpf, mp.mpc
 
 Value = Any  # Fraction | mpf | mpc
+
+
+_work_left = MAX_WORK
+
+
+def start_work() -> None:
+    """Allow MAX_WORK for the next comparison."""
+    global _work_left
+    _work_left = MAX_WORK
+
+
+def work(amount: int) -> None:
+    """Count the cost of an operation before it is done. Raises UndefinedError if the comparison costs too much."""
+    global _work_left
+    _work_left -= amount
+    if _work_left < 0:
+        raise UndefinedError("too much to compute")
 
 
 def values_agree(a: Value, b: Value, digits: int) -> bool | None:
@@ -64,19 +83,34 @@ def check_size(value: Value, bits: int = MAX_ARGUMENT_BITS) -> Value:
 
 
 def plus(a: Value, b: Value) -> Value:
-    exact = isinstance(a, Fraction) and isinstance(b, Fraction)
-    return a + b if exact else as_real(a) + as_real(b)
+    if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
+        return as_real(a) + as_real(b)
+    _check_exact(a, b)
+    return a + b
 
 
 def times(a: Value, b: Value) -> Value:
-    exact = isinstance(a, Fraction) and isinstance(b, Fraction)
-    return bounded(a * b) if exact else as_real(a) * as_real(b)
+    if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
+        return as_real(a) * as_real(b)
+    _check_exact(a, b)
+    return a * b
 
 
-def bounded(value: Fraction) -> Fraction:
-    if value.numerator.bit_length() + value.denominator.bit_length() > 2 * MAX_EXACT_BITS:
+def over(a: Value, b: Value) -> Value:
+    if b == 0:
+        raise UndefinedError("division by zero")
+    if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
+        return as_real(a) / as_real(b)
+    _check_exact(a, b)
+    return a / b
+
+
+def _check_exact(a: Fraction, b: Fraction) -> None:
+    """Count the work of an exact operation, which grows with the square of the digits."""
+    bits = sum(v.numerator.bit_length() + v.denominator.bit_length() for v in (a, b))
+    if bits > 2 * MAX_EXACT_BITS:
         raise UndefinedError("too large")
-    return value
+    work(bits * bits // BITS_PER_WORK**2)
 
 
 def power(base: Value, exponent: Value) -> Value:
@@ -88,7 +122,9 @@ def power(base: Value, exponent: Value) -> Value:
     if isinstance(exponent, Fraction):
         if exponent.denominator == 1 and isinstance(base, Fraction):
             size = base.numerator.bit_length() + base.denominator.bit_length()
-            if base in (1, -1) or abs(exponent.numerator) * size <= MAX_EXACT_BITS:
+            bits = 0 if base in (1, -1) else abs(exponent.numerator) * size
+            if bits <= MAX_EXACT_BITS:
+                work(bits // 160)
                 return base**exponent.numerator
         elif exponent.denominator % 2 and not isinstance(base, mpc) and base < 0:
             value = power(-base, exponent)
@@ -138,6 +174,7 @@ def _binomial(upper: Value, lower: Value) -> Value:
     if all(isinstance(v, Fraction) and v.denominator == 1 for v in (upper, lower)) and upper >= 0:
         if upper > MAX_BINOMIAL:
             raise UndefinedError("too large")
+        work(upper.numerator // 20)
         return Fraction(math.comb(upper.numerator, lower.numerator) if lower >= 0 else 0)
     return mp.binomial(check_size(upper, 20), check_size(lower, 20))
 

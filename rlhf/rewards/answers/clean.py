@@ -22,7 +22,7 @@ SIGNS = {
     "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2205": r"\emptyset ", "\u00b0": r"^\circ ",
     "\u00b1": r"\pm ", "\u2213": r"\mp ", "\u2032": "'", "\u2019": "'", "\u2248": r"\approx ", "\u211d": r"\mathbb{R}",
     "\u2026": r"\ldots ", "\u20ac": r"\$", "\u00a3": r"\$", "\u00a5": r"\$", "\u20b9": r"\$",
-    "\uff0c": ",", "\u3001": ",",
+    "\uff0c": ",", "\u3001": ",", "\u2713": "", "\u2714": "", "\u2705": "",
     "\u27e8": r"\langle ", "\u27e9": r"\rangle ", "\u2220": r"\angle ", "\u2192": r"\to ",
 }  # fmt: skip
 GREEK = {
@@ -36,7 +36,7 @@ INVISIBLE = re.compile(
     r"|(?<!\\)\\(?:[,;:!> ]|(?:(?:display|text)style|tiny|small|normalsize|[lL]arge|LARGE|huge)"
     r"(?![a-zA-Z])|(?:limits|nolimits|rm|bf|it|tt)(?![a-zA-Z]))"
     r"|\\(?:q?quad|enspace|thinspace|hfill|nobreakspace|newline|nonumber)(?![a-zA-Z])|\\[hv]space\*?\{[^{}]*\}"
-    r"|\\(?:boxed|fbox|ensuremath|underline|mathstrut)(?![a-zA-Z])|~"
+    r"|\\(?:boxed|fbox|ensuremath|underline|mathstrut|checkmark)(?![a-zA-Z])|~"
 )
 FONT = re.compile(
     r"\\(?:mathbf|mathit|mathsf|mathcal|mathnormal|boldsymbol|bm|mathtt|vec|overrightarrow|hat)(?![a-zA-Z])\s*"
@@ -44,7 +44,7 @@ FONT = re.compile(
 TEXT_FONT = re.compile(r"\\(?:textbf|textit|textrm|textnormal|textsf|texttt|mbox|hbox|emph|textup|textsc)(?=\s*\{)")
 ROMAN = re.compile(r"\\(?:mathrm|operatorname|rm)\*?\s*\{([^{}]*)\}")
 ROMAN_AS_MATH = re.compile(r"\s*(?:[A-Za-z]|[-\d.,\s]+)\s*")
-TEXT_AS_MATH = re.compile(r"\\text\s*\{\s*((?:[A-Za-z]\s*=)?[-+\d.,:/\s()=<>]*)\}")
+TEXT_AS_MATH = re.compile(r"\\text\s*\{\s*((?:[A-Za-z]\s*=)?(?:[-+\d.,:/\s()=<>]|\\pct|\\degree)*)\}")
 PERCENT = re.compile(
     r"\\?%|\\text\s*\{\s*(?:percent(?:age)?|pct)\s*\}|(?<![\\a-zA-Z])(?:percent(?:age)?|pct)(?![a-zA-Z])", re.I
 )
@@ -53,7 +53,8 @@ DEGREE = re.compile(
     r"|(?<![\\a-zA-Z])deg(?:rees?)?(?![a-zA-Z])"
 )
 ORDINAL = re.compile(
-    r"(?<=\d)\s?(?:\^\s?)?(?:\{\s*)?(?:\\text\s*\{\s*(?:st|nd|rd|th)\s*\}|(?<!\s)(?:st|nd|rd|th)(?![a-zA-Z]))(?:\s*\})?"
+    r"(?<=\d)\s?(?:\^\s?)?(?:\\text\s*\{\s*(?:st|nd|rd|th)\s*\}|(?<!\s)(?:st|nd|rd|th)(?![a-zA-Z])"
+    r"|\{\s*(?:\\text\s*\{\s*)?(?:st|nd|rd|th)\s*\}(?:\s*\})?)"
 )
 TEMPERATURE = re.compile(
     r"(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree|(?:\\text\s*\{\s*)?degrees?)\s*(?:\\text\s*\{\s*)?"
@@ -65,11 +66,12 @@ UNIT_FRACTION = re.compile(
     r"\{\s*((?:\\text\s*\{)?\s*[a-zA-Z]+\s*\}?\s*(?:\^\s*\{?\d\}?)?)\s*\}"
 )
 NAME_OF_SEGMENT = re.compile(r"\\(?:overline|overleftrightarrow|widehat|overarc)\s*\{\s*([A-Z][A-Z']{0,3})\s*\}")
-HAS_WORDS = re.compile(r"\\text|(?<![\\a-zA-Z])[A-Za-z]{2}|\d [a-zA-Z](?![a-zA-Z])")
+LABELLED = re.compile(r"\\text\s*\{((?:\s*[A-Z][A-Za-z ]*[:=]\s*-?[\d.,/]*\d[,;]?(?: and)?){2,})\s*\}")
+HAS_WORDS = re.compile(r"\d\s?[^\x00-\x7f]|\\text|(?<![\\a-zA-Z])[A-Za-z]{2}|\d [a-zA-Z](?![a-zA-Z])")
 BRACED_COLON = re.compile(r"(?<=\d)\s*(?:\\text\s*)?\{\s*:\s*\}\s*(?=\d)")
 CASES = re.compile(r"\\begin\s*\{(?:d?cases|aligned)\}(.*?)\\end\s*\{(?:d?cases|aligned)\}", re.DOTALL)
 CONDITION = re.compile(r"^\s*(?:\\text\s*\{\s*)?(?:,?\s*(?:if|for|when)\b)?\s*\}?|\s*,\s*$")
-COLOR = re.compile(r"\\(?:text)?color\s*(?:\[\w*\])?\s*\{[\w!#]*\}")
+COLOR = re.compile(r"\\(?:text)?color(?:box)?\s*(?:\[\w*\])?\s*\{[\w!#]*\}")
 FRACTION_FONT = re.compile(r"\\(?:dfrac|tfrac|cfrac|sfrac|nicefrac|flatfrac)(?![a-zA-Z])")
 DOUBLED_BACKSLASH = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]])")
 THOUSANDS_BRACED = re.compile(r"(?<=\d)\s*(?:\{\s*,\s*\}|,\\!|')\s*(?=\d{3}(?!\d))")
@@ -77,6 +79,18 @@ THOUSANDS_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\,|\\;|\\ |~|\s)\d{3})+
 THOUSANDS_DOTTED = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])")
 REPEATING = re.compile(
     r"(?<![\d.])(\d{0,60})\.(\d{0,60})(?:\\(?:overline|bar|dot)\s*(?:\{(\d{1,60})\}|(\d))|\((\d{1,60})\))"
+)
+REPEATING_FROM_TO = re.compile(r"\\dot\s*\{?(\d)\}?(\d{0,58})\\dot\s*\{?(\d)\}?")
+# What stands left of the last `=` and only names the value, in notation that the grammar does not know.
+NAME_OF_VALUE = re.compile(
+    r"^\s*\\(?:(?:Pr|deg|dim|min|max|lim|int|sum|lVert|\||mathbb\s*\{[PE]\})(?![a-z])|frac\s*\{d[\w^]*\}\s*\{d\w\})"
+    r"(?:\([^()]*\)|\{[^{}]*\}|[^=<>{}])*=(?=[^=]+$)"
+)
+APPROXIMATELY = re.compile(r"\\text\s*\{\s*(?:or )?(?:approximately|approx\.?|about)\s*\}")
+ROUNDED_IN_BRACKETS = re.compile(r"\(\s*(\\approx[^()]*)\)$")
+RELATION = re.compile(r"[<>]|\\(?:[lg]eq?|neq?)(?![a-z])")
+WHOLE_PARAMETER = re.compile(  # the remark after pi/4 + k pi
+    r"(?<=[\w)}])\s*[,(]?\s*(?:\\text\s*\{[,\s]*(?:for|where)[^{}]*\}\s*)?[kmn]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?\s*\)?$"
 )
 DOTS = r"(?:\.\.\.|\\[lc]?dots(?![a-zA-Z]))"
 TRAILING_DOTS = re.compile(rf"(?<![\d.])(\d{{0,30}})\.(\d{{0,30}}?)(\d{{1,30}}?)\3{{2,30}}\s*{DOTS}")
@@ -102,11 +116,17 @@ def clean(text: str) -> str:
     text = BRACED_COLON.sub(":", text)
     text = ORDINAL.sub("", text)
     text = TEMPERATURE.sub(_temperature, UNIT_FRACTION.sub(_unit_fraction, text))
+    text = re.sub(r"\\([ij])math(?![a-z])", r"\1", text)
+    text = LABELLED.sub(lambda m: re.sub(r"([A-Z][A-Za-z ]*[:=])", r"\\text{\1}", m[1]), text)
     text = NAME_OF_SEGMENT.sub(r" \1 ", text)
+    text = ROUNDED_IN_BRACKETS.sub(r"\1", APPROXIMATELY.sub(r"\\approx ", text))
+    if not RELATION.search(text):
+        text = WHOLE_PARAMETER.sub("", text)
+    text = DEGREE.sub(r" \\degree ", PERCENT.sub(r" \\pct ", text))
     text = TEXT_AS_MATH.sub(r" \1 ", text)
-    text = PERCENT.sub(r" \\pct ", text)
-    text = DEGREE.sub(r" \\degree ", text)
+    text = REPEATING_FROM_TO.sub(r"\\overline{\1\2\3}", text)
     text = REPEATING.sub(_repeating, TRAILING_DOTS.sub(_trailing_dots, text))
+    text = NAME_OF_VALUE.sub("", text)
     text = _strip_outer(re.sub(r"\s+", " ", text).strip())
     text = RUPEES.sub(r"\\$", DOLLAR.sub(r"\\$", text))
     if HAS_WORDS.search(text):
@@ -116,7 +136,8 @@ def clean(text: str) -> str:
 
 
 def _peeled(text: str) -> str:
-    """Remove brackets directly around brackets: ((((1)))) becomes (1)."""
+    """Remove brackets directly around brackets, ((((1)))) becomes (1), and braces around a letter."""
+    text = re.sub(r"^\{\s*([A-Za-z])\s*\}$", r"\1", text)
     if text[:2] not in ("((", "{{"):
         return text
     closing: dict[int, int] = {}
@@ -156,6 +177,8 @@ def _one_character(char: str) -> str:
         return ""
     if category == "Nd":
         return str(unicodedata.digit(char))
+    if category[0] == "L" and (letter := unicodedata.normalize("NFD", char)[0]).isascii():  # without its accent
+        return letter
     compatible = unicodedata.normalize("NFKC", char)
     if category == "No" and "\u2044" in compatible:  # vulgar fractions
         numerator, _, denominator = compatible.partition("\u2044")
@@ -229,6 +252,12 @@ OPTION_LEADING = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?=\S)")
 ANOTHER_OPTION = re.compile(
     r"(?<![\w\\])\(\s*([A-Ja-j])\s*\)|(?!(?<!.)[AI] (?!or\b|and\b|but\b)[a-z]{2})(?<![\w\\'])([A-J])(?![\w'])"
 )
+OPTIONS = r"\(?[A-J]\)?(?:(?:,| and|, and| or) \(?[A-J]\)?)*"
+WRONG = (
+    r"(?:is|are|was|were)(?: (?:all|both|clearly|definitely))? "
+    r"(?:wrong|incorrect|false|impossible|ruled out|eliminated|too \w+|not (?!wrong|incorrect|false)\w+)"
+)
+RULED_OUT = re.compile(rf"(?:\b(?:because|since|as) )?(?<![\w\\]){OPTIONS} {WRONG}\b")  # (C) because A is wrong
 FORMULA = re.compile(
     r"(?<![\w\\])[A-Za-z]"
     r"(?:\s*(?:[-=+*^_<>]|\\(?:cup|cap|setminus|subset|cdot|times|le|ge|ne|in)(?![a-z]))+\s*[A-Za-z0-9\\({])+"
@@ -238,13 +267,16 @@ FORMULA = re.compile(
 def option_letter(text: str) -> tuple[str, str] | None:
     """(letter, rest) of a chosen option: C, (c), C., `C) 42`, `(C) 42`, option C; None if the text is no option.
 
-    None too if another option follows: `(C) or (D)`.
+    None too if another option follows, unless it is called wrong, or if the letter itself is: `(C) or (D)`.
     """
     plain = unwrapped(text)
     if named := OPTION_NAMED.fullmatch(plain):
         return named[1].upper(), ""
     if leading := OPTION_LEADING.match(plain):
         rest = plain[leading.end() :].strip()
+        if re.match(WRONG, rest):
+            return None
+        rest = RULED_OUT.sub(" ", rest).strip()
         others = {(other[1] or other[2]).upper() for other in ANOTHER_OPTION.finditer(FORMULA.sub(" ", rest))}
         return None if others - {leading[1]} else (leading[1], rest)
     return None

@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from rlhf.config.reward import Tolerance
+from rlhf.rewards.answers.arithmetic import start_work
 from rlhf.rewards.answers.clean import clean, option_letter
 from rlhf.rewards.answers.equations import is_label, same_equation, same_inequality, unlabelled
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
@@ -43,6 +44,7 @@ def compare(
     numbers = exact_number(answer), exact_number(gold)
     if numbers[0] is not None and numbers[1] is not None and (tolerance is None or numbers[0] == numbers[1]):
         return numbers[0] == numbers[1]
+    start_work()
     with allowed(tolerance):
         return _compare(answer, gold, must_be_evaluated)
 

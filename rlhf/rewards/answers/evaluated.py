@@ -321,6 +321,9 @@ def _has_square_factor(root: Node) -> bool:
 
 def _expression_is_evaluated(value: Node, wanted: list[Node]) -> bool:
     """Whether like terms and factors are collected, and sums are multiplied out or factored as in the gold answer."""
+    known = {name for node in wanted for name in _calls(node)}
+    if not all(_is_plain(part) or set() < _calls(part) <= known for part in _constants(value)):
+        return False
     calls = [sum(part.kind == "call" for part in _parts(node)) for node in (value, *wanted)]
     if calls[0] > max(MAX_CALLS, 2 * max(calls[1:])):
         return False
@@ -328,6 +331,20 @@ def _expression_is_evaluated(value: Node, wanted: list[Node]) -> bool:
         return False
     allowed = max(1, *(_terms_with_sums(node) for node in wanted))
     return _terms_with_sums(value) <= allowed and all(map(_is_collected, _parts(value)))
+
+
+def _constants(node: Node) -> Iterator[Node]:
+    """The largest parts without a variable: 2 and log_2 8 of 2x^{log_2 8}."""
+    if not free_symbols(node):
+        yield node.args[0] if node.kind in ("percent", "degree") else node
+    else:
+        for arg in node.args:
+            yield from _constants(arg)
+
+
+def _is_plain(constant_part: Node) -> bool:
+    """Whether a coefficient or exponent is worked out; a root that is a whole number, sqrt(4) of sqrt(4) x, is not."""
+    return is_number(constant_part) and (constant_part.kind != "call" or _root(constant_part) != RATIONAL)
 
 
 def _sums_multiplied(node: Node) -> int:

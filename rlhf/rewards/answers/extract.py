@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rlhf.config.data import AnswerFormat
 from rlhf.rewards.answers.clean import option_letter
 from rlhf.rewards.answers.units import GLUED
-from rlhf.rewards.answers.words import changes_a_number
+from rlhf.rewards.answers.words import changes_a_number, may_stand_after
 
 # Chat templates end a turn with one of these; the text after it does not answer this prompt.
 END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end)\|>|</s>|<eos>|<end_of_turn>")
@@ -82,9 +82,10 @@ OR_BEFORE = re.compile(r"\d[^\n.;]{0,20}\bor\s+\W{0,3}$")
 FOREIGN_UNIT = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s*[^\x00-\x7F]+[.。]?")
 HASH_ANSWER = re.compile(r"[ \t]*(?:[-+]?\\?[$€£]?[ \t]*[-+]?(?:\d|\.\d)|\\?\$?-?\\d?frac)")
 LIST_ITEM = re.compile(r"[ \t]*\d+[.)][ \t]+[A-Za-z]")  # a heading such as "#### 2. Compute the total"
-REFUSAL = re.compile(
-    r"\b(?:cannot|can't|could not|couldn't|unable to|not able to|don't know|do not know|impossible to|not sure|no idea|"
-    r"not enough information)\b",
+CANNOT = r"(?:cannot|can't|could not|couldn't|unable to|not able to|impossible to)"
+REFUSAL = re.compile(  # of the writer; a person in the problem may be unable to do something too
+    rf"\b(?:(?:I|we)(?: am| are)? {CANNOT}|{CANNOT} (?:be )?(?:determin|solv|answer|calculat|comput|say|tell)|"
+    r"(?:don't|do not) know|not sure|no idea|not enough information)",
     re.IGNORECASE,
 )
 CODE = re.compile(r"__\w+__|\b(?:exec|eval|open|compile|getattr|system|sympify)\(|\blambda\b[^.]*:")
@@ -278,11 +279,12 @@ def _only_number(sentence: str) -> str | None:
     """The number in a sentence that begins with words, if it holds one number and no word that changes it."""
     if foreign := FOREIGN_UNIT.fullmatch(sentence):
         return foreign[1]
-    words = WORD.findall(sentence)
-    if len(words) < 2 or not sentence[0].isalpha() or option_letter(sentence) or any(map(changes_a_number, words)):
-        return None
     numbers = [match for match in NUMBER.finditer(sentence) if any(map(str.isdigit, match[0]))]
-    return _with_unit(numbers[0]) if len(numbers) == 1 else None
+    if len(WORD.findall(sentence)) < 2 or len(numbers) != 1 or not sentence[0].isalpha() or option_letter(sentence):
+        return None
+    before, after = sentence[: numbers[0].start()], sentence[numbers[0].end() :]
+    is_counted = may_stand_after(after) and not any(map(changes_a_number, WORD.findall(before)))
+    return _with_unit(numbers[0]) if is_counted else None
 
 
 def _with_unit(number: re.Match[str]) -> str:

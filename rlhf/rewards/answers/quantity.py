@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from contextvars import ContextVar
 from fractions import Fraction
@@ -14,7 +13,7 @@ from rlhf.rewards.answers.errors import UndefinedError
 from rlhf.rewards.answers.node import MONEY, Node, free_symbols, number
 from rlhf.rewards.answers.units import unit_of
 from rlhf.rewards.answers.value import constant, equal
-from rlhf.rewards.answers.words import changes_a_number, may_stand_before
+from rlhf.rewards.answers.words import may_stand_after, may_stand_before
 
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 MIN_ROUNDED_DIGITS = 6  # a decimal of so many significant digits may be a rounded repeating decimal
@@ -56,7 +55,7 @@ def _measured(node: Node) -> tuple[Node, str]:
         return _measured(node.args[0])
     if node.kind == "unit":
         value, inner = _measured(node.args[0])
-        if unit_of(node.name) is None and any(map(changes_a_number, re.findall(r"[A-Za-z]+", node.name))):
+        if not may_stand_after(node.name):
             raise UndefinedError(node.name)
         scale, _, unit = node.name.strip(" .").partition(" ")
         if scale.lower() in SCALES:
@@ -152,7 +151,8 @@ def _is_rounding(decimal: Node, exact: Node) -> bool:
     value = constant(exact)
     if not isinstance(value, Fraction) or _terminates(value):
         return False
-    return abs(sign * decimal.value - value) < Fraction(1, 10 ** len(digits))
+    missing = sign * value - decimal.value
+    return Fraction(-1, 2) < missing * 10 ** len(digits) < 1  # rounded up by at most a half, or cut off
 
 
 def _terminates(value: Fraction) -> bool:

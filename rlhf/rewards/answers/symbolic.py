@@ -10,7 +10,7 @@ import logging
 import re
 from typing import Any
 
-from rlhf.rewards.answers.arithmetic import as_real, mp, mpf
+from rlhf.rewards.answers.arithmetic import as_real, mp, mpf, start_work
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import Node, free_symbols
 from rlhf.rewards.answers.tree import parse as tree_of
@@ -145,6 +145,7 @@ def _numeric(expression: Any) -> Any:
 
 
 def _own_value(text: str) -> Any:
+    start_work()
     try:
         node: Node = tree_of(text)
         return None if free_symbols(node) else as_real(evaluate(node, {}))

@@ -113,7 +113,7 @@ class Parser:
             words = self.words()
             if self.at("end") or not self.starts_factor():
                 return Node("text", name=words)
-            return Node("worded", (self.sum(),), words)
+            return Node("worded", (self.measured(),), words)
         money = self.at("cmd", "$") and bool(self.take())
         node = self.sum()
         if self.at("text"):
@@ -157,6 +157,8 @@ class Parser:
         if self.at("op", "-", "+"):
             negative = self.take().value == "-"
             node = self.signed()
+            if negative and node.kind in MEASURES.values():  # -5% is a percentage, not the opposite of one
+                return Node(node.kind, (Node("neg", node.args),))
             return Node("neg", (node,)) if negative else node
         if self.at("cmd", "pm", "mp"):
             sign = self.take().value

@@ -17,15 +17,16 @@ from rlhf.rewards.answers.arithmetic import (
     FUNCTIONS,
     Value,
     as_real,
-    bounded,
     check_size,
     mp,
     mpc,
     mpf,
+    over,
     plus,
     power,
     times,
     values_agree,
+    work,
 )
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import Node, free_symbols
@@ -63,6 +64,7 @@ def evaluate(node: Node, point: dict[str, Value]) -> Value:
         UndefinedError: there is no number, or it is too large.
         UnsupportedError: the node is not an expression.
     """
+    work(mp.dps if node.kind in ("call", "pow") else 1)
     try:
         return _RULES[node.kind](node, point)
     except KeyError:
@@ -154,15 +156,6 @@ def _add(node: Node, point: dict[str, Value]) -> Value:
     return total
 
 
-def _divide(node: Node, point: dict[str, Value]) -> Value:
-    numerator, denominator = (evaluate(arg, point) for arg in node.args)
-    if denominator == 0:
-        raise UndefinedError("division by zero")
-    if isinstance(numerator, Fraction) and isinstance(denominator, Fraction):
-        return bounded(numerator / denominator)
-    return as_real(numerator) / as_real(denominator)
-
-
 def _power(node: Node, point: dict[str, Value]) -> Value:
     return power(*(evaluate(arg, point) for arg in node.args))
 
@@ -230,7 +223,7 @@ _RULES: dict[str, Callable[[Node, dict[str, Value]], Value]] = {
     "add": _add,
     "neg": lambda node, point: -evaluate(node.args[0], point),
     "mul": lambda node, point: times(evaluate(node.args[0], point), evaluate(node.args[1], point)),
-    "div": _divide,
+    "div": lambda node, point: over(evaluate(node.args[0], point), evaluate(node.args[1], point)),
     "mod": _modulo,
     "pow": _power,
     "percent": lambda node, point: times(evaluate(node.args[0], point), Fraction(1, 100)),

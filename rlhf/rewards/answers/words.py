@@ -26,11 +26,12 @@ LARGE = frozenset([*SCALES, "dozen", "billion", "trillion"])  # 2.5 million peop
 
 # Words that make another value of the number next to them, or leave it open: they are never dropped.
 CHANGING_WRITTEN = (
-    "or nor not no never none neither either except without unless if maybe perhaps possibly probably almost nearly "
-    "least most more less fewer greater over under above below up between beyond exceeds exceeding only "
-    "half halves third thirds quarter quarters fourth fourths fifth fifths tenth tenths double triple twice thrice "
-    "squared cubed factorial root plus minus negative times power choose divided multiplied increased decreased "
-    "reciprocal inverse opposite log sin cos tan wrong incorrect false impossible undefined unknown point"
+    "or nor not no never none neither either nobody nothing except without unless if maybe perhaps possibly probably "
+    "almost nearly least most more less fewer than greater over under above below up between beyond exceeds exceeding "
+    "only half halves halved third thirds quarter quarters fourth fourths fifth fifths tenth tenths double doubled "
+    "triple tripled twice thrice squared cubed factorial root plus minus negative negated times power raised choose "
+    "divided multiplied increased decreased complement reciprocal inverse inverted opposite log sin cos tan wrong "
+    "incorrect false impossible undefined unknown point mil mille tausend millones docenas dutzend"
 )
 CHANGING = frozenset(CHANGING_WRITTEN.split())
 # Words that announce another answer, and constants: they are never dropped either.
@@ -39,7 +40,18 @@ ANNOUNCING_WRITTEN = (
     "pi tau phi euler infinity radical radicals"
 )
 ANNOUNCING = frozenset(ANNOUNCING_WRITTEN.split())
-JOINING = frozenset(["and", "to", "by"])  # harmless before a number: "the ways to do it: 5"
+# Right after a number some of these words only count: 3 times, 3 times a week, 12 quarters, 5 more apples.
+COUNTING = re.compile(
+    r"\W*(?:times(?=\W*$| (?:as [a-z]+$|an?|per|each|every|in)\b)|quarters(?! of\b)|(?:more|fewer|less)(?!.*\bthan\b))",
+    re.IGNORECASE,
+)
+# 5 and 6; 5 apples and a pear. Not "5 apples and pears", nor "5 miles to school".
+JOINING = re.compile(
+    r"^\W*(?:and|to|by)\b"
+    r"|\band\W*(?:$|\b(?:an?|the|some|several|many|few|any|each|every|all|both|others?|counting|change|so|then|yet)\b)",
+    re.IGNORECASE,
+)
+FOREIGN_SCALES = re.compile("[十百千万萬亿億兆半余餘多倍]|以上|以下|以内|左右|тысяч|миллион|миллиард|дюжин|половин")
 # Words that may stand before a number. Any other words must end in "is", "are" or a colon.
 LEADING_WRITTEN = (
     "a about all altogether an and angle answer approximately are area around average box case chapter circumference "
@@ -50,6 +62,14 @@ LEADING_WRITTEN = (
     "was we week weight were width x y year"
 )
 LEADING = frozenset(LEADING_WRITTEN.split())
+# The last word before a number, after a subject: "Tom has 5 apples".
+VERBS_WRITTEN = (
+    "is are was were equals has have had gets get got takes took needs need makes made earns earned spends spent buys "
+    "bought sells sold pays paid eats ate uses used reads read saves saved receives received contains weighs costs "
+    "measures totals scores scored wins won collected walks walked runs ran drives drove works worked lasts be"
+)
+VERBS = frozenset(VERBS_WRITTEN.split())
+BOUND = re.compile(r"\b(?:(?:minimum|maximum|limit) of|(?<!will )(?<!would )(?<!must )(?<!should )be)$")
 MONTHS = (
     "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|"
     "nov(?:ember)?|dec(?:ember)?"
@@ -60,14 +80,14 @@ EXPONENT = re.compile(r"\^\s?\{?-?\d\}?")
 MODULUS = re.compile(r"\(?\s?mod(?:ulo)?\.?\s?\d+\s?\)?", re.IGNORECASE)
 JOINED = re.compile(r"\\text\s*\{[\s,]*(?:and|to|by)[\s,]*\}\s*\S")  # 1 \text{ and } 2
 DATE = re.compile(rf"(?:\d{{1,4}}[\s,./-]*)?\b(?:{MONTHS})\b(?:[\s,.]*\d{{1,4}}){{0,2}}", re.IGNORECASE)
-CLOCK = re.compile(r"(\d{1,2})\s?:\s?(\d\d)\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+CLOCK = re.compile(r"(\d{1,2})(?:\s?:\s?(\d\d))?\s*(?:([ap])\.?\s?m\.?|o'clock)?", re.IGNORECASE)
 AMOUNT = (
     r"(?:\\?\$)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d+|\s?\\frac\s*\{\d+\}\s*\{\d+\}|\s\d+/\d+)?"
     r"(?:\s?(?:\\times|\\cdot)\s?10\s?\^\s?(?:\{-?\d+\}|\d))?|\\frac\s*\{\d+\}\s*\{\d+\}"
 )
 QUANTITY = re.compile(
     rf"(?P<before>[A-Za-z][A-Za-z\s,.':=()-]*?)?\s*(?P<sign>[-+]?)\s?(?P<amount>{AMOUNT})"
-    r"(?P<after>\s*[A-Za-z(/][A-Za-z\s,.'()/^{}\d-]*)?"
+    r"(?P<measure>\s*\\(?:pct|degree))?(?P<after>\s*(?:[^\W\d_]|[(/])(?:[^\W_]|[\s,.'()/^{}-])*)?"
 )
 TWO_AMOUNTS = re.compile(
     r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*(?:,\s*)?(?:and\s+)?(\d+(?:\.\d+)?)\s*([A-Za-z]+)", re.IGNORECASE
@@ -94,14 +114,16 @@ def may_stand_after(words: str) -> bool:
     if unit_of(words) is not None or MODULUS.fullmatch(words.strip()):
         return True
     first, _, rest = words.strip().partition(" ")
-    counted = rest if first.lower() in LARGE else EXPONENT.sub("", words)
+    counted = rest if first.lower() in LARGE else COUNTING.sub("", EXPONENT.sub("", words), count=1)
     given = re.findall(r"[a-z]+", counted.lower())
     return not (
         re.search(r"\d", counted)
         or LONE_LETTER.search(counted)
         or PAIRS.match(counted)
+        or JOINING.search(counted)
+        or FOREIGN_SCALES.search(counted)
         or announces_another(counted)
-        or any(word in JOINING or changes_a_number(word) for word in given)
+        or any(map(changes_a_number, given))
     )
 
 
@@ -122,7 +144,9 @@ def may_stand_before(words: str) -> bool:
         return False
     if announces_another(words):
         return False
-    introduces = words.rstrip().endswith(":") or given[-1:] in (["is"], ["are"], ["was"], ["equals"])
+    if BOUND.search(words.lower().rstrip()):
+        return False
+    introduces = words.rstrip().endswith(":") or given[-1] in VERBS
     return (introduces and (given[0] in LEADING or words.lstrip()[0].isupper())) or set(given) <= LEADING
 
 
@@ -149,20 +173,20 @@ def with_words_marked(text: str) -> str:
     if before.lower() in ("minus", "negative"):
         before, sign = "", "-"
     is_unit = unit_of(after) is not None
-    if after and not is_unit and "\\text" not in text and not re.search(r"[A-Za-z]{3}", after):
+    if after and not is_unit and "\\text" not in text and not re.search(r"[A-Za-z]{3}|[^\x00-\x7f]", after):
         return text  # 2x, 5 ab
     if before and ("=" in before or not re.search(r"[A-Za-z]{2}", before)):
         return text  # x = 5
     if is_unit and len(after) == 1 and not (quantity["after"] or "").startswith(" ") and "\\text" not in text:
         return text  # 5m may be a product
-    words = re.findall(r"[A-Za-z]+", after)
+    words = re.findall(r"[A-Za-z]+", COUNTING.sub("", after, count=1))
     if (before and not may_stand_before(before)) or (not is_unit and any(map(changes_a_number, words))):
         return f"\\text{{{plain}}}"
     if not is_unit and (re.search(r"\d", after) or JOINED.search(text)):
         return text
     if after and not may_stand_after(after):
         return f"\\text{{{plain}}}"
-    return f"{sign}{quantity['amount']}" + (f"\\text{{ {after}}}" if after else "")
+    return f"{sign}{quantity['amount']}{quantity['measure'] or ''}" + (f"\\text{{ {after}}}" if after else "")
 
 
 def _added(two: re.Match[str]) -> str | None:
@@ -185,7 +209,7 @@ def same_clock_time(a: str, b: str) -> bool | None:
         return False
     hour = int(first[1])
     hours = (hour,) if second[3] else (hour, hour % 12 + 12 * (first[3] in "pP"))
-    return first[2] == second[2] and int(second[1]) in hours
+    return (first[2] or "00") == (second[2] or "00") and int(second[1]) in hours
 
 
 def unwrapped(text: str) -> str:
