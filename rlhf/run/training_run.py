@@ -199,7 +199,8 @@ class TrainingRun(Generic[C]):
             epochs: minibatches of the policy; empty while a critic warms up.
             measured: metrics that are logged as they are.
         """
-        values = to_values(rollout_metrics(groups, advantages, step=step - 1) | mean_over_updates(updates))
+        learned = mean_over_updates(updates)
+        values = to_values(rollout_metrics(groups, advantages, step=step - 1) | learned)
         values |= measured | self.buffer.account.metrics()
         values["time/step"] = self.clock.step_seconds()
         phases, window_s = self.clock.take()
@@ -218,8 +219,11 @@ class TrainingRun(Generic[C]):
             self.folder.write_rollouts(step, groups, advantages.tolist())
         for error in self.scorer.new_errors():
             self.log.warn(error)
-        if (warning := self.signal_watch.after_step(groups, advantages)) is not None:
-            self.log.warn(warning)
+        rollout = self.config.rollout
+        drift = self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
+        for warning in (drift, self.signal_watch.after_step(groups, advantages)):
+            if warning is not None:
+                self.log.warn(warning)
 
     async def _count_updates(self) -> None:
         counts = await self.cluster.learners.call("update_counts")
