@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
-import time
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import gpu_constraints
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PYTHONS = ("3.11", "3.12", "3.13")  # as in pyproject.toml
-RESOLVED_WITHIN_S = 90
 
 
 def setup_refuses(tmp_path: Path, *arguments: str, **environment: str) -> str:
@@ -85,50 +82,77 @@ def test_an_environment_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     assert line == f"setup: {tmp_path}/mine was set up for cpu: delete it first, or name another folder with VENV=."
 
 
-# --- what the set-up for GPUs would install ---
+# --- the set-up for GPUs ---
 
 
-@pytest.fixture(scope="module")
-def gpu_packages() -> dict[str, dict[str, str]]:
-    """Python -> package -> version, as uv resolves the extra for Linux on x86-64; skips where no registry answers."""
-    pytest.importorskip("uv")
-    settings = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
-    ).stdout
-    index = re.search(r"index-url='(.+)'", re.sub(r".*extra-index-url.*", "", settings))
-    environment = {**os.environ, **({"UV_DEFAULT_INDEX": index[1]} if index else {})}
-    command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--extra", "gpu", "--quiet"]
-    command += ["--no-header", "--no-annotate", "--python-platform", "x86_64-unknown-linux-gnu", "--python-version"]
-    resolutions = [
-        subprocess.Popen(
-            [*command, python], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for python in PYTHONS
-    ]
-    deadline, found = time.monotonic() + RESOLVED_WITHIN_S, {}
-    try:
-        for python, resolution in zip(PYTHONS, resolutions, strict=True):
-            listed, problem = resolution.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            if "Failed to fetch" in problem or "network was disabled" in problem:
-                pytest.skip(f"no package registry answers: {problem.splitlines()[0]}")
-            assert resolution.returncode == 0, problem
-            found[python] = dict(re.findall(r"^([\w.-]+)==(\S+)", listed, re.MULTILINE))
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"no package registry answers within {RESOLVED_WITHIN_S} s")
-    finally:
-        for resolution in resolutions:
-            resolution.kill()
-            resolution.communicate()
-    return found
+def nvidia_smi(folder: Path, driver: str, *capabilities: str) -> dict[str, str]:
+    """The environment of a machine with these GPUs."""
+    folder.mkdir()
+    answers = f"*driver*) printf '{driver}\\n' ;; *) printf '%s\\n' {' '.join(capabilities)} ;;"
+    (folder / "nvidia-smi").write_text(f'#!/bin/sh\ncase "$1" in {answers} esac\n')
+    (folder / "nvidia-smi").chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
-@pytest.mark.registry
-@pytest.mark.parametrize("python", PYTHONS)
-def test_the_packages_for_gpus_have_one_major_of_the_cuda_bindings(
-    gpu_packages: dict[str, dict[str, str]], python: str
+@pytest.mark.parametrize(
+    ("driver", "capabilities", "says"),
+    [
+        ("570.86.10", ["9.0"], "the NVIDIA driver here is 570.86.10, and CUDA 13 needs 580: install a newer one"),
+        ("580.65.06", ["7.0", "7.5"], "the best GPU here has compute capability 7.5, and 8.0 is needed: use an A100"),
+        ("No devices were found", [], "nvidia-smi does not tell driver_version of a GPU (No devices were found): rep"),
+    ],
+)
+def test_a_driver_or_a_gpu_that_is_too_old_is_named_before_anything_is_installed(
+    tmp_path: Path, driver: str, capabilities: list[str], says: str
 ) -> None:
-    packages = gpu_packages[python]
-    major = {name: int(packages[name].split(".")[0]) for name in ("cuda-python", "cuda-bindings")}
+    line = setup_refuses(tmp_path, "gpu", **nvidia_smi(tmp_path / "bin", driver, *capabilities))
+    assert line.startswith(f"setup: {says}")
+
+
+def test_a_machine_with_one_gpu_that_will_do_is_set_up(tmp_path: Path) -> None:
+    fits = nvidia_smi(tmp_path / "bin", "1000.10", "7.5", "10.0")  # numbers, not texts, are compared
+    line = setup_refuses(tmp_path, "gpu", **fits, PYTHON=str(tmp_path / "nowhere"))
+    assert line.startswith("setup: no Python 3.11 to 3.13 to make ")  # the check that comes next
+
+
+def test_a_package_is_pinned_for_the_pythons_that_take_it() -> None:
+    pins = {"3.11": {"a": "1", "b": "1"}, "3.12": {"a": "1", "b": "2"}, "3.13": {"a": "1", "b": "2", "c": "3"}}
+    lines = gpu_constraints.lines_of(pins)
+    assert lines == [
+        "a==1",
+        'b==1 ; python_version == "3.11"',
+        'b==2 ; python_version == "3.12" or python_version == "3.13"',
+        'c==3 ; python_version == "3.13"',
+    ]
+    assert gpu_constraints.read_pins(lines) == pins
+    found = gpu_constraints.problems(pins, {"3.13": {"a": "1", "b": "2", "d": "4"}})
+    assert found == ["Python 3.13: c is pinned, but not needed", "Python 3.13: d 4 is not pinned"]
+
+
+@pytest.mark.parametrize("line", ["a>=1", "a @ https://somewhere/a.whl", "--index-url https://somewhere"])
+def test_a_line_that_is_no_pin_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match=r"is not NAME==VERSION\. Run tools/gpu_constraints\.py"):
+        gpu_constraints.read_pins([line])
+
+
+@pytest.mark.parametrize("python", gpu_constraints.PYTHONS)
+def test_the_packages_for_gpus_are_pinned_with_one_major_of_the_cuda_bindings(python: str) -> None:
+    pins = gpu_constraints.read_pins(gpu_constraints.FILE.read_text().splitlines())[python]
+    assert {"torch", "vllm", "deepspeed", "ray", "transformers", "flashinfer-python", "nvidia-nccl-cu13"} <= pins.keys()
+    major = {name: int(pins[name].split(".")[0]) for name in ("cuda-python", "cuda-bindings")}
     assert major["cuda-python"] == major["cuda-bindings"] >= 13, (
         "flashinfer and cutlass, and so vllm, cannot be imported"
     )
+
+
+@pytest.mark.registry
+def test_the_pins_for_gpus_resolve_for_every_python_and_leave_no_package_open() -> None:
+    pytest.importorskip("uv")
+    try:
+        resolved = gpu_constraints.resolve_all(gpu_constraints.FILE)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        if isinstance(error, RuntimeError) and not re.search("Failed to fetch|network was disabled", str(error)):
+            raise
+        pytest.skip(f"no package registry answers: {error}")
+    pins = gpu_constraints.read_pins(gpu_constraints.FILE.read_text().splitlines())
+    assert gpu_constraints.problems(pins, resolved) == []

@@ -13,6 +13,8 @@ VENV=${VENV:-.venv}
 UV_RANGE='uv>=0.13,<1'
 CPU_NEEDS_GIB=5  # the environment takes 3.7 on disk
 GPU_NEEDS_GIB=16 # CUDA libraries, torch and vllm built for it
+MIN_DRIVER=580   # the wheels are built for CUDA 13
+MIN_CAPABILITY=8 # bfloat16 and flash attention
 MIN_MINOR=11     # of Python 3, as in pyproject.toml
 MAX_MINOR=13
 
@@ -123,9 +125,29 @@ check_machine() {
   free_kib=$(df -Pk . | awk 'NR == 2 { print $4 }')
   [ "$free_kib" -ge $((needed * 1024 * 1024)) ] || [ -d "$VENV" ] ||
     fail "$((free_kib / 1024 / 1024)) GiB free in $PWD, and $needed are needed: make room, or name another place with VENV=."
-  if [ "$kind" = gpu ] && ! command -v nvidia-smi >/dev/null; then
+  [ "$kind" = cpu ] || check_gpus
+}
+
+check_gpus() {
+  if ! command -v nvidia-smi >/dev/null; then
     say "warning: no NVIDIA driver here (nvidia-smi is not on PATH); installing the CUDA builds all the same"
+    return
   fi
+  local driver best
+  driver=$(query_gpus driver_version)
+  [ "${driver%%.*}" -ge "$MIN_DRIVER" ] ||
+    fail "the NVIDIA driver here is $driver, and CUDA 13 needs $MIN_DRIVER: install a newer one (for a container, on its host)."
+  best=$(query_gpus compute_cap)
+  [ "${best%%.*}" -ge "$MIN_CAPABILITY" ] ||
+    fail "the best GPU here has compute capability $best, and $MIN_CAPABILITY.0 is needed: use an A100 or newer, or set up for CPU with 'make setup'."
+}
+
+# The largest value of a field of nvidia-smi over the GPUs.
+query_gpus() {
+  local values
+  values=$(nvidia-smi --query-gpu="$1" --format=csv,noheader) && [[ $values =~ ^[0-9] ]] ||
+    fail "nvidia-smi does not tell $1 of a GPU (${values:-no answer}): repair the NVIDIA driver, or restart the machine."
+  sort -V <<<"$values" | tail -n 1
 }
 
 # --- the environment ---
@@ -155,6 +177,8 @@ install_project() {
     if [ -z "$(local_cpu_torch "$tag")" ]; then
       arguments+=(--torch-backend cpu)
     fi
+  else
+    arguments+=(--constraint tools/gpu-constraints.txt)
   fi
   [ -t 2 ] || arguments+=(--quiet) # a log is better off without progress bars; errors still show
   say "installing the project and its packages ($extras)"
@@ -193,7 +217,7 @@ case $kind in cpu | gpu) ;; *) fail "$kind is no kind of set-up: cpu or gpu." ;;
   fail "$VENV was set up for $installed_kind: delete it first, or name another folder with VENV=."
 
 extras=$kind,$(printf '%s\n' dev "$@" "${installed_extras//,/$'\n'}" | grep -vx -e "$kind" -e '' | sort -u | paste -sd, -)
-fingerprint=$(cat pyproject.toml tools/setup.sh tools/not-on-cpu.txt <(printf '%s' "$PWD") | cksum)
+fingerprint=$(cat pyproject.toml tools/setup.sh tools/not-on-cpu.txt tools/gpu-constraints.txt <(printf '%s' "$PWD") | cksum)
 if [ "$installed_extras" = "$extras" ] && [ "$installed_fingerprint" = "$fingerprint" ] &&
   [ -x "$VENV/bin/python" ]; then
   exit 0

@@ -10,6 +10,9 @@ learner for many steps. So at start-up every tensor is perturbed once, a block o
 engines must follow each block, and then the true weights are sent back. All tensors at once would not do: the late
 layers would then attend to noise, and one old query projection in them would not show. After the start the canary runs
 after every transfer.
+
+The canary's sequences are short. The rollouts of a step are not, and their log-probs are known on both sides anyway:
+`check_rollouts` bounds policy/engine_kl by the place of the tokens in their sequences, by the same measured rounding.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
+from rlhf.log.measure import ENGINE_KL_FROM
+from rlhf.log.reductions import Mean, StepMetrics, merge_metrics
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.types import Prompt
 
@@ -34,6 +40,10 @@ NOISE_FACTOR = 2.5
 LATER_FACTOR = 3.0  # after a transfer there is no float32 pass: both sides round, and the noise itself may grow
 TOLERANCE = 1e-3  # the smallest bound, and the one of float32, where correct engines differ by 2e-5
 BLOCK_TENSORS = 36  # perturbed at a time; about four layers
+# A KL grows with the square of a difference. Of a tenth of it the mean over MIN_TOKENS is known well enough.
+KL_FACTOR = LATER_FACTOR**2
+MIN_TOKENS = 1024
+LAG_FACTOR = 4.0  # with a policy lag the policy moves between sampling and training, at no place this much more
 MOVED = 5.0  # the perturbation must move log-probs by this many tolerances, or following it would prove nothing
 
 Logprobs = Sequence[np.ndarray]
@@ -42,12 +52,16 @@ Logprobs = Sequence[np.ndarray]
 class Canary:
     """Fixed sequences, judged by the mean absolute log-prob difference between learner and each engine.
 
-    `measure_noise` comes first, `check_start` after it; `tolerance` is that of the checks after transfers.
+    `measure_noise` comes first, `check_start` after it; `tolerance` is that of the checks after transfers, `kl_bound`
+    that of the rollouts at temperature 1.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, dtype: str, max_tokens: int) -> None:
         self.sequences: list[np.ndarray] = []
         self.tolerance = TOLERANCE
+        self.kl_bound = TOLERANCE**2
+        self._rollouts: StepMetrics = {}  # KL by place, of the steps that have too few tokens there to be judged
+        self._warned: set[str] = set()
         self._rounds = dtype != "float32"
         self._max_tokens = max_tokens - 1  # an engine scores a sequence while it samples one more token
         self._prompts = sorted(prompts[:CANDIDATES], key=lambda prompt: len(prompt.token_ids))[:SEQUENCES]
@@ -60,10 +74,12 @@ class Canary:
         """
         self.sequences = list(await asyncio.gather(*(self._written(cluster, prompt) for prompt in self._prompts)))
         by_engine = await cluster.engines.call("canary", self.sequences)
-        exact, noise = await self._exact(cluster)
+        exact, own = await self._exact(cluster)
+        noise = _difference(exact, own)[0]
         problem = "and the learner disagree on the untouched weights of model.path: one of them computes another model"
         _compare(exact, by_engine, problem, _bound(noise))
         self.tolerance = max(TOLERANCE, LATER_FACTOR * noise)
+        self.kl_bound = max(TOLERANCE**2, KL_FACTOR * _kl(exact, own))
 
     async def check_start(self, cluster: Cluster, version: int) -> dict[str, float]:
         """Send perturbed weights, see the engines follow, and send the true ones back.
@@ -85,8 +101,8 @@ class Canary:
         what = f"{names[start]} to {names[stop - 1]}"
         await cluster.learners.call("perturb_weights", start, stop)
         try:
-            exact, noise = await self._exact(cluster)
-            bound = _bound(noise)
+            exact, own = await self._exact(cluster)
+            bound = _bound(_difference(exact, own)[0])
             moved, _ = _difference(true, exact)
             if not moved >= MOVED * bound:
                 raise ClusterError(
@@ -112,6 +128,34 @@ class Canary:
         difference = _compare(expected, by_engine, problem, self.tolerance)
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
+    def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> str | None:
+        """A warning if the engines' log-probs of the trained rollouts differ from the learner's by more than rounding.
+
+        Each place is warned of once. With a policy lag a place is compared with the first places, since the policy has
+        moved everywhere.
+
+        Args:
+            metrics: of a step; those of ENGINE_KL_FROM are read.
+        """
+        places = {name: metrics[name] for name in ENGINE_KL_FROM.values() if name in metrics}
+        self._rollouts = merge_metrics([self._rollouts, places])
+        seen = {name: metric for name, metric in self._rollouts.items() if cast(Mean, metric).weight >= MIN_TOKENS}
+        self._rollouts = {name: metric for name, metric in self._rollouts.items() if name not in seen}
+        bound = self.kl_bound / min(1.0, temperature) ** 2  # dividing logits by it also divides what rounding costs
+        if max_lag and seen:
+            first = next(iter(seen))
+            bound += LAG_FACTOR * seen.pop(first).value()
+        drifted = {name: metric.value() for name, metric in seen.items() if not metric.value() <= bound}
+        if not drifted.keys() - self._warned:
+            return None
+        self._warned |= drifted.keys()
+        named = ", ".join(f"{name}={kl:.2g}" for name, kl in drifted.items())
+        return (
+            f"{named}: tokens from these places of their sequences on, engines and learner disagree by more than "
+            f"rounding explains ({bound:.2g}). Do they compute the same model there? Look at rotary scaling, windows, "
+            "and the versions of vllm and transformers. Train on such rollouts with algo.importance_correction alone."
+        )
+
     async def _written(self, cluster: Cluster, prompt: Prompt) -> np.ndarray:
         """A prompt's beginning, and what the first engine samples after it."""
         beginning = prompt.token_ids[: min(PROMPT_TOKENS, self._max_tokens - 1)]
@@ -119,14 +163,17 @@ class Canary:
         (rollout,) = await cluster.sample_group(0, dataclasses.replace(prompt, token_ids=beginning), 1, settings)
         return rollout.token_ids
 
-    async def _exact(self, cluster: Cluster) -> tuple[Logprobs, float]:
-        """The learner's log-probs in float32, and by how much those in its own type differ from them."""
+    async def _exact(self, cluster: Cluster) -> tuple[Logprobs, Logprobs]:
+        """The learner's log-probs in float32, and those in its own type."""
         await cluster.sleep_colocated_engines()  # the float32 pass holds an embedding more
         own = (await cluster.learners.call("canary", self.sequences))[0]
-        if not self._rounds:
-            return own, 0.0
-        exact = (await cluster.learners.call("canary", self.sequences, True))[0]
-        return exact, _difference(exact, own)[0]
+        return (await cluster.learners.call("canary", self.sequences, True))[0] if self._rounds else own, own
+
+
+def _kl(sampled: Logprobs, other: Logprobs) -> float:
+    """Mean KL per token from log-probs of both, the estimator k3 that policy/engine_kl is."""
+    d = np.concatenate([a[1:] - b[1:] for a, b in zip(sampled, other, strict=True)]).astype(np.float64)
+    return float((np.exp(-d) - 1 + d).mean())
 
 
 def _bound(noise: float) -> float:

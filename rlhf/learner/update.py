@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,7 @@ from rlhf.algo.numerics import masked, segment_counts
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.routing import Routing
+from rlhf.log.measure import ENGINE_KL_FROM
 from rlhf.log.reductions import EffectiveSampleFraction, ExpertLoad, Max, Mean, StepMetrics, Sum
 from rlhf.types import Denominators, PolicyTargets
 
@@ -104,6 +108,7 @@ def policy_microbatch(
             loss = loss + config.learner.router_balance_coef * balance
     # Keeps a microbatch without a trained token in the graph: every rank must make the same backward calls.
     loss = loss + 0.0 * logprobs.sum()
+    engine_kl = kl.kl_per_token(rollout_logprobs, old_logprobs, estimator=HEALTH_KL)
     metrics |= {
         "policy/loss": Sum(loss.item()),
         "policy/entropy": masked_mean(entropy.detach(), mask),
@@ -112,8 +117,11 @@ def policy_microbatch(
         "policy/ratio_max": Max(_masked_max(terms.ratio.detach(), mask)),
         "policy/kl_old": masked_mean(kl.kl_per_token(old_logprobs, logprobs.detach(), estimator=HEALTH_KL), mask),
         "policy/engine_logprob_difference": masked_mean((old_logprobs - rollout_logprobs).abs(), mask),
-        "policy/engine_kl": masked_mean(kl.kl_per_token(rollout_logprobs, old_logprobs, estimator=HEALTH_KL), mask),
+        "policy/engine_kl": masked_mean(engine_kl, mask),
     }
+    for start, end in itertools.pairwise([*ENGINE_KL_FROM, sys.maxsize]):
+        there = mask & (tokens.position_ids >= start) & (tokens.position_ids < end)
+        metrics[ENGINE_KL_FROM[start]] = masked_mean(engine_kl, there)
     return loss, metrics
 
 

@@ -12,6 +12,10 @@ import numpy as np
 from rlhf.log.reductions import Histogram, Mean, StepMetrics
 from rlhf.types import RolloutGroup, ScoredRollout
 
+# policy/engine_kl of the tokens at these places of their sequences, prompt included, each up to the next. The canary's
+# sequences are short; an engine that differs from the learner in long contexts alone shows here.
+ENGINE_KL_FROM = {place: f"policy/engine_kl/from_{place}" for place in (0, 64, 1024, 4096)}
+
 
 class Clock:
     """Seconds by phase, of the whole run (a resumed run continues the count) and since the last logged step."""

@@ -203,7 +203,8 @@ class TrainingRun(Generic[C]):
         asynchronous = self.config.rollout.max_policy_lag > 0
         sampled = rollout_metrics(groups, advantages, version=step - 1, asynchronous=asynchronous)
         sampled["reward/answered_fraction"] = Mean(*count_answers(sample for g in groups for sample in g.samples))
-        values = to_values(sampled | mean_over_updates(updates))
+        learned = mean_over_updates(updates)
+        values = to_values(sampled | learned)
         values |= measured | self.buffer.account.metrics()
         values["time/step"] = self.clock.step_seconds()
         phases, window_s = self.clock.take()
@@ -223,6 +224,10 @@ class TrainingRun(Generic[C]):
             self.log.warn(error)
         if (warning := self.signal_watch.after_step(groups, advantages)) is not None:
             self.log.warn(warning)
+        rollout = self.config.rollout
+        drift = self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
+        if drift is not None:
+            self.log.alert("engines and learner disagree beyond rounding", drift, in_terminal=True)
         for finding in self.diagnosis.after_step(step, values):
             # the signal watch says these two in the terminal, from the responses themselves
             in_terminal = finding.title not in (NO_ANSWERS, EQUAL_REWARDS)

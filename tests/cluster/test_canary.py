@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
 from fake_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
 
 from rlhf.cluster.actors import ClusterError
-from rlhf.cluster.canary import SEQUENCES, Canary
+from rlhf.cluster.canary import MIN_TOKENS, SEQUENCES, Canary
+from rlhf.log.measure import ENGINE_KL_FROM
+from rlhf.log.reductions import Mean, StepMetrics
 
 
 def make(transfer: Any, *, rounding: float = 0.0) -> tuple[FakeCluster, Canary]:
@@ -99,3 +102,57 @@ def test_the_sequences_are_the_shortest_prompts_each_with_a_response_that_the_en
     assert len(canary.sequences) == SEQUENCES
     assert all(len(s) == 39 for s in canary.sequences)
     assert canary.sequences[3].tolist() == [0, 1, 2, 3, 4, 5, *range(49, 16, -1)]
+
+
+# --- the rollouts of a step ---
+
+
+def kl_by_place(*kls: float, tokens: int = MIN_TOKENS) -> StepMetrics:
+    return {name: Mean(kl * tokens, tokens) for name, kl in zip(ENGINE_KL_FROM.values(), kls, strict=False)}
+
+
+def warning(canary: Canary, metrics: StepMetrics, *, temperature: float = 1.0, max_lag: int = 0) -> str:
+    return canary.check_rollouts(metrics, temperature=temperature, max_lag=max_lag) or ""
+
+
+def measured(rounding: float) -> Canary:
+    cluster, canary = make(everything, rounding=rounding)
+    asyncio.run(canary.measure_noise(cluster))  # type: ignore[arg-type]
+    return canary
+
+
+def test_rollouts_may_differ_by_nine_times_the_kl_of_the_measured_rounding() -> None:
+    canary = measured(0.07)
+    noise = (math.exp(0.07) + math.exp(-0.07)) / 2 - 1  # the rounding's sign alternates
+    assert canary.kl_bound == pytest.approx(9 * noise, rel=0.02)
+    assert warning(canary, kl_by_place(0.9 * canary.kl_bound, 0.9 * canary.kl_bound)) == ""
+    assert "policy/engine_kl/from_0=0.5" in warning(measured(0.0), kl_by_place(0.5))
+
+
+def test_a_drift_in_long_contexts_is_named_once_with_its_place_and_the_bound() -> None:
+    canary = measured(0.07)
+    text = warning(canary, kl_by_place(0.001, 0.001, 0.2, 0.3))
+    assert text.startswith("policy/engine_kl/from_1024=0.2, policy/engine_kl/from_4096=0.3: tokens from these places")
+    assert f"({canary.kl_bound:.2g})" in text
+    assert warning(canary, kl_by_place(0.001, 0.001, 0.2, 0.3)) == ""
+    assert "from_64=" in warning(canary, kl_by_place(0.001, 0.2, 0.2))  # another place
+    assert "from_0=nan" in warning(measured(0.07), kl_by_place(math.nan))
+
+
+def test_few_tokens_are_judged_with_those_of_the_next_steps() -> None:
+    canary = measured(0.07)
+    assert warning(canary, kl_by_place(9.0, tokens=MIN_TOKENS // 2)) == ""
+    assert "from_0=4.5" in warning(canary, kl_by_place(0.0, tokens=MIN_TOKENS // 2))
+
+
+def test_with_a_lag_a_place_is_compared_with_the_first_where_the_policy_has_moved_too() -> None:
+    canary = measured(0.0)
+    assert warning(canary, kl_by_place(0.01, 0.02, 0.03), max_lag=1) == ""
+    assert "from_1024=0.05" in warning(canary, kl_by_place(0.01, 0.02, 0.05), max_lag=1)
+
+
+def test_a_low_temperature_makes_more_of_the_rounding() -> None:
+    canary = measured(0.07)
+    metrics = kl_by_place(3.9 * canary.kl_bound)
+    assert warning(canary, metrics, temperature=0.5) == ""
+    assert "from_0" in warning(canary, metrics, temperature=0.6)

@@ -26,7 +26,7 @@ from rlhf.learner.attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, PolicyOutput
 from rlhf.learner.routing import Routing
 from rlhf.learner.update import policy_microbatch
-from rlhf.log.reductions import StepMetrics, merge_metrics
+from rlhf.log.reductions import Mean, StepMetrics, merge_metrics, to_values
 from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import Denominators, PackedTokens, PolicyTargets
 
@@ -145,10 +145,32 @@ def test_entropy_ratio_clipping_and_the_distance_to_the_engine_are_logged_whatev
     assert values["policy/clip_fraction"] == pytest.approx(2 / 4)  # 1.5 with A > 0, and 0.6 with A < 0
     # The engine's distribution against the learner's at its own samples: k3 of log(pi_rollout / pi_old).
     assert values["policy/engine_kl"] == pytest.approx((IMPORTANCE - 1 - np.log(IMPORTANCE)).mean(), rel=1e-5)
+    assert values["policy/engine_kl/from_0"] == values["policy/engine_kl"]  # all places are below 64
+    assert math.isnan(values["policy/engine_kl/from_64"])
     assert values["policy/engine_logprob_difference"] == pytest.approx(np.abs(np.log(IMPORTANCE)).mean(), rel=1e-5)
     square = IMPORTANCE.sum() ** 2 / (4 * (IMPORTANCE**2).sum())
     assert values["policy/effective_sample_fraction"] == pytest.approx(square, rel=1e-5)
     assert "policy/kl_k1" not in values  # no reference is loaded
+
+
+def test_the_distance_to_the_engine_is_told_apart_by_place_in_the_sequence() -> None:
+    lengths, prompt = [70, 5000], 10
+    place = np.concatenate([np.arange(length) for length in lengths])
+    mask = place >= prompt
+    engine = np.where(place >= 4096, -2.0, np.where(place >= 64, -1.5, -1.0)).astype(np.float32)
+    packed = PackedTokens(np.zeros(len(place), np.int32), mask, engine, np.array([0, *np.cumsum(lengths)]))
+    column = np.full(len(place), -1.0, np.float32)
+    model = Fixed(torch.from_numpy(column), torch.zeros(len(place)))
+    tokens, config = DeviceTokens.of(packed, torch.device("cpu")), make_config(NOWHERE)
+    _, metrics = policy_microbatch(
+        model, tokens, PolicyTargets(column, column, None), Denominators(int(mask.sum()), 2), config
+    )
+    half, one = math.exp(0.5) - 1.5, math.exp(1.0) - 2.0  # k3 where the engine's log-probability is lower by so much
+    expected = {0: (54 * 2, 0.0), 64: (6 + 960, half), 1024: (3072, half), 4096: (904, one)}
+    for start, (count, kl) in expected.items():
+        mean = metrics[f"policy/engine_kl/from_{start}"]
+        assert isinstance(mean, Mean)
+        assert (mean.weight, mean.value()) == (count, pytest.approx(kl))
 
 
 def test_every_estimator_of_the_old_policys_kl_is_logged_and_garbage_outside_of_the_mask_leaves_no_trace() -> None:
@@ -260,7 +282,7 @@ def microbatches(config: GRPOConfig, *, old_is_given: bool) -> list[tuple[Tensor
         loss, metrics = policy_microbatch(model, tokens, own, minibatch.denominators, config)
         loss.backward()
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        results.append((loss.detach(), gradients, {name: metric.value() for name, metric in metrics.items()}))
+        results.append((loss.detach(), gradients, to_values(metrics)))
     return results
 
 
