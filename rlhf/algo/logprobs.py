@@ -1,9 +1,10 @@
 """Log-probabilities and entropies of sampled tokens straight from hidden states, without a T x V matrix of logits.
 
 The head, the log-softmax and the choice of the sampled token are one operation, computed in tiles of tokens and
-vocabulary; the backward pass computes each tile of logits again. Logits are products in the type of the head's weight
-(tensor cores or AMX where there are any), everything after them is float32: log-sum-exp, probabilities, entropy, and
-the sums of both gradients over tiles. float64 stays float64.
+vocabulary; the backward pass computes each tile of logits again. Factors are in the type of the head's weight (tensor
+cores or AMX where there are any), everything after them is float32: log-sum-exp, probabilities, entropy, and the sums
+of both gradients over tiles. So are the products on GPUs, where one kernel reads a tile of them; on CPU they have the
+weight's type. float64 stays float64.
 
 Only response tokens are computed. Positions shift in `response_states` and nowhere else: the state at t - 1 predicts
 token t.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf.algo.numerics import add_rows, full_precision
+from rlhf.algo.numerics import add_rows, full_precision, has_kernels
 
 
 class TokenLogprobs(NamedTuple):
@@ -105,8 +106,8 @@ class _Tiles(NamedTuple):
 
 
 def _default_tiles(weight: Tensor, token_tile: int | None, vocab_tile: int | None) -> _Tiles:
-    """On CPU a tile of logits should fit the caches; on GPU it should fill the multiprocessors."""
-    tokens, vocab = (2048, 16384) if weight.is_cuda else (1024, 2048)
+    """On CPU a tile of logits should fit the caches; on GPU one tile of tokens saves sums over several."""
+    tokens, vocab = (16384, 4096) if has_kernels(weight) else (1024, 2048)
     return _Tiles(token_tile or tokens, vocab_tile or vocab)
 
 
@@ -115,13 +116,18 @@ def _spans(length: int, tile: int) -> list[slice]:
 
 
 class _Head:
-    """Tiles of transformed logits in accumulation precision, made in two buffers that every tile of a pass shares."""
+    """Tiles of logits in accumulation precision, made in two buffers that every tile of a pass shares.
+
+    With `kernels`, tiles are products that the kernels transform; else they are transformed logits.
+    """
 
     def __init__(
         self, states: Tensor, weight: Tensor, bias: Tensor | None, transform: _Transform, tiles: _Tiles
     ) -> None:
         self.states, self.weight, self.bias, self.transform = states, weight, bias, transform
         self.scale = transform.scale / transform.temperature  # the slope at 0
+        self.limit = None if transform.cap is None else transform.cap / transform.temperature
+        self.kernels = has_kernels(weight)
         self.row_tiles = _spans(len(states), tiles.tokens)
         self.vocab_tiles = _spans(len(weight), tiles.vocab)
         size = min(tiles.tokens, len(states)) * min(tiles.vocab, len(weight))
@@ -129,30 +135,73 @@ class _Head:
         self.logits = full_precision(self.product[:0]).new_empty(size)
 
     def tile(self, rows: slice, vocab: slice) -> Tensor:
-        """[rows, vocab] transformed states W^T + b, overwritten by the next call."""
+        """[rows, vocab] of states W^T + b, overwritten by the next call."""
         shape = rows.stop - rows.start, vocab.stop - vocab.start
-        logits = _view(self.logits, shape)
-        if self.product.dtype == self.logits.dtype:
-            torch.mm(self.states[rows], self.weight[vocab].t(), out=logits)
-        else:
-            logits.copy_(torch.mm(self.states[rows], self.weight[vocab].t(), out=_view(self.product, shape)))
+        logits = self.multiply(self.states[rows], self.weight[vocab].t(), out=_view(self.logits, shape))
         if self.bias is not None:
             logits.add_(self.bias[vocab])
-        scale, cap, temperature = self.transform
-        if cap is not None:
-            return logits.mul_(scale / cap).tanh_().mul_(cap / temperature)
+        if self.kernels:
+            return logits
+        if self.limit is not None:
+            return logits.mul_(self.scale / self.limit).tanh_().mul_(self.limit)
         return logits.mul_(self.scale) if self.scale != 1 else logits
 
-    def relative_slope(self, tile: Tensor) -> Tensor | None:
-        """[rows, vocab] of the transform at each logit of the tile, over its slope at 0; None if it is 1 everywhere."""
-        _, cap, temperature = self.transform
-        return None if cap is None else (tile * (temperature / cap)).square_().neg_().add_(1)
+    def multiply(self, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """a b in accumulation precision; on CPU it is rounded to the weight's type first."""
+        if self.product.dtype == self.logits.dtype:
+            return torch.mm(a, b, out=out) if out is not None else a @ b
+        if self.kernels:
+            options: dict[str, Any] = {} if out is None else {"out": out}
+            product: Tensor = torch.mm(a, b, out_dtype=self.logits.dtype, **options)
+            return product
+        if out is None:
+            return a @ b
+        return out.copy_(torch.mm(a, b, out=_view(self.product, (out.shape[0], out.shape[1]))))
 
-    def rounded(self, tile: Tensor) -> Tensor:
-        """The tile in the weight's type, for the next matrix product."""
-        if self.product.dtype == tile.dtype:
-            return tile
-        return _view(self.product, (tile.shape[0], tile.shape[1])).copy_(tile)
+    def softmax(self, tile: Tensor, column: Tensor, scratch: Tensor, with_entropy: bool) -> tuple[Tensor, ...]:
+        """-> log-sum-exp of each row of the tile, its logit at `column` [n, 1] and, if asked, its mean logit: [n]."""
+        if self.kernels:
+            from rlhf.algo import kernels
+
+            lse, at_column, *mean = tile.new_empty(3 if with_entropy else 2, len(tile)).unbind()
+            kernels.tile_softmax(tile, column[:, 0], lse, at_column, mean[0] if mean else None, self.scale, self.limit)
+            return lse, at_column, *mean
+        # log_softmax is one kernel where logsumexp is several; at the maximum the difference loses no digits.
+        local = torch.log_softmax(tile, dim=-1, out=_view(scratch, (len(tile), tile.shape[1])))
+        outputs = tile.amax(-1) - local.amax(-1), tile.gather(1, column).squeeze(1)
+        return (*outputs, local.exp_().mul_(tile).sum(-1)) if with_entropy else outputs
+
+    def gradient(
+        self, tile: Tensor, inside: Tensor, column: Tensor, lse: Tensor, entropy: Tensor | None, pull: Tensor,
+        push: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Gradients of a tile of products [n, v], in the weight's type, and at `column` [n, 1] before it is rounded.
+
+        With p = softmax(z), the gradient of logit z_j is pull (1[j = target] - p_j) - push p_j (z_j - lse + entropy);
+        the transform's slope there makes it that of the product. Its slope at 0 is in pull and push.
+        """
+        if self.kernels:
+            from rlhf.algo import kernels
+
+            grad = _view(self.product, (tile.shape[0], tile.shape[1]))
+            return grad, kernels.tile_gradient(
+                tile, column[:, 0], inside, lse, entropy, pull, push, grad, self.scale, self.limit
+            ).unsqueeze(1)
+        slope = None if self.limit is None else (tile / self.limit).square_().neg_().add_(1)
+        tile.sub_(lse[:, None])
+        if entropy is None or push is None:
+            grad = tile.exp_().mul_(-pull[:, None])
+        else:
+            grad = (tile + entropy[:, None]).mul_(push[:, None]).add_(pull[:, None])
+            grad = grad.mul_(tile.exp_()).neg_()
+        at_column = grad.gather(1, column) + torch.where(inside, pull, 0.0)[:, None]
+        if slope is not None:
+            grad.mul_(slope)
+            at_column *= slope.gather(1, column)
+        grad.scatter_(1, column, at_column)
+        if self.product.dtype == grad.dtype:
+            return grad, at_column
+        return _view(self.product, (grad.shape[0], grad.shape[1])).copy_(grad), at_column
 
 
 def _view(buffer: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -170,17 +219,14 @@ def _forward_tiles(head: _Head, targets: Tensor, with_entropy: bool) -> tuple[Te
     partial = head.logits.new_empty(len(head.vocab_tiles), len(targets))
     expected = torch.empty_like(partial) if with_entropy else partial[:0]
     chosen = head.logits.new_zeros(len(targets))
-    scratch = torch.empty_like(head.logits)
+    scratch = head.logits[:0] if head.kernels else torch.empty_like(head.logits)
     for part, vocab in enumerate(head.vocab_tiles):
         for rows in head.row_tiles:
-            logits = head.tile(rows, vocab)
-            # log_softmax is one kernel where logsumexp is several; at the maximum the difference loses no digits.
-            local = torch.log_softmax(logits, dim=-1, out=_view(scratch, (len(logits), logits.shape[1])))
-            torch.sub(logits.amax(-1), local.amax(-1), out=partial[part, rows])
             inside, column = _in_tile(targets[rows], vocab)
-            chosen[rows] = torch.where(inside, logits.gather(1, column).squeeze(1), chosen[rows])
+            partial[part, rows], at_column, *mean = head.softmax(head.tile(rows, vocab), column, scratch, with_entropy)
+            chosen[rows] = torch.where(inside, at_column, chosen[rows])
             if with_entropy:
-                expected[part, rows] = local.exp_().mul_(logits).sum(-1)
+                expected[part, rows] = mean[0]
     lse = partial.logsumexp(0)
     if not with_entropy:
         return lse, chosen, lse[:0]
@@ -196,51 +242,36 @@ def _backward_tiles(
     grad_entropy: Tensor | None,
     wants: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """-> gradients of states [N, H] in accumulation precision, weight [V, H] and bias [V] in their own types.
-
-    With p = softmax(z), g and e the incoming gradients of log-probability and entropy S, the gradient of logit z_j is
-    g (1[j = target] - p_j) - e p_j (z_j - lse + S); the transform's slope there makes it that of the head's product.
-    """
+    """-> gradients of states [N, H] in accumulation precision, weight [V, H] and bias [V] in their own types."""
     states, weight, bias = head.states, head.weight, head.bias
     accumulate = head.logits.dtype
     grad_states = torch.zeros_like(states, dtype=accumulate) if wants[0] else None
     grad_weight = torch.empty_like(weight) if wants[1] else None
     grad_bias = torch.zeros_like(bias, dtype=accumulate) if wants[2] and bias is not None else None
-    grad_logprobs = grad_logprobs * head.scale
+    pull = grad_logprobs * head.scale
+    push = None if grad_entropy is None else grad_entropy * head.scale
     one_tile = len(head.row_tiles) == 1
     own = torch.zeros_like(lse)  # the gradient of each target's logit
     for vocab in head.vocab_tiles:
         part = None if one_tile else torch.zeros_like(weight[vocab], dtype=accumulate)
         for rows in head.row_tiles:
-            logits = head.tile(rows, vocab)
-            slope = head.relative_slope(logits)
-            logits.sub_(lse[rows, None])
             inside, column = _in_tile(targets[rows], vocab)
-            pull = grad_logprobs[rows]
-            if entropy is None or grad_entropy is None:
-                grad = logits.exp_().mul_(-pull[:, None])
-            else:
-                push = (grad_entropy[rows] * head.scale)[:, None]
-                grad = (logits + entropy[rows, None]).mul_(push).add_(pull[:, None])
-                grad = grad.mul_(logits.exp_()).neg_()
-            at_column = grad.gather(1, column) + torch.where(inside, pull, 0.0)[:, None]
-            if slope is not None:
-                grad.mul_(slope)
-                at_column *= slope.gather(1, column)
-            grad.scatter_(1, column, at_column)
+            grad, at_column = head.gradient(
+                head.tile(rows, vocab), inside, column, lse[rows], None if entropy is None else entropy[rows],
+                pull[rows], None if push is None else push[rows],
+            )  # fmt: skip
             if grad_bias is not None:
-                grad_bias[vocab] += grad.sum(0)
-            grad = head.rounded(grad)
+                grad_bias[vocab] += grad.sum(0, dtype=accumulate)
             if grad_weight is not None:
                 if part is None:
                     torch.mm(grad.t(), states[rows], out=grad_weight[vocab])
                 else:
-                    part += grad.t() @ states[rows]
+                    part += head.multiply(grad.t(), states[rows])
             if grad_states is not None:
                 # The target's own term is most of a state's gradient: it stays out of the rounded product.
                 own[rows] = torch.where(inside, at_column.squeeze(1), own[rows])
                 grad.scatter_(1, column, torch.where(inside[:, None], 0.0, at_column).to(grad.dtype))
-                grad_states[rows] += grad @ weight[vocab]
+                grad_states[rows] += head.multiply(grad, weight[vocab])
         if grad_weight is not None and part is not None:
             grad_weight[vocab] = part
     if grad_states is not None:

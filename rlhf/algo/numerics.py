@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+KERNEL_DEVICES = {"cuda"}  # types of devices on which `algo.kernels` computes
 MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: a probability ratio beyond it is no longer a measurement
 
 
@@ -19,6 +20,11 @@ def bounded_exp(x: Tensor) -> Tensor:
 def full_precision(x: Tensor) -> Tensor:
     """float64 stays, everything else becomes float32."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether kernels compute what this tensor takes part in; torch does elsewhere, and in float64."""
+    return x.device.type in KERNEL_DEVICES and x.dtype != torch.float64
 
 
 def add_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:

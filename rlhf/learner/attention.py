@@ -6,7 +6,8 @@ ids; here each token attends to the earlier tokens of its own segment and nothin
     CPU   segments of similar length are gathered into [n, longest] blocks, with one causal sdpa per block. Padding
           is on the right, where no earlier token can attend to it, and its outputs are dropped. Segments that begin
           like another have fewer queries than keys; they are in blocks of their own, by their number of queries.
-    CUDA  torch's variable-length flash attention takes the row, with fewer queries than keys if beginnings are shared.
+    CUDA  torch's variable-length flash attention takes the row, with fewer queries than keys if beginnings are shared:
+          version 3 on Hopper where its package (`flash_attn_interface`) is installed, else version 2.
           Blocks compute what it does not take: float32, heads wider than 256, values of another width than queries.
           Capped scores and sinks are computed by flex attention there.
 
@@ -17,12 +18,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlhf.algo.numerics import full_precision
@@ -32,7 +34,8 @@ PACKED = "packed"
 # In bfloat16 the CPU kernel's backward pass sets up each of its small products anew: with so few queries float32 is up
 # to 2.5 times as fast (keys 111 to 600), and no slower from there to 256.
 SHORT_QUERIES = 128
-FLASH_WIDTH = 256  # the widest heads of flash attention 2
+FLASH_WIDTH = 256  # the widest heads of flash attention 2 and 3
+FLASH_3 = "flash_attn_interface"  # the module of flash attention 3, as torch imports it
 
 
 class UnpackableError(Exception):
@@ -107,6 +110,17 @@ def packed_attention(
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out.unsqueeze(0), None
+
+
+def use_flash_attention_3() -> bool:
+    """Let torch compute with flash attention 3, which is for Hopper; False where GPU or package are others."""
+    from torch.nn.attention import activate_flash_attention_impl
+
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if not hopper or find_spec(FLASH_3) is None:
+        return False
+    activate_flash_attention_impl("FA3")
+    return True
 
 
 def _scale_by_position(q: Tensor, module: Any, segments: Segments) -> Tensor:
@@ -243,3 +257,5 @@ def _window_of_mask(
 
 AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, _window_of_mask)
+# Where sequences begin is known here; transformers would ask the device in every forward, and wait for the answer.
+masking_utils.find_packed_sequence_indices = lambda position_ids: None

@@ -66,7 +66,7 @@ def value_microbatch(
     )
     loss = loss + 0.0 * values.sum()  # keeps a microbatch without a trained token in the graph
     return loss, {
-        "critic/loss": Sum(loss.item()),
+        "critic/loss": Sum(loss.detach().double()),
         "critic/clip_fraction": masked_mean(terms.clipped.float(), mask),
         "critic/value": masked_mean(values.detach(), mask),
     }

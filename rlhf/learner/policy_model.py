@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rlhf.algo.logprobs import token_logprobs
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.learner.attention import UnpackableError, load_packed
+from rlhf.learner.fused import use_kernels
 from rlhf.learner.mixers import run_by_segments, whole_layers
 from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, record_choices, routing_of
 from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
@@ -215,10 +216,11 @@ def check_packed(
 
 
 def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Let mixers compute packed rows. Switch gradient checkpointing on if asked, and all that is random off.
+    """Let kernels compute what they can, and mixers packed rows; gradient checkpointing on if asked, randomness off.
 
     With dropout or sampled experts, old and current log-probabilities would differ before the first update.
     """
+    use_kernels(transformer)
     run_by_segments(transformer)
     record_choices(transformer)
     if gradient_checkpointing:

@@ -23,11 +23,15 @@ from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
+from rlhf.learner.attention import use_flash_attention_3
 from rlhf.learner.checkpoint import MOMENTS, OptimizerView, load_learner, save_learner
 from rlhf.learner.hub_format import state_buffers
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.rank_place import Place
+from rlhf.learner.update import on_host
 from rlhf.log.reductions import Last, Mean, StepMetrics, merge_metrics
+
+BUCKET = 250_000_000  # elements that GPUs reduce at once, and that ZeRO-3 gathers ahead: about one layer of 7 B
 
 
 class TrainedRank:
@@ -119,6 +123,10 @@ class TrainedRank:
     def _deepspeed_settings(self) -> dict[str, Any]:
         section = self.training.section
         zero: dict[str, Any] = {"stage": section.zero_stage}
+        if self.device.type == "cuda" and section.zero_stage > 0:
+            zero |= {"reduce_bucket_size": BUCKET, "stage3_prefetch_bucket_size": BUCKET}
+            # While one bucket is reduced, backward fills another; with offloading both would wait for the host.
+            zero["overlap_comm"] = section.zero_stage == 3 or not section.offload_optimizer
         if section.offload_optimizer:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         settings = self._settings_of_any_module() | {
@@ -156,7 +164,7 @@ class TrainedRank:
         grad_norm, taken = self._apply()
         self.adam_steps += taken
         name, (updates_taken, updates_skipped) = self.name, self.update_counts()
-        return merge_metrics(parts) | {
+        return on_host(merge_metrics(parts)) | {
             f"{name}/lr": Last(lr),
             f"{name}/grad_norm": Mean(grad_norm, 1.0),
             f"{name}/updates_taken": Last(float(updates_taken)),
@@ -287,4 +295,7 @@ def _join_world(device: str, place: Place) -> torch.device:
         # killed, its lock makes every later start wait forever. gloo does the same work.
         deepspeed.ops.__compatible_ops__[SHM_OP] = False
     deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
-    return torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    if device == "cpu":
+        return torch.device("cpu")
+    use_flash_attention_3()
+    return torch.device("cuda", torch.cuda.current_device())

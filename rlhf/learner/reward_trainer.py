@@ -22,6 +22,7 @@ from rlhf.learner.policy_model import DeviceTokens, check_packed
 from rlhf.learner.rank import TrainedRank
 from rlhf.learner.rank_place import Place
 from rlhf.learner.reward_scorer import NORMALIZATION_FILE
+from rlhf.learner.update import on_host
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
 from rlhf.log.reductions import Mean, StepMetrics, Sum, merge_metrics
 
@@ -77,7 +78,7 @@ class RewardTrainer(TrainedRank):
             scores = self._scores(microbatches[i])
             margins = scores[0::2] - scores[1::2]
             loss = pair_loss(margins).sum() / len(pairs) + 0.0 * scores.sum()
-            return loss, pair_metrics("train", margins.detach()) | {"train/loss": Sum(loss.item())}
+            return loss, pair_metrics("train", margins.detach()) | {"train/loss": Sum(loss.detach().double())}
 
         return merge_metrics(self._gather(self.take_step(len(microbatches), forward)))
 
@@ -92,7 +93,7 @@ class RewardTrainer(TrainedRank):
             margins = scores[0::2] - scores[1::2]
             parts = merge_metrics([parts, pair_metrics("eval", margins), {"eval/loss": _mean(pair_loss(margins))}])
         all_scores = np.concatenate(self._gather(own_scores))
-        return merge_metrics(self._gather(parts)), float(all_scores.mean()), float(all_scores.std())
+        return merge_metrics(self._gather(on_host(parts))), float(all_scores.mean()), float(all_scores.std())
 
     def write(self, folder: str, tokenizer_path: str, mean: float, std: float) -> None:
         """The model in Hugging Face format, with the normalization of its scores."""
@@ -131,4 +132,4 @@ def pair_metrics(name: str, margins: Tensor) -> StepMetrics:
 
 
 def _mean(values: Tensor) -> Mean:
-    return Mean(values.double().sum().item(), float(len(values)))
+    return Mean(values.double().sum(), float(len(values)))

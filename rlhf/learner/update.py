@@ -1,9 +1,13 @@
-"""One microbatch of the policy update: forward, loss, metrics. No DeepSpeed here, so that a test can run it alone."""
+"""One microbatch of the policy update: forward, loss, metrics. No DeepSpeed here, so that a test can run it alone.
+
+Nothing between forward and backward waits for the device: metrics hold its tensors until the step has been queued.
+"""
 
 from __future__ import annotations
 
 import itertools
 import sys
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,9 +43,11 @@ def policy_microbatch(
         return masked(torch.from_numpy(values).to(mask.device), mask)
 
     advantages = column(targets.advantages)
+    given_logprobs = None if targets.old_logprobs is None else column(targets.old_logprobs)
+    ref_logprobs = None if targets.ref_logprobs is None else column(targets.ref_logprobs)
     rollout_logprobs = masked(tokens.rollout_logprobs, mask)
     logprobs, entropy, routing = model(tokens, with_entropy=True, with_routing=True)
-    old_logprobs = logprobs.detach() if targets.old_logprobs is None else column(targets.old_logprobs)
+    old_logprobs = logprobs.detach() if given_logprobs is None else given_logprobs
 
     terms = losses.policy_loss(
         logprobs,
@@ -66,15 +72,14 @@ def policy_microbatch(
     )
     metrics: StepMetrics = {
         "policy/effective_sample_fraction": EffectiveSampleFraction(
-            correction.samples.item(), correction.ratio_sum.item(), correction.ratio_square_sum.item()
+            correction.samples, correction.ratio_sum, correction.ratio_square_sum
         )
     }
     if algo.importance_correction != "none":
         per_token = per_token * correction.weights
         metrics["policy/importance_weight"] = masked_mean(correction.weights, mask)
         metrics["policy/importance_outside_fraction"] = masked_mean(correction.outside.float(), mask)
-    if targets.ref_logprobs is not None:
-        ref_logprobs = column(targets.ref_logprobs)
+    if ref_logprobs is not None:
         if config.kl_in_loss:
             penalty = kl.kl_per_token(
                 logprobs,
@@ -110,7 +115,7 @@ def policy_microbatch(
     loss = loss + 0.0 * logprobs.sum()
     engine_kl = kl.kl_per_token(rollout_logprobs, old_logprobs, estimator=HEALTH_KL)
     metrics |= {
-        "policy/loss": Sum(loss.item()),
+        "policy/loss": Sum(loss.detach().double()),
         "policy/entropy": masked_mean(entropy.detach(), mask),
         "policy/clip_fraction": masked_mean(terms.clipped.float(), mask),
         "policy/ratio": masked_mean(terms.ratio.detach(), mask),
@@ -139,7 +144,7 @@ def _kl_metrics(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Ste
 
 def _routing_metrics(routing: Routing, trained: Tensor) -> StepMetrics:
     """The load of the experts over all computed tokens, but for a filler's; the balancing loss of trained sequences."""
-    tokens = (routing.load * trained.any()).cpu().numpy()
+    tokens = routing.load * trained.any()
     metrics: StepMetrics = {
         "router/max_load": ExpertLoad(tokens, "max"),
         "router/load_entropy": ExpertLoad(tokens, "entropy"),
@@ -151,8 +156,19 @@ def _routing_metrics(routing: Routing, trained: Tensor) -> StepMetrics:
 
 def masked_mean(values: Tensor, mask: Tensor) -> Mean:
     """The mean over masked positions as a metric that merges exactly across microbatches and ranks."""
-    return Mean(torch.where(mask, values, torch.zeros_like(values)).double().sum().item(), float(mask.sum().item()))
+    return Mean(torch.where(mask, values, torch.zeros_like(values)).double().sum(), mask.sum())
 
 
-def _masked_max(values: Tensor, mask: Tensor) -> float:
-    return values[mask].max().item() if bool(mask.any()) else float("-inf")
+def _masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values, float("-inf")).max()
+
+
+def on_host(metrics: StepMetrics) -> StepMetrics:
+    """The same metrics with numbers and arrays in place of tensors; this waits for the device."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.cpu().numpy() if value.ndim else value.item()
+
+    return {name: type(metric)(*map(read, vars(metric).values())) for name, metric in metrics.items()}

@@ -13,6 +13,8 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+Scalar = Any  # a number; of a microbatch whose step is not yet queued, a tensor of one number on the learner's device
+
 
 class _Added:
     """A metric whose numbers add up."""
@@ -25,8 +27,8 @@ class _Added:
 class Mean(_Added):
     """Weighted mean: `total` over `weight`; with weight 0 it is NaN, which is not logged."""
 
-    total: float
-    weight: float
+    total: Scalar
+    weight: Scalar
 
     def value(self) -> float:
         return self.total / self.weight if self.weight else float("nan")
@@ -34,7 +36,7 @@ class Mean(_Added):
 
 @dataclass(frozen=True)
 class Sum(_Added):
-    total: float
+    total: Scalar
 
     def value(self) -> float:
         return self.total
@@ -42,7 +44,7 @@ class Sum(_Added):
 
 @dataclass(frozen=True)
 class Max:
-    maximum: float
+    maximum: Scalar
 
     def merge(self, other: Max) -> Max:
         return Max(max(self.maximum, other.maximum))
@@ -68,9 +70,9 @@ class Last:
 class EffectiveSampleFraction(_Added):
     """Kish's effective sample size over n, (sum w)^2 / (n sum w^2), of importance ratios w."""
 
-    samples: float
-    ratio_sum: float
-    ratio_square_sum: float
+    samples: Scalar
+    ratio_sum: Scalar
+    ratio_square_sum: Scalar
 
     def value(self) -> float:
         return self.ratio_sum**2 / (self.samples * self.ratio_square_sum) if self.samples else float("nan")
@@ -91,12 +93,12 @@ class ExpertLoad:
     """How evenly the experts of a model are used, from the tokens of each of them in each layer.
 
     Attributes:
-        tokens: [layers][experts].
+        tokens: [layers][experts], an array; a tensor where others have a tensor of one number.
         statistic: `max`: tokens of the most used expert over the mean, of the layer where it is highest. `entropy`:
             entropy of the experts' shares over its maximum, mean over layers. Both are 1 for an even load.
     """
 
-    tokens: np.ndarray
+    tokens: Any
     statistic: Literal["max", "entropy"]
 
     def merge(self, other: ExpertLoad) -> ExpertLoad:

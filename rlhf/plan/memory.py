@@ -31,7 +31,7 @@ REDUCE_BUCKET = 500_000_000
 ZERO3_MAX_LIVE_PARAMETERS = 1_000_000_000
 
 # tiles of logits in rlhf/algo/logprobs.py, tokens x vocabulary; a test compares them
-HEAD_TILE = {"cuda": (2048, 16384), "cpu": (1024, 2048)}
+HEAD_TILE = {"cuda": (16384, 4096), "cpu": (1024, 2048)}
 WHOLE_TOKENS = 4  # as in rlhf/algo/packing.py; a test compares them
 
 # Assumed, on GPU: CUDA context, NCCL and fragmentation of a learner; profile run, CUDA graphs and sampler of an engine.
@@ -240,8 +240,10 @@ def _head(shape: ModelShape, config: GRPOConfig) -> Part:
     tokens, b = config.learner.max_tokens_per_microbatch, BYTES[config.model.dtype]
     tile_tokens, tile_vocabulary = HEAD_TILE[config.cluster.device]
     rows, columns = min(tile_tokens, tokens), min(tile_vocabulary, shape.vocabulary)
-    buffers = b + 3 * 4  # the product, and float32 logits, scratch and gradient
+    # On GPU float32 products and their gradient; on CPU the product, and float32 logits, scratch and gradient.
+    buffers = b + 4 * (1 if config.cluster.device == "cuda" else 3)
     states = tokens * shape.hidden * (2 * b + 8)  # chosen states, the norm's output, float32 gradients, added up
+    states += rows * shape.hidden * 4  # a tile's share of the gradients
     weight = shape.embedding_parameters * b + columns * shape.hidden * 4
     return Part(
         "head: tiles of logits, gradients",

@@ -25,7 +25,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, PolicyOutput
 from rlhf.learner.routing import Routing
-from rlhf.learner.update import policy_microbatch
+from rlhf.learner.update import on_host, policy_microbatch
 from rlhf.log.reductions import Mean, StepMetrics, merge_metrics, to_values
 from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import Denominators, PackedTokens, PolicyTargets
@@ -254,6 +254,23 @@ def test_kl_k1_to_k4_are_of_the_old_policy_to_the_reference_however_far_the_upda
     k2 = float((np.exp(OLD_POLICY) * (OLD_POLICY - ref) ** 2 / 2).sum())
     assert logged["policy/kl_k2"] == pytest.approx(k2, rel=1e-5, abs=0.0)
     assert logged["policy/kl_k4"] == logged["policy/kl_k1"]
+
+
+def test_nothing_between_forward_and_backward_waits_for_the_device() -> None:
+    """Tensors of the meta device hold no numbers: to read one, as a device would be waited for, raises."""
+    everything = {"kl_coef": 0.1, "entropy_coef": 0.1, "importance_correction": "truncated", "dual_clip": 2.0}
+    config = make_config(NOWHERE, algo=everything)
+    zeros = np.zeros(6, np.float32)
+    packed = PackedTokens(np.zeros(6, np.int32), MASK, zeros, np.array([0, 2, 6]))
+    meta = torch.device("meta")
+    model = Fixed(torch.zeros(6, device=meta), torch.zeros(6, device=meta))
+    loss, metrics = policy_microbatch(
+        model, DeviceTokens.of(packed, meta), PolicyTargets(zeros, zeros, zeros), Denominators(4, 2), config
+    )
+    loss.backward()
+    assert model.logprobs.grad is not None
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        on_host(metrics)
 
 
 # --- the pass for old log-probs ---

@@ -18,7 +18,7 @@ from rlhf.algo.packing import filler, pack
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.rank_place import Place
 from rlhf.learner.routing import Routing
-from rlhf.learner.update import policy_microbatch
+from rlhf.learner.update import on_host, policy_microbatch
 from rlhf.log.reductions import ExpertLoad, merge_metrics, to_values
 from rlhf.types import Denominators, PackedTokens, PolicyTargets
 
@@ -90,7 +90,8 @@ def share_of_loss(policy: PolicyModel, tokens: PackedTokens, sequences: int = 3)
     zeros = np.zeros(len(tokens.token_ids), np.float32)  # without an advantage, all the loss that is left balances
     targets = PolicyTargets(advantages=zeros, old_logprobs=None, ref_logprobs=None)
     sizes = Denominators(tokens=14, sequences=sequences)
-    return policy_microbatch(policy, DeviceTokens.of(tokens, CPU), targets, sizes, config)
+    loss, metrics = policy_microbatch(policy, DeviceTokens.of(tokens, CPU), targets, sizes, config)
+    return loss, on_host(metrics)
 
 
 def test_the_loss_and_the_metrics_do_not_depend_on_the_microbatches(tmp_path: Path) -> None:

@@ -289,12 +289,14 @@ def test_on_cpu_the_kv_cache_is_what_the_config_says(make: Any) -> None:
 def test_tiles_of_logits_and_shares_of_beginnings_are_those_that_are_computed() -> None:
     from types import SimpleNamespace
 
+    import torch
+
     from rlhf.algo.logprobs import _default_tiles
     from rlhf.algo.packing import WHOLE_TOKENS as PACKED_WHOLE_TOKENS
 
     assert WHOLE_TOKENS == PACKED_WHOLE_TOKENS
     for device, tile in HEAD_TILE.items():
-        weight: Any = SimpleNamespace(is_cuda=device == "cuda")
+        weight: Any = SimpleNamespace(device=SimpleNamespace(type=device), dtype=torch.bfloat16)
         assert tuple(_default_tiles(weight, None, None)) == tile
 
 
