@@ -33,7 +33,8 @@ from torch import Tensor
 BACKEND = "rlhf_cpu"
 BUCKET_BYTES = 256 * 2**20  # bytes sent at once; the next bucket is filled while an engine loads this one
 ALIGNMENT = 64  # bytes; where a bucket of another dtype may begin
-SPIN_S = 0.002  # vLLM's workers busy-wait this long after a message; its own 1 s takes half a core from the learner
+# On CPU vLLM's workers busy-wait this long after a message; its own 1 s takes half a core from the learner.
+SPIN_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -372,7 +373,9 @@ def register_with_vllm() -> None:
     """Entry point of the plugin: runs in every vLLM process, more than once in some."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "rlhf.weights.cpu_receiver", "CPUReceiver")
-    shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
+    if current_platform.is_cpu():
+        shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
