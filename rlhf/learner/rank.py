@@ -16,6 +16,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from rlhf.algo.optim import set_step
@@ -209,6 +210,19 @@ class TrainedRank:
             return
         with deepspeed.zero.GatheredParameters([param], modifier_rank=0 if modify else None):
             yield
+
+    def held(self, tensor: Tensor) -> list[tuple[Tensor, int]]:
+        """What this rank holds of a tensor: parts, and the number of the first element of each.
+
+        At ZeRO-3 that is a share of a parameter, and the whole of one that is gathered at the moment.
+        """
+        if not hasattr(tensor, "ds_id"):
+            return [(tensor.data, 0)]
+        share: Any = tensor.ds_tensor
+        parts = [(share.data, self.place.rank * share.ds_numel)]
+        if tensor.ds_status == ZeroParamStatus.AVAILABLE:
+            parts.append((tensor.data, 0))
+        return parts
 
     # --- to disk ---
 
