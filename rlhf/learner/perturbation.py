@@ -1,6 +1,6 @@
 """Weights moved so far that an engine must follow, and moved back: bits that are flipped in place, twice.
 
-Nothing is copied: a copy of a model of 70 B in host memory on each rank would be 140 GB. Every rank flips what it holds.
+Nothing is copied: copies of a model of 70 B would take 140 GB of host memory per rank. Every rank flips what it holds.
 """
 
 from __future__ import annotations

@@ -71,6 +71,7 @@ class Learner(StepRank):
         if self.config.needs_old_logprobs_pass:
             old = self.passes(lambda tokens: self.engine(tokens).logprobs)
         if self.reference is not None:
+            self._offload.come_back()
             model = self.reference.model
             ref = self.passes(lambda tokens: model(tokens).logprobs)
         return old, ref
@@ -102,7 +103,12 @@ class Learner(StepRank):
     def blend_reference(self, decay: float) -> None:
         """Reference := decay x reference + (1 - decay) x policy; a decay of 0 replaces it by the policy."""
         assert self.reference is not None, "no reference policy is loaded"
+        self._offload.come_back()
         self.reference.blend(self, decay)
+
+    def _movable(self) -> list[Tensor]:
+        reference = [] if self.reference is None else self.reference.whole_weights()
+        return reference + super()._movable()
 
     # --- weights out ---
 

@@ -340,7 +340,9 @@ class VLLMSender:
         self._client = client
         if backend == "nccl":
             where: dict[str, Any] = {"master_address": rendezvous.host, "master_port": rendezvous.port}
-            info: Any = NCCLTrainerInitInfo(rank=rank, world_size=rendezvous.world_size, **where)
+            info: Any = NCCLTrainerInitInfo(
+                rank=rank, world_size=rendezvous.world_size, packed_buffer_size_bytes=BUCKET_BYTES, **where
+            )
         else:
             largest = max(meta.bytes for meta in source.metadata())
             info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(largest, BUCKET_BYTES))
