@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config import cli
 from rlhf.config.ppo import PPOConfig
+from rlhf.config.roles import CRITIC, LEARNER
 from rlhf.plan import print_plan, start_problems
 
 if TYPE_CHECKING:
@@ -53,13 +54,15 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
 
     with clock.phase("sampling"):
         groups = await run.buffer.take()
+    await run.cluster.sleep_colocated_engines()  # with placement=colocated; send_weights wakes them
     batch = make_batch(groups, mask_truncated=algo.mask_truncated)
     epochs = plan_epochs(batch, config, step=step)
     critic_epochs = plan_epochs(batch, config, step=step, training=config.critic_training)
 
     with clock.phase("logprobs"):
         await asyncio.gather(learners.start_step(batch, epochs), critics.start_step(batch, critic_epochs))
-        (old, ref), (values,) = await asyncio.gather(learners.compute("logprobs"), critics.compute("values"))
+        passes = {LEARNER: learners.compute("logprobs"), CRITIC: critics.compute("values")}
+        (old, ref), (values,) = await run.cluster.together(passes)
     assert values is not None
     policy_learns = step >= config.critic.warmup_steps  # the critic learns alone before; a KL of 0 then says nothing
     kl_coef = controller.coef if config.kl_in_reward else 0.0
@@ -71,10 +74,10 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
             controller.update(extra_metrics["policy/kl_response"], int(batch.trained.sum()))
 
     with clock.phase("update"):
-        at_once = [critics.update(ValueTargets(values, credit.returns))]
+        changes = {CRITIC: critics.update(ValueTargets(values, credit.returns))}
         if policy_learns:
-            at_once.append(learners.update(PolicyTargets(credit.advantages, old, ref)))
-        updates = [update for of_module in await asyncio.gather(*at_once) for update in of_module]
+            changes[LEARNER] = learners.update(PolicyTargets(credit.advantages, old, ref))
+        updates = [update for of_module in await run.cluster.together(changes) for update in of_module]
 
     run.count_rollouts(batch)
     await run.update_reference(step + 1)

@@ -222,3 +222,17 @@ class ValueTargets:
     def take(self, index: np.ndarray) -> ValueTargets:
         """The columns at these tokens."""
         return ValueTargets(self.old_values[index], self.returns[index])
+
+
+@dataclass(frozen=True)
+class GPUMemory:
+    """Memory of a GPU that learners share with engines, as one rank sees it, bytes.
+
+    Attributes:
+        free: what no process uses.
+        away: what this rank has moved to host memory and will bring back.
+    """
+
+    total: int
+    free: int
+    away: int

@@ -1,14 +1,19 @@
 """The roles of a run on Ray: starts all of them, connects learners and engines, moves weights and samples, ends all.
 
 `separate` gives each role its own GPUs. `colocated` puts engine i on the GPUs of learners i x tensor_parallel to
-(i + 1) x tensor_parallel - 1; they take turns: the engine sleeps while the learners work and wakes for new weights.
+(i + 1) x tensor_parallel - 1, and critic i on that of learner i. They take turns:
+
+    sample   engines awake; of learners and critics only the weights
+    train    engines asleep; policy and critic one after the other, each brings back its state when it updates
+    send     states leave, engines wake without their cache, the weights are sent, buffers are freed, the cache wakes
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Mapping
+import sys
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +30,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
 from rlhf.learner.rank_place import Place
 from rlhf.plan import check_resources
+from rlhf.plan.shared_gpus import check_shared_gpus
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.types import Prompt, Rollout
 from rlhf.weights import transfer
@@ -98,28 +104,36 @@ class Cluster:
             await self._session.compare_nodes(deadline_s=config.start_deadline_s)
         check_resources(self.config, ray.cluster_resources(), trains=self.trains)
         roles = {role.name: role for role in self.roles}
-        engine = roles.pop(ENGINE) if self._shares_gpus else None
+        guests = [roles.pop(name) for name in (CRITIC, ENGINE) if name in roles] if self._shares_gpus else []
         # Every creation ends before the first failure is raised: none may go on while the rest is stopped.
-        created = await asyncio.gather(*(self._create(role) for role in roles.values()), return_exceptions=True)
+        starts = (self._create(role, guests if role.name == LEARNER else ()) for role in roles.values())
+        created = await asyncio.gather(*starts, return_exceptions=True)
         for failure in created:
             if failure is not None:
                 raise failure
-        if engine is not None:
-            self._placed[ENGINE] = await create(engine, config, learners=self._placed[LEARNER])
-        starts = [self._build(role.name) for role in self.roles if role.name != ENGINE]
+        for guest in guests:
+            self._placed[guest.name] = await create(guest, config, learners=self._placed[LEARNER])
         if self._shares_gpus:
-            # An engine takes the memory that is free when it starts, so the roles on the same GPUs start first.
-            await asyncio.gather(*starts)
-            await self._empty_caches()
-            await self._build(ENGINE)
+            await self._build_one_after_another()
         else:
             # All roles load in parallel: none needs another to load, and an engine takes the longest.
-            await asyncio.gather(*starts, self._build(ENGINE))
+            await asyncio.gather(*(self._build(role.name) for role in self.roles))
         if self.trains:
             await self._connect()
 
-    async def _create(self, role: Role) -> None:
-        self._placed[role.name] = await create(role, self.config.cluster)
+    async def _create(self, role: Role, guests: Sequence[Role]) -> None:
+        self._placed[role.name] = await create(role, self.config.cluster, guests=guests)
+
+    async def _build_one_after_another(self) -> None:
+        """Load the roles that share GPUs. An engine takes the memory that is free when it starts, so it comes last."""
+        for role in self.roles:
+            if role.name == ENGINE:
+                measured = {name: await ranks.call("gpu_memory") for name, ranks in self.trained().items()}
+                for warning in check_shared_gpus(self.config, measured):
+                    print(warning, file=sys.stderr, flush=True)
+            await self._build(role.name)
+            if role.training is not None:
+                await self._leave_gpus(role.name)
 
     async def _build(self, role: str) -> None:
         """Construct the hosted objects of a role."""
@@ -133,9 +147,9 @@ class Cluster:
         else:
             seeds = [_engine_seed(self.config.run.seed, i, self.first_step) for i in range(placed.role.count)]
             arguments = [(self.config, seed, self.transfer_backend) for seed in seeds]
-        if role == ENGINE and self._shares_gpus:
+        if role in (CRITIC, ENGINE) and self._shares_gpus:
             for i, environment in enumerate(environments):
-                gpus = shared_gpus(self._placed[LEARNER].locations, i, config.tensor_parallel)
+                gpus = shared_gpus(self._placed[LEARNER].locations, placed.role, i)
                 environment["CUDA_VISIBLE_DEVICES"] = gpus
         await placed.group.build(environments, arguments, deadline_s=config.start_deadline_s)
 
@@ -147,15 +161,25 @@ class Cluster:
         places = []
         for rank, location in enumerate(locations):
             before = sum(other.node == location.node for other in locations[:rank])
-            # Ray shows a learner only its own GPU, as device 0; on CPU the ranks of a node are numbered.
-            local_rank = 0 if location.gpu_ids else before
+            # A learner sees only its own GPU, as device 0; on CPU the ranks of a node are numbered.
+            local_rank = 0 if config.device == "cuda" else before
             places.append(Place(rank, len(locations), local_rank, locations[0].host, locations[0].port, threads))
         return places
 
-    async def _empty_caches(self) -> None:
-        """Give memory that torch caches back to the GPUs before the engines use them."""
-        for ranks in self.trained().values():
-            await ranks.call("empty_cache")
+    async def _leave_gpus(self, *roles: str) -> None:
+        """Make room on shared GPUs: these roles, or all that are trained, keep only their weights there."""
+        for role in roles or self.trained():
+            await self.group(role).call("leave_gpu", self.config.cluster.offload_while_sampling)
+
+    async def together(self, calls: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Calls on trained roles, by role: at the same time, or on shared GPUs one after another."""
+        if not self._shares_gpus:
+            return list(await asyncio.gather(*calls.values()))
+        results = []
+        for role, call in calls.items():
+            results.append(await call)
+            await self._leave_gpus(role)
+        return results
 
     def _environment(self) -> dict[str, str]:
         level = self.config.logging.level.upper()
@@ -188,7 +212,8 @@ class Cluster:
             await ranks.call("save", str(_folder_of(name, folder, make=True)))
 
     async def load(self, folder: Path, step: int) -> None:
-        """Put back what `save` wrote after `step` training steps."""
+        """Put back what `save` wrote after `step` training steps; colocated engines sleep afterwards."""
+        await self.sleep_colocated_engines()
         for role in self.roles:
             if role.training is not None:
                 updates = role.training.updates_before(step)
@@ -221,13 +246,18 @@ class Cluster:
         )
 
     async def send_weights(self, version: int) -> None:
-        """Learners -> engines, in flight: running requests pause, the weights change, the requests continue."""
+        """Learners -> engines, in flight: running requests pause, the weights change, the requests continue.
+
+        Colocated engines have none; they sleep until the weights come, so that the KV cache leaves room for buffers.
+        """
+        await self.sleep_colocated_engines()
         if self._asleep:
-            await self._empty_caches()
+            await self._leave_gpus()
             await self.engines.call("wake_up", ["weights"])
         await self.engines.call("pause")
         await self._while_engines_live(self.learners.call("send_weights", version))
         if self._asleep:
+            await self._leave_gpus()  # without the buffers of the transfer
             await self.engines.call("wake_up", ["kv_cache"])
             self._asleep = False
         await self.engines.call("resume")

@@ -44,21 +44,25 @@ class Placed:
     order: list[int]
 
 
-async def create(role: Role, cluster: ClusterConfig, *, learners: Placed | None = None) -> Placed:
+async def create(
+    role: Role, cluster: ClusterConfig, *, guests: Sequence[Role] = (), learners: Placed | None = None
+) -> Placed:
     """Reserve what a role asks for and create its actors; nothing is loaded in them yet.
 
     Args:
-        learners: those whose GPUs engines share; engine i is in the bundle of its first learner.
+        guests: of the learners: roles that will share their GPUs, and so need CPUs in their bundles.
+        learners: of a guest: those whose GPUs it shares; each of its actors is in the bundle of its first learner.
 
     Raises:
         ClusterError: the resources were not free within the deadline. Nothing stays reserved.
     """
     if learners is not None:
         assert learners.bundles is not None
-        order = learners.order[:: cluster.tensor_parallel]
-        placed = await _start_actors(role, cluster, learners.bundles, order, _shared_cpus(cluster))
+        each = len(learners.order) // role.count
+        placed = await _start_actors(role, cluster, learners.bundles, learners.order[::each], role.cpus / each)
         return replace(placed, bundles=None)
-    shared = _shared_cpus(cluster) if role.name == LEARNER and cluster.placement == "colocated" else 0.0
+    # Any learner may become the first of an engine, whose actor joins its bundle, so all bundles are equal.
+    shared = sum(guest.cpus * guest.count / role.count for guest in guests)
     bundle = {"CPU": role.cpus + shared} | ({GPU: role.gpus} if role.gpus else {})
     bundles = placement_group([bundle] * role.count, strategy="PACK")
     try:
@@ -86,20 +90,13 @@ async def _start_actors(
     return Placed(role, group, locations, bundles, list(order))
 
 
-def _shared_cpus(cluster: ClusterConfig) -> float:
-    """What each learner's bundle holds for the engine on its GPU: an engine's CPUs, divided among its learners.
-
-    Any learner may become the first of its engine, whose bundle the engine's actor joins, so all bundles are equal.
-    """
-    return cluster.cpus_per_engine / cluster.tensor_parallel
-
-
-def shared_gpus(learners: Sequence[Location], engine: int, tensor_parallel: int) -> str:
-    """The GPUs of the learners that an engine shares; they must be on one node."""
-    own = learners[engine * tensor_parallel : (engine + 1) * tensor_parallel]
+def shared_gpus(learners: Sequence[Location], role: Role, number: int) -> str:
+    """The GPUs of the learners that an actor of a role shares; they must be on one node."""
+    each = len(learners) // role.count
+    own = learners[number * each : (number + 1) * each]
     if len({location.node for location in own}) > 1:
         raise ClusterError(
-            f"cluster.placement=colocated: the {tensor_parallel} GPUs of engine {engine} are on several nodes "
+            f"cluster.placement=colocated: the {each} GPUs of {role.name} {number} are on several nodes "
             f"({', '.join(sorted({location.host for location in own}))}). Choose cluster.tensor_parallel so that it "
             "divides the GPUs of a node."
         )

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, Role, Training
-from rlhf.config.sections import AlgoConfig, ClusterConfig, Fraction, KLEstimator, NonNegativeInt, TrainedConfig
+from rlhf.config.sections import AlgoConfig, Fraction, KLEstimator, NonNegativeInt, TrainedConfig
 
 
 class PPOAlgoConfig(AlgoConfig):
@@ -64,20 +64,11 @@ class CriticConfig(TrainedConfig):
     )
 
 
-class PPOClusterConfig(ClusterConfig):
-    """Policy, critic and engines never share GPUs."""
-
-    placement: Literal["separate"] = Field(
-        "separate", description="engines, learners and critics on different GPUs; to share GPUs use rlhf.grpo"
-    )
-
-
 class PPOConfig(GRPOConfig):
     """Everything that `python -m rlhf.ppo` reads."""
 
     algo: PPOAlgoConfig = PPOAlgoConfig()
     critic: CriticConfig = CriticConfig()
-    cluster: PPOClusterConfig = PPOClusterConfig()
 
     @property
     def training(self) -> Training:
@@ -101,7 +92,8 @@ class PPOConfig(GRPOConfig):
 
     def _learning_roles(self, cpus: float, gpus: int) -> tuple[Role, ...]:
         policy, *others = super()._learning_roles(cpus, gpus)
-        critic = Role(CRITIC, "critic", *self.critic_model, policy.count, cpus, gpus, self.critic_training)
+        own_gpus = 0 if self.cluster.placement == "colocated" else gpus
+        critic = Role(CRITIC, "critic", *self.critic_model, policy.count, cpus, own_gpus, self.critic_training)
         return (policy, critic, *others)
 
     @property

@@ -222,6 +222,10 @@ class ClusterConfig(LearnersConfig):
     placement: Literal["separate", "colocated"] = Field(
         "separate", description="engines and learners on different GPUs, or on the same GPUs"
     )
+    offload_while_sampling: bool = Field(
+        True,
+        description="on shared GPUs: keep optimizer state and reference in host memory while the engines are awake",
+    )
     gpus_per_node: PositiveInt = Field(8, description="GPUs per node, for the layout of --plan; a run asks Ray")
     gpu_memory_gib: PositiveFloat = Field(
         79.0, description="memory of a GPU, GiB, for the estimates of --plan; a card of 80 GB has 79"

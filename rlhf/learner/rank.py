@@ -16,6 +16,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from rlhf.algo.optim import set_step
@@ -26,10 +27,12 @@ from rlhf.config.sections import ModelConfig
 from rlhf.learner.attention import use_flash_attention_3
 from rlhf.learner.checkpoint import MOMENTS, OptimizerView, load_learner, save_learner
 from rlhf.learner.hub_format import state_buffers
+from rlhf.learner.offload import Offload, gradient_buffers, optimizer_tensors
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.rank_place import Place
 from rlhf.learner.update import on_host
 from rlhf.log.reductions import Last, Mean, StepMetrics, merge_metrics
+from rlhf.types import GPUMemory
 
 BUCKET = 250_000_000  # elements that GPUs reduce at once, and that ZeRO-3 gathers ahead: about one layer of 7 B
 
@@ -54,6 +57,7 @@ class TrainedRank:
         self.engine: Any = None
         self.names: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
+        self._offload = Offload()
 
     def wrap(self, module: nn.Module) -> None:
         """Hand the module to DeepSpeed; names in `names` and `buffers` are those of the model in its `transformer`."""
@@ -88,10 +92,29 @@ class TrainedRank:
         """The device's name from its driver, such as `NVIDIA H100 80GB HBM3`."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
-    def empty_cache(self) -> None:
-        """Give the memory that torch keeps for later back to the GPU, for an engine that shares it."""
+    # --- sharing a GPU with engines ---
+
+    def leave_gpu(self, offload: bool) -> None:
+        """Make room for others on this GPU: keep only the weights there, and give back what torch keeps for later.
+
+        Args:
+            offload: False leaves optimizer state and reference where they are.
+        """
+        if offload and not self._offload.away:
+            self._offload.leave(self._movable(), gradient_buffers(self.engine), self.device)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _movable(self) -> list[Tensor]:
+        """What nobody needs while the engines sample."""
+        return optimizer_tensors(self.engine, self.names.values())
+
+    def gpu_memory(self) -> GPUMemory:
+        """What is free on this rank's GPU, and what this rank will bring back to it."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return GPUMemory(total, free, self._offload.bytes_away)
+
+    # --- speed ---
 
     def time_all_reduce(self, elements: int, *, repeats: int = 5) -> float:
         """Median seconds of an all-reduce of float32 [elements] over all ranks, after one warm-up."""
@@ -149,6 +172,7 @@ class TrainedRank:
             forward: number of a microbatch -> its share of the minibatch's loss, and its metrics.
         """
         started = time.monotonic()
+        self._offload.come_back()
         parts = []
         for i in range(microbatches):
             self.engine.set_gradient_accumulation_boundary(i == microbatches - 1)
@@ -218,6 +242,19 @@ class TrainedRank:
         with deepspeed.zero.GatheredParameters([param], modifier_rank=0 if modify else None):
             yield
 
+    def held(self, tensor: Any) -> list[tuple[Tensor, int]]:
+        """What this rank holds of a tensor: parts, and the number of the first element of each.
+
+        At ZeRO-3 that is a share of a parameter, and the whole of one that is gathered at the moment.
+        """
+        if not hasattr(tensor, "ds_id"):
+            return [(tensor.data, 0)]
+        share = tensor.ds_tensor
+        parts = [(share.data, self.place.rank * share.ds_numel)]
+        if tensor.ds_status == ZeroParamStatus.AVAILABLE:
+            parts.append((tensor.data, 0))
+        return parts
+
     # --- to disk ---
 
     def save(self, folder: str) -> None:
@@ -228,6 +265,7 @@ class TrainedRank:
 
     def load(self, folder: str, updates_done: int) -> None:
         """Resume: weights, moments and both counters."""
+        self._offload.come_back()
         self._create_optimizer_state()
         self.adam_steps = load_learner(Path(folder), self.names, self.buffers, OptimizerView(self.engine))
         self.updates_done = updates_done

@@ -30,6 +30,10 @@ class Reference:
         }
         self._average: dict[str, Tensor] = {}
 
+    def whole_weights(self) -> list[Tensor]:
+        """Its parameters; none at ZeRO-3, where a rank has only a share of them."""
+        return [param for param in self._params.values() if not hasattr(param, "ds_id")]
+
     @torch.no_grad()
     def blend(self, rank: TrainedRank, decay: float) -> None:
         """Move towards the policy's weights; a decay of 0 copies them. Every rank calls it."""

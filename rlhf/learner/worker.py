@@ -9,11 +9,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.hub_format import hub_shapes, hub_tensors
+from rlhf.learner.perturbation import bits_to_flip, flip
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.rank_place import Place
 from rlhf.learner.reference import Reference
@@ -22,8 +24,6 @@ from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import StepMetrics
 from rlhf.types import PolicyTargets
 from rlhf.weights.transfer import EngineClient, ParameterMeta, Rendezvous, WeightSender, make_sender
-
-PERTURBED_STRIDE = 3  # a third of the signs: a tensor that is not perturbed with the others around it stands out
 
 
 class Learner(StepRank):
@@ -35,7 +35,7 @@ class Learner(StepRank):
         )
         self.config = config
         self._sender: WeightSender | None = None
-        self._saved: list[tuple[Tensor, Tensor]] = []
+        self._flipped: list[tuple[Tensor, int]] = []  # perturbed tensors, and which bits of theirs
         model = self._load_model(frozen=False)
         if config.learner.router_balance_coef and not model.has_balancing_loss:
             raise ValueError(
@@ -71,6 +71,7 @@ class Learner(StepRank):
         if self.config.needs_old_logprobs_pass:
             old = self.passes(lambda tokens: self.engine(tokens).logprobs)
         if self.reference is not None:
+            self._offload.come_back()
             model = self.reference.model
             ref = self.passes(lambda tokens: model(tokens).logprobs)
         return old, ref
@@ -102,7 +103,12 @@ class Learner(StepRank):
     def blend_reference(self, decay: float) -> None:
         """Reference := decay x reference + (1 - decay) x policy; a decay of 0 replaces it by the policy."""
         assert self.reference is not None, "no reference policy is loaded"
+        self._offload.come_back()
         self.reference.blend(self, decay)
+
+    def _movable(self) -> list[Tensor]:
+        reference = [] if self.reference is None else self.reference.whole_weights()
+        return reference + super()._movable()
 
     # --- weights out ---
 
@@ -133,24 +139,30 @@ class Learner(StepRank):
 
     @torch.no_grad()
     def perturb_weights(self, start: int = 0, stop: int | None = None) -> None:
-        """Move tensors `start` to `stop`, every PERTURBED_STRIDE-th element of each, and remember their true values.
+        """Move tensors `start` to `stop`, every STRIDE-th element of each, in place.
 
-        An element changes its sign; in a tensor of zeros it becomes 1.
+        An element changes its sign; in a tensor of zeros it becomes 1. Every rank calls it.
         """
-        assert not self._saved, "the weights are perturbed already"
-        for param in [self.tensors[name] for name in self.tensor_names()[start:stop]]:
-            with self.whole(param, modify=True):
-                self._saved.append((param, param.detach().to("cpu", copy=True)))
-                moved = param.view(-1)[::PERTURBED_STRIDE]
-                moved.copy_(-moved if param.any() else torch.ones_like(moved))
+        assert not self._flipped, "the weights are perturbed already"
+        tensors = [self.tensors[name] for name in self.tensor_names()[start:stop]]
+        nonzero = torch.stack([torch.stack([part.any() for part, _ in self.held(tensor)]).any() for tensor in tensors])
+        dist.all_reduce(nonzero := nonzero.int(), op=dist.ReduceOp.MAX)  # a rank may hold only zeros of a tensor
+        self._flipped = [
+            (tensor, bits_to_flip(tensor.dtype, all_zero=not moves))
+            for tensor, moves in zip(tensors, nonzero.tolist(), strict=True)
+        ]
+        self._flip()
 
     @torch.no_grad()
     def restore_weights(self) -> None:
         """Put the true values back, bit for bit."""
-        for param, value in self._saved:
-            with self.whole(param, modify=True):
-                param.copy_(value)
-        self._saved.clear()
+        self._flip()
+        self._flipped.clear()
+
+    def _flip(self) -> None:
+        for tensor, bits in self._flipped:
+            for part, first in self.held(tensor):
+                flip(part, first=first, bits=bits)
 
     # --- to disk ---
 

@@ -9,6 +9,8 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import ENGINE, LEARNER
 from rlhf.data.model_checks import model_problems
 from rlhf.plan.memory import GIB, EngineMemory, RoleMemory, total
+from rlhf.plan.model_shape import ModelShape
+from rlhf.plan.shared_gpus import planned_problems
 from rlhf.plan.text import counted
 
 
@@ -55,13 +57,13 @@ def memory_warnings(
     config: GRPOConfig,
     estimates: Sequence[RoleMemory],
     engine: EngineMemory,
-    learner_state_bytes: float,
+    shape: ModelShape,
     host_gib: float,
 ) -> Iterator[str]:
     """Warnings from the estimate: roles that do not fit, and a KV cache that is too small.
 
     Args:
-        learner_state_bytes: memory that a learner holds between updates.
+        shape: of model.path.
         host_gib: memory of this machine, for runs on CPU.
     """
     cluster, rollout = config.cluster, config.rollout
@@ -100,14 +102,8 @@ def memory_warnings(
             yield (
                 f"memory: a {role.name} needs about {need:.1f} GiB, a GPU has cluster.gpu_memory_gib={have:g}. {remedy}"
             )
-    state = learner_state_bytes / GIB
-    awake = state + rollout.gpu_memory_utilization * have
-    if cluster.placement == "colocated" and awake > have:
-        yield (
-            f"memory: on a shared GPU the engine's rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} x "
-            f"{have:g} GiB plus {state:.1f} GiB of the learner's state are {awake:.1f} GiB. Lower it to "
-            f"{max(0.0, 1 - state / have):.2f} or less."
-        )
+    if cluster.placement == "colocated":
+        yield from planned_problems(config, estimates, shape)
 
 
 def _learner_remedy(config: GRPOConfig) -> str:

@@ -1,14 +1,14 @@
 """An example of how roles lie on GPUs; at the start Ray chooses the nodes.
 
-Two things are certain: the GPUs of one engine are on one node, and a colocated engine shares the GPUs of the learners
-that are shown with it.
+Two things are certain: the GPUs of one engine are on one node, and colocated engines and critics share the
+GPUs of the learners that are shown with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf.config.roles import ENGINE, REWARD_MODEL, Role
+from rlhf.config.roles import CRITIC, ENGINE, REWARD_MODEL, Role
 from rlhf.config.sections import ClusterConfig
 
 FREE = "-"
@@ -24,9 +24,10 @@ def example_layout(roles: Sequence[Role], cluster: ClusterConfig) -> list[list[s
     for role in roles:
         label = SHORT_NAMES.get(role.name, role.name)
         for number in range(role.count):
-            if role.name == ENGINE and not role.gpus:
-                for gpu in range(number * cluster.tensor_parallel, (number + 1) * cluster.tensor_parallel):
-                    gpus[gpu] = f"L{gpu} + E{number}"
+            if role.name in (CRITIC, ENGINE) and not role.gpus:
+                each = cluster.learners // role.count
+                for gpu in range(number * each, (number + 1) * each):
+                    gpus[gpu] = f"{gpus[gpu].replace('learner ', 'L')} + {role.name[0].upper()}{number}"
                 continue
             if 1 < role.gpus <= per_node < len(gpus) % per_node + role.gpus:
                 gpus += [FREE] * (per_node - len(gpus) % per_node)

@@ -14,7 +14,9 @@ float32 model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from rlhf.config import roles
 from rlhf.config.grpo import GRPOConfig
@@ -40,13 +42,21 @@ GPU_OVERHEAD = {"learner": 2 * GIB, "engine": 3 * GIB}
 CPU_OVERHEAD = {"learner": 1 * GIB, "engine": 2 * GIB}
 
 
+Use = Literal["work", "state", "movable"]
+
+
 @dataclass(frozen=True)
 class Part:
-    """One row of the estimate: name, bytes, and how they are computed."""
+    """One row of the estimate: name, bytes, and how they are computed.
+
+    Attributes:
+        use: `state` is held between updates, of which `movable` can be in host memory while engines sample.
+    """
 
     name: str
     size: float
     how: str
+    use: Use = "work"
 
 
 @dataclass(frozen=True)
@@ -101,8 +111,14 @@ def checkpoint_bytes(config: GRPOConfig, policy: ModelShape | None) -> int | Non
     return size
 
 
-def total(parts: tuple[Part, ...]) -> float:
+def total(parts: Sequence[Part]) -> float:
     return sum(part.size for part in parts)
+
+
+def kept_while_sampling(parts: Sequence[Part], config: GRPOConfig) -> float:
+    """What a trained role holds on its GPU while engines on the same GPU sample."""
+    uses = ("state",) if config.cluster.offload_while_sampling else ("state", "movable")
+    return total([part for part in parts if part.use in uses])
 
 
 def learner_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
@@ -115,7 +131,8 @@ def learner_state(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     parts = _trained_state(config.learner, config, shape.parameters)
     if config.needs_reference:
         dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
-        parts.append(_divided(f"reference, {dtype}", shape.parameters, BYTES[dtype], ranks))
+        use: Use = "state" if ranks > 1 else "movable"  # a share at ZeRO-3 stays
+        parts.append(replace(_divided(f"reference, {dtype}", shape.parameters, BYTES[dtype], ranks), use=use))
     return tuple(parts)
 
 
@@ -160,13 +177,14 @@ def _trained_state(learner: TrainedConfig, config: GRPOConfig, count: int) -> li
     dtype = config.model.dtype
     stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[dtype]
     by = ranks if stage >= 1 else 1
-    parts = [_divided(f"weights, {dtype}", count, b, ranks if stage == 3 else 1)]
+    weights = replace(_divided(f"weights, {dtype}", count, b, ranks if stage == 3 else 1), use="state")
     if learner.offload_optimizer:
         host = _share(count, MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES, by)
-        return [*parts, Part("optimizer", 0.0, f"in host memory: {host}")]
+        return [weights, Part("optimizer", 0.0, f"in host memory: {host}")]
+    optimizer = [_divided("Adam's two moments, float32", count, MOMENTS_BYTES, by)]
     if not (stage == 0 and dtype == "float32"):
-        parts.append(_divided("master weights, float32", count, MASTER_BYTES, by))
-    return [*parts, _divided("Adam's two moments, float32", count, MOMENTS_BYTES, by)]
+        optimizer.insert(0, _divided("master weights, float32", count, MASTER_BYTES, by))
+    return [weights, *(replace(part, use="movable") for part in optimizer)]
 
 
 def learner_work(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:

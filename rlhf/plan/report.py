@@ -24,7 +24,6 @@ from rlhf.plan.memory import (
     RoleMemory,
     checkpoint_bytes,
     engine_memory,
-    learner_state,
     memory_of_roles,
     total,
 )
@@ -69,8 +68,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
         else:
             estimates, engine = memory_of_roles(config, shape), engine_memory(shape, config)
             sections.append(("Memory, estimated", _memory(config, shape, estimates, engine)))
-            state = total(learner_state(shape, config))
-            warnings += memory_warnings(config, estimates, engine, state, psutil.virtual_memory().total / GIB)
+            warnings += memory_warnings(config, estimates, engine, shape, psutil.virtual_memory().total / GIB)
     if warnings:
         sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
     return "\n\n".join(f"{title}\n" + "\n".join(lines) for title, lines in sections) + "\n"

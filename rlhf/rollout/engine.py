@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlhf.config.grpo import GRPOConfig
@@ -41,7 +42,10 @@ class RolloutEngine:
             model = arguments.create_model_config()
             if not (model.is_hybrid or model.use_mla):  # their blocks have sizes of their own
                 arguments.block_size = CPU_BLOCK_TOKENS
-        self._engine = AsyncLLM.from_engine_args(arguments)
+        # The tokens of one forward pass that vLLM chooses by hardware for its offline class, 16,384 on an H100. The
+        # default here, 2,048, is for many users that wait; after an update in flight every running request is
+        # prefilled again.
+        self._engine = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
 
     # --- sampling ---
 

@@ -33,7 +33,8 @@ from torch import Tensor
 BACKEND = "rlhf_cpu"
 BUCKET_BYTES = 256 * 2**20  # bytes sent at once; the next bucket is filled while an engine loads this one
 ALIGNMENT = 64  # bytes; where a bucket of another dtype may begin
-SPIN_S = 0.002  # vLLM's workers busy-wait this long after a message; its own 1 s takes half a core from the learner
+# On CPU vLLM's workers busy-wait this long after a message; its own 1 s takes half a core from the learner.
+SPIN_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -339,7 +340,9 @@ class VLLMSender:
         self._client = client
         if backend == "nccl":
             where: dict[str, Any] = {"master_address": rendezvous.host, "master_port": rendezvous.port}
-            info: Any = NCCLTrainerInitInfo(rank=rank, world_size=rendezvous.world_size, **where)
+            info: Any = NCCLTrainerInitInfo(
+                rank=rank, world_size=rendezvous.world_size, packed_buffer_size_bytes=BUCKET_BYTES, **where
+            )
         else:
             largest = max(meta.bytes for meta in source.metadata())
             info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(largest, BUCKET_BYTES))
@@ -372,7 +375,9 @@ def register_with_vllm() -> None:
     """Entry point of the plugin: runs in every vLLM process, more than once in some."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "rlhf.weights.cpu_receiver", "CPUReceiver")
-    shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
+    if current_platform.is_cpu():
+        shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)

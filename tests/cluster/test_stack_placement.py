@@ -13,12 +13,12 @@ from ray_cluster import ray_folder
 
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.placement import create, shared_gpus
-from rlhf.config.roles import ENGINE, LEARNER, Role, Training
+from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role, Training
 from rlhf.config.sections import ClusterConfig, TrainedConfig
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
-CPUS, GPUS = 3, 2
+CPUS, GPUS = 4, 2
 COLOCATED = {"placement": "colocated", "engines": 1, "learners": 2, "tensor_parallel": 2, "cpus_per_engine": 1.0}
 
 
@@ -33,9 +33,12 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
+TRAINING = Training(TrainedConfig(), epochs_per_step=1, minibatches_per_epoch=1, steps=1)
+CRITICS = Role(CRITIC, "critic", "model.path", "m", 2, cpus=0.5, gpus=0, training=TRAINING)
+
+
 def learners(count: int) -> Role:
-    training = Training(TrainedConfig(), epochs_per_step=1, minibatches_per_epoch=1, steps=1)
-    return Role(LEARNER, "learner", "model.path", "m", count, cpus=1.0, gpus=1, training=training)
+    return Role(LEARNER, "learner", "model.path", "m", count, cpus=1.0, gpus=1, training=TRAINING)
 
 
 def engines(cpus: float) -> Role:
@@ -44,16 +47,18 @@ def engines(cpus: float) -> Role:
 
 def test_colocated_roles_fit_a_machine_that_has_what_the_resource_check_counts() -> None:
     config = ClusterConfig(**COLOCATED, start_deadline_s=60.0)  # type: ignore[arg-type]
-    assert sum(role.count * role.cpus for role in (learners(2), engines(1.0))) == CPUS
+    guests = (CRITICS, engines(1.0))
+    assert sum(role.count * role.cpus for role in (learners(2), *guests)) == CPUS
 
-    async def place() -> tuple[Any, Any]:
-        ranks = await create(learners(2), config)
-        return ranks, await create(engines(1.0), config, learners=ranks)
+    async def place() -> list[Any]:
+        ranks = await create(learners(2), config, guests=guests)
+        return [ranks, *[await create(guest, config, learners=ranks) for guest in guests]]
 
-    ranks, engine = asyncio.run(place())
-    assert shared_gpus(ranks.locations, 0, config.tensor_parallel) == "0,1"
-    assert engine.bundles is None
-    for actor in (*ranks.group.actors, *engine.group.actors):
+    ranks, critics, engine = asyncio.run(place())
+    assert shared_gpus(ranks.locations, engine.role, 0) == "0,1"
+    assert [shared_gpus(ranks.locations, CRITICS, i) for i in range(2)] == ["0", "1"]
+    assert critics.bundles is engine.bundles is None
+    for actor in (*ranks.group.actors, *critics.group.actors, *engine.group.actors):
         ray.kill(actor)
     ray.util.remove_placement_group(ranks.bundles)
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from worlds import make_config, make_groups, plan_first_epoch, run_world
 
 from rlhf.learner.rank_place import Place
@@ -76,6 +78,22 @@ def test_the_same_weights_are_computed_with_in_float32_and_stay_as_they_were(
     run_world(float32_pass, learners, tiny_model_dir / "model", stage)
 
 
+class NewMemory(TorchDispatchMode):
+    """Adds up the bytes of all memory that operations take, whether or not they give it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in known:
+                self.bytes += tensor.untyped_storage().nbytes()
+        return result
+
+
 def perturb_and_restore(place: Place, model: Path, stage: int) -> None:
     from rlhf.learner.worker import Learner
 
@@ -95,14 +113,18 @@ def perturb_and_restore(place: Place, model: Path, stage: int) -> None:
     assert after[names[4]].view(-1)[:4].tolist() == [1, 0, 0, 1]
     learner.restore_weights()
     assert changed(learner, before) == []
-    learner.perturb_weights()
-    assert changed(learner, before) == names
-    learner.restore_weights()
+    with NewMemory() as taken:
+        learner.perturb_weights()
+    perturbed = changed(learner, before)
+    with taken:
+        learner.restore_weights()
+    assert perturbed == names
     assert changed(learner, before) == []
+    assert 0 < taken.bytes < 40 * len(names)  # whether a tensor has any element that is not 0, and nothing larger
 
 
 @pytest.mark.parametrize(("learners", "stage"), [(1, 2), (2, 3)])
-def test_a_run_of_tensors_is_perturbed_zeros_too_and_restored_bit_for_bit(
+def test_a_run_of_tensors_is_perturbed_in_place_zeros_too_and_restored_bit_for_bit(
     tiny_model_dir: Path, learners: int, stage: int
 ) -> None:
     run_world(perturb_and_restore, learners, tiny_model_dir / "model", stage)

@@ -199,7 +199,20 @@ def warnings_of(config: GRPOConfig, **changed: Any) -> str:
         (["cluster.gpu_memory_gib=12"], ["not even one sequence of 2,000", "Raise rollout.gpu_memory_utilization"]),
         (
             ["cluster.placement=colocated", "model.gradient_checkpointing=true"],
-            ["on a shared GPU the engine's rollout.gpu_memory_utilization=0.85 x 79 GiB", "Lower it to 0.5"],
+            # 15.0 GiB of weights in bfloat16, and 1 GiB for the canary
+            ["rollout.gpu_memory_utilization=0.85 x 79 GiB plus 16.0 GiB of the learner's state", "Lower it to 0.79"],
+        ),
+        (
+            [
+                "cluster.placement=colocated",
+                "model.gradient_checkpointing=true",
+                "cluster.offload_while_sampling=false",
+            ],
+            ["plus 38.4 GiB of the learner's state", "Lower it to 0.51"],
+        ),
+        (
+            ["cluster.placement=colocated", "learner.max_tokens_per_microbatch=60000"],
+            ["on a shared GPU a learner that trains needs about", "Lower learner.max_tokens_per_microbatch"],
         ),
     ],
 )
@@ -242,6 +255,14 @@ def test_critics_and_reward_models_have_gpus_of_their_own_between_learners_and_e
     assert line_of(drawn, "GPUs") == "8 on 1 node of 8"
     assert line_of(drawn, "critics") == "2, 1 GPU each, ZeRO stage 2"
     assert line_of(drawn, "reward models") == "2, 1 GPU each"
+
+
+def test_colocated_critics_share_the_gpus_of_learners_and_engines(make_ppo: Any) -> None:
+    config = make_ppo("cluster.placement=colocated")
+    assert layout_of(config) == [["L0 + C0 + E0", "L1 + C1 + E0", "L2 + C2 + E1", "L3 + C3 + E1", "-", "-", "-", "-"]]
+    drawn = plan_text(config)
+    assert line_of(drawn, "GPUs") == "4 on 1 node of 8"
+    assert line_of(drawn, "critics") == "4, on the GPUs of the learners, ZeRO stage 2"
 
 
 def test_an_endpoint_takes_no_gpu(make_ppo: Any) -> None:

@@ -1,0 +1,100 @@
+"""Optimizer state in host memory while an engine uses the GPU, and back.
+
+DeepSpeed 0.19.8 has `offload_states`, which does not serve. At ZeRO-3 it takes only its own FusedAdam; at ZeRO-1 and 2
+the moments cannot be read by parameter after a reload, as a checkpoint does; its other optimizers have none. Here a
+tensor stays the object that it is and gets other memory, so whoever holds it needs to know nothing. Meanwhile a
+checkpoint can be written: DeepSpeed copies each part to the GPU as it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Offload:
+    """Tensors that are moved to host memory and back; the host memory is kept for the next time."""
+
+    def __init__(self) -> None:
+        self._moved: list[Tensor] = []
+        self._emptied: list[Tensor] = []
+        self._home = torch.device("cpu")
+        self._kept: dict[int, Tensor] = {}  # host memory by number of the storage
+
+    @property
+    def away(self) -> bool:
+        return bool(self._moved)
+
+    @property
+    def bytes_away(self) -> int:
+        """Memory that `come_back` will take."""
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._moved}
+        return sum(storages.values()) + sum(tensor.nbytes for tensor in self._emptied)
+
+    def leave(self, tensors: Iterable[Tensor], empty: Iterable[Tensor], device: torch.device) -> None:
+        """Move the tensors that are on `device`, and release the memory of those whose values nobody needs."""
+        assert not self.away, "the tensors are in host memory already"
+        self._home = device
+        self._moved = [tensor for tensor in tensors if tensor.device == device and tensor.numel()]
+        self._emptied = [tensor for tensor in empty if tensor.device == device]
+        _change_memory(self._moved, self._host_memory)
+        for tensor in self._emptied:
+            tensor.untyped_storage().resize_(0)
+
+    def come_back(self) -> None:
+        """Undo `leave`, if it was called; emptied tensors are 0."""
+        _change_memory(self._moved, lambda _, size: torch.empty(size, dtype=torch.uint8, device=self._home))
+        for tensor in self._emptied:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            tensor.zero_()
+        self._moved, self._emptied = [], []
+
+    def _host_memory(self, number: int, size: int) -> Tensor:
+        if number not in self._kept or self._kept[number].nbytes != size:
+            self._kept[number] = torch.empty(size, dtype=torch.uint8, pin_memory=self._home.type == "cuda")
+        return self._kept[number]
+
+
+def _change_memory(tensors: list[Tensor], new: Callable[[int, int], Tensor]) -> None:
+    """Give tensors other memory with the same content; those that share memory share it afterwards.
+
+    Args:
+        new: number of a storage, its bytes -> uint8 memory for it.
+    """
+    old = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    copies = {}
+    for number, (address, storage) in enumerate(old.items()):
+        copies[address] = new(number, storage.nbytes())
+        copies[address].copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+    for tensor in tensors:
+        flat = copies[tensor.untyped_storage().data_ptr()].view(tensor.dtype)
+        tensor.data = flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def optimizer_tensors(engine: Any, params: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Master weights and moments of a rank, and the parts of them that DeepSpeed keeps by parameter."""
+    params = list(params)
+    model = {id(param) for param in params}
+    wrapper = engine.optimizer
+    adam = getattr(wrapper, "optimizer", wrapper)
+    masters = [param for group in adam.param_groups for param in group["params"] if id(param) not in model]
+    if engine.zero_optimization_stage() == 3:
+        masters = list(wrapper.fp32_partitioned_groups_flat)
+    tensors = masters + [x for state in adam.state.values() for x in state.values() if isinstance(x, Tensor)]
+    for param in params:
+        if hasattr(param, "_hp_mapping") and param._hp_mapping is not None:
+            mapping: Any = param._hp_mapping
+            tensors += [mapping.hp_fragment, *(mapping.optim_fragment or {}).values()]
+    return tensors
+
+
+def gradient_buffers(engine: Any) -> list[Tensor]:
+    """Gradients that DeepSpeed keeps allocated between steps; every step begins by writing them, or with zeros."""
+    if engine.zero_optimization_stage() == 3:
+        return [engine.optimizer.grad_partitions_flat_buffer]
+    if hasattr(engine.optimizer, "fp32_groups_gradients_flat"):  # ZeRO-1 in bfloat16
+        return list(engine.optimizer.fp32_groups_gradients_flat)
+    return []

@@ -1,0 +1,116 @@
+"""The order in which engine, policy and critic take turns on one GPU: its memory is counted, and never too small."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf.cluster.cluster import Cluster
+from rlhf.config.roles import CRITIC, ENGINE, LEARNER
+
+GPU = 100
+WEIGHTS, STATE, WORK, BUCKETS, KV_CACHE = 10, 40, 30, 10, 65
+
+
+class Memory(dict[str, int]):
+    """Of the GPU, by use."""
+
+    peak = 0
+
+    def hold(self, **uses: int) -> None:
+        self.update(uses)
+        assert sum(self.values()) <= GPU, f"out of memory: {self}"
+        self.peak = max(self.peak, sum(self.values()))
+
+
+class Ranks:
+    """A trained role on the GPU. What it frees stays in its cache until it leaves."""
+
+    def __init__(self, memory: Memory, name: str) -> None:
+        self.memory, self.name = memory, name
+        memory.hold(**{f"{name} weights": WEIGHTS, f"{name} state": STATE})
+
+    def hold(self, **uses: int) -> None:
+        self.memory.hold(**{f"{self.name} {use}": size for use, size in uses.items()})
+
+    async def call(self, method: str, *arguments: Any) -> None:
+        match method, *arguments:
+            case "leave_gpu", offload:
+                self.hold(cache=0, **({"state": 0} if offload else {}))
+            case "update", _:
+                self.hold(state=STATE, cache=WORK)
+            case "send_weights", _:
+                self.hold(cache=BUCKETS)
+
+
+class Engines:
+    def __init__(self, memory: Memory) -> None:
+        self.memory, self.calls = memory, []
+
+    async def call(self, method: str, *arguments: Any, **_: Any) -> None:
+        self.calls.append(" ".join([method, *(str(x) for argument in arguments for x in argument)]))
+        match self.calls[-1]:
+            case "sleep":
+                self.memory.hold(weights=0, kv_cache=0)
+            case "wake_up weights":
+                self.memory.hold(weights=WEIGHTS)
+            case "wake_up kv_cache":
+                self.memory.hold(kv_cache=KV_CACHE)
+
+
+class SharedGPU(Cluster):
+    """A cluster of fakes on one GPU, with engines that have just been built."""
+
+    def __init__(self, *, offload: bool = True) -> None:
+        self.config: Any = SimpleNamespace(
+            cluster=SimpleNamespace(placement="colocated", offload_while_sampling=offload)
+        )
+        self._shares_gpus, self._asleep, self.memory = True, False, Memory()
+        self.ranks: Mapping[str, Any] = {}
+
+    async def begin(self) -> None:
+        self.ranks = {LEARNER: Ranks(self.memory, "policy")}
+        await self._leave_gpus()
+        self.ranks |= {CRITIC: Ranks(self.memory, "critic")}
+        await self._leave_gpus()
+        self.ranks |= {ENGINE: Engines(self.memory)}
+        self.memory.hold(weights=WEIGHTS, kv_cache=KV_CACHE)
+
+    def group(self, role: str) -> Any:
+        return self.ranks[role]
+
+    def trained(self) -> Any:
+        return {role: self.ranks[role] for role in self.ranks if role != ENGINE}
+
+    async def step(self, version: int) -> None:
+        await self.sleep_colocated_engines()
+        roles = (CRITIC, LEARNER)
+        await self.together({role: self.ranks[role].call("update", version) for role in roles})
+        await self.send_weights(version)
+
+
+def test_engine_policy_and_critic_fit_in_turns_where_no_two_of_their_peaks_would() -> None:
+    assert GPU < min(2 * (WEIGHTS + STATE + WORK), 3 * WEIGHTS + KV_CACHE + BUCKETS, 2 * WEIGHTS + STATE + KV_CACHE)
+    cluster = SharedGPU()
+
+    async def run() -> None:
+        await cluster.begin()
+        for version in (1, 2):
+            await cluster.step(version)
+        await cluster.send_weights(3)  # to engines that are awake, as after a check of the canary
+
+    asyncio.run(run())
+    step = ["sleep", "wake_up weights", "pause", "wake_up kv_cache", "resume"]
+    assert cluster.ranks[ENGINE].calls == [*step, *step, *step]
+    assert cluster.memory.peak == 3 * WEIGHTS + KV_CACHE
+
+
+def test_without_offloading_the_state_stays_on_the_gpu() -> None:
+    cluster = SharedGPU(offload=False)
+    with pytest.raises(AssertionError, match="out of memory"):
+        asyncio.run(cluster.begin())
+    assert cluster.memory["policy state"] == STATE
