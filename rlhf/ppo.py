@@ -31,18 +31,22 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
 
     controller = make_controller(run.config.algo, run.state.kl_controller.get("coef"))
     async with run:
-        await run.evaluate_if_due(0)
+        await run.evaluate_if_due(run.first_step)
         for step in range(run.first_step, run.config.run.steps):
             await train_step(run, step, controller)
             run.state.kl_controller = {"coef": controller.coef}
             await run.evaluate_if_due(step + 1)
-            await run.checkpoint_if_due(step + 1)
+            await run.checkpoint_if_due(step + 1)  # a signal ends the run here, saved
+            run.signal_watch.check()  # ends it after run.max_useless_steps
         await run.finish()
 
 
 async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLController) -> None:
     """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
+    import numpy as np
+
     from rlhf.step.batch import make_batch
+    from rlhf.step.finite import non_finite_rows
     from rlhf.step.minibatches import plan_epochs
     from rlhf.step.token_advantages import assign_credit, mean_over_responses, response_kl
     from rlhf.types import PolicyTargets, ValueTargets
@@ -52,7 +56,7 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
     clock.start_step()
 
     with clock.phase("sampling"):
-        groups = await run.buffer.take()
+        groups = await run.take_groups(step)
     batch = make_batch(groups, mask_truncated=algo.mask_truncated)
     epochs = plan_epochs(batch, config, step=step)
     critic_epochs = plan_epochs(batch, config, step=step, training=config.critic_training)
@@ -61,20 +65,29 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
         await asyncio.gather(learners.start_step(batch, epochs), critics.start_step(batch, critic_epochs))
         (old, ref), (values,) = await asyncio.gather(learners.compute("logprobs"), critics.compute("values"))
     assert values is not None
+    columns = {"old_logprobs": old, "ref_logprobs": ref, "values": values}
+    non_finite = non_finite_rows(batch, batch.trained, **columns)
+    if non_finite:  # the updates are skipped; what is logged of the step has to be finite
+        values = np.zeros_like(values)
     policy_learns = step >= config.critic.warmup_steps  # the critic learns alone before; a KL of 0 then says nothing
-    kl_coef = controller.coef if config.kl_in_reward else 0.0
+    kl_coef = controller.coef if config.kl_in_reward and not non_finite else 0.0
     credit = assign_credit(batch, values, old, ref, kl_coef=kl_coef, algo=algo)
     extra_metrics = {**credit.metrics, "policy/kl_coef": controller.coef}
-    if old is not None and ref is not None and batch.trained.any():
+    if old is not None and ref is not None and batch.trained.any() and not non_finite:
         extra_metrics["policy/kl_response"] = response_kl(batch, old, ref)
         if config.kl_in_reward and policy_learns:
             controller.update(extra_metrics["policy/kl_response"], int(batch.trained.sum()))
 
     with clock.phase("update"):
-        at_once = [critics.update(ValueTargets(values, credit.returns))]
-        if policy_learns:
-            at_once.append(learners.update(PolicyTargets(credit.advantages, old, ref)))
+        if non_finite:  # one NaN would reach every weight
+            at_once = [group.skip_updates() for group in ([critics, learners] if policy_learns else [critics])]
+        else:
+            at_once = [critics.update(ValueTargets(values, credit.returns))]
+            if policy_learns:
+                at_once.append(learners.update(PolicyTargets(credit.advantages, old, ref)))
         updates = [update for of_module in await asyncio.gather(*at_once) for update in of_module]
+    advantages = mean_over_responses(batch, credit.advantages)
+    run.skipped.keep(step + 1, batch, updates, non_finite, advantages=advantages, **columns)
 
     run.count_rollouts(batch)
     await run.update_reference(step + 1)
@@ -83,7 +96,6 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
     with clock.phase("canary"):
         extra_metrics |= await run.canary.check(run.cluster, step + 1)
     run.buffer.begin_next_step()
-    advantages = mean_over_responses(batch, credit.advantages)
     run.log_step(step + 1, groups, batch, advantages, epochs if policy_learns else [], updates, extra_metrics)
 
 
@@ -96,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_resources(config, local_resources())
     from rlhf.run.training_run import TrainingRun
 
-    cli.run_async(train(TrainingRun(config, resume=arguments.resume)))
+    run = TrainingRun(config, resume=arguments.resume)
+    cli.run_async(train(run), on_signal=run.stop.on_signal)
 
 
 if __name__ == "__main__":
