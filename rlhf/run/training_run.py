@@ -32,7 +32,7 @@ from rlhf.run.sample_and_grade import Sampler
 from rlhf.run.signal_watch import SignalWatch, updates_taken
 from rlhf.run.skipped import SkippedBatches
 from rlhf.run.speed import LearnerSpeed
-from rlhf.run.startup import check_resumed_state, show_data, without_bad_gold
+from rlhf.run.startup import check_prompts_suffice, check_resumed_state, show_data, without_bad_gold
 from rlhf.run.state import RunState
 from rlhf.run.stop import Stop
 from rlhf.types import Minibatch, RolloutGroup, StepBatch
@@ -67,6 +67,7 @@ class TrainingRun(Generic[C]):
         self.tokenizer = load_tokenizer(config.model)
         truncate_token_id(config.rollout, self.tokenizer)  # raises ValueError unless it is one token
         self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer)
+        check_prompts_suffice(config, self.prompts)
         self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer)
         self._exit_stack = contextlib.AsyncExitStack()
 
@@ -116,6 +117,7 @@ class TrainingRun(Generic[C]):
             self.eval_prompts = without_bad_gold("eval", self.eval_prompts, config, self.scorer, console)
 
         await asyncio.to_thread(check_gold)  # takes minutes for a large data set; SIGTERM must still be handled
+        check_prompts_suffice(config, self.prompts)
         restored = None if self.restored is None else self.state
         self.tickets = PromptTickets(self.prompts, seed=config.run.seed, restored=restored)
 
