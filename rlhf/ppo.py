@@ -106,10 +106,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if not joins_a_cluster(config):
         check_resources(config, local_resources())
-    from rlhf.run.training_run import TrainingRun
+    from rlhf.run.restarts import Restarts
 
-    run = TrainingRun(config, resume=arguments.resume)
-    cli.run_async(train(run), on_signal=run.stop.on_signal)
+    restarts = Restarts(config, resume=arguments.resume)
+    cli.run_async(restarts.train(train), on_signal=restarts.on_signal)
 
 
 if __name__ == "__main__":

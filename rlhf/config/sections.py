@@ -38,6 +38,11 @@ class RunConfig(Section):
         description="steps in a row, or all of a shorter run, after which a run that learns nothing ends: nothing was "
         "trained on, all updates were skipped, or no group had a signal; null: never",
     )
+    max_restarts: NonNegativeInt = Field(
+        3,
+        description="restarts from the newest checkpoint after an engine or learner has died, in a row without a new "
+        "checkpoint; 0: its death ends the run",
+    )
     grace_s: NonNegative = Field(
         120.0,
         description="seconds after SIGTERM or Ctrl-C to end the step and save it; then the run ends without",

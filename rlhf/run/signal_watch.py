@@ -39,14 +39,14 @@ class SignalWatch:
     """Counts steps in a row that taught the policy nothing.
 
     Args:
-        steps: training steps that this process has to take; a shorter run is judged by all of them.
+        steps: training steps that this process has to take; if they are few, all of them decide about the warning.
     """
 
     def __init__(self, config: GRPOConfig, *, steps: int) -> None:
         self._config = config
         self._patience = min(FLAT_STEPS, steps)
         budget = config.run.max_useless_steps
-        self._budget = None if budget is None else min(budget, steps)
+        self._budget = None if budget is None else min(budget, config.run.steps)
         self._useless: list[str] = []  # the reason of each
         self._last: list[Sequence[RolloutGroup]] = []  # of the last useless steps
         self._warned = False

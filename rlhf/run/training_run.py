@@ -48,6 +48,7 @@ class TrainingRun(Generic[C]):
     Attributes:
         state: what the run has counted so far; of a resumed run, what the checkpoint held.
         restored: the checkpoint that a resumed run goes on from.
+        saved_step: of the newest checkpoint; 0 if there is none.
     """
 
     def __init__(self, config: C, *, resume: bool) -> None:
@@ -58,7 +59,7 @@ class TrainingRun(Generic[C]):
         self.restored = self.folder.restored
         self.state = RunState() if self.restored is None else RunState.from_json(RunFolder.read_state(self.restored))
         check_resumed_state(config, self.folder, self.state)
-        self.first_step = self._saved_step = self.state.step
+        self.first_step = self.saved_step = self.state.step
         self.clock = Clock(self.state.seconds)
         self.log = RunLog(config, first_step=self.first_step, wandb_run_id=self.state.wandb_run_id)
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
@@ -261,10 +262,10 @@ class TrainingRun(Generic[C]):
         If a signal asks the run to end, write one of this step and end it.
         """
         every, last = self.config.checkpoint_every, step == self.config.run.steps
-        if every is not None and step > self._saved_step and (step % every == 0 or last or self.stop.requested):
+        if every is not None and step > self.saved_step and (step % every == 0 or last or self.stop.requested):
             await self._save(step)
         if self.stop.requested:
-            kept = f"Go on from step {self._saved_step} with --resume." if self._saved_step else "Nothing was saved."
+            kept = f"Go on from step {self.saved_step} with --resume." if self.saved_step else "Nothing was saved."
             self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
             raise asyncio.CancelledError
 
@@ -288,7 +289,7 @@ class TrainingRun(Generic[C]):
             ).to_json()
             # Every byte is read again for its checksum: minutes for a large model, in which engines must be served.
             await asyncio.to_thread(self.folder.finish_checkpoint, folder, state, keep=self.config.checkpoint.keep)
-        self._saved_step = step
+        self.saved_step = step
 
     async def finish(self) -> None:
         """Export the model and write the summary."""

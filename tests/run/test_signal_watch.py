@@ -84,7 +84,8 @@ SKIPPED: Step = GOOD[0], GOOD[1], 8, 0
 
 def end_of(*steps: Step, budget: int | None = 4, planned: int = 10) -> tuple[int, str]:
     """The step after which the run is ended, counted from 1, and why; (0, "") if it goes on."""
-    watch = SignalWatch(make_config(Path("x/model"), run={"max_useless_steps": budget}), steps=planned)
+    config = make_config(Path("x/model"), run={"max_useless_steps": budget, "steps": planned})
+    watch = SignalWatch(config, steps=len(steps))
     for number, (groups, advantages, trained, taken) in enumerate(steps, start=1):
         watch.after_step(groups, advantages, trained=trained, updates_taken=taken)
         try:
@@ -123,3 +124,4 @@ def test_a_run_goes_on_while_some_steps_teach_and_a_short_one_is_judged_by_all_o
     assert end_of(*[FLAT] * 9, budget=None) == (0, "")
     assert end_of(*[FLAT] * 2, budget=20, planned=2)[0] == 2
     assert end_of(GOOD, FLAT, budget=20, planned=2) == (0, "")
+    assert end_of(FLAT, budget=20, planned=100) == (0, "")  # the last step of a resumed run
