@@ -19,7 +19,7 @@ shell_scripts = $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
 export VENV
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-fast bench bench-training lint format clean
+.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-fast test-faults bench bench-training lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,7 +78,10 @@ $(real_task)/test.jsonl: tools/real_model_task.py | environment
 
 # Two at a time: a start of the stack imports for long on one core. A module's tests stay together, for their fixtures.
 test: environment  ## every test, including those on Ray, vLLM and DeepSpeed
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope -m "not faults" $(PYTEST_ARGS)
+
+test-faults: environment  ## kill, stop and signal the processes of whole runs; under an hour on two cores
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 tests/faults $(PYTEST_ARGS)
 
 test-fast: environment  ## the tests without engines, launch scripts and package registries, in under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack and not scripts and not registry" $(PYTEST_ARGS)

@@ -31,11 +31,12 @@ DESCRIPTION = "Group-relative policy optimization (DeepSeekMath, arXiv:2402.0330
 async def train(run: TrainingRun) -> None:
     """The run: evaluate, take the steps, evaluate, export."""
     async with run:
-        await run.evaluate_if_due(0)
+        await run.evaluate_if_due(run.first_step)
         for step in range(run.first_step, run.config.run.steps):
             await train_step(run, step)
             await run.evaluate_if_due(step + 1)
-            await run.checkpoint_if_due(step + 1)
+            await run.checkpoint_if_due(step + 1)  # a signal ends the run here, saved
+            run.signal_watch.check()  # ends it after run.max_useless_steps
         await run.finish()
 
 
@@ -43,6 +44,7 @@ async def train_step(run: TrainingRun, step: int) -> None:
     """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
     # imported here, so that --help and --plan need neither torch nor ray
     from rlhf.step.batch import broadcast_to_tokens, make_batch
+    from rlhf.step.finite import non_finite_rows
     from rlhf.step.minibatches import plan_epochs, rows_with_gradient
     from rlhf.step.response_advantages import penalize_kl, step_advantages
     from rlhf.types import PolicyTargets
@@ -51,7 +53,7 @@ async def train_step(run: TrainingRun, step: int) -> None:
     clock.start_step()
 
     with clock.phase("sampling"):
-        groups = await run.buffer.take()
+        groups = await run.take_groups(step)
     await run.cluster.sleep_colocated_engines()  # with placement=colocated; send_weights wakes them
     batch = make_batch(groups, mask_truncated=algo.mask_truncated)
 
@@ -64,12 +66,17 @@ async def train_step(run: TrainingRun, step: int) -> None:
     with clock.phase("logprobs"):
         await learners.start_step(batch, epochs)
         old, ref = await learners.compute("logprobs")  # each None if the config does not use it
+    non_finite = non_finite_rows(batch, rows_to_compute, old_logprobs=old, ref_logprobs=ref)
     if config.kl_in_reward:  # rewards of rows without log-probs become NaN, which the baseline leaves out
         rewards = penalize_kl(batch, rows_to_compute, old, ref, algo)
         advantages = step_advantages(batch, rewards, algo.advantage)
 
     with clock.phase("update"):
-        updates = await learners.update(PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref))
+        if non_finite:  # one NaN would reach every weight
+            updates = await learners.skip_updates()
+        else:
+            updates = await learners.update(PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref))
+    run.skipped.keep(step + 1, batch, updates, non_finite, advantages=advantages, old_logprobs=old, ref_logprobs=ref)
 
     run.count_rollouts(batch)
     await run.update_reference(step + 1)
@@ -87,9 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.plan:
         print_plan(config)
         return
-    from rlhf.run.training_run import TrainingRun
+    from rlhf.run.restarts import Restarts
 
-    cli.run_async(train(TrainingRun(config, resume=arguments.resume)))
+    restarts = Restarts(config, resume=arguments.resume)
+    cli.run_async(restarts.train(train), on_signal=restarts.on_signal)
 
 
 if __name__ == "__main__":

@@ -32,18 +32,22 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
 
     controller = make_controller(run.config.algo, run.state.kl_controller.get("coef"))
     async with run:
-        await run.evaluate_if_due(0)
+        await run.evaluate_if_due(run.first_step)
         for step in range(run.first_step, run.config.run.steps):
             await train_step(run, step, controller)
             run.state.kl_controller = {"coef": controller.coef}
             await run.evaluate_if_due(step + 1)
-            await run.checkpoint_if_due(step + 1)
+            await run.checkpoint_if_due(step + 1)  # a signal ends the run here, saved
+            run.signal_watch.check()  # ends it after run.max_useless_steps
         await run.finish()
 
 
 async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLController) -> None:
     """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
+    import numpy as np
+
     from rlhf.step.batch import make_batch
+    from rlhf.step.finite import non_finite_rows
     from rlhf.step.minibatches import plan_epochs
     from rlhf.step.token_advantages import assign_credit, mean_over_responses, response_kl
     from rlhf.types import PolicyTargets, ValueTargets
@@ -53,7 +57,7 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
     clock.start_step()
 
     with clock.phase("sampling"):
-        groups = await run.buffer.take()
+        groups = await run.take_groups(step)
     await run.cluster.sleep_colocated_engines()  # with placement=colocated; send_weights wakes them
     batch = make_batch(groups, mask_truncated=algo.mask_truncated)
     epochs = plan_epochs(batch, config, step=step)
@@ -64,20 +68,29 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
         passes = {LEARNER: learners.compute("logprobs"), CRITIC: critics.compute("values")}
         (old, ref), (values,) = await run.cluster.together(passes)
     assert values is not None
+    columns = {"old_logprobs": old, "ref_logprobs": ref, "values": values}
+    non_finite = non_finite_rows(batch, batch.trained, **columns)
+    if non_finite:  # the updates are skipped; what is logged of the step has to be finite
+        values = np.zeros_like(values)
     policy_learns = step >= config.critic.warmup_steps  # the critic learns alone before; a KL of 0 then says nothing
-    kl_coef = controller.coef if config.kl_in_reward else 0.0
+    kl_coef = controller.coef if config.kl_in_reward and not non_finite else 0.0
     credit = assign_credit(batch, values, old, ref, kl_coef=kl_coef, algo=algo)
     extra_metrics = {**credit.metrics, "policy/kl_coef": controller.coef}
-    if old is not None and ref is not None and batch.trained.any():
+    if old is not None and ref is not None and batch.trained.any() and not non_finite:
         extra_metrics["policy/kl_response"] = response_kl(batch, old, ref)
         if config.kl_in_reward and policy_learns:
             controller.update(extra_metrics["policy/kl_response"], int(batch.trained.sum()))
 
     with clock.phase("update"):
-        changes = {CRITIC: critics.update(ValueTargets(values, credit.returns))}
-        if policy_learns:
-            changes[LEARNER] = learners.update(PolicyTargets(credit.advantages, old, ref))
+        if non_finite:  # one NaN would reach every weight
+            changes = {CRITIC: critics.skip_updates()} | ({LEARNER: learners.skip_updates()} if policy_learns else {})
+        else:
+            changes = {CRITIC: critics.update(ValueTargets(values, credit.returns))}
+            if policy_learns:
+                changes[LEARNER] = learners.update(PolicyTargets(credit.advantages, old, ref))
         updates = [update for of_module in await run.cluster.together(changes) for update in of_module]
+    advantages = mean_over_responses(batch, credit.advantages)
+    run.skipped.keep(step + 1, batch, updates, non_finite, advantages=advantages, **columns)
 
     run.count_rollouts(batch)
     await run.update_reference(step + 1)
@@ -86,7 +99,6 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
     with clock.phase("canary"):
         extra_metrics |= await run.canary.check(run.cluster, step + 1)
     run.buffer.begin_next_step()
-    advantages = mean_over_responses(batch, credit.advantages)
     run.log_step(step + 1, groups, batch, advantages, epochs if policy_learns else [], updates, extra_metrics)
 
 
@@ -95,9 +107,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.plan:
         print_plan(config)
         return
-    from rlhf.run.training_run import TrainingRun
+    from rlhf.run.restarts import Restarts
 
-    cli.run_async(train(TrainingRun(config, resume=arguments.resume)))
+    restarts = Restarts(config, resume=arguments.resume)
+    cli.run_async(restarts.train(train), on_signal=restarts.on_signal)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ PROGRAMS = [p for p in PACKAGE.glob("*.py") if 'if __name__ == "__main__":' in p
 ON_THE_STACK = {
     "cluster/actors.py": "ray",
     "cluster/cluster.py": "ray",
+    "cluster/heartbeat.py": "ray",
     "cluster/placement.py": "ray",
     "cluster/rank_group.py": "ray",
     "cluster/session.py": "ray",

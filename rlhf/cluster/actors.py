@@ -23,15 +23,20 @@ DEATH_NOTICE_S = 5.0  # after a failure: time in which another actor's death may
 
 
 class ClusterError(RuntimeError):
-    """Something outside the config failed at run time: an actor died, a wait ran out. The message names the cause."""
+    """Something outside the config failed at run time. The message names the cause."""
+
+
+class LostError(ClusterError):
+    """An actor died, failed in a call, or did not answer in time; a new one may do better."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """The place of an actor: its node by id and address, a free port there, and the GPUs that Ray gave it."""
+    """The place of an actor: its node by id and address, its process, a free port, and the GPUs that Ray gave it."""
 
     node: str
     host: str
+    process: int
     port: int
     gpu_ids: tuple[str, ...]
 
@@ -51,7 +56,7 @@ class HostedActor:
     def locate(self) -> Location:
         gpu_ids = tuple(str(i) for i in ray.get_gpu_ids())
         node = ray.get_runtime_context().get_node_id()
-        return Location(node, ray.util.get_node_ip_address(), free_port(), gpu_ids)
+        return Location(node, ray.util.get_node_ip_address(), os.getpid(), free_port(), gpu_ids)
 
     def build(self, environment: Mapping[str, str], *arguments: Any) -> None:
         """Set the environment that the libraries read when they are imported, then import and construct."""
@@ -87,7 +92,7 @@ class HostedAsyncActor(HostedActor):
 async def wait_for(
     awaitable: Awaitable[Any], *, what: str, deadline_s: float, homes: Mapping[str, str] | None = None
 ) -> Any:
-    """Await with a deadline; raise ClusterError that says what was waited for and why it failed.
+    """Await with a deadline; raise LostError that says what was waited for and why it failed.
 
     A ValueError of the actor is raised unchanged: it is a message for the user.
 
@@ -100,13 +105,13 @@ async def wait_for(
         cause = error.cause if isinstance(error.cause, Exception) else error
         if isinstance(cause, ValueError):
             raise cause from None
-        raise ClusterError(f"{what} failed: {type(cause).__name__}: {_message(cause)}") from error
+        raise LostError(f"{what} failed: {type(cause).__name__}: {_message(cause)}") from error
     except RayActorError as error:
         home = (homes or {}).get(str(error.actor_id), "")
         lost = f"{home} is lost: " if home else ""
-        raise ClusterError(f"{what} failed: {lost}{' '.join(str(error).split())}") from error
+        raise LostError(f"{what} failed: {lost}{' '.join(str(error).split())}") from error
     except TimeoutError:
-        raise ClusterError(f"{what}: no answer within {deadline_s:.0f} s.") from None
+        raise LostError(f"{what}: no answer within {deadline_s:.0f} s.") from None
 
 
 def _message(cause: Exception) -> str:
@@ -126,6 +131,7 @@ class ActorGroup:
         self.actors = actors
         self.deadline_s = deadline_s
         self.homes: dict[str, str] = {}  # by actor id; known once they are located
+        self.locations: list[Location] = []  # by rank
         self.built = False
 
     async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> list[Any]:
@@ -147,6 +153,7 @@ class ActorGroup:
         return locations
 
     def _name_homes(self, locations: Sequence[Location]) -> None:
+        self.locations = list(locations)
         for rank, (actor, location) in enumerate(zip(self.actors, locations, strict=True)):
             self.homes[actor._actor_id.hex()] = f"{self.name} {rank} on node {location.host} ({location.node[:8]})"
 
@@ -173,7 +180,7 @@ class ActorGroup:
             )
         except ClusterError as error:
             if " is lost: " not in str(error) and (lost := await self._lost()):
-                raise ClusterError(f"{self.name}.{what} failed: {', '.join(lost)} is lost: {error}") from error
+                raise LostError(f"{self.name}.{what} failed: {', '.join(lost)} is lost: {error}") from error
             raise
         return results
 

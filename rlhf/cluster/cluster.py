@@ -23,6 +23,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from rlhf.cluster.actors import ActorGroup, Location, start_call
+from rlhf.cluster.heartbeat import Heartbeat
 from rlhf.cluster.placement import Placed, create, shared_gpus
 from rlhf.cluster.rank_group import RankGroup
 from rlhf.cluster.session import RaySession
@@ -61,6 +62,7 @@ class Cluster:
         self._session = RaySession()
         self._shares_gpus = trains and config.cluster.placement == "colocated"
         self._asleep = False
+        self._heartbeat: asyncio.Task[None] | None = None
 
     def group(self, role: str) -> ActorGroup:
         """The actors of a role."""
@@ -85,6 +87,8 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         try:
             await self._start()
+            groups = [placed.group for placed in self._placed.values()]
+            self._heartbeat = asyncio.ensure_future(Heartbeat(groups).watch())
         except BaseException as error:
             self._session.keep_logs(error, Path(self.config.run.dir))
             await self._stop()
@@ -308,6 +312,8 @@ class Cluster:
     # --- end ---
 
     async def _stop(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
         if ray.is_initialized():
             await asyncio.gather(*(placed.group.end() for placed in self._placed.values()))
             for placed in self._placed.values():

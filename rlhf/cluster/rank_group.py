@@ -54,6 +54,12 @@ class RankGroup(ActorGroup):
         by_rank = await self.call("update", ray.put(targets), deadline_s=deadline_s)
         return [merge_metrics(list(parts)) for parts in zip(*by_rank, strict=True)]
 
+    async def skip_updates(self) -> list[StepMetrics]:
+        """Count every optimizer step of the step as skipped, on all ranks; the metrics of each."""
+        first, *_ = await self.call("skip_updates", sum(map(len, self._epochs)))
+        metrics: list[StepMetrics] = first
+        return metrics
+
 
 def rows_of_rank(epochs: Sequence[Sequence[Minibatch]], rank: int) -> np.ndarray:
     """[S] int64, the rows that a rank computes, in its order."""

@@ -7,6 +7,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
+from rlhf.cluster import guard
 from rlhf.cluster.actors import ClusterError, check_address
 from rlhf.cluster.node_report import ask_nodes, differences, node_names, report
 
@@ -28,6 +31,7 @@ class RaySession:
 
     def __init__(self) -> None:
         self.temp: str | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self, address: str | None) -> None:
         """Join the cluster at `address`, or RAY_ADDRESS; without either, start one on this machine.
@@ -54,6 +58,7 @@ class RaySession:
                     ray.init(address=address, **common)
                 else:
                     self.temp = tempfile.mkdtemp(prefix="rlhf-ray-")
+                    self._start_guard(self.temp)
                     local: dict[str, Any] = {"include_dashboard": False, "num_cpus": os.cpu_count()}
                     with _on_loopback():
                         ray.init(address="local", _temp_dir=self.temp, **local, **common)
@@ -106,10 +111,18 @@ class RaySession:
         if saved.is_dir():
             error.add_note(f"What the actors printed is in {saved}.")
 
+    def _start_guard(self, folder: str) -> None:
+        """Start the process that ends everything of this cluster, and removes its folder, when this one has ended."""
+        command = [sys.executable, "-I", "-S", guard.__file__, folder]
+        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        # a session of its own: neither Ctrl-C nor a kill of the driver's process group may reach it
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)
+
     def stop(self) -> None:
         ray.shutdown()
-        if self.temp:
-            shutil.rmtree(self.temp, ignore_errors=True)
+        if self._guard is not None:
+            self._guard.communicate()  # it sees the end of its input
+            self._guard = None
 
 
 @contextlib.contextmanager

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -24,7 +26,9 @@ R = TypeVar("R")
 USER_ERROR = 2  # the config, the data or the machine is not what the run needs
 RUN_ERROR = 1  # the run began and could not go on
 INTERRUPTED = 128 + 2  # as a shell reports SIGINT
-TERMINATED = 128 + 15  # and SIGTERM, which cancels the run's task
+TERMINATED = 128 + 15  # and SIGTERM
+
+END_AT_ONCE_S = 10.0  # after a second signal
 
 HELP_COLUMNS = 100
 KEYS_HEADER = """\
@@ -131,16 +135,44 @@ def _key_lines(key: Key) -> Iterable[str]:
     yield from textwrap.wrap(key.description, HELP_COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
-def run_async(main: Coroutine[Any, Any, R]) -> R:
-    """asyncio.run of a task; SIGTERM cancels the task, so its `finally` clauses end what it started."""
+def run_async(
+    main: Coroutine[Any, Any, R], *, on_signal: Callable[[str, Callable[[], object]], None] | None = None
+) -> R:
+    """asyncio.run of a task; SIGTERM and SIGINT cancel the task, so its `finally` clauses end what it started.
+
+    Args:
+        on_signal: called at the first signal instead, with its name and what cancels the task.
+    """
+    received: list[signal.Signals] = []
+    # if something hangs while the task is cancelled; processes below this one end with it
+    exit_soon = threading.Timer(END_AT_ONCE_S, lambda: os._exit(128 + received[0]))
+    exit_soon.daemon = True
 
     async def cancellable() -> R:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+        def receive(number: signal.Signals) -> None:
+            received.append(number)
+            if len(received) == 1 and on_signal is not None:
+                on_signal(number.name, task.cancel)
+                return
+            task.cancel()
+            if len(received) == 2:
+                exit_soon.start()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, receive, number)
         return await main
 
-    return asyncio.run(cancellable())
+    try:
+        return asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        if received[:1] == [signal.SIGINT]:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        exit_soon.cancel()
 
 
 def run_program(main: Callable[[], None]) -> int:

@@ -105,6 +105,9 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(
         1024, ge=1, description="longest prompt, template included, tokens; longer prompts are left out and counted"
     )
+    on_bad_row: Literal["fail", "skip"] = Field(
+        "fail", description="a row that cannot be used ends the program before it starts, or is left out and counted"
+    )
     eval_rows: int | None = Field(None, ge=1, description="first rows of each evaluation set to use; null: all")
 
     @field_validator("train", "eval", mode="before")

@@ -33,6 +33,20 @@ class RunConfig(Section):
     )
     seed: NonNegativeInt = Field(0, description="seeds prompt order, sampling and minibatches")
     export: bool = Field(True, description="write the final model in Hugging Face format")
+    max_useless_steps: PositiveInt | None = Field(
+        20,
+        description="steps in a row, or all of a shorter run, after which a run that learns nothing ends: nothing was "
+        "trained on, all updates were skipped, or no group had a signal; null: never",
+    )
+    max_restarts: NonNegativeInt = Field(
+        3,
+        description="restarts from the newest checkpoint after an engine or learner has died, in a row without a new "
+        "checkpoint; 0: its death ends the run",
+    )
+    grace_s: NonNegative = Field(
+        120.0,
+        description="seconds after SIGTERM or Ctrl-C to end the step and save it; then the run ends without",
+    )
 
 
 class RolloutConfig(Section):

@@ -1,18 +1,18 @@
 """Data sets -> `Prompt`: choose columns, extract the answer, render, tokenize, leave out prompts that are too long.
 
 This happens once, before any model is loaded, and needs only the tokenizer. Nothing is skipped silently: a row that
-cannot be used is an error that names it, and prompts that are too long are counted.
+cannot be used is an error that names it, or counted (`data.on_bad_row`), and so are prompts that are too long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlhf.config.data import AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import GoldAnswer, extract_answer
-from rlhf.data.read import Row, config_sources, read_rows
+from rlhf.data.read import BadRows, Row, config_sources, read_rows
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
 
@@ -31,12 +31,14 @@ class LoadedPrompts:
     Attributes:
         prompts: by source; ids are `source/row`, rows counted from 1.
         dropped_too_long: by source, the number of rows left out because they have more than `data.max_prompt_tokens`.
+        bad_rows: by source, why each row was left out that could not be used (`data.on_bad_row=skip`).
         rows_per_epoch: by source, the number of its prompts in an epoch; all, unless weights or row counts are set.
     """
 
     prompts: dict[str, list[Prompt]]
     dropped_too_long: dict[str, int]
     rows_per_epoch: dict[str, int]
+    bad_rows: dict[str, list[str]] = field(default_factory=dict)
 
 
 def load_prompts(
@@ -53,16 +55,18 @@ def load_prompts(
     """
     prompts: dict[str, list[Prompt]] = {}
     dropped: dict[str, int] = {}
+    bad_rows: dict[str, list[str]] = {}
     sources, longest = config_sources(config, which), config.max_prompt_tokens
     for key, source in sources.items():
-        rows = read_rows(source, which, key)
+        bad = BadRows(skip=config.on_bad_row == "skip")
+        rows = read_rows(source, which, key, bad)
         if source.rows is not None and source.rows > len(rows):
             raise ValueError(
                 f"{key}: rows={source.rows}, but {source.path} has only {len(rows)}. Use at most {len(rows)}, or null."
             )
         if which == "eval":
             rows = rows[: source.rows or config.eval_rows]
-        all_prompts = _make_prompts(config, source, rows, tokenizer, gold_answer, key)
+        all_prompts = _make_prompts(config, source, rows, tokenizer, gold_answer, key, bad)
         short_prompts = [prompt for prompt in all_prompts if len(prompt.token_ids) <= longest]
         if not short_prompts:
             shortest = min(len(prompt.token_ids) for prompt in all_prompts)
@@ -73,7 +77,8 @@ def load_prompts(
             )
         prompts[source.label] = short_prompts
         dropped[source.label] = len(all_prompts) - len(short_prompts)
-    return LoadedPrompts(prompts, dropped, rows_per_epoch(sources.values(), prompts))
+        bad_rows[source.label] = bad.reasons
+    return LoadedPrompts(prompts, dropped, rows_per_epoch(sources.values(), prompts), bad_rows)
 
 
 def leave_out(
@@ -89,7 +94,7 @@ def leave_out(
         if not prompts:
             raise ValueError(f"data.{which}: no row of {source} is left after leaving out bad rows. Remove the source.")
     sources = config_sources(config, which).values()
-    return LoadedPrompts(remaining, loaded.dropped_too_long, rows_per_epoch(sources, remaining))
+    return replace(loaded, prompts=remaining, rows_per_epoch=rows_per_epoch(sources, remaining))
 
 
 def show_prompt(prompt: Prompt, tokenizer: Any) -> str:
@@ -114,28 +119,49 @@ def rows_per_epoch(sources: Collection[SourceConfig], prompts: dict[str, list[Pr
 
 
 def _make_prompts(
-    config: DataConfig, source: SourceConfig, rows: list[Row], tokenizer: Any, gold_answer: GoldAnswer, key: str
+    config: DataConfig,
+    source: SourceConfig,
+    rows: list[Row],
+    tokenizer: Any,
+    gold_answer: GoldAnswer,
+    key: str,
+    bad: BadRows,
 ) -> list[Prompt]:
+    """The prompts of the rows that can be used; there is at least one.
+
+    Raises:
+        ValueError: a row cannot be used and `bad` leaves none out, or no row can be used.
+    """
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
     prompt_column = _pick_column("prompt_column", config, source, columns, key)
-    messages = [_read_messages(config, row, prompt_column, f"{key}: row {row.number} of {source.path}") for row in rows]
+    readable: list[tuple[Row, Messages]] = []
+    for row in rows:
+        with bad.leave_out():
+            where = f"{key}: row {row.number} of {source.path}"
+            readable.append((row, _read_messages(config, row, prompt_column, where)))
     answer_format = source.answer_format or config.answer_format
-    answers = [""] * len(rows)
+    answers: list[str | None] = [""] * len(readable)
     if answer_format != "none":
         answer_column = _pick_column("answer_column", config, source, columns, key)
-        answers = _read_answers(rows, answer_column, answer_format, gold_answer, source, key)
-    texts = [render(conversation, config.template, tokenizer) for conversation in messages]
-    token_ids = tokenize(texts, config.template, tokenizer)
-    for row, ids in zip(rows, token_ids, strict=True):
-        if not len(ids):
-            raise ValueError(
-                f"{key}: row {row.number} of {source.path} has no token: the tokenizer knows none of its characters. "
-                "Remove the row, or use a tokenizer for this data."
-            )
-    return [
-        Prompt(f"{source.label}/{row.number}", 0, ids, conversation, answer, source.label, row.columns)
-        for row, conversation, answer, ids in zip(rows, messages, answers, token_ids, strict=True)
-    ]
+        asked = [row for row, _ in readable]
+        answers = _read_answers(asked, answer_column, answer_format, gold_answer, source, key, bad)
+    texts = [render(conversation, config.template, tokenizer) for _, conversation in readable]
+    token_ids = tokenize(texts, config.template, tokenizer) if texts else []
+    prompts = []
+    for (row, conversation), answer, ids in zip(readable, answers, token_ids, strict=True):
+        if answer is None:
+            continue
+        with bad.leave_out():
+            if not len(ids):
+                raise ValueError(
+                    f"{key}: row {row.number} of {source.path} has no token: the tokenizer knows none of its "
+                    "characters. Remove the row, or use a tokenizer for this data."
+                )
+            label = source.label
+            prompts.append(Prompt(f"{label}/{row.number}", 0, ids, conversation, answer, label, row.columns))
+    if not prompts:
+        raise ValueError(f"{key}={source.path}: no row can be used. The first one: {bad.reasons[0]}")
+    return prompts
 
 
 def _pick_column(setting: str, config: DataConfig, source: SourceConfig, columns: list[str], key: str) -> str:
@@ -170,14 +196,23 @@ def _read_answers(
     gold_answer: GoldAnswer,
     source: SourceConfig,
     key: str,
-) -> list[str]:
-    answers, problems = [], []
+    bad: BadRows,
+) -> list[str | None]:
+    """The answer of each row; None for rows that are left out."""
+    answers: list[str | None] = []
+    problems = []
     for row in rows:
         try:
-            answers.append(extract_answer(_column_value(row.columns, column), answer_format, gold_answer))
+            answer = extract_answer(_column_value(row.columns, column), answer_format, gold_answer)
+            if (problem := not_text(answer)) is not None:
+                raise ValueError(problem)
+            answers.append(answer)
         except ValueError as error:
+            answers.append(None)
             problems.append(f"row {row.number} of {source.path} has no usable answer: `{column}` {error}")
-    if problems:
+    if problems and bad.skip:
+        bad.reasons += [f"{key}: {problem}" for problem in problems]
+    elif problems:
         more = f" (and {len(problems) - 1} more such rows)" if len(problems) > 1 else ""
         raise ValueError(
             f"{key}: {problems[0]}{more}. Correct or remove the row, name another answer_column or answer_format, or "
@@ -211,14 +246,20 @@ def _read_messages(config: DataConfig, row: Row, column: str, where: str) -> Mes
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{config.prompt_suffix}"}
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
-    try:
-        "".join(message["content"] for message in messages).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where}: `{column}` holds half a surrogate pair, which is no character ({error.object[error.start]!a}). "
-            "Correct or remove the row."
-        ) from error
+    if (problem := not_text("".join(message["content"] for message in messages))) is not None:
+        raise ValueError(f"{where}: `{column}` {problem}. Correct or remove the row.")
     return tuple(messages)
+
+
+def not_text(text: str) -> str | None:
+    """What makes a string unusable as text, if anything does."""
+    if "\0" in text:
+        return "holds a NUL character, which ends the text for many programs"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"holds half a surrogate pair, which is no character ({text[error.start]!a})"
+    return None
 
 
 def _read_message(message: Any, column: str, where: str) -> dict[str, str]:

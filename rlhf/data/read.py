@@ -5,6 +5,7 @@ Rows are counted from 1; in a .jsonl file the number of a row is its line number
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,28 @@ DEFAULT_SPLIT = {"train": "train", "eval": "test"}
 class Row(NamedTuple):
     number: int
     columns: dict[str, Any]
+
+
+class BadRows:
+    """Rows of a source that cannot be used: the first one is an error, or, with `skip`, all are left out and counted.
+
+    Attributes:
+        reasons: the message of each row that was left out.
+    """
+
+    def __init__(self, *, skip: bool = False) -> None:
+        self.skip = skip
+        self.reasons: list[str] = []
+
+    @contextlib.contextmanager
+    def leave_out(self) -> Iterator[None]:
+        """A context that handles one row; a ValueError says what is wrong with it."""
+        try:
+            yield
+        except ValueError as error:
+            if not self.skip:
+                raise
+            self.reasons.append(str(error))
 
 
 def config_sources(config: DataConfig, which: str) -> dict[str, SourceConfig]:
@@ -68,8 +91,8 @@ def stream_rows(source: SourceConfig, which: str, key: str) -> Iterator[Row]:
                 yield _parse_row(line, number, source, key)
 
 
-def read_rows(source: SourceConfig, which: str, key: str) -> list[Row]:
-    """All rows of a source.
+def read_rows(source: SourceConfig, which: str, key: str, bad: BadRows | None = None) -> list[Row]:
+    """All rows of a source, but for lines that are no rows if `bad` leaves them out.
 
     Raises:
         ValueError: missing or empty file, a line that is not JSON, a row that is not an object, a hub that does not
@@ -82,20 +105,27 @@ def read_rows(source: SourceConfig, which: str, key: str) -> list[Row]:
     elif path.suffix == ".parquet":
         rows = _read_parquet(source, path, key)
     else:
-        rows = _read_json(source, path, key)
+        rows = _read_json(source, path, key, bad or BadRows())
     if not rows:
-        raise ValueError(f"{key}={source.path}: it holds no row. Give it at least one.")
+        first = f" that can be used: {bad.reasons[0]}" if bad is not None and bad.reasons else ". Give it at least one."
+        raise ValueError(f"{key}={source.path}: it holds no row{first}")
     return rows
 
 
-def _read_json(source: SourceConfig, path: Path, key: str) -> list[Row]:
+def _read_json(source: SourceConfig, path: Path, key: str, bad: BadRows) -> list[Row]:
     """Read JSON lines or one list of objects; a .json file may be either."""
     content = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
+    rows: list[Row] = []
     if path.suffix == ".json" and content.lstrip().startswith(b"["):
-        rows = enumerate(_parse(content, f"{key}: {source.path}", first_line=1), start=1)
-        return [_row(number, columns, source, key) for number, columns in rows]
-    lines = enumerate(content.split(b"\n"), start=1)
-    return [_parse_row(line, number, source, key) for number, line in lines if line.strip()]
+        for number, columns in enumerate(_parse(content, f"{key}: {source.path}", first_line=1), start=1):
+            with bad.leave_out():
+                rows.append(_row(number, columns, source, key))
+        return rows
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            with bad.leave_out():
+                rows.append(_parse_row(line, number, source, key))
+    return rows
 
 
 def _parse_row(line: bytes, number: int, source: SourceConfig, key: str) -> Row:

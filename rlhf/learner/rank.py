@@ -187,17 +187,30 @@ class TrainedRank:
         set_step(self.engine.optimizer, lr=lr, adam_step=self.adam_steps + 1, **options)
         grad_norm, taken = self._apply()
         self.adam_steps += taken
-        name, (updates_taken, updates_skipped) = self.name, self.update_counts()
         return on_host(merge_metrics(parts)) | {
-            f"{name}/lr": Last(lr),
-            f"{name}/grad_norm": Mean(grad_norm, 1.0),
-            f"{name}/updates_taken": Last(float(updates_taken)),
-            f"{name}/updates_skipped": Last(float(updates_skipped)),
-            f"{name}/update_seconds": Mean(time.monotonic() - started, 1.0),
+            f"{self.name}/grad_norm": Mean(grad_norm, 1.0),
+            f"{self.name}/update_seconds": Mean(time.monotonic() - started, 1.0),
+            **self._schedule_metrics(lr),
+        }
+
+    def skip_updates(self, count: int) -> list[StepMetrics]:
+        """Count optimizer steps as skipped: they take their place in the schedule. The metrics of each."""
+        metrics = []
+        for _ in range(count):
+            self.updates_done += 1
+            metrics.append(self._schedule_metrics(self.learning_rate(self.updates_done)))
+        return metrics
+
+    def _schedule_metrics(self, lr: float) -> StepMetrics:
+        taken, skipped = self.update_counts()
+        return {
+            f"{self.name}/lr": Last(lr),
+            f"{self.name}/updates_taken": Last(float(taken)),
+            f"{self.name}/updates_skipped": Last(float(skipped)),
         }
 
     def update_counts(self) -> tuple[int, int]:
-        """Optimizer steps taken, and those skipped for a non-finite gradient."""
+        """Optimizer steps taken, and those skipped for a number that was not finite."""
         return self.adam_steps, self.updates_done - self.adam_steps
 
     def learning_rate(self, update: int) -> float:

@@ -85,6 +85,8 @@ def endpoint_scorer(config: RewardModelConfig) -> Score:
             scores = json.load(reply)["scores"]
         if len(scores) != count:
             raise ValueError(f"{len(scores)} scores for {count} conversations")
+        if any(isinstance(score, str) for score in scores):
+            raise TypeError("a score is text, not a number")
         return [None if score is None else (float(score) - mean) / std for score in scores]
 
     async def score(conversations: list[Conversation]) -> list[float | None]:

@@ -202,17 +202,24 @@ def _grade_of_one(function: Callable[..., Any], result: Any) -> Grade:
         if isinstance(result, Mapping):
             if "score" not in result:
                 return _failed(function, f"returned a mapping with {sorted(map(str, result))}, without score")
-            metrics = {str(name): float(value) for name, value in result.items() if name != "score"}
+            metrics = {str(name): _number(value) for name, value in result.items() if name != "score"}
             result = result["score"]
         if result is None:
             return Grade(None, UNSCORABLE, metrics=metrics)
-        value = float(result)
+        value = _number(result)
     except (TypeError, ValueError):
         return _failed(function, f"returned {type(result).__name__}, not a number")
     except OverflowError:
         return _failed(function, "returned a number too large for a float")
     unusable = next((number for number in (value, *metrics.values()) if not math.isfinite(number)), None)
     return Grade(value, OK, metrics=metrics) if unusable is None else _failed(function, f"returned {unusable}")
+
+
+def _number(value: Any) -> float:
+    """What a function meant as a number; text is none, even if it looks like one."""
+    if isinstance(value, str | bytes):
+        raise TypeError
+    return float(value)
 
 
 def _failed(function: Callable[..., Any], problem: str, error: BaseException | None = None) -> Grade:

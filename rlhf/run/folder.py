@@ -125,6 +125,10 @@ class RunFolder:
         except OSError:
             pass  # a file system without locks
 
+    def unlock(self) -> None:
+        """Let another run of this process use the folder."""
+        self._lock_file.close()
+
     # --- checkpoints ---
 
     def _find_undamaged(self) -> None:

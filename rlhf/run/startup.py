@@ -43,11 +43,27 @@ def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) 
             )
 
 
+def check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:
+    """Refuse a step that takes more prompts than an epoch has: a group would be in it more than once.
+
+    Raises:
+        ValueError: both numbers, and what to change.
+    """
+    available, needed = sum(prompts.rows_per_epoch.values()), config.rollout.prompts_per_step
+    if available < needed:
+        raise ValueError(
+            f"rollout.prompts_per_step={needed}: an epoch of data.train has only {available} prompts, so a step would "
+            f"train on the same prompt twice. Use at most {available}, or give it more rows."
+        )
+
+
 def show_data(console: Console, prompts: LoadedPrompts, tokenizer: Any, *, max_prompt_tokens: int) -> None:
     """Print how many prompts each source has, and the first one as the model is given it."""
     for source, rows in prompts.prompts.items():
         dropped = prompts.dropped_too_long[source]
         left_out = f", {dropped} left out as longer than {max_prompt_tokens} tokens" if dropped else ""
+        bad = prompts.bad_rows.get(source)
+        left_out += f", {len(bad)} left out as bad rows, the first: {bad[0]}" if bad else ""
         console.print(f"data {source}: {len(rows)} prompts{left_out}", markup=False, highlight=False)
     console.print("first prompt, as the model is given it:")
     console.print(show_prompt(first_prompt(prompts), tokenizer), markup=False, highlight=False)

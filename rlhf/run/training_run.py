@@ -30,10 +30,12 @@ from rlhf.run.folder import RunFolder
 from rlhf.run.prompts import PromptTickets
 from rlhf.run.run_log import RunLog
 from rlhf.run.sample_and_grade import Sampler
-from rlhf.run.signal_watch import SignalWatch
+from rlhf.run.signal_watch import SignalWatch, updates_taken
+from rlhf.run.skipped import SkippedBatches
 from rlhf.run.speed import LearnerSpeed
-from rlhf.run.startup import check_resumed_state, show_data, without_bad_gold
+from rlhf.run.startup import check_prompts_suffice, check_resumed_state, show_data, without_bad_gold
 from rlhf.run.state import RunState
+from rlhf.run.stop import Stop
 from rlhf.types import Minibatch, RolloutGroup, StepBatch
 
 C = TypeVar("C", bound=GRPOConfig)
@@ -48,6 +50,7 @@ class TrainingRun(Generic[C]):
     Attributes:
         state: what the run has counted so far; of a resumed run, what the checkpoint held.
         restored: the checkpoint that a resumed run goes on from.
+        saved_step: of the newest checkpoint; 0 if there is none.
     """
 
     def __init__(self, config: C, *, resume: bool) -> None:
@@ -56,14 +59,17 @@ class TrainingRun(Generic[C]):
         self.restored = self.folder.restored
         self.state = RunState() if self.restored is None else RunState.from_json(RunFolder.read_state(self.restored))
         check_resumed_state(config, self.folder, self.state)
-        self.first_step = self.state.step
+        self.first_step = self.saved_step = self.state.step
         self.clock = Clock(self.state.seconds)
         self.log = RunLog(config, first_step=self.first_step, wandb_run_id=self.state.wandb_run_id)
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
         self.diagnosis = Diagnosis(flat_keys(config.model_dump(mode="json")))
+        self.skipped = SkippedBatches(self.folder.path / "skipped", self.log.warn)
+        self.stop = Stop(config.run.grace_s, self.log.print)
         self.tokenizer = load_tokenizer(config.model)
         truncate_token_id(config.rollout, self.tokenizer)  # raises ValueError unless it is one token
         self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer)
+        check_prompts_suffice(config, self.prompts)
         self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer)
         self._exit_stack = contextlib.AsyncExitStack()
 
@@ -74,6 +80,7 @@ class TrainingRun(Generic[C]):
             with self.clock.phase("start"):
                 await self._start()
             self.clock.start_window()
+            self.stop.can_save = True
         except BaseException:
             await self._exit_stack.__aexit__(*sys.exc_info())
             raise
@@ -112,6 +119,7 @@ class TrainingRun(Generic[C]):
             self.eval_prompts = without_bad_gold("eval", self.eval_prompts, config, self.scorer, console)
 
         await asyncio.to_thread(check_gold)  # takes minutes for a large data set; SIGTERM must still be handled
+        check_prompts_suffice(config, self.prompts)
         restored = None if self.restored is None else self.state
         self.tickets = PromptTickets(self.prompts, seed=config.run.seed, restored=restored)
 
@@ -152,9 +160,19 @@ class TrainingRun(Generic[C]):
 
     # --- around a step ---
 
+    async def take_groups(self, step: int) -> Sequence[RolloutGroup]:
+        """The graded groups of the step after `step` training steps; a signal meanwhile saves and ends the run."""
+        groups = await self.stop.unless_requested(self.buffer.take())
+        if groups is None:
+            await self.checkpoint_if_due(step)
+        assert groups is not None, "checkpoint_if_due ends the run"
+        return groups
+
     def evaluation_is_due(self, step: int) -> bool:
-        """Whether the `evaluation` section asks for one after this many training steps."""
+        """Whether the `evaluation` section asks for one after this many training steps, and there was none yet."""
         evaluation = self.config.evaluation
+        if step in self.state.evaluations:
+            return False
         if step == 0:
             return evaluation.at_start and self.first_step == 0
         if step == self.config.run.steps:
@@ -167,7 +185,10 @@ class TrainingRun(Generic[C]):
             return
         with self.clock.phase("evaluation"):
             at_once = self.config.evaluation_groups_at_once
-            groups = await evaluate(self.eval_prompts.prompts, self.sampler.for_evaluation, at_once=at_once)
+            evaluation = evaluate(self.eval_prompts.prompts, self.sampler.for_evaluation, at_once=at_once)
+            groups = await self.stop.unless_requested(evaluation)
+        if groups is None:
+            return  # a resumed run makes up for it
         values = evaluation_metrics(groups)
         self.state.evaluations[step] = values
         self.log.write(step, values)
@@ -222,7 +243,9 @@ class TrainingRun(Generic[C]):
             self.folder.write_rollouts(step, groups, advantages.tolist())
         for error in self.scorer.new_errors():
             self.log.warn(error)
-        if (warning := self.signal_watch.after_step(groups, advantages)) is not None:
+        trained, taken = int(batch.trained.sum()), updates_taken(updates)
+        warning = self.signal_watch.after_step(groups, advantages, trained=trained, updates_taken=taken)
+        if warning is not None:
             self.log.warn(warning)
         rollout = self.config.rollout
         drift = self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
@@ -246,11 +269,20 @@ class TrainingRun(Generic[C]):
             await self.cluster.learners.call("blend_reference", 0.0)
 
     async def checkpoint_if_due(self, step: int) -> None:
-        """Write a checkpoint every `checkpoint_every` steps, and after the last step where checkpoints are on."""
-        every = self.config.checkpoint_every
-        if every is None or (step % every and step < self.config.run.steps):
-            return
-        with self.clock.phase("checkpoint"):
+        """Write a checkpoint every `checkpoint_every` steps, and after the last step where checkpoints are on.
+
+        If a signal asks the run to end, write one of this step and end it.
+        """
+        every, last = self.config.checkpoint_every, step == self.config.run.steps
+        if every is not None and step > self.saved_step and (step % every == 0 or last or self.stop.requested):
+            await self._save(step)
+        if self.stop.requested:
+            kept = f"Go on from step {self.saved_step} with --resume." if self.saved_step else "Nothing was saved."
+            self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
+            raise asyncio.CancelledError
+
+    async def _save(self, step: int) -> None:
+        with self.clock.phase("checkpoint"), self.stop.saving():
             folder = self.folder.begin_checkpoint(step)
             await self.cluster.save(folder)
             await self._count_updates()
@@ -269,6 +301,7 @@ class TrainingRun(Generic[C]):
             ).to_json()
             # Every byte is read again for its checksum: minutes for a large model, in which engines must be served.
             await asyncio.to_thread(self.folder.finish_checkpoint, folder, state, keep=self.config.checkpoint.keep)
+        self.saved_step = step
 
     async def finish(self) -> None:
         """Export the model and write the summary."""

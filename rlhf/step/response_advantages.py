@@ -33,7 +33,7 @@ def penalize_kl(
     rows = np.flatnonzero(rows_to_compute)
     rewards = np.where(rows_to_compute, batch.rewards, np.nan)
     rewards[rows] -= algo.kl_coef * sum_over_responses(batch, kl, rows)
-    return rewards
+    return np.where(np.isfinite(rewards), rewards, np.nan)
 
 
 def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str) -> np.ndarray:

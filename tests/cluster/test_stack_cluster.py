@@ -156,7 +156,8 @@ def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_do
     assert cluster.stdout is not None
     try:
         cluster_nodes = json.loads(cluster.stdout.readline())
-        config = write_config(tmp_path, tiny_model_dir, run={"steps": 100000}, logging={"wandb": {"mode": "disabled"}})
+        once = {"steps": 100000, "max_restarts": 0}
+        config = write_config(tmp_path, tiny_model_dir, run=once, logging={"wandb": {"mode": "disabled"}})
         environment = os.environ | {"RAY_ADDRESS": cluster_nodes["address"]}
         program = subprocess.Popen(
             [sys.executable, "-m", "rlhf.grpo", "--config", config, *APART],

@@ -226,6 +226,12 @@ def test_the_first_prompt_is_shown_with_its_special_tokens_and_its_answer(folder
             r"row 2 of train\.jsonl: the last message of `question` is the assistant's",
         ),
         ({"question": "half \ud83d", "answer": "1"}, r"row 2 of train\.jsonl: `question` holds half a surrogate pair"),
+        (
+            {"question": "q", "answer": "\udc00"},
+            r"row 2 of train\.jsonl has no usable answer: `answer` holds half",
+        ),
+        ({"question": "q\0", "answer": "1"}, r"row 2 of train\.jsonl: `question` holds a NUL character"),
+        ({"question": "q", "answer": "1\0"}, r"row 2 of train\.jsonl has no usable answer: `answer` holds a NUL"),
         ([1], r"row 2 of train\.jsonl is a list, not an object"),
     ],
 )
@@ -306,3 +312,23 @@ def test_a_hub_name_is_asked_for_by_configuration_and_split_and_a_failure_is_one
         ValueError, match=r"data\.train=some/other: the hub did not give .*Couldn't reach.*a local \.jsonl"
     ):
         load(tokenizer, train="some/other")
+
+
+def test_bad_rows_are_left_out_and_counted_where_the_config_says_so(folder: Path, tokenizer: Any) -> None:
+    good = json.dumps(ROWS[0])
+    bad = [
+        "{", "[1]", '{"answer": "1"}', '{"question": 5, "answer": "1"}', '{"question": "q"}',
+        '{"question": "\\ud83d", "answer": "1"}', '{"question": "q", "answer": "\\u0000"}',
+    ]  # fmt: skip
+    (folder / "train.jsonl").write_text("\n".join([good, *bad, good]) + "\n")
+    loaded = load(tokenizer, on_bad_row="skip")
+    assert [prompt.id for prompt in loaded.prompts["train"]] == ["train/1", "train/9"]
+    assert loaded.rows_per_epoch == {"train": 2}
+    reasons = loaded.bad_rows["train"]
+    assert len(reasons) == len(bad)
+    assert all(any(f" {number} of train.jsonl" in reason for reason in reasons) for number in range(2, 9)), reasons
+    with pytest.raises(ValueError, match=r"line 2 of train\.jsonl is not JSON"):
+        load(tokenizer)
+    (folder / "train.jsonl").write_text('{"question": "", "answer": "1"}\n' * 3)
+    with pytest.raises(ValueError, match=r"data\.train=train\.jsonl: no row can be used\. The first one: .*row 1 "):
+        load(tokenizer, on_bad_row="skip")

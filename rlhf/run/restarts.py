@@ -1,0 +1,52 @@
+"""A run that goes on after a process of it has died: from the newest checkpoint, with new engines and learners."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from rlhf.cluster.actors import LostError
+from rlhf.config.grpo import GRPOConfig
+from rlhf.run.training_run import TrainingRun
+
+C = TypeVar("C", bound=GRPOConfig)
+
+
+class Restarts(Generic[C]):
+    """Trains, and starts again after a failure, at most `run.max_restarts` times in a row without a new checkpoint."""
+
+    def __init__(self, config: C, *, resume: bool) -> None:
+        self._run: TrainingRun[C] = TrainingRun(config, resume=resume)
+        self._first = True
+
+    def on_signal(self, name: str, cancel: Callable[[], object]) -> None:
+        self._run.stop.on_signal(name, cancel)
+
+    async def train(self, train: Callable[[TrainingRun[C]], Awaitable[None]]) -> None:
+        """Call `train` with the run until it ends.
+
+        Raises:
+            LostError: of the last failure: no checkpoint was complete, a signal had asked the run to end, or too many
+                restarts in a row brought no new checkpoint.
+        """
+        restarts, restarted_from = 0, -1
+        while True:
+            run = self._run
+            try:
+                return await train(run)
+            except LostError as error:
+                if run.saved_step > restarted_from:
+                    restarts = 0
+                restarts, restarted_from = restarts + 1, run.saved_step
+                first_start_failed = self._first and not run.stop.can_save
+                allowed = run.config.run.max_restarts
+                if not run.saved_step or first_start_failed or run.stop.requested or restarts > allowed:
+                    raise
+                run.log.warn(
+                    f"{error} Restart {restarts} of at most {allowed} (run.max_restarts) from the checkpoint of step "
+                    f"{run.saved_step}."
+                )
+            run.folder.unlock()
+            self._first = False
+            self._run = await asyncio.to_thread(TrainingRun, run.config, resume=True)

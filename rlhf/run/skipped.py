@@ -1,0 +1,61 @@
+"""The batches of steps with skipped optimizer steps, as files: what was in them when a number was not finite?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf.log.reductions import StepMetrics
+from rlhf.run.signal_watch import updates_taken
+from rlhf.types import StepBatch
+
+MAX_KEPT = 10  # files of one process; a run that skips for days would fill the disk
+MAX_ROWS_SHOWN = 5
+
+
+class SkippedBatches:
+    """Writes `skipped/step-000012.npz` in the run folder, and warns.
+
+    A file has the token columns of the step (`token_ids`, `cu_seqlens`, `response_mask`, `rollout_logprobs` and those
+    that the learners computed), and `rewards` and `advantages` by row. Rows are numbered as in rollouts/.
+    """
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        self._folder, self._warn = folder, warn
+        self._kept = 0
+
+    def keep(
+        self,
+        step: int,
+        batch: StepBatch,
+        updates: Sequence[StepMetrics],
+        non_finite: Mapping[str, np.ndarray],
+        **columns: np.ndarray | None,
+    ) -> None:
+        """Write the batch if an optimizer step of it was skipped.
+
+        Args:
+            non_finite: rows of columns that were not finite, for which the whole step was skipped; else {}.
+            columns: further columns of the file.
+        """
+        skipped = len(updates) - updates_taken(updates)
+        if not skipped:
+            return
+        reasons = [
+            f"{name} of {len(rows)} responses (rows {', '.join(map(str, rows[:MAX_ROWS_SHOWN]))}"
+            f"{', ...' if len(rows) > MAX_ROWS_SHOWN else ''})"
+            for name, rows in non_finite.items()
+        ]
+        text = f"step {step}: {skipped} of {len(updates)} optimizer steps were skipped: NaN or inf in "
+        text += " and ".join(reasons) if reasons else "a gradient"
+        if self._kept < MAX_KEPT:
+            self._kept += 1
+            self._folder.mkdir(exist_ok=True)
+            file = self._folder / f"step-{step:06d}.npz"
+            arrays: dict[str, Any] = {**vars(batch.tokens), "rewards": batch.rewards, **columns}
+            np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
+            text += f"; the batch is in {file}"
+        self._warn(text)

@@ -1,0 +1,70 @@
+"""What SIGTERM and SIGINT do to a run: it goes on to the next step boundary, saves there, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+R = TypeVar("R")
+
+
+class Stop:
+    """A request to end the run, made by its first signal; a second one is not handled here and ends the run at once.
+
+    Before `can_save` is set, in start-up, there is nothing to save, and the first signal ends the run.
+
+    Args:
+        grace_s: seconds from the signal to the step boundary; when they are over, the run is cancelled. A save that is
+            under way then may still finish.
+        say: prints a line for the user.
+    """
+
+    def __init__(self, grace_s: float, say: Callable[[str], None]) -> None:
+        self.can_save = False
+        self._grace_s = grace_s
+        self._say = say
+        self._requested = asyncio.Event()
+        self._saving = False
+
+    @property
+    def requested(self) -> bool:
+        return self._requested.is_set()
+
+    def on_signal(self, name: str, cancel: Callable[[], object]) -> None:
+        """Called at the first signal, with what cancels the run."""
+        if not self.can_save:
+            cancel()
+            return
+        self._requested.set()
+        self._say(
+            f"{name}: the run saves at the next step boundary, within run.grace_s={self._grace_s:g} s, and ends. "
+            "A second signal ends it at once."
+        )
+
+        def grace_is_over() -> None:
+            if not self._saving:
+                self._say(f"run.grace_s={self._grace_s:g}: no step boundary was reached, the run ends without saving")
+                cancel()
+
+        asyncio.get_running_loop().call_later(self._grace_s, grace_is_over)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """A context that the end of the grace does not interrupt."""
+        self._saving = True
+        try:
+            yield
+        finally:
+            self._saving = False
+
+    async def unless_requested(self, awaitable: Awaitable[R]) -> R | None:
+        """The result; None, and the wait is cancelled, if the run is asked to end first."""
+        task, request = asyncio.ensure_future(awaitable), asyncio.ensure_future(self._requested.wait())
+        try:
+            await asyncio.wait({task, request}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            request.cancel()

@@ -1,0 +1,27 @@
+"""Numbers of a step that no update may see: NaN and inf in what engines and learners computed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlhf.types import StepBatch
+
+
+def non_finite_rows(
+    batch: StepBatch, rows_to_compute: np.ndarray, **columns: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """Rows with NaN or inf at a sampled token, by the name of the column; {} if there is none, as in a healthy run.
+
+    Args:
+        rows_to_compute: [B] bool, rows whose columns are known.
+        columns: [N] each, of the step; None is left out. The engines' log-probs are looked at in any case.
+    """
+    sampled = batch.tokens.response_mask & np.repeat(rows_to_compute, batch.tokens.lengths)
+    row_of_token = np.repeat(np.arange(len(rows_to_compute)), batch.tokens.lengths)
+    known = {"rollout_logprobs": batch.tokens.rollout_logprobs, **columns}
+    found = {
+        name: np.unique(row_of_token[sampled & ~np.isfinite(column)])
+        for name, column in known.items()
+        if column is not None
+    }
+    return {name: rows for name, rows in found.items() if len(rows)}

@@ -1,0 +1,78 @@
+"""A run that goes on after a process has died: how often, and from where. The stack is in tests/faults."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf.cluster.actors import ClusterError, LostError
+from rlhf.run import restarts
+from rlhf.run.restarts import Restarts
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch,
+    script: Sequence[tuple[int, Exception | None]],
+    *,
+    allowed: int = 2,
+    started: bool = True,
+    stopping: bool = False,
+) -> list[bool]:
+    """Train by a script (newest checkpoint when a run ends, and how it ends); `resume` of each run that was made."""
+    remaining = iter(script)
+    made: list[bool] = []
+
+    def make(config: Any, *, resume: bool) -> Any:
+        made.append(resume)
+        return SimpleNamespace(
+            config=config,
+            saved_step=0,
+            stop=SimpleNamespace(can_save=started or len(made) > 1, requested=stopping),
+            log=SimpleNamespace(warn=lambda text: None),
+            folder=SimpleNamespace(unlock=lambda: None),
+        )
+
+    async def train(run: Any) -> None:
+        run.saved_step, failure = next(remaining)
+        if failure is not None:
+            raise failure
+
+    monkeypatch.setattr(restarts, "TrainingRun", make)
+    config: Any = SimpleNamespace(run=SimpleNamespace(max_restarts=allowed))
+    asyncio.run(Restarts(config, resume=False).train(train))
+    return made
+
+
+LOST = LostError("engine 0 is lost")
+
+
+def test_a_lost_process_is_followed_by_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert play(monkeypatch, [(2, LOST), (4, None)]) == [False, True]
+
+
+def test_only_restarts_without_a_new_checkpoint_use_up_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(play(monkeypatch, [(2, LOST), (2, LOST), (4, LOST), (4, LOST), (5, None)])) == 5
+    with pytest.raises(LostError):
+        play(monkeypatch, [(2, LOST), (2, LOST), (2, LOST), (2, None)])
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ([(0, LOST), (0, None)], {}),
+        ([(2, LOST), (2, None)], {"allowed": 0}),
+        ([(2, LOST), (2, None)], {"started": False}),
+        ([(2, LOST), (2, None)], {"stopping": True}),
+        ([(2, ClusterError("canary: engine 0 does not hold the weights")), (2, None)], {}),
+    ],
+    ids=["no checkpoint", "not allowed", "the start failed", "a signal came", "wrong weights"],
+)
+def test_these_failures_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, script: list[Any], options: dict[str, Any]
+) -> None:
+    with pytest.raises(ClusterError):
+        play(monkeypatch, script, **options)
