@@ -187,7 +187,7 @@ def _replace(values: Any, problem: ErrorDetails, replacement: Iterator[Any]) -> 
             values = values[part]
         if problem["type"] == "missing":
             values[last] = next(replacement)
-        elif isinstance(values, list) or last in values:
+        elif last in (range(len(values)) if isinstance(values, list) else values):
             del values[last]
         else:
             return False
