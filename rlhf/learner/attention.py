@@ -33,6 +33,8 @@ PACKED = "packed"
 # to 2.5 times as fast (keys 111 to 600), and no slower from there to 256.
 SHORT_QUERIES = 128
 FLASH_WIDTH = 256  # the widest heads of flash attention 2
+# Biases that balance a router stay float32 in a bfloat16 model; most families' classes ask for that themselves.
+PreTrainedModel._keep_in_fp32_modules_strict = ["e_score_correction_bias", "expert_bias"]
 
 
 class UnpackableError(Exception):
