@@ -22,6 +22,7 @@ from rlhf.quickstart import INITIAL_WEIGHT_STD, make_tokenizer
 WINDOW = 16
 CONSTANT_NOISE_STD = 0.1  # added to tensors that are initialized to a constant
 FIXED = (".eps", ".beta")  # constants of an activation function, which a checkpoint holds too
+SCALES = {"gemma4_text": "q_norm.weight"}  # where attention divides scores by nothing: this norm has learned to
 
 # A family takes those of these keys that its config has, under its own name for them.
 BASE: dict[str, Any] = {
@@ -187,6 +188,9 @@ def make_family(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrained
         for tensor in tensors.values():  # tied ones once
             if tensor.is_floating_point() and (tensor == tensor.view(-1)[0]).all():
                 tensor.add_(CONSTANT_NOISE_STD * torch.randn_like(tensor))
+        for name, tensor in model.named_parameters():
+            if model_type in SCALES and name.endswith(SCALES[model_type]):
+                tensor.mul_(len(tensor) ** -0.5)
     model.generation_config = GenerationConfig(
         eos_token_id=[config.eos_token_id], pad_token_id=config.pad_token_id, do_sample=True, temperature=1.0
     )

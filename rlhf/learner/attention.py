@@ -36,6 +36,8 @@ PACKED = "packed"
 SHORT_QUERIES = 128
 FLASH_WIDTH = 256  # the widest heads of flash attention 2 and 3
 FLASH_3 = "flash_attn_interface"  # the module of flash attention 3, as torch imports it
+# Biases that balance a router stay float32 in a bfloat16 model; most families' classes ask for that themselves.
+PreTrainedModel._keep_in_fp32_modules_strict = ["e_score_correction_bias", "expert_bias"]
 
 
 class UnpackableError(Exception):

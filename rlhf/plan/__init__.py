@@ -2,8 +2,9 @@
 
 from rlhf.plan.preflight import evaluation_problems, start_problems
 from rlhf.plan.report import print_plan
-from rlhf.plan.resources import GPU, check_resources, count_gpus, visible_gpus
+from rlhf.plan.resources import GPU, check_resources, count_gpus, joins_a_cluster, local_resources, visible_gpus
 
 __all__ = [
-    "GPU", "check_resources", "count_gpus", "evaluation_problems", "print_plan", "start_problems", "visible_gpus",
+    "GPU", "check_resources", "count_gpus", "evaluation_problems", "joins_a_cluster", "local_resources", "print_plan",
+    "start_problems", "visible_gpus",
 ]  # fmt: skip
