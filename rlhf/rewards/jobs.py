@@ -134,7 +134,8 @@ class Queue:
         computing = [worker for worker in able if worker.jobs and not worker.waits]
         assigned = []
         for worker in computing:  # quick jobs are sent ahead, so that the worker never waits for the next ones
-            if len(worker.jobs) <= SENT_AHEAD and _is_quick(worker.first) and self._next_is_quick():
+            is_quick = not worker.asked and _is_quick(worker.first)
+            if is_quick and len(worker.jobs) <= SENT_AHEAD and self._next_is_quick():
                 assigned.append((worker, self._next_computed()))
         for worker in idle[: max(0, self._size - len(computing))]:
             if jobs := self._next_computed():

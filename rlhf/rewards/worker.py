@@ -165,7 +165,7 @@ def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
     calls = WaitingCalls(channel, call, lambda job: job["name"] in waiting)
     jobs: list[dict[str, Any]] = []
     while True:
-        jobs = jobs or channel.receive_one()["jobs"]
+        jobs = jobs or replies.next_jobs()
         if jobs[0]["name"] in waiting:
             jobs = calls.run(jobs)
             kill_children(spared=own)
@@ -185,11 +185,15 @@ def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
 
 
 class Replies:
-    """Sends replies together, but all of them before a job that may take long: the driver then knows which job runs."""
+    """Sends replies together, but all of them before a job that may take long: the driver then knows which job runs.
+
+    Jobs that arrive while the worker waits for the answer to a question are kept for later.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._waiting: list[dict[str, Any]] = []
+        self._jobs: deque[list[dict[str, Any]]] = deque()
         self._flushed = time.monotonic()
 
     def add(self, reply: dict[str, Any]) -> None:
@@ -207,7 +211,12 @@ class Replies:
         """Ask the driver whether any worker has already made a costly comparison; None if none has."""
         self.flush()
         self._channel.send({"ask": key})
-        return self._channel.receive_one()["known"]
+        while "known" not in (message := self._channel.receive_one()):
+            self._jobs.append(message["jobs"])
+        return message["known"]
+
+    def next_jobs(self) -> list[dict[str, Any]]:
+        return self._jobs.popleft() if self._jobs else self._channel.receive_one()["jobs"]
 
 
 def _answer(job: dict[str, Any], functions: dict[str, Any], ask: Any) -> dict[str, Any]:

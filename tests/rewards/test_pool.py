@@ -160,6 +160,13 @@ def test_a_costly_comparison_is_made_once(pool: Pool) -> None:
     assert len(pool._cache) == before + 1
 
 
+def test_jobs_that_arrive_while_a_worker_asks_the_driver_are_not_lost() -> None:
+    integral = math_job(r"\boxed{\int_0^1 2x \, dx}", "1")
+    with Pool(workers=1, spares=0) as pool:
+        grades = pool.submit_many([integral if k % 40 == 0 else math_job(r"\boxed{5}") for k in range(4000)]).result()
+        assert [grade.detail for grade in grades if grade.value != 1.0] == []
+
+
 def test_the_grade_of_several_answers_is_not_remembered_for_one_of_them(pool: Pool) -> None:
     integral = r"\boxed{\int_0^1 2x \, dx}"  # 1
     other = r"5\int_0^1 x^2 \, dx"  # 5/3
