@@ -2,7 +2,7 @@
 
     python tools/vllm_calls.py [--sources FOLDER]
 
-Without a folder the wheel of the `gpu` extra is installed into the user's cache, 1 GB on disk until only its Python files
+Without a folder the wheel of the `gpu` extra goes into the user's cache: 1 GB on disk until only its Python files
 are left. Compared are the names that rlhf/ imports from vllm, the arguments of its calls to them and to the objects of
 OBJECTS, the engine's arguments, and what a GPU worker must answer.
 """
