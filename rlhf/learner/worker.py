@@ -116,12 +116,16 @@ class Learner(StepRank):
         """Names, types and shapes of the tensors that iteration yields, without gathering them."""
         return [
             ParameterMeta(stored, str(like.dtype).removeprefix("torch."), tuple(like.shape))
-            for name, tensor in self.tensors.items()
+            for name, tensor in self._to_send()
             for stored, like in hub_shapes(self.engine.module.transformer, name, tensor)
         ]
 
+    def _to_send(self) -> list[tuple[str, Tensor]]:
+        """All tensors, those with larger elements first."""
+        return sorted(self.tensors.items(), key=lambda item: -item[1].itemsize)
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.tensors.items():
+        for name, tensor in self._to_send():
             with self.whole(tensor):
                 yield from hub_tensors(self.engine.module.transformer, name, tensor.detach())
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import math
 import mmap
 import os
@@ -74,7 +75,8 @@ def torch_dtype(name: str) -> torch.dtype:
 class ParameterSource(Protocol):
     """The learner's weights: what will be sent, and a stream of whole tensors in the same order.
 
-    Iterating may be a collective (ZeRO-3 gathers), so every learner rank iterates in step.
+    Iterating may be a collective (ZeRO-3 gathers), so every learner rank iterates in step. Tensors with larger elements
+    come first: vLLM packs them without gaps, and views a tensor of float32 only at a multiple of 4 bytes.
     """
 
     def metadata(self) -> list[ParameterMeta]: ...
@@ -330,6 +332,10 @@ class VLLMSender:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+        for before, meta in itertools.pairwise(source.metadata()):
+            larger = torch_dtype(meta.dtype).itemsize > torch_dtype(before.dtype).itemsize
+            assert not larger, f"{meta.name} has larger elements than {before.name} before it"
+
         class Source(WeightSource):
             def metadata(self) -> list[ParamMeta]:
                 return [ParamMeta(m.name, torch_dtype(m.dtype), m.shape) for m in source.metadata()]
@@ -339,9 +345,12 @@ class VLLMSender:
 
         self._client = client
         if backend == "nccl":
-            where: dict[str, Any] = {"master_address": rendezvous.host, "master_port": rendezvous.port}
             info: Any = NCCLTrainerInitInfo(
-                rank=rank, world_size=rendezvous.world_size, packed_buffer_size_bytes=BUCKET_BYTES, **where
+                rank=rank,
+                master_address=rendezvous.host,
+                master_port=rendezvous.port,
+                world_size=rendezvous.world_size,
+                packed_buffer_size_bytes=BUCKET_BYTES,
             )
         else:
             largest = max(meta.bytes for meta in source.metadata())

@@ -58,7 +58,10 @@ def exported_and_resumed(place: Place, folder: Path) -> list[dict[str, np.ndarra
     """What is exported after every tensor has moved, and what is there after the checkpoint has been loaded again."""
     from rlhf.learner.worker import Learner
 
-    learner = Learner(make_config(folder), place)
+    learner = Learner(make_config(folder, model={"dtype": "bfloat16"}), place)
+    dtypes = [meta.dtype for meta in learner.metadata()]
+    assert dtypes == sorted(dtypes, reverse=True)  # the bias, in float32, comes before all others
+    assert set(dtypes) == {"bfloat16", "float32"}
     learner.perturb_weights()
     learner.save(str(folder))
     learner.export(str(folder / "exported"), str(folder))
@@ -67,7 +70,7 @@ def exported_and_resumed(place: Place, folder: Path) -> list[dict[str, np.ndarra
     resumed = {name: tensor.clone() for name, tensor in learner}
     learner.close()
     exported = load_file(folder / "exported" / "model.safetensors")
-    return [{name: tensor.numpy() for name, tensor in tensors.items()} for tensors in (exported, resumed)]
+    return [{name: tensor.float().numpy() for name, tensor in tensors.items()} for tensors in (exported, resumed)]
 
 
 @pytest.mark.stack

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +21,12 @@ from waiting import WAIT_S
 
 from rlhf.weights.transfer import Bucket, ParameterMeta, SharedMemory
 
-EVENTS: list[str] = []  # of this process
+EVENTS: list[str] = []  # of this process, but for those of a thread that waits for engines
+
+
+def record(event: str) -> None:
+    if threading.current_thread() is threading.main_thread():
+        EVENTS.append(event)
 
 
 class Stream:
@@ -28,7 +34,7 @@ class Stream:
         self.name = name
 
     def synchronize(self) -> None:
-        EVENTS.append(f"wait for {self.name}")
+        record(f"wait for {self.name}")
 
 
 STREAMS = [Stream("main")]  # the last one is the current one
@@ -50,7 +56,7 @@ class Communicator:
         self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, wait)
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
-        EVENTS.append(f"broadcast {tensor.nbytes} on {STREAMS[-1].name}")
+        record(f"broadcast {tensor.nbytes} on {STREAMS[-1].name}")
         self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
 
     def destroy(self) -> None:
@@ -73,7 +79,7 @@ class SharedBuffers:
 
     def export(self, tensor: torch.Tensor) -> tuple[None, tuple[Any, ...]]:
         """In the places of reduce_tensor's answer; the seventh is the device's number."""
-        EVENTS.append(f"export {tensor.nbytes}")
+        record(f"export {tensor.nbytes}")
         return None, (None, None, None, None, None, None, 0, self._paths[tensor.data_ptr()][0], tensor.nbytes)
 
     def open(self, *handle: Any) -> torch.Tensor:
@@ -99,31 +105,34 @@ class Properties:
         self.uuid = f"GPU-{gpu}"
 
 
-def install(gpu: int) -> None:
+def install(gpu: int, patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Make this process one that has GPU number `gpu`, for the ends of a transfer that it holds."""
     from torch.multiprocessing import reductions
     from vllm.distributed.weight_transfer import ipc_engine, nccl_common, nccl_engine, packed_tensor
 
     from rlhf.weights.cpu_receiver import CPUReceiver
 
-    sides, buffers, patched = [Stream("side 0"), Stream("side 1")], SharedBuffers(), torch.cuda
-    nccl_common.stateless_init_process_group = Communicator
-    torch.accelerator.current_device_index = lambda: gpu
-    torch.accelerator.synchronize = lambda *_: EVENTS.append("wait for the device")
-    patched.stream = on
-    patched.current_stream = lambda *_: STREAMS[-1]
-    patched.synchronize = torch.accelerator.synchronize
-    patched.ipc_collect = lambda: EVENTS.append("collect")
-    patched.get_device_properties = lambda _: Properties(gpu)
-    packed_tensor._get_streams = lambda _, count: tuple(sides[:count])
-    packed_tensor.torch = TorchWithSharedMemory(buffers)
-    packed_tensor.reduce_tensor = buffers.export
-    reductions.rebuild_cuda_tensor = buffers.open
-    for engine in (nccl_engine.NCCLWeightTransferEngine, ipc_engine.IPCWeightTransferEngine):
-        finish = engine.finish_weight_update
+    sides, buffers = [Stream("side 0"), Stream("side 1")], SharedBuffers()
 
-        def finish_on_cpu(self: Any, finish: Any = finish) -> None:
+    def synchronize(*_: Any) -> None:
+        record("wait for the device")
+
+    patch(nccl_common, "stateless_init_process_group", Communicator)
+    patch(torch.accelerator, "current_device_index", lambda: gpu)
+    patch(torch.accelerator, "synchronize", synchronize)
+    patch(torch.cuda, "synchronize", synchronize)
+    patch(torch.cuda, "stream", on)
+    patch(torch.cuda, "current_stream", lambda *_: STREAMS[-1])
+    patch(torch.cuda, "ipc_collect", lambda: record("collect"))
+    patch(torch.cuda, "get_device_properties", lambda _: Properties(gpu))
+    patch(packed_tensor, "_get_streams", lambda _, count: tuple(sides[:count]))
+    patch(packed_tensor, "torch", TorchWithSharedMemory(buffers))
+    patch(packed_tensor, "reduce_tensor", buffers.export)
+    patch(reductions, "rebuild_cuda_tensor", buffers.open)
+    for engine in (nccl_engine.NCCLWeightTransferEngine, ipc_engine.IPCWeightTransferEngine):
+
+        def finish_on_cpu(self: Any, finish: Any = engine.finish_weight_update) -> None:
             finish(self)
             CPUReceiver._repack_tied_heads(self)  # only kernels on CPU keep a packed copy
 
-        engine.finish_weight_update = finish_on_cpu
+        patch(engine, "finish_weight_update", finish_on_cpu)

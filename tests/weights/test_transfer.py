@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import subprocess
@@ -24,7 +23,6 @@ from rlhf.weights.transfer import (
     ParameterMeta,
     Rendezvous,
     SharedMemory,
-    VLLMSender,
     buckets,
 )
 
@@ -155,77 +153,3 @@ def test_a_learner_that_is_killed_leaves_no_file_and_its_readers_keep_their_byte
     assert memory.view(Bucket(64, [ParameterMeta("p", "int32", (3,))])).tolist() == [1, 2, 3]
     assert not Path(path).exists()
     assert not [name for name in named if "rlhf" in name]
-
-
-# --- vLLM's own senders, with the device's streams as stand-ins ---
-
-
-class PendingWeights(Weights):
-    """A learner after DeepSpeed's step: an all-gather that still runs on the device writes the new values."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(0)
-        self.new = Weights(1).tensors
-        self.events: list[str] = []
-        monkeypatch.setattr(torch.accelerator, "synchronize", self.synchronize)
-
-    def synchronize(self, *_: Any) -> None:
-        self.events.append("synchronized")
-        for name, tensor in self.tensors.items():
-            tensor.copy_(self.new[name])
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.tensors.items():
-            self.events.append(f"read {name}")
-            yield name, tensor
-
-
-class SideStream:
-    """Reads without waiting for other streams, as a non-blocking stream does."""
-
-    def synchronize(self) -> None:
-        pass
-
-
-class VLLMClient(Engine):
-    """The control plane alone; the bytes go through the stand-in of NCCL."""
-
-    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        pass
-
-    def update_weights(self, update: Any) -> None:
-        self.calls.append("update")
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.calls.append("finish")
-
-
-class Broadcasts:
-    """Stands for NCCL: keeps what it was given to send."""
-
-    def __init__(self) -> None:
-        self.sent: list[Tensor] = []
-
-    def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
-        self.sent.append(tensor.clone())
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_waits_for_the_update_before_vllm_reads_the_weights_on_streams_of_its_own(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.distributed.weight_transfer import nccl_common, packed_tensor
-
-    source, nccl = PendingWeights(monkeypatch), Broadcasts()
-    monkeypatch.setattr(nccl_common, "stateless_init_process_group", lambda *_, **__: nccl)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(packed_tensor, "_get_streams", lambda _, count: tuple(SideStream() for _ in range(count)))
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    rendezvous = Rendezvous("127.0.0.1", 1, 3, 1.0)
-    client: Any = VLLMClient()
-    VLLMSender(source, client, rendezvous, rank=rank, backend="nccl").send(1)
-    assert source.events == ["synchronized", *(f"read {name}" for name in SHAPES)]
-    assert client.calls == (["start", "update", "finish"] if rank == 0 else [])
-    bytes_sent = torch.cat(nccl.sent) if nccl.sent else torch.empty(0, dtype=torch.uint8)
-    expected = [tensor.reshape(-1).view(torch.uint8) for tensor in source.new.values()] if rank == 0 else []
-    assert torch.equal(bytes_sent, torch.cat([bytes_sent[:0], *expected]))
