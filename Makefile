@@ -94,7 +94,7 @@ endef
 
 # Compare only results of one machine: run all of a target at once, with nothing else running.
 bench: setup-bench  ## compare speed and memory with the peers, without training runs; QUICK=1 only checks that they run
-	@$(call benchmarks,packer simulator startup logprobs learner_step transfer rollout)
+	@$(call benchmarks,packer simulator roofline startup logprobs learner_step transfer rollout)
 
 bench-training: setup-bench  ## compare whole steps, asynchronous runs and time to accuracy with the peers
 	@$(call benchmarks,training_steps asynchronous \

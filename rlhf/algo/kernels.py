@@ -1,8 +1,8 @@
 """Kernels for GPUs, in Triton: RMSNorm, rotary positions, the gated product of an MLP, and the softmax of the head.
 
-Each does in one pass over memory what torch does in five to ten. They round where the lines of torch that they replace
-round (those of transformers, and vLLM's kernels), so that a learner in bfloat16 stays as close to its engine. Sums are
-in float32 and in a fixed order: the same inputs give the same bits.
+Each reads and writes memory once, where torch makes several passes. They round where the lines of transformers that
+they replace round, so that a learner in bfloat16 stays as close to its engine. Sums are in float32 and in a fixed
+order: the same inputs give the same bits.
 
 Imported only where `numerics.has_kernels` says so: a CPU build of torch brings no Triton.
 """

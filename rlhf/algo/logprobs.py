@@ -230,7 +230,8 @@ def _forward_tiles(head: _Head, targets: Tensor, with_entropy: bool) -> tuple[Te
     lse = partial.logsumexp(0)
     if not with_entropy:
         return lse, chosen, lse[:0]
-    return lse, chosen, lse - (expected * (partial - lse).exp()).sum(0)
+    # Differences first: the shares of the tiles, each off by the rounding of `lse`, then weigh small numbers.
+    return lse, chosen, ((lse - expected) * (partial - lse).exp()).sum(0)
 
 
 def _backward_tiles(

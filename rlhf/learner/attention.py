@@ -88,13 +88,13 @@ def packed_attention(
     assert query.shape[0] == 1, "a packed row is a batch of one"
     assert window is None or isinstance(window, Window), "segments say what may be attended to"
     assert dropout == 0.0, "dropout would make old and current log-probabilities differ"
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, d]
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [U, heads, d]; x[0] would copy gradients
     if vars(module).get("attn_temperature_tuning") and not module.use_rope:
         q = _scale_by_position(q, module, segments)
     if window is not None and window.chunked:
         segments, window = segments.chunked(window.size), None
     size = None if window is None or window.size >= segments.longest else window.size
-    flash = q.device.type == "cuda" and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= FLASH_WIDTH
+    flash = q.device.type != "cpu" and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= FLASH_WIDTH
     if not flash:
         return _blockwise_attention(q, k, v, segments, scaling, size, softcap, s_aux).unsqueeze(0), None
     if segments.expand is not None:

@@ -13,11 +13,13 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
 from rlhf.algo.numerics import has_kernels
 
 ROTARY = "apply_rotary_pos_emb"
+SILU = (type(ACT2FN["silu"]), nn.SiLU)
 
 
 def use_kernels(model: nn.Module) -> None:
@@ -25,7 +27,7 @@ def use_kernels(model: nn.Module) -> None:
     for module in model.modules():
         if _same_code(type(module).forward, modeling_llama.LlamaRMSNorm.forward):
             module.forward = functools.partial(_normalize, module, module.forward)
-        elif _same_code(type(module).forward, modeling_llama.LlamaMLP.forward) and isinstance(module.act_fn, nn.SiLU):
+        elif _same_code(type(module).forward, modeling_llama.LlamaMLP.forward) and isinstance(module.act_fn, SILU):
             module.forward = functools.partial(_gated_mlp, module)
     for file in {sys.modules[type(module).__module__] for module in model.modules()}:
         rotate: Any = vars(file).get(ROTARY)

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 from waiting import eventually
 
-from benchmarks import asynchronous, harness, learner_step, logprobs, models, packer, time_to_accuracy, transfer
+from benchmarks import (
+    asynchronous,
+    harness,
+    learner_step,
+    logprobs,
+    models,
+    packer,
+    roofline,
+    time_to_accuracy,
+    transfer,
+)
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **HEADS}
@@ -263,3 +273,39 @@ def test_a_model_of_infinite_responses_never_ends_one(tmp_path: Path, monkeypatc
     model = AutoModelForCausalLM.from_pretrained(models.random_model("small", dtype="float32", mean_length=math.inf))
     ids = torch.randint(0, model.config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
     assert model(input_ids=ids).logits.softmax(-1)[..., model.config.eos_token_id].max() == 0
+
+
+def test_the_account_of_kernels_is_that_of_products_bytes_and_attention_by_hand() -> None:
+    import torch
+    from torch.nn.attention.varlen import varlen_attn
+
+    account = roofline.Account(sequence=4096)
+    square = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
+    with account:
+        (square @ square).add_(square)[:2].view(-1).sum()
+    account.launch(None, (1,), square, square[:4096], None, 3)
+    assert account.seconds["products"] == pytest.approx(2 * 8192**3 / 680e12)
+    # add_ reads two tensors and writes one, the launch takes one and a half; a sum of 32 KiB is the smallest kernel.
+    moved = (3 + 1.5) * 2 * 8192**2
+    assert account.seconds["other"] == pytest.approx(moved / 2.8e12 + 4e-6)
+    assert account.bytes["other"] == pytest.approx(moved, rel=1e-3)
+    heads = torch.empty(16384, 28, 128, dtype=torch.bfloat16, device="meta")
+    bounds = torch.empty(5, dtype=torch.int32, device="meta")
+    with account:
+        varlen_attn(heads, heads, heads, bounds, bounds, 4096, 4096, window_size=(-1, 0))
+    assert account.seconds["attention"] == pytest.approx(2 * 16384 * 4096 * 28 * 128 / 380e12)
+
+
+@pytest.mark.parametrize(
+    ("size", "checkpointing", "plain", "target"), [("1.5B", False, 0.33, 0.36), ("7B", True, 0.39, 0.40)]
+)
+def test_by_the_account_an_update_with_kernels_reaches_its_share_of_the_peak(
+    size: str, checkpointing: bool, plain: float, target: float
+) -> None:
+    pytest.importorskip("triton")
+    rows = [roofline.update(size, with_kernels=on, checkpointing=checkpointing) for on in (False, True)]
+    assert rows[0]["of peak"] < plain
+    assert rows[1]["of peak"] >= target
+    products = [row["products, ms"] + row["head, products, ms"] for row in rows]
+    assert products[1] == pytest.approx(products[0], rel=1e-3)  # only what is around them became less
+    assert rows[0]["attention, ms"] == rows[1]["attention, ms"]
