@@ -222,3 +222,19 @@ class ValueTargets:
     def take(self, index: np.ndarray) -> ValueTargets:
         """The columns at these tokens."""
         return ValueTargets(self.old_values[index], self.returns[index])
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """Size and CRC-32 of a file of a checkpoint."""
+
+    bytes: int
+    crc32: str
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """The files that one rank has written of a checkpoint, by name, and what the disk refused."""
+
+    files: dict[str, WrittenFile]
+    error: str | None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
+from rlhf.learner.checkpoint import REFERENCE, Slice
 from rlhf.learner.hub_format import hub_shapes, hub_tensors
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy
 from rlhf.learner.rank_place import Place
@@ -154,13 +155,14 @@ class Learner(StepRank):
 
     # --- to disk ---
 
-    def save(self, folder: str) -> None:
-        super().save(folder)
+    def state(self) -> dict[str, list[Slice]]:
+        state = super().state()
         if self.reference is not None and self.config.reference_moves:
-            self.reference.save(self, folder)
+            state[REFERENCE] = self.reference.state(self)
+        return state
 
-    def load(self, folder: str, updates_done: int) -> None:
-        super().load(folder, updates_done)
+    def load(self, folder: str) -> None:
+        super().load(folder)
         if self.reference is not None and self.config.reference_moves:
             self.reference.load(self, folder)
 

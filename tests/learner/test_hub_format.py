@@ -10,7 +10,7 @@ import pytest
 import torch
 from model_families import write_family
 from safetensors.torch import load_file
-from worlds import make_config, run_world
+from worlds import make_config, run_world, save
 
 from rlhf.learner.hub_format import hub_shapes, hub_tensors, state_buffers
 from rlhf.learner.rank_place import Place
@@ -43,10 +43,10 @@ def exported_and_resumed(place: Place, folder: Path) -> list[dict[str, np.ndarra
 
     learner = Learner(make_config(folder), place)
     learner.perturb_weights()
-    learner.save(str(folder))
+    save(learner, folder)
     learner.export(str(folder / "exported"), str(folder))
     learner.restore_weights()
-    learner.load(str(folder), 0)
+    learner.load(str(folder))
     resumed = {name: tensor.clone() for name, tensor in learner}
     learner.close()
     exported = load_file(folder / "exported" / "model.safetensors")

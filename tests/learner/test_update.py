@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world
+from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world, save
 
 from rlhf.learner.rank_place import Place
 from rlhf.log.reductions import StepMetrics
@@ -277,7 +277,7 @@ def train_and_save(place: Place, model: Path, folder: Path) -> dict[str, np.ndar
     if place.rank == 0:
         (folder / "checkpoint").mkdir(parents=True)
     torch.distributed.barrier()
-    learner.save(str(folder / "checkpoint"))
+    save(learner, folder / "checkpoint")
     learner.export(str(folder / "export"), str(model))
     sequence = np.arange(5, 60, dtype=np.int32)
     canary = learner.canary([sequence])[0]
@@ -291,7 +291,7 @@ def resume_and_train(place: Place, model: Path, folder: Path, stage: int) -> dic
 
     config = checkpoint_config(model, place.world_size, stage)
     learner = Learner(config, place)
-    learner.load(str(folder / "checkpoint"), 2)
+    learner.load(str(folder / "checkpoint"))
     targets = start_step(learner, config)
     for _ in range(2):
         learner.update(targets)
