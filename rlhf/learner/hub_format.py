@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -35,6 +35,24 @@ def hub_shapes(transformer: PreTrainedModel, name: str, tensor: Tensor) -> Itera
     """The same on the meta device; at ZeRO-3 the tensor need not be gathered."""
     shape = getattr(tensor, "ds_shape", tensor.shape)
     yield from hub_tensors(transformer, name, torch.empty(shape, dtype=tensor.dtype, device="meta"))
+
+
+def model_tensors(transformer: PreTrainedModel) -> dict[str, Tensor]:
+    """All that makes the model: parameters, then the buffers that are stored with them."""
+    return {**dict(transformer.named_parameters()), **state_buffers(transformer)}
+
+
+def empty_model(folder: Path, *, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+    """The model that a config.json describes, on the meta device.
+
+    Raises:
+        ValueError: it is of code of its own, and that is not trusted.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
+        )
 
 
 class HubWriter:
@@ -79,9 +97,7 @@ class HubWriter:
                     stream.write(piece)
 
     def finish(self) -> None:
-        """Write config.json and generation_config.json, once every tensor is written."""
         assert not self._places, f"not written: {next(iter(self._places))}"
-        write_model_config(self._folder, self._transformer)
 
 
 def write_model_config(folder: Path, transformer: PreTrainedModel) -> None:

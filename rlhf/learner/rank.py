@@ -261,14 +261,20 @@ class TrainedRank:
         index = LearnerIndex(
             ranks=self.place.world_size, adam_steps=self.adam_steps, updates_done=self.updates_done, shapes=shapes
         )
-        if self.place.rank == 0:
-            write_model_config(Path(folder) / MODEL_FOLDER, self.engine.module.transformer)
         copy = host_copy(state, ranks_on_node=self.place.ranks_on_node)
-        self._saving = self._writer.submit(
-            write_rank, Path(folder), self.place.rank, copy or state, index if self.place.rank == 0 else None
-        )
+        self._saving = self._writer.submit(self._write, Path(folder), copy or state, index)
         if copy is None:
             self._saving.exception()  # waits
+
+    def _write(self, folder: Path, state: dict[str, list[Slice]], index: LearnerIndex) -> SaveReport:
+        """Write this rank's files; rank 0 also writes those that all ranks have in common."""
+        if self.place.rank != 0:
+            return write_rank(folder, self.place.rank, state, None)
+        try:
+            write_model_config(folder / MODEL_FOLDER, self.engine.module.transformer)
+        except OSError as error:
+            return SaveReport({}, f"{folder}: {error.strerror or error}")
+        return write_rank(folder, 0, state, index)
 
     def saved(self) -> SaveReport | None:
         """What this rank has written since `save`; None while it is still writing."""
@@ -348,6 +354,7 @@ class TrainedRank:
             from transformers import AutoTokenizer
 
             writer.finish()
+            write_model_config(Path(folder), self.engine.module.transformer)
             AutoTokenizer.from_pretrained(
                 tokenizer_path, trust_remote_code=self._model.trust_remote_code
             ).save_pretrained(folder)

@@ -59,7 +59,7 @@ class Reference:
         own = self._average[name].to(rank.device)
         size = -(-shape.numel() // ranks)
         gathered = own.new_empty(ranks * size)
-        dist.all_gather_into_tensor(gathered, torch.nn.functional.pad(own, (0, size - len(own))))
+        dist.all_gather_single(gathered, torch.nn.functional.pad(own, (0, size - len(own))))
         with rank.whole(param, modify=True):
             param.copy_(gathered[: shape.numel()].view(shape))
 

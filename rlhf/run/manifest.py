@@ -67,14 +67,14 @@ def write_manifest(folder: Path, written: Mapping[str, WrittenFile]) -> None:
         sync(inside)
 
 
-def manifest_files(text: str) -> dict[str, WrittenFile]:
+def manifest_files(content: bytes) -> dict[str, WrittenFile]:
     """The files that a manifest names.
 
     Raises:
         ValueError: it is no manifest of this format.
     """
     try:
-        manifest = json.loads(text)
+        manifest = json.loads(content)
         files = {name: WrittenFile(int(file["bytes"]), str(file["crc32"])) for name, file in manifest["files"].items()}
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"{MANIFEST} is not readable") from None
@@ -91,10 +91,12 @@ def manifest_files(text: str) -> dict[str, WrittenFile]:
 def find_damage(folder: Path, *, contents: bool = True) -> str:
     """How a checkpoint differs from what was written, "" if it does not, by file sizes and (`contents`) checksums."""
     try:
-        files = manifest_files((folder / MANIFEST).read_text())
+        files = manifest_files((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         return f"{MANIFEST} is missing, as where it was not finished"
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        return reason(error)
+    except ValueError as error:
         return str(error)
 
     def damage(name: str) -> str:
@@ -157,5 +159,10 @@ def remove(checkpoint: Path) -> str:
             checkpoint.rename(doomed)
         shutil.rmtree(doomed)
     except OSError as error:
-        return f"{error.filename or checkpoint}: {error.strerror}"
+        return reason(error)
     return ""
+
+
+def reason(error: OSError) -> str:
+    """`FILE: why`, without the number of the error."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)

@@ -71,7 +71,7 @@ class Mirror:
             OSError: the place does not take them.
         """
         target = f"{self._root}/{checkpoint.name}"
-        names = sorted(manifest_files((checkpoint / MANIFEST).read_text()))
+        names = sorted(manifest_files((checkpoint / MANIFEST).read_bytes()))
         pairs = [(path, f"{self._root}/{path.name}") for path in others if path.is_file()]
         pairs += [(checkpoint / name, f"{target}/{name}") for name in (*names, MANIFEST)]
         for local, remote in pairs:
@@ -91,9 +91,9 @@ class Mirror:
             OSError: the place cannot be read, or the disk is full.
         """
         partial = checkpoints / f"{name}{PARTIAL}"
-        text = self._tries(self._fs.cat_file, f"{self._root}/{name}/{MANIFEST}").decode()
+        manifest: bytes = self._tries(self._fs.cat_file, f"{self._root}/{name}/{MANIFEST}")
         try:
-            files = manifest_files(text)
+            files = manifest_files(manifest)
         except ValueError as error:
             return str(error)
         for file in files:
@@ -102,7 +102,7 @@ class Mirror:
                 self._tries(self._fs.get_file, f"{self._root}/{name}/{file}", str(partial / file))
             except FileNotFoundError:
                 return f"{file} is missing"
-        (partial / MANIFEST).write_text(text)
+        (partial / MANIFEST).write_bytes(manifest)
         if damage := find_damage(partial):
             return damage
         final = partial.with_suffix("")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.sections import CheckpointConfig
+from rlhf.learner.checkpoint import MODEL_FOLDER
 from rlhf.run.folder import LATEST, RunFolder
+from rlhf.run.manifest import reason
 from rlhf.run.mirror import Mirror
 from rlhf.run.state import RunState
 
@@ -27,10 +31,12 @@ class CheckpointSaver:
         config: CheckpointConfig,
         folder: RunFolder,
         cluster: Cluster,
+        tokenizer: Any,
         mirror: Mirror | None,
         warn: Callable[[str], None],
     ) -> None:
         self.failure = ""
+        self._tokenizer = _files_of(tokenizer)
         self._config, self._folder, self._cluster, self._mirror, self._warn = config, folder, cluster, mirror, warn
         self._writing: asyncio.Task[None] | None = None
 
@@ -41,6 +47,9 @@ class CheckpointSaver:
         try:
             partial = await asyncio.to_thread(self._folder.begin_checkpoint, state.step)
             self._check_space(await self._cluster.checkpoint_bytes())
+            (partial / MODEL_FOLDER).mkdir()
+            for name, content in self._tokenizer.items():
+                (partial / MODEL_FOLDER / name).write_bytes(content)
             await self._cluster.save(partial)
         except OSError as error:
             self._fail(state.step, partial, error)
@@ -57,8 +66,8 @@ class CheckpointSaver:
             self._fail(state.step, partial, error)
             return
         self.failure = ""
-        for reason in self._folder.not_removed:
-            self._warn(f"an old checkpoint is still there: {reason}. Remove it by hand.")
+        for why in self._folder.not_removed:
+            self._warn(f"an old checkpoint is still there: {why}. Remove it by hand.")
         if self._mirror is not None:
             await self._send(self._mirror, final)
 
@@ -75,7 +84,7 @@ class CheckpointSaver:
             raise OSError(f"{self._folder.checkpoints}: it takes {needed:,} bytes, and {free:,} are free")
 
     def _fail(self, step: int, partial: Path | None, error: OSError) -> None:
-        self.failure = f"the checkpoint of step {step} could not be written: {error}."
+        self.failure = f"the checkpoint of step {step} could not be written: {reason(error)}."
         self._warn(f"{self.failure} It is tried again after the next step; make room meanwhile.")
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -98,3 +107,10 @@ class CheckpointSaver:
             writing.cancel()
             if done and (error := writing.exception()) is not None:
                 self._warn(f"the last checkpoint was not completed: {error}")
+
+
+def _files_of(tokenizer: Any) -> dict[str, bytes]:
+    """The files that a tokenizer is saved as; on a full disk its own writer raises errors of no known type."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-tokenizer-") as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}

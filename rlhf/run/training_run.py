@@ -27,6 +27,7 @@ from rlhf.rollout.buffer import RolloutBuffer, Staleness
 from rlhf.run.evaluation import evaluate, evaluation_metrics
 from rlhf.run.folder import RunFolder
 from rlhf.run.mirror import Mirror
+from rlhf.run.model_card import model_card
 from rlhf.run.prompts import PromptTickets
 from rlhf.run.resume import check_resumed_state, model_fingerprints, resume_warnings
 from rlhf.run.run_log import RunLog
@@ -129,7 +130,9 @@ class TrainingRun(Generic[C]):
             f"{config.cluster.device} ..."
         )
         self.cluster = await self._exit_stack.enter_async_context(Cluster(config, first_step=self.first_step))
-        self.saver = CheckpointSaver(config.checkpoint, self.folder, self.cluster, self.mirror, self.log.warn)
+        self.saver = CheckpointSaver(
+            config.checkpoint, self.folder, self.cluster, self.tokenizer, self.mirror, self.log.warn
+        )
         self._exit_stack.push_async_callback(self.saver.close, within_s=SAVE_S)
         self.sampler = Sampler(config, self.cluster, self.scorer, self.tokenizer)
         self.canary = Canary(
@@ -289,6 +292,8 @@ class TrainingRun(Generic[C]):
         if config.run.export:
             with self.clock.phase("export"):
                 await self.cluster.learners.call("export", str(self.folder.model.resolve()), config.model.path)
+                card = model_card(await self._state_after(config.run.steps), self.folder.metrics)
+                (self.folder.model / "README.md").write_text(card)
         before, after = state.evaluations.get(0, {}), state.evaluations.get(config.run.steps, {})
         summary = {
             "evaluation_before": before,
