@@ -19,7 +19,7 @@ from rlhf.types import WrittenFile
 MANIFEST = "manifest.json"
 FORMAT = 2  # raised when an older program could not read what this one writes
 PARTIAL = ".partial"
-CHUNK_BYTES = 2**24
+CHUNK_BYTES = 2**22
 READERS = 8  # threads; a checksum is faster than one disk, and slower than several
 
 

@@ -21,12 +21,12 @@ def model_card(state: RunState, metrics: Path) -> str:
     """
     config = state.config
     base, program = config["model"]["path"], "ppo" if "critic" in config else "grpo"
-    head = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["rlhf", program]}
+    head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [rlhf, {program}]"]
     if not looks_local(base):
-        head["base_model"] = base
+        head.append(f"base_model: {base}")
     sources = state.stream.get("sources", {})
     sections = [
-        "---\n" + "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items()) + "---",
+        "\n".join(["---", *head, "---"]),
         f"# {Path(config['run']['dir']).name}, step {state.step}",
         f"`{base}` after {state.step} of {config['run']['steps']} steps of {program.upper()} with rlhf: "
         f"{state.updates_taken} optimizer steps on {state.account.trained:,} responses.",

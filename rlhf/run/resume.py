@@ -28,7 +28,7 @@ FREE = frozenset(
         "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
         "reward_model.retries",
         "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
-        "critic.path", "critic.zero_stage", "critic.offload_optimizer", "critic.max_tokens_per_microbatch",
+        "critic.path", "critic.zero_stage", "critic.offload_optimizer",
     )
 )  # fmt: skip
 KEPT = frozenset(("run.seed", "run.deterministic"))  # of the sections in FREE

@@ -14,7 +14,18 @@ from checkpoints import state_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rlhf.learner.checkpoint import LearnerIndex, Slice, SliceReader, check_shapes, share, write_rank, write_slices
+from rlhf.learner.checkpoint import (
+    PIECE_BYTES,
+    LearnerIndex,
+    Slice,
+    SliceReader,
+    check_shapes,
+    host_copy,
+    pieces,
+    share,
+    write_rank,
+    write_slices,
+)
 from rlhf.learner.host_memory import free_host_memory
 
 TENSORS = {"a.weight": torch.randn(7, 5), "b": torch.randn(3), "scale": torch.tensor(2.5)}
@@ -122,6 +133,22 @@ def test_files_are_plain_safetensors(tmp_path: Path) -> None:
     size = int.from_bytes(head[:8], "little")
     assert size % 8 == 0
     assert json.loads(head[8 : 8 + size])["t[4:10]"]["data_offsets"] == [0, 24]
+
+
+def test_a_copy_for_writing_later_is_made_where_the_nodes_memory_holds_it(tmp_path: Path) -> None:
+    values = torch.ones(1000)
+    state = {"weights": [Slice("w", 0, values)]}
+    copy = host_copy(state, ranks_on_node=8)
+    values.fill_(2.0)  # training goes on
+    assert copy is not None
+    assert (copy["weights"][0].values == 1.0).all()
+    assert host_copy(state, ranks_on_node=10**12) is None
+
+
+def test_what_is_written_passes_through_memory_in_pieces() -> None:
+    tensor = torch.arange(PIECE_BYTES // 4 + 5, dtype=torch.int32)
+    sizes = [len(piece) for piece in pieces(tensor)]
+    assert sizes == [PIECE_BYTES, 20]
 
 
 def test_free_memory_is_within_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
