@@ -14,7 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from rlhf.run.folder import complete_checkpoints
+from rlhf.run.manifest import complete_checkpoints
 
 RESUME = "--resume"
 

@@ -236,3 +236,19 @@ class GPUMemory:
     total: int
     free: int
     away: int
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """Size and CRC-32 of a file of a checkpoint."""
+
+    bytes: int
+    crc32: str
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """The files that one rank has written of a checkpoint, by name, and what the disk refused."""
+
+    files: dict[str, WrittenFile]
+    error: str | None

@@ -25,7 +25,7 @@ ON_THE_STACK = {
     "cluster/placement.py": "ray",
     "cluster/rank_group.py": "ray",
     "cluster/session.py": "ray",
-    "learner/checkpoint.py": "deepspeed",
+    "learner/partition.py": "deepspeed",
     "learner/rank.py": "deepspeed",
     "rollout/engine.py": "vllm",
     "weights/cpu_receiver.py": "vllm",

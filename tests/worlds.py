@@ -19,6 +19,7 @@ from waiting import STACK_WAIT_S, WAIT_S, free_port
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
 from rlhf.learner.rank_place import Place
+from rlhf.run.manifest import checksum
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.step.response_advantages import step_advantages
@@ -88,6 +89,16 @@ def _rank(results: Any, target: Callable[..., Any], place: Place, arguments: tup
         results.put((place.rank, target(place, *arguments)))
     except BaseException:
         results.put((place.rank, RankFailure(traceback.format_exc())))
+
+
+def save(rank: Any, folder: Path) -> None:
+    """Write the part of a rank of a checkpoint, and wait until it is on disk."""
+    rank.save(str(folder))
+    while (report := rank.saved()) is None:
+        time.sleep(0.01)
+    assert report.error is None
+    for name, file in report.files.items():
+        assert (file.bytes, file.crc32) == ((folder / name).stat().st_size, checksum(folder / name))
 
 
 def make_config(folder: Path, /, **sections: dict[str, Any]) -> GRPOConfig:

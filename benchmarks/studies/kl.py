@@ -13,7 +13,6 @@ bias. A second table has the expected gradients, enumerated over a small softmax
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -24,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.studies import report
@@ -36,7 +34,6 @@ from rlhf.config.load import load_config
 from rlhf.data.load import LoadedPrompts, load_prompts
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
-from rlhf.learner.checkpoint import MOMENTS
 from rlhf.log.reductions import mean_over_updates
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
@@ -167,7 +164,7 @@ class Stack:
         await self.canary.measure_noise(self.cluster)
         await self.canary.check_start(self.cluster, self.version)
         await self.cluster.save(self._start_state)
-        add_empty_moments(self._start_state)
+        await self.cluster.saved()
         return self
 
     async def __aexit__(self, *failure: Any) -> None:
@@ -176,7 +173,7 @@ class Stack:
     async def begin(self, settings: Settings) -> PromptStream:
         """Put everything back to the start and take up these settings; the prompts of a run."""
         self.config = settings.config(self.config)
-        await self.cluster.load(self._start_state, 0)
+        await self.cluster.load(self._start_state)
         await self.cluster.learners.call("change_config", self.config)
         await self.send_weights()
         return PromptStream(self.prompts.prompts, seed=self.config.run.seed)
@@ -185,18 +182,6 @@ class Stack:
         self.version += 1
         await self.cluster.send_weights(self.version)
         await self.canary.check(self.cluster, self.version)
-
-
-def add_empty_moments(folder: Path) -> None:
-    """Give a checkpoint from before the first update the moments of that time, zeros: loading it forgets all others."""
-    index = json.loads((folder / "learner.json").read_text())
-    for kind in MOMENTS:
-        index["files"][kind] = []
-        for file in index["files"]["weights"]:
-            name = file.replace("weights", kind)
-            save_file({key: torch.zeros_like(t) for key, t in load_file(folder / file).items()}, folder / name)
-            index["files"][kind].append(name)
-    (folder / "learner.json").write_text(json.dumps(index))
 
 
 async def run_once(stack: Stack, settings: Settings) -> list[report.Row]:

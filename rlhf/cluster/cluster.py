@@ -33,11 +33,12 @@ from rlhf.learner.rank_place import Place
 from rlhf.plan import check_resources
 from rlhf.plan.shared_gpus import check_shared_gpus
 from rlhf.rollout.requests import SamplingSettings
-from rlhf.types import Prompt, Rollout
+from rlhf.types import Prompt, Rollout, WrittenFile
 from rlhf.weights import transfer
 
 HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
+FIRST_POLL_S, LAST_POLL_S = 0.05, 2.0  # between questions whether a checkpoint is written
 ENGINE_DEATH_NOTICE_S = 30  # after a failed transfer; vLLM hears of a dead worker within 5 s, later on busy cores
 
 
@@ -63,6 +64,7 @@ class Cluster:
         self._shares_gpus = trains and config.cluster.placement == "colocated"
         self._asleep = False
         self._heartbeat: asyncio.Task[None] | None = None
+        self._saving = Path()
 
     def group(self, role: str) -> ActorGroup:
         """The actors of a role."""
@@ -167,7 +169,9 @@ class Cluster:
             before = sum(other.node == location.node for other in locations[:rank])
             # A learner sees only its own GPU, as device 0; on CPU the ranks of a node are numbered.
             local_rank = 0 if config.device == "cuda" else before
-            places.append(Place(rank, len(locations), local_rank, locations[0].host, locations[0].port, threads))
+            on_node = sum(other.node == location.node for other in locations)
+            meeting = locations[0]
+            places.append(Place(rank, len(locations), local_rank, meeting.host, meeting.port, threads, on_node))
         return places
 
     async def _leave_gpus(self, *roles: str) -> None:
@@ -210,18 +214,48 @@ class Cluster:
 
     # --- to and from disk ---
 
+    async def checkpoint_bytes(self) -> int:
+        """What `save` will write, over all ranks."""
+        return sum([sum(await ranks.call("checkpoint_bytes")) for ranks in self.trained().values()])
+
     async def save(self, folder: Path) -> None:
-        """Weights and optimizer state of every trained role."""
+        """Begin to write weights and optimizer state of every trained role; `saved` waits for the end."""
+        self._saving = folder
         for name, ranks in self.trained().items():
             await ranks.call("save", str(_folder_of(name, folder, make=True)))
 
-    async def load(self, folder: Path, step: int) -> None:
-        """Put back what `save` wrote after `step` training steps; colocated engines sleep afterwards."""
-        await self.sleep_colocated_engines()
+    async def saved(self) -> dict[str, WrittenFile]:
+        """Wait until every rank has written what `save` began.
+
+        Returns:
+            The files by path in the folder.
+
+        Raises:
+            OSError: what the disk refused, of the first rank; no rank is writing any more.
+        """
+        files: dict[str, WrittenFile] = {}
+        errors, wait_s = [], FIRST_POLL_S
         for role in self.roles:
-            if role.training is not None:
-                updates = role.training.updates_before(step)
-                await self.group(role.name).call("load", str(_folder_of(role.name, folder)), updates)
+            if role.training is None:
+                continue
+            ranks = self.group(role.name)
+            deadline_s = ranks.deadline_s * (1 + role.training.epochs_per_step)  # a rank answers after its update
+            while None in (reports := await ranks.call("saved", deadline_s=deadline_s)):
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LAST_POLL_S)
+            below = _folder_of(role.name, self._saving).relative_to(self._saving.resolve())
+            for report in reports:
+                files |= {(below / file).as_posix(): written for file, written in report.files.items()}
+                errors += [report.error] if report.error else []
+        if errors:
+            raise OSError(errors[0])
+        return files
+
+    async def load(self, folder: Path) -> None:
+        """Put back what `save` wrote; colocated engines sleep afterwards."""
+        await self.sleep_colocated_engines()
+        for name, ranks in self.trained().items():
+            await ranks.call("load", str(_folder_of(name, folder)))
 
     # --- weights and samples ---
 

@@ -184,6 +184,11 @@ class CheckpointConfig(Section):
         description="training steps between checkpoints; auto is a tenth of run.steps, rounded up; null saves none",
     )
     keep: PositiveInt = Field(2, description="newest complete checkpoints that are kept")
+    mirror: str | None = Field(
+        None,
+        min_length=1,
+        description="address that each checkpoint is copied to, such as s3://bucket/run; --resume reads it; null: none",
+    )
 
     @field_validator("every", mode="before")
     @classmethod

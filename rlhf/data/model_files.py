@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,37 @@ def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:
             "Name one token, or use rollout.stop for a string."
         )
     return int(ids[0])
+
+
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights: training moves every tensor
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+
+def model_fingerprint(path: str) -> dict[str, str]:
+    """Digests of a model's config, tokenizer and weights; "" for files that are not on this machine.
+
+    Of the weights, which may be 100 GB and more, sizes and SAMPLES places in each file are read: it tells models apart,
+    and is no check for damage.
+    """
+    folder = local_model_folder(path)
+    return {
+        "config": _digest(folder, ("config.json",)),
+        "tokenizer": _digest(folder, TOKENIZER_FILES),
+        "weights": _digest(folder, WEIGHT_FILES, sampled=True),
+    }
+
+
+def _digest(folder: Path, patterns: tuple[str, ...], *, sampled: bool = False) -> str:
+    files = sorted({file for pattern in patterns for file in folder.glob(pattern)})
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        digest.update(f"{file.name}\n{file.stat().st_size}\n".encode())
+        with file.open("rb") as content:
+            if not sampled:
+                digest.update(content.read())
+                continue
+            for place in range(0, file.stat().st_size, max(SAMPLE_BYTES, file.stat().st_size // SAMPLES)):
+                content.seek(place)
+                digest.update(content.read(SAMPLE_BYTES))
+    return digest.hexdigest() if files else ""

@@ -119,13 +119,14 @@ class PromptStream:
 
     @cached_property
     def _fingerprints(self) -> dict[str, str]:
-        """A digest of each source's ids, prompt tokens and answers, in order."""
+        """A digest of each source's ids, prompt tokens, answers and other columns, in order."""
         fingerprints = {}
         for source, prompts in self._prompts.items():
             digest = hashlib.blake2b(digest_size=8)
             for prompt in prompts:
                 digest.update(f"{prompt.id}\n{prompt.answer}\n".encode())
                 digest.update(prompt.token_ids.tobytes())
+                digest.update(repr(prompt.columns).encode())
             fingerprints[source] = digest.hexdigest()
         return fingerprints
 

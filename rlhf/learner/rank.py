@@ -9,6 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,27 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.attention import use_flash_attention_3
-from rlhf.learner.checkpoint import MOMENTS, OptimizerView, load_learner, save_learner
-from rlhf.learner.hub_format import state_buffers
+from rlhf.learner.checkpoint import (
+    MODEL_FOLDER,
+    MOMENTS,
+    RNG,
+    WEIGHTS,
+    LearnerIndex,
+    Slice,
+    SliceReader,
+    check_shapes,
+    host_copy,
+    state_bytes,
+    write_rank,
+)
+from rlhf.learner.hub_format import HubWriter, state_buffers, write_model_config
 from rlhf.learner.offload import Offload, gradient_buffers, optimizer_tensors
+from rlhf.learner.partition import Partition
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.rank_place import Place
 from rlhf.learner.update import on_host
 from rlhf.log.reductions import Last, Mean, StepMetrics, merge_metrics
-from rlhf.types import GPUMemory
+from rlhf.types import GPUMemory, SaveReport
 
 BUCKET = 250_000_000  # elements that GPUs reduce at once, and that ZeRO-3 gathers ahead: about one layer of 7 B
 
@@ -58,6 +72,8 @@ class TrainedRank:
         self.names: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self._offload = Offload()
+        self._writer = ThreadPoolExecutor(1)  # writes a checkpoint while the run goes on
+        self._saving: Future[SaveReport] | None = None
 
     def wrap(self, module: nn.Module) -> None:
         """Hand the module to DeepSpeed; names in `names` and `buffers` are those of the model in its `transformer`."""
@@ -270,27 +286,110 @@ class TrainedRank:
 
     # --- to disk ---
 
-    def save(self, folder: str) -> None:
-        save_learner(
-            Path(folder), self.names, self.buffers, OptimizerView(self.engine), adam_steps=self.adam_steps,
-            write=self.place.rank == 0,
-        )  # fmt: skip
+    def state(self) -> dict[str, list[Slice]]:
+        """This rank's part of a checkpoint, by kind; no call is a collective, and nothing is copied on a GPU."""
+        partition = Partition(self.engine, self.place)
+        slices: dict[str, list[Slice]] = {}
+        for kind in (WEIGHTS, *MOMENTS) if self.adam_steps else (WEIGHTS,):
+            slices[kind] = []
+            for name, param in self.names.items():
+                (held, _), (start, stop) = partition.held(param), partition.owned(param)
+                slices[kind].append(Slice(name, start, partition.values(param, kind)[start - held : stop - held]))
+        if self.place.rank == 0:
+            slices[WEIGHTS] += [Slice(name, 0, buffer.detach().reshape(-1)) for name, buffer in self.buffers.items()]
+        slices[RNG] = [Slice("cpu", 0, torch.get_rng_state())]
+        if self.device.type == "cuda":
+            slices[RNG].append(Slice("cuda", 0, torch.cuda.get_rng_state(self.device)))
+        return slices
 
-    def load(self, folder: str, updates_done: int) -> None:
-        """Resume: weights, moments and both counters."""
+    def checkpoint_bytes(self) -> int:
+        """What `save` will write."""
+        return state_bytes(self.state())
+
+    def save(self, folder: str) -> None:
+        """Begin to write this rank's part of a checkpoint; `saved` says when it is on disk.
+
+        Where the node's memory holds a copy of the state, the call returns as soon as it is made, and the files are
+        written while the run goes on. Elsewhere it returns when they are written, piece by piece.
+        """
+        assert self._saving is None or self._saving.done(), "the save before this one is under way"
+        state = self.state()
+        shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in self.tensors.items()}
+        index = LearnerIndex(
+            ranks=self.place.world_size, adam_steps=self.adam_steps, updates_done=self.updates_done, shapes=shapes
+        )
+        copy = host_copy(state, ranks_on_node=self.place.ranks_on_node)
+        self._saving = self._writer.submit(self._write, Path(folder), copy or state, index)
+        if copy is None:
+            self._saving.exception()  # waits
+
+    def _write(self, folder: Path, state: dict[str, list[Slice]], index: LearnerIndex) -> SaveReport:
+        """Write this rank's files; rank 0 also writes those that all ranks have in common."""
+        if self.place.rank != 0:
+            return write_rank(folder, self.place.rank, state, None)
+        try:
+            write_model_config(folder / MODEL_FOLDER, self.engine.module.transformer)
+        except OSError as error:
+            return SaveReport({}, f"{folder}: {error.strerror or error}")
+        return write_rank(folder, 0, state, index)
+
+    def saved(self) -> SaveReport | None:
+        """What this rank has written since `save`; None while it is still writing."""
+        assert self._saving is not None, "save comes first"
+        return self._saving.result() if self._saving.done() else None
+
+    def load(self, folder: str) -> None:
+        """Put back what `save` wrote: weights, moments, both counters, and the random generators of the same ranks.
+
+        Each rank reads its own part, whatever number of ranks wrote it.
+
+        Raises:
+            ValueError: the checkpoint belongs to another model.
+        """
         self._offload.come_back()
+        path = Path(folder)
+        index = LearnerIndex.read(path)
+        tensors = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in self.tensors.items()}
+        check_shapes(path, index, tensors)
+        reader = SliceReader(path, WEIGHTS, ranks=range(index.ranks))
+        self._put(reader, WEIGHTS)
+        for name, buffer in self.buffers.items():
+            buffer.copy_(reader.read(name, 0, buffer.numel()).view(buffer.shape))
         self._create_optimizer_state()
-        self.adam_steps = load_learner(Path(folder), self.names, self.buffers, OptimizerView(self.engine))
-        self.updates_done = updates_done
+        for kind in MOMENTS:
+            self._put(SliceReader(path, kind, ranks=range(index.ranks)) if index.adam_steps else None, kind)
+        self.adam_steps, self.updates_done = index.adam_steps, index.updates_done
         for state in self._torch_optimizer.state.values():
             state["step"].fill_(float(self.adam_steps))
+        if index.ranks == self.place.world_size:
+            self._restore_generators(path)
+
+    @torch.no_grad()
+    def _put(self, reader: SliceReader | None, kind: str) -> None:
+        """The held part of every parameter from the files, or 0 without a reader."""
+        partition = Partition(self.engine, self.place)
+        for name, param in self.names.items():
+            start, stop = partition.held(param)
+            if start < stop:
+                values = torch.zeros(stop - start) if reader is None else reader.read(name, start, stop)
+                partition.put(param, kind, values.to(torch.float32))
+
+    def _restore_generators(self, path: Path) -> None:
+        reader = SliceReader(path, RNG, ranks=[self.place.rank])
+        torch.set_rng_state(reader.read("cpu", 0, len(torch.get_rng_state())))
+        if self.device.type == "cuda" and "cuda" in reader.names:
+            state = torch.cuda.get_rng_state(self.device)
+            torch.cuda.set_rng_state(reader.read("cuda", 0, len(state)), self.device)
 
     @property
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
 
     def _create_optimizer_state(self) -> None:
-        """Create Adam's moments by a first step with zero gradient and zero learning rate."""
+        """Create Adam's moments by a first step with zero gradient and zero learning rate.
+
+        The step also gives the weights that DeepSpeed keeps in the model's own type the values of its fp32 weights.
+        """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = 0.0
         self.engine.set_gradient_accumulation_boundary(True)
@@ -298,27 +397,22 @@ class TrainedRank:
         output = self.engine(tokens)
         self.engine.backward((output if isinstance(output, Tensor) else output[0]).sum() * 0.0)
         self.engine.step()
-        view = OptimizerView(self.engine)
-        for param in self.names.values():
-            for key in MOMENTS:
-                assert view.moment(param, key) is not None, "Adam has no moments after its first step"
+        assert not getattr(self.engine.optimizer, "overflow", False), "the first step had a gradient that is not finite"
 
     def export(self, folder: str, tokenizer_path: str) -> None:
         """Write the model in Hugging Face format, with the tokenizer, in the dtype it was trained in."""
-        state = {}
+        writer = None
+        if self.place.rank == 0:
+            writer = HubWriter(Path(folder), self.engine.module.transformer, self.tensors.items())
         for name, param in self.tensors.items():
             with self.whole(param):
-                if self.place.rank == 0:
-                    state[name] = param.detach().cpu().clone()
-        if self.place.rank == 0:
+                if writer is not None:
+                    writer.write(name, param)
+        if writer is not None:
             from transformers import AutoTokenizer
 
-            transformer = self.engine.module.transformer
-            names = transformer.config.architectures or []
-            transformer.save_pretrained(folder, state_dict=state)
-            if [name.lower() for name in names] == [type(transformer).__name__.lower()]:
-                transformer.config.architectures = names  # vLLM knows Phi 3.5 MoE only in the hub's spelling
-                transformer.config.save_pretrained(folder)
+            writer.finish()
+            write_model_config(Path(folder), self.engine.module.transformer)
             AutoTokenizer.from_pretrained(
                 tokenizer_path, trust_remote_code=self._model.trust_remote_code
             ).save_pretrained(folder)

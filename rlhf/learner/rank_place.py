@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of a world; `threads` is for CPU."""
+    """One rank of a world; `threads` is for CPU, `ranks_on_node` counts those that share its memory."""
 
     rank: int
     world_size: int
@@ -16,6 +16,7 @@ class Place:
     master_host: str
     master_port: int
     threads: int
+    ranks_on_node: int = 1
 
 
 def free_port() -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
+from rlhf.learner.checkpoint import REFERENCE, Slice
 from rlhf.learner.hub_format import hub_shapes, hub_tensors
 from rlhf.learner.perturbation import bits_to_flip, flip
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy
@@ -170,13 +171,14 @@ class Learner(StepRank):
 
     # --- to disk ---
 
-    def save(self, folder: str) -> None:
-        super().save(folder)
+    def state(self) -> dict[str, list[Slice]]:
+        state = super().state()
         if self.reference is not None and self.config.reference_moves:
-            self.reference.save(self, folder)
+            state[REFERENCE] = self.reference.state(self)
+        return state
 
-    def load(self, folder: str, updates_done: int) -> None:
-        super().load(folder, updates_done)
+    def load(self, folder: str) -> None:
+        super().load(folder)
         if self.reference is not None and self.config.reference_moves:
             self.reference.load(self, folder)
 

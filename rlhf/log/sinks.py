@@ -50,18 +50,21 @@ class JsonlSink:
 
 
 def keep_lines_up_to(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a last line that a kill cut short."""
+    """Drop the lines of later steps, and a last line that a kill cut short; by rename, so that a crash loses none."""
     if not path.exists():
         return
-    kept_lines = []
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if row[STEP] <= step:
-            kept_lines.append(line)
-    path.write_text("".join(line + "\n" for line in kept_lines))
+    shorter = path.with_suffix(".new")
+    with path.open() as lines, shorter.open("w") as kept:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if row[STEP] <= step:
+                kept.write(line if line.endswith("\n") else line + "\n")
+        kept.flush()
+        os.fsync(kept.fileno())
+    shorter.replace(path)
 
 
 class WandbSink:

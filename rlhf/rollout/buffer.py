@@ -66,6 +66,7 @@ class RolloutBuffer:
         sample: one prompt -> its graded group, on the engine with the fewest groups in progress.
         next_ticket: draws the next prompt of the stream.
         groups_per_step: groups that one training step takes.
+        replacements: groups that were replaced for the step before this start.
         total_steps: training steps of the run; no group is dispatched beyond them.
         max_replacements: before each training step, at most so many groups of equal rewards are filtered and replaced
             by groups of other prompts; further ones are trained on. 0 replaces none. (Dynamic sampling, DAPO,
@@ -83,6 +84,7 @@ class RolloutBuffer:
         staleness: Staleness,
         step: int = 0,
         account: Account | None = None,
+        replacements: int = 0,
         max_replacements: int = 0,
         deciding_part: str | None = None,
     ) -> None:
@@ -98,7 +100,7 @@ class RolloutBuffer:
         self._ready: list[tuple[Ticket, RolloutGroup]] = []
         self._failure: BaseException | None = None
         self._max_replacements = max_replacements
-        self._replacements = 0
+        self.replacements = replacements
         self._deciding_part = deciding_part
         self._changed = asyncio.Condition()
 
@@ -119,8 +121,8 @@ class RolloutBuffer:
         else:
             self._remove_task()
             self.account.sampled += len(group.samples)
-            if self._replacements < self._max_replacements and not _rewards_differ(group, self._deciding_part):
-                self._replacements += 1
+            if self.replacements < self._max_replacements and not _rewards_differ(group, self._deciding_part):
+                self.replacements += 1
                 self.account.filtered += len(group.samples)
                 self._dispatched -= 1
                 self.dispatch()
@@ -168,7 +170,7 @@ class RolloutBuffer:
     def begin_next_step(self) -> None:
         """Let the groups of the next training step be dispatched; its weights are in the engines."""
         self._step += 1
-        self._replacements = 0
+        self.replacements = 0
         self.dispatch()
 
     def outstanding(self) -> list[int]:

@@ -1,7 +1,7 @@
 """The folder of a run: config.yaml, metrics.jsonl, rollouts/, checkpoints/, model/, summary.json.
 
 A checkpoint is written under a temporary name and renamed when it is complete, so that the previous one stays intact
-whatever happens meanwhile. Its `manifest.json` has the size and the checksum of every file.
+whatever happens meanwhile.
 """
 
 from __future__ import annotations
@@ -10,31 +10,34 @@ import fcntl
 import json
 import re
 import shutil
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.base import Section
 from rlhf.config.load import resolved_yaml
-from rlhf.types import RolloutGroup, ScoredRollout
+from rlhf.run.manifest import (
+    PARTIAL,
+    all_checkpoints,
+    complete_checkpoints,
+    find_damage,
+    partial_checkpoints,
+    remove,
+    replace_synced,
+    sync,
+    write_manifest,
+    write_synced,
+)
+from rlhf.run.mirror import Mirror
+from rlhf.run.state import RunState
+from rlhf.types import RolloutGroup, ScoredRollout, WrittenFile
 
 STATE_FILE = "driver.json"
-MANIFEST = "manifest.json"
-PARTIAL = ".partial"
-CHUNK_BYTES = 2**24
+LATEST = "latest"  # in the folder of the checkpoints: the name of the newest complete one
+NEW = ".new"  # of a file that is being written
+FILE_OF_A_STEP = re.compile(r"step-(\d{6,})\.jsonl")
 # Files of a run that has not finished a step; besides them it has empty folders and metrics of step 0.
 FIRST_FILES = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|logs|\.lock")
-
-
-def all_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in this folder, damaged ones too, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix != PARTIAL)
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Those that are complete by the sizes of their files, oldest first."""
-    return [path for path in all_checkpoints(folder) if not find_damage(path, contents=False)]
 
 
 class RunFolder:
@@ -43,12 +46,14 @@ class RunFolder:
     Attributes:
         restored: the newest undamaged checkpoint of a resumed run, its files verified.
         damaged: newer checkpoints that are damaged or incomplete, with the reason.
+        saved_step: the step of the newest complete checkpoint; 0 if there is none.
+        not_removed: why older checkpoints are still there after the last save.
 
     Raises:
         ValueError: the folder already holds a run and `resume` is False, or there is nothing to resume.
     """
 
-    def __init__(self, path: str | Path, *, resume: bool) -> None:
+    def __init__(self, path: str | Path, *, resume: bool, mirror: Mirror | None = None) -> None:
         self.path = Path(path)
         self.metrics = self.path / "metrics.jsonl"
         self.rollouts = self.path / "rollouts"
@@ -57,22 +62,26 @@ class RunFolder:
         self.summary = self.path / "summary.json"
         self.resume = resume
         self.restored: Path | None = None
-        self.damaged: dict[Path, str] = {}
+        self.damaged: dict[str, str] = {}
+        self.saved_step = 0
+        self.not_removed: tuple[str, ...] = ()
         if resume:
-            self._find_undamaged()
+            self._find_undamaged(mirror)
         elif self.path.is_dir() and any(self.path.iterdir()) and not self._has_no_finished_step():
             advice = "Go on with it (--resume), write" if complete_checkpoints(self.checkpoints) else "Write"
             raise ValueError(
                 f"run.dir={self.path}: already holds a run. {advice} to another folder (run.dir={self.path}-2), or "
                 f"remove it (rm -r {self.path})."
             )
+        elif mirror is not None:
+            mirror.check_empty()
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for a resumed run."""
         if not self.damaged:
             return ()
-        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in self.damaged.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.damaged.items())
         return (f"checkpoints passed over as damaged or not complete in {self.checkpoints}: {reasons}.",)
 
     def _has_no_finished_step(self) -> bool:
@@ -104,6 +113,10 @@ class RunFolder:
         for folder in (self.path, self.rollouts, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock()
+        for left in partial_checkpoints(self.checkpoints):
+            remove(left)
+        if self.restored is not None:
+            self._remove_rollouts_after(self.saved_step)
         text = resolved_yaml(config)
         file = self.path / ("config.resumed.yaml" if self.resume else "config.yaml")
         if file.exists() and file.read_text() != text:
@@ -111,6 +124,13 @@ class RunFolder:
         if not self.resume and self.metrics.exists() and self.metrics.stat().st_size:
             _set_aside(self.metrics)
         file.write_text(text)
+
+    def _remove_rollouts_after(self, step: int) -> None:
+        """Remove the rollouts of later steps, which will be taken again, and files that a kill cut short."""
+        for path in self.rollouts.iterdir():
+            match = FILE_OF_A_STEP.fullmatch(path.name)
+            if path.suffix == NEW or (match and int(match[1]) > step):
+                path.unlink()
 
     def _lock(self) -> None:
         """Keep other runs out until this process ends; its child processes do not inherit the lock."""
@@ -131,53 +151,103 @@ class RunFolder:
 
     # --- checkpoints ---
 
-    def _find_undamaged(self) -> None:
-        for path in reversed(all_checkpoints(self.checkpoints)):
-            if not (damage := find_damage(path)):
-                self.restored = path
+    def _find_undamaged(self, mirror: Mirror | None) -> None:
+        """Find the newest undamaged checkpoint, here or in the mirror, from which it is copied."""
+        here = {path.name for path in all_checkpoints(self.checkpoints)}
+        there: set[str] = set()
+        if mirror is not None:
+            try:
+                there = set(mirror.checkpoints())
+            except OSError as error:
+                self.damaged["the mirror"] = str(error)
+        for name in sorted(here | there, reverse=True):
+            path = self.checkpoints / name
+            damage = find_damage(path) if name in here else ""
+            if mirror is not None and name in there and (damage or name not in here):
+                damage = self._fetch(mirror, name)
+            if not damage:
+                self.restored, self.saved_step = path, self.read_state(path).step
                 return
-            self.damaged[path] = damage
-        reasons = "".join(f"\n  {path.name}: {reason}" for path, reason in self.damaged.items())
+            self.damaged[name] = damage
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.damaged.items())
         remedy = "Put a copy of one in place" if reasons else "Set checkpoint.every so that a run writes some"
         raise ValueError(
             f"run.dir={self.path}: --resume finds no complete, undamaged checkpoint in {self.checkpoints}.{reasons}\n"
             f"{remedy}, or start anew without --resume in another folder."
         )
 
+    def _fetch(self, mirror: Mirror, name: str) -> str:
+        """Copy a checkpoint from the mirror, in place of a damaged one; "" or how that is damaged too."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        try:
+            damage = mirror.fetch(name, self.checkpoints)
+            if not damage and not self.metrics.exists():
+                mirror.fetch_file(self.metrics)
+        except OSError as error:
+            damage = str(error)
+        return damage and f"{mirror.url}: {damage}"
+
     def begin_checkpoint(self, step: int) -> Path:
         folder = self.checkpoints / f"step-{step:06d}{PARTIAL}"
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(folder)
         folder.mkdir(parents=True)
         return folder
 
-    def finish_checkpoint(self, folder: Path, state: dict[str, Any], *, keep: int) -> Path:
-        """Write the driver's state and the manifest, rename the folder, and remove checkpoints beyond `keep`."""
-        (folder / STATE_FILE).write_text(json.dumps(state, indent=2))
-        write_manifest(folder)
+    def finish_checkpoint(
+        self, folder: Path, state: RunState, *, keep: int, written: Mapping[str, WrittenFile] | None = None
+    ) -> Path:
+        """Write the driver's state and the manifest, rename the folder, then point `latest` to it.
+
+        Everything is on the disk before the next thing is written: after a crash at any moment, the newest folder with
+        the name of a checkpoint is whole. Older checkpoints beyond `keep` are removed at last.
+
+        Args:
+            written: what the learners have written, by path in the folder.
+
+        Raises:
+            OSError: the disk refuses, or lacks a file of `written`.
+        """
+        write_synced(folder / STATE_FILE, state.to_json())
+        write_manifest(folder, written or {})
         final = folder.with_suffix("")
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():  # a damaged one, that the run has passed over
+            shutil.rmtree(final)
         folder.rename(final)
-        self.damaged.pop(final, None)
-        complete = [path for path in complete_checkpoints(self.checkpoints) if path not in self.damaged]
-        for old in complete[:-keep]:
-            shutil.rmtree(old)
+        sync(self.checkpoints)
+        replace_synced(self.checkpoints / LATEST, f"{final.name}\n")
+        self.damaged.pop(final.name, None)
+        self.saved_step = state.step
+        complete = [path for path in complete_checkpoints(self.checkpoints) if path.name not in self.damaged]
+        self.not_removed = tuple(filter(None, map(remove, complete[:-keep])))
         return final
 
     @staticmethod
-    def read_state(checkpoint: Path) -> dict[str, Any]:
-        state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text())
-        return state
+    def read_state(checkpoint: Path) -> RunState:
+        """The driver's state.
+
+        Raises:
+            ValueError: it is not of this version.
+        """
+        file = checkpoint / STATE_FILE
+        try:
+            return RunState.from_json(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{file}: not a state that this version reads ({' '.join(str(error).split())}).") from None
 
     # --- results ---
 
     def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> None:
         """One file per step and one line per rollout, in the order of the advantages."""
         remaining = iter(advantages)
-        with (self.rollouts / f"step-{step:06d}.jsonl").open("w") as file:
+        path = self.rollouts / f"step-{step:06d}.jsonl"
+        with path.with_suffix(NEW).open("w") as file:
             for group in groups:
                 for sample in group.samples:
                     row = {"step": step, **rollout_row(group, sample), "advantage": next(remaining)}
                     file.write(_escape_line_ends(json.dumps(row, ensure_ascii=False)) + "\n")
+        path.with_suffix(NEW).replace(path)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")
@@ -201,49 +271,6 @@ def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
         "response_tokens": rollout.response_length,
         "versions": [list(span) for span in rollout.version_spans],
     }
-
-
-def write_manifest(folder: Path) -> None:
-    """Write the size and checksum of every file of a finished checkpoint, those in its folders too."""
-    files = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": checksum(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
-
-
-def find_damage(folder: Path, *, contents: bool = True) -> str:
-    """How a checkpoint differs from what was written, "" if it does not, by file sizes and (`contents`) checksums."""
-    name = MANIFEST
-    try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        for name, written in files.items():
-            size = (folder / name).stat().st_size
-            if size != written["bytes"]:
-                return f"{name} has {size:,} bytes, {written['bytes']:,} were written"
-            if contents and checksum(folder / name) != written["crc32"]:
-                return f"{name} has another checksum than what was written"
-    except FileNotFoundError:
-        older = ", as where it was not finished or is of a version that wrote none" if name == MANIFEST else ""
-        return f"{name} is missing{older}"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return f"{MANIFEST} is not readable"
-    return ""
-
-
-def checksum(file: Path) -> str:
-    """CRC-32 of a file: any flipped bit changes it, and it is faster than most disks (4 GiB/s and more on one core).
-
-    A cryptographic hash takes 3 to 8 times as long and protects against forgery, which is no risk here.
-    """
-    crc, chunk = 0, bytearray(CHUNK_BYTES)
-    with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(chunk):
-            crc = zlib.crc32(memoryview(chunk)[:count], crc)
-    return f"{crc:08x}"
 
 
 def _set_aside(file: Path) -> None:

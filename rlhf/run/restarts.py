@@ -36,16 +36,16 @@ class Restarts(Generic[C]):
             try:
                 return await train(run)
             except LostError as error:
-                if run.saved_step > restarted_from:
+                if run.folder.saved_step > restarted_from:
                     restarts = 0
-                restarts, restarted_from = restarts + 1, run.saved_step
+                restarts, restarted_from = restarts + 1, run.folder.saved_step
                 first_start_failed = self._first and not run.stop.can_save
                 allowed = run.config.run.max_restarts
-                if not run.saved_step or first_start_failed or run.stop.requested or restarts > allowed:
+                if not run.folder.saved_step or first_start_failed or run.stop.requested or restarts > allowed:
                     raise
                 run.log.warn(
                     f"{error} Restart {restarts} of at most {allowed} (run.max_restarts) from the checkpoint of step "
-                    f"{run.saved_step}."
+                    f"{run.folder.saved_step}."
                 )
             run.folder.unlock()
             self._first = False

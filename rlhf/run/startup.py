@@ -1,4 +1,4 @@
-"""Checks before anything is started: whether the run can resume, its data and its gold answers."""
+"""Checks before anything is started: the data and its gold answers."""
 
 from __future__ import annotations
 
@@ -9,38 +9,8 @@ from rich.console import Console
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, show_prompt
 from rlhf.rewards.scorer import Scorer
-from rlhf.run.folder import RunFolder
-from rlhf.run.state import RunState
 
 MAX_ROWS_SHOWN = 5
-
-
-def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) -> None:
-    """Refuse to resume a run that has changed or is finished.
-
-    Raises:
-        ValueError: the checkpoint is of the last step, of the other program, or of other optimizer steps.
-    """
-    steps = config.run.steps
-    finished = state.step == steps and folder.summary.exists()
-    if state.step > steps or finished:
-        raise ValueError(
-            f"run.steps={steps}: the newest checkpoint is of step {state.step}, nothing is left to do. Raise "
-            "run.steps, or start another run.dir."
-        )
-    before, now = state.updates or config.update_plan, config.update_plan
-    if before.keys() != now.keys():
-        this, other = ("ppo", "grpo") if len(before) < len(now) else ("grpo", "ppo")
-        raise ValueError(
-            f"run.dir={folder.path}: its checkpoints are of rlhf.{other}, this is rlhf.{this}. Resume with "
-            f"python -m rlhf.{other}, or start another run.dir from its model."
-        )
-    for key, count in before.items():
-        if now[key] != count:
-            raise ValueError(
-                f"{key}={now[key]}: the run began with {count}, and its schedule counts optimizer steps. "
-                f"Resume with {key}={count}, or start another run.dir from this one's model."
-            )
 
 
 def check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:

@@ -1,22 +1,35 @@
-"""The part of a checkpoint besides weights and optimizer: the progress and the counters of the run."""
+"""The driver's part of a checkpoint: the progress of the run, its counters, and what it must not change."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Self
+import importlib.metadata
+import json
+import subprocess
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar, Self
+
+from pydantic import ConfigDict, TypeAdapter
 
 from rlhf.rollout.buffer import Account
+
+GIT_S = 5.0  # that a question to git may take
 
 
 @dataclass
 class RunState:
-    """The driver's part of a checkpoint, as JSON in `driver.json`; the defaults are those of a new run.
+    """`driver.json` of a checkpoint; the defaults are those of a new run.
 
     Attributes:
         step: completed training steps.
+        config: the resolved config.
+        models: a fingerprint of the start model of each role, by the role's name.
+        code: version and git state of the program.
         updates: the config keys that set the number of optimizer steps; a resumed run must have the same values.
-        stream: the position in the order of the prompts.
+        stream: the position in the order of the prompts, and a fingerprint of the data.
         outstanding: positions of prompts that were dispatched and not trained on; a resumed run samples them again.
+        account: every rollout since the run began, by its use.
+        replacements: groups that dynamic sampling has replaced for the next training step.
         updates_taken: optimizer steps of the policy. updates_skipped: those with a non-finite gradient.
         tokens: prompt and response tokens that were trained on.
         reward_status: how often each part of the reward ended with each status.
@@ -25,11 +38,17 @@ class RunState:
         kl_controller: `coef`, the coefficient of the KL in PPO; empty in GRPO.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
     step: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, dict[str, str]] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)
     updates: dict[str, int] = field(default_factory=dict)
     stream: dict[str, Any] = field(default_factory=dict)
     outstanding: list[int] = field(default_factory=list)
     account: Account = field(default_factory=Account)
+    replacements: int = 0
     updates_taken: int = 0
     updates_skipped: int = 0
     tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "response": 0})
@@ -39,13 +58,33 @@ class RunState:
     seconds: dict[str, float] = field(default_factory=dict)
     kl_controller: dict[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "account": vars(self.account)}
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """The state that `to_json` wrote; keys of another version are ignored, missing ones get their default."""
-        state = cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-        state.account = Account(**values.get("account", {}))
-        state.evaluations = {int(step): metrics for step, metrics in values.get("evaluations", {}).items()}
-        return state
+    def from_json(cls, text: str) -> Self:
+        """The state that `to_json` wrote.
+
+        Raises:
+            ValueError: a key is missing, is unknown or has another type; nothing gets a default.
+        """
+        if missing := [f.name for f in fields(cls) if f.name not in json.loads(text)]:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        return TypeAdapter(cls).validate_json(text)
+
+
+@cache
+def code_state() -> dict[str, str]:
+    """The version of this program and, where it runs from a git repository, the commit and whether files differ."""
+    state = {"rlhf": importlib.metadata.version("rlhf")}
+    try:
+        commit = _git("rev-parse", "HEAD")
+        state |= {"commit": commit, "uncommitted changes": "yes" if _git("status", "--porcelain", "-uno") else "no"}
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return state
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=GIT_S, check=True)
+    return done.stdout.strip()

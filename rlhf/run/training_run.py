@@ -27,16 +27,22 @@ from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness
 from rlhf.run.evaluation import evaluate, evaluation_metrics
 from rlhf.run.folder import RunFolder
+from rlhf.run.mirror import Mirror
+from rlhf.run.model_card import model_card
 from rlhf.run.prompts import PromptTickets
+from rlhf.run.resume import check_resumed_state, model_fingerprints, resume_warnings
 from rlhf.run.run_log import RunLog
 from rlhf.run.sample_and_grade import Sampler
+from rlhf.run.saving import CheckpointSaver
 from rlhf.run.signal_watch import SignalWatch, updates_taken
 from rlhf.run.skipped import SkippedBatches
 from rlhf.run.speed import LearnerSpeed
-from rlhf.run.startup import check_prompts_suffice, check_resumed_state, show_data, without_bad_gold
-from rlhf.run.state import RunState
+from rlhf.run.startup import check_prompts_suffice, show_data, without_bad_gold
+from rlhf.run.state import RunState, code_state
 from rlhf.run.stop import Stop
 from rlhf.types import Minibatch, RolloutGroup, StepBatch
+
+SAVE_S = 60.0  # that a run which fails waits for the checkpoint that is being written
 
 C = TypeVar("C", bound=GRPOConfig)
 
@@ -50,16 +56,17 @@ class TrainingRun(Generic[C]):
     Attributes:
         state: what the run has counted so far; of a resumed run, what the checkpoint held.
         restored: the checkpoint that a resumed run goes on from.
-        saved_step: of the newest checkpoint; 0 if there is none.
     """
 
     def __init__(self, config: C, *, resume: bool) -> None:
         self.config = config
-        self.folder = RunFolder(config.run.dir, resume=resume)
+        mirror = config.checkpoint.mirror
+        self.mirror = None if mirror is None else Mirror(mirror)
+        self.folder = RunFolder(config.run.dir, resume=resume, mirror=self.mirror)
         self.restored = self.folder.restored
-        self.state = RunState() if self.restored is None else RunState.from_json(RunFolder.read_state(self.restored))
+        self.state = RunState() if self.restored is None else RunFolder.read_state(self.restored)
         check_resumed_state(config, self.folder, self.state)
-        self.first_step = self.saved_step = self.state.step
+        self.first_step = self.state.step
         self.clock = Clock(self.state.seconds)
         self.log = RunLog(config, first_step=self.first_step, wandb_run_id=self.state.wandb_run_id)
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
@@ -99,7 +106,7 @@ class TrainingRun(Generic[C]):
         self._open_buffer()
 
     def _announce(self) -> None:
-        for warning in (*self.config.warnings(), *self.folder.warnings):
+        for warning in (*self.config.warnings(), *self.folder.warnings, *resume_warnings(self.config, self.state)):
             self.log.warn(warning)
         longest = self.config.data.max_prompt_tokens
         show_data(self.log.console, self.prompts, self.tokenizer, max_prompt_tokens=longest)
@@ -131,6 +138,10 @@ class TrainingRun(Generic[C]):
             f"{config.cluster.device} ..."
         )
         self.cluster = await self._exit_stack.enter_async_context(Cluster(config, first_step=self.first_step))
+        self.saver = CheckpointSaver(
+            config.checkpoint, self.folder, self.cluster, self.tokenizer, self.mirror, self.log.warn
+        )
+        self._exit_stack.push_async_callback(self.saver.close, within_s=SAVE_S)
         self.sampler = Sampler(config, self.cluster, self.scorer, self.tokenizer)
         self.canary = Canary(
             next(iter(self.prompts.prompts.values())),
@@ -140,7 +151,7 @@ class TrainingRun(Generic[C]):
         self.speed = LearnerSpeed(config, (await self.cluster.learners.call("device_name"))[0])
         await self.canary.measure_noise(self.cluster)  # before a checkpoint is loaded: both sides hold model.path now
         if self.restored is not None:
-            await self.cluster.load(self.restored, self.first_step)
+            await self.cluster.load(self.restored)
         await self.canary.check_start(self.cluster, self.first_step)
 
     def _open_buffer(self) -> None:
@@ -153,6 +164,7 @@ class TrainingRun(Generic[C]):
             staleness=Staleness(config.rollout.max_policy_lag),
             step=self.first_step,
             account=self.state.account,
+            replacements=self.state.replacements,
             max_replacements=config.rollout.max_replacements if config.rollout.dynamic_sampling else 0,
             deciding_part=config.rollout.dynamic_sampling_part,
         )
@@ -274,42 +286,58 @@ class TrainingRun(Generic[C]):
         If a signal asks the run to end, write one of this step and end it.
         """
         every, last = self.config.checkpoint_every, step == self.config.run.steps
-        if every is not None and step > self.saved_step and (step % every == 0 or last or self.stop.requested):
-            await self._save(step)
+        is_due = every is not None and (step % every == 0 or last or self.stop.requested)
+        with self.clock.phase("checkpoint"), self.stop.saving():
+            if (is_due and step > self.folder.saved_step) or self.saver.failure:
+                await self.saver.save(await self._state_after(step))
+            if self.stop.requested:
+                await self.saver.finish()
         if self.stop.requested:
-            kept = f"Go on from step {self.saved_step} with --resume." if self.saved_step else "Nothing was saved."
+            saved = self.folder.saved_step
+            kept = f"Go on from step {saved} with --resume." if saved else "Nothing was saved."
             self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
             raise asyncio.CancelledError
 
-    async def _save(self, step: int) -> None:
-        with self.clock.phase("checkpoint"), self.stop.saving():
-            folder = self.folder.begin_checkpoint(step)
-            await self.cluster.save(folder)
-            await self._count_updates()
-            account = self.buffer.account
-            state = replace(
-                self.state,
-                step=step,
-                updates=self.config.update_plan,
-                stream=self.tickets.stream.state(),
-                outstanding=sorted([*self.buffer.outstanding(), *self.tickets.waiting()]),
-                # a resumed run samples the waiting rollouts again
-                account=replace(account, sampled=account.sampled - account.waiting),
-                reward_status=dict(self.scorer.counters),
-                wandb_run_id=self.log.wandb_run_id,
-                seconds=dict(self.clock.total),
-            ).to_json()
-            # Every byte is read again for its checksum: minutes for a large model, in which engines must be served.
-            await asyncio.to_thread(self.folder.finish_checkpoint, folder, state, keep=self.config.checkpoint.keep)
-        self.saved_step = step
+    async def _state_after(self, step: int) -> RunState:
+        """All that the driver knows of the run, for a checkpoint."""
+        await self._count_updates()
+        if not self.state.models:
+            self.state.models = await asyncio.to_thread(model_fingerprints, self.config)
+        account = self.buffer.account
+        return replace(
+            self.state,
+            step=step,
+            config=self.config.model_dump(mode="json"),
+            code=await asyncio.to_thread(code_state),
+            updates=self.config.update_plan,
+            stream=self.tickets.stream.state(),
+            outstanding=sorted([*self.buffer.outstanding(), *self.tickets.waiting()]),
+            # a resumed run samples the waiting rollouts again
+            account=replace(account, sampled=account.sampled - account.waiting),
+            replacements=self.buffer.replacements,
+            reward_status=dict(self.scorer.counters),
+            wandb_run_id=self.log.wandb_run_id,
+            seconds=dict(self.clock.total),
+            # what the loop goes on changing
+            tokens=dict(self.state.tokens),
+            evaluations=dict(self.state.evaluations),
+        )
 
     async def finish(self) -> None:
-        """Export the model and write the summary."""
+        """Export the model and write the summary.
+
+        Raises:
+            RuntimeError: the last checkpoint could not be written; the export and the summary are.
+        """
         config, state = self.config, self.state
+        with self.clock.phase("checkpoint"):
+            await self.saver.finish()
         await self._count_updates()
         if config.run.export:
             with self.clock.phase("export"):
                 await self.cluster.learners.call("export", str(self.folder.model.resolve()), config.model.path)
+                card = model_card(await self._state_after(config.run.steps), self.folder.metrics)
+                (self.folder.model / "README.md").write_text(card)
         before, after = state.evaluations.get(0, {}), state.evaluations.get(config.run.steps, {})
         summary = {
             "evaluation_before": before,
@@ -328,3 +356,5 @@ class TrainingRun(Generic[C]):
             training_s = sum(seconds for phase, seconds in self.clock.total.items() if phase not in untrained)
             self.log.console.print(summary_table(before, after, training_s))
         self.log.print(f"run folder: {self.folder.path}")
+        if self.saver.failure:
+            raise RuntimeError(f"{self.saver.failure} Make room and repeat the run's end with --resume.")

@@ -18,6 +18,7 @@ from rlhf import evaluate, grpo
 from rlhf.config.grpo import GRPOConfig
 from rlhf.plan import start_problems
 from rlhf.run.folder import RunFolder
+from rlhf.run.state import RunState
 from rlhf.run.training_run import TrainingRun
 
 
@@ -75,7 +76,7 @@ def test_a_row_without_an_answer_is_named(model: Path, tmp_path: Path) -> None:
 
 def test_a_run_folder_that_holds_a_run_names_three_remedies(model: Path, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, resume=False)
-    folder.finish_checkpoint(folder.begin_checkpoint(1), {"step": 1}, keep=1)
+    folder.finish_checkpoint(folder.begin_checkpoint(1), RunState(step=1), keep=1)
     with pytest.raises(ValueError, match="already holds a run") as caught:
         start(model, run={"dir": str(tmp_path)})
     assert all(remedy in str(caught.value) for remedy in ("--resume", "run.dir=", "rm -r"))
@@ -99,7 +100,7 @@ def test_a_resumed_run_may_not_change_its_number_of_optimizer_steps(
 ) -> None:
     run = {"run": {"dir": str(tmp_path), "steps": 10}}
     folder = RunFolder(tmp_path, resume=False)
-    state = {"step": 2, "updates": make_ppo_config(model, **run).update_plan}
+    state = RunState(step=2, updates=make_ppo_config(model, **run).update_plan)
     folder.finish_checkpoint(folder.begin_checkpoint(2), state, keep=1)
     TrainingRun(make_ppo_config(model, **run), resume=True)
     with pytest.raises(ValueError, match=message):
@@ -110,7 +111,7 @@ def test_a_run_continues_from_the_newest_complete_checkpoint(model: Path, tmp_pa
     config = make_config(model, run={"dir": str(tmp_path), "steps": 10})
     folder = RunFolder(tmp_path, resume=False)
     for step in (2, 4):
-        state = {"step": step, "updates": config.update_plan}
+        state = RunState(step=step, updates=config.update_plan)
         folder.finish_checkpoint(folder.begin_checkpoint(step), state, keep=2)
     assert TrainingRun(config, resume=True).first_step == 4
     (folder.checkpoints / "step-000004" / "driver.json").write_text("")
@@ -122,7 +123,7 @@ def test_a_run_is_resumed_by_the_program_that_began_it(model: Path, tmp_path: Pa
     grpo, ppo = make_config(model, **run), make_ppo_config(model, **run)
     folder = RunFolder(tmp_path, resume=False)
     for began, goes_on, names in ((grpo, ppo, ("rlhf.grpo", "rlhf.ppo")), (ppo, grpo, ("rlhf.ppo", "rlhf.grpo"))):
-        folder.finish_checkpoint(folder.begin_checkpoint(2), {"step": 2, "updates": began.update_plan}, keep=1)
+        folder.finish_checkpoint(folder.begin_checkpoint(2), RunState(step=2, updates=began.update_plan), keep=1)
         with pytest.raises(ValueError, match=rf"are of {names[0]}, this is {names[1]}. Resume with .* {names[0]}"):
             TrainingRun(goes_on, resume=True)
 

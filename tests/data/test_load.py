@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlhf.config.data import DataConfig
+from rlhf.config.data import DataConfig, SourceConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, load_prompts, show_prompt
 from rlhf.data.order import PromptStream
-from rlhf.data.read import check_sources
+from rlhf.data.read import check_source
 from rlhf.rewards.answers.extract import gold_answer
 
 ROWS = [
@@ -281,13 +281,14 @@ def test_a_file_that_cannot_be_read_says_where_and_why(
 
 def test_missing_files_are_found_before_anything_is_read(folder: Path) -> None:
     write_jsonl(folder / "train.jsonl", ROWS)
-    check_sources(DataConfig(train="train.jsonl", eval="openai/gsm8k"))
+    for path in ("train.jsonl", "openai/gsm8k"):
+        check_source(SourceConfig(path=path), "data.train")
     with pytest.raises(
         ValueError, match=r"data\.train=no/train\.jsonl: there is no such file under .*Correct the path"
     ):
-        check_sources(DataConfig(train="no/train.jsonl"))
+        check_source(SourceConfig(path="no/train.jsonl"), "data.train")
     with pytest.raises(ValueError, match=r"data\.eval\.1=\./nothing: there is no such file"):
-        check_sources(DataConfig(train="train.jsonl", eval=["train.jsonl", "./nothing"]))
+        check_source(SourceConfig(path="./nothing"), "data.eval.1")
 
 
 def test_a_hub_name_is_asked_for_by_configuration_and_split_and_a_failure_is_one_message(

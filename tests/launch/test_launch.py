@@ -21,6 +21,7 @@ from waiting import STACK_WAIT_S, WAIT_S, eventually, free_port, read_until
 
 from rlhf.cluster.node_report import differences
 from rlhf.run.folder import RunFolder
+from rlhf.run.state import RunState
 
 pytestmark = pytest.mark.scripts
 
@@ -177,7 +178,7 @@ class Sandbox:
     def write_checkpoint(self) -> None:
         """Step 4 of the run that `slurm` starts, as the program writes it."""
         run = RunFolder(self.folder / "the run", resume=False)
-        run.finish_checkpoint(run.begin_checkpoint(4), {"step": 4}, keep=1)
+        run.finish_checkpoint(run.begin_checkpoint(4), RunState(step=4), keep=1)
 
 
 def ending(*processes: subprocess.Popen[str]) -> tuple[list[int], str]:

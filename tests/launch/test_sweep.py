@@ -205,10 +205,11 @@ def test_run_dir_is_found_as_the_program_finds_it(tmp_path: Path) -> None:
 
 def test_a_run_resumes_once_the_program_has_finished_a_checkpoint(tmp_path: Path) -> None:
     from rlhf.run.folder import RunFolder
+    from rlhf.run.state import RunState
 
     folder = RunFolder(tmp_path / "run", resume=False)
     partial = folder.begin_checkpoint(2)
-    folder.finish_checkpoint(partial, {"step": 2}, keep=1)
+    folder.finish_checkpoint(partial, RunState(step=2), keep=1)
     assert resume.prepare(folder.path) == ["--resume"]
     folder.begin_checkpoint(4)
     assert resume.prepare(folder.path) == ["--resume"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import make_groups, make_ppo_config, rows_of_minibatch, run_world
+from worlds import make_groups, make_ppo_config, rows_of_minibatch, run_world, save
 
 from rlhf.config.ppo import PPOConfig
 from rlhf.learner.rank_place import Place
@@ -144,10 +144,10 @@ def train_save_resume(place: Place, model: Path, folder: Path) -> dict[str, Any]
     (before,) = critic.values()
     critic.update(TARGETS)
     folder.mkdir()
-    critic.save(str(folder))
+    save(critic, folder)
     critic.update(TARGETS)
     resumed = Critic(config, place)
-    resumed.load(str(folder), 2)
+    resumed.load(str(folder))
     resumed.start_step(BATCH.tokens, [minibatches_of(config)])
     (metrics, _) = resumed.update(TARGETS)
     return {

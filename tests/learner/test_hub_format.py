@@ -10,7 +10,7 @@ import pytest
 import torch
 from model_families import write_family
 from safetensors.torch import load_file
-from worlds import make_config, run_world
+from worlds import make_config, run_world, save
 
 from rlhf.algo.packing import pack
 from rlhf.learner.hub_format import hub_shapes, hub_tensors, state_buffers
@@ -63,10 +63,10 @@ def exported_and_resumed(place: Place, folder: Path) -> list[dict[str, np.ndarra
     assert dtypes == sorted(dtypes, reverse=True)  # the bias, in float32, comes before all others
     assert set(dtypes) == {"bfloat16", "float32"}
     learner.perturb_weights()
-    learner.save(str(folder))
+    save(learner, folder)
     learner.export(str(folder / "exported"), str(folder))
     learner.restore_weights()
-    learner.load(str(folder), 0)
+    learner.load(str(folder))
     resumed = {name: tensor.clone() for name, tensor in learner}
     learner.close()
     exported = load_file(folder / "exported" / "model.safetensors")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import make_config, make_groups, plan_first_epoch, run_world
+from worlds import make_config, make_groups, plan_first_epoch, run_world, save
 
 from rlhf.learner.rank_place import Place
 from rlhf.step.batch import broadcast_to_tokens
@@ -59,14 +59,14 @@ def move_and_look(place: Place, model: Path, folder: Path) -> dict[str, Any]:
     seen["off the average"] = float((weights(reference) - target).abs().max())
     seen["average moved by"] = float((weights(reference) - replaced).abs().max())
     averaged = weights(reference)
-    learner.save(str(folder))
+    save(learner, folder)
     learner.blend_reference(0.0)
-    learner.load(str(folder), 2)
+    learner.load(str(folder))
     seen["off after a resume"] = float((weights(reference) - averaged).abs().max())
     learner.blend_reference(0.0)  # the policy as it was saved, which has moved on from the average
     replaced = weights(reference)
-    learner.save(str(folder))
-    learner.load(str(folder), 2)
+    save(learner, folder)
+    learner.load(str(folder))
     seen["moved by the replacement"] = float((replaced - averaged).abs().max())
     seen["off after a second resume"] = float((weights(reference) - replaced).abs().max())
     learner.close()

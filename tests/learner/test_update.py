@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world
+from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world, save
 
 from rlhf.learner.rank_place import Place
 from rlhf.log.reductions import StepMetrics
@@ -282,7 +282,7 @@ def train_and_save(place: Place, model: Path, folder: Path) -> dict[str, np.ndar
     if place.rank == 0:
         (folder / "checkpoint").mkdir(parents=True)
     torch.distributed.barrier()
-    learner.save(str(folder / "checkpoint"))
+    save(learner, folder / "checkpoint")
     learner.export(str(folder / "export"), str(model))
     sequence = np.arange(5, 60, dtype=np.int32)
     canary = learner.canary([sequence])[0]
@@ -296,7 +296,11 @@ def resume_and_train(place: Place, model: Path, folder: Path, stage: int) -> dic
 
     config = checkpoint_config(model, place.world_size, stage)
     learner = Learner(config, place)
-    learner.load(str(folder / "checkpoint"), 2)
+    learner.load(str(folder / "checkpoint"))
+    again = folder / f"again-{place.world_size}-{stage}"
+    again.mkdir(exist_ok=True)
+    save(learner, again)
+    assert (learner.adam_steps, learner.updates_done) == (2, 2)
     targets = start_step(learner, config)
     for _ in range(2):
         learner.update(targets)
@@ -313,8 +317,26 @@ def test_a_checkpoint_continues_the_same_run_with_another_number_of_learners_and
         resumed = run_world(resume_and_train, learners, model, tmp_path, stage)[0]
         for name, expected in whole.items():
             np.testing.assert_allclose(resumed[name], expected, rtol=0, atol=2e-6, err_msg=f"{name} {learners} {stage}")
-    assert {f.suffix for f in (tmp_path / "checkpoint").iterdir()} == {".safetensors", ".json"}
+        check_same_state(tmp_path / "checkpoint", tmp_path / f"again-{learners}-{stage}")
+    assert {f.suffix for f in (tmp_path / "checkpoint").rglob("*") if f.is_file()} == {".safetensors", ".json"}
     exported_logprobs_agree(tmp_path / "export", canary)
+
+
+def check_same_state(first: Path, second: Path) -> None:
+    """Weights and moments of two checkpoints are equal bit for bit, whatever ranks hold them at whatever stage."""
+    from rlhf.learner.checkpoint import MOMENTS, WEIGHTS, LearnerIndex, SliceReader
+
+    indices = [LearnerIndex.read(folder) for folder in (first, second)]
+    assert indices[0].shapes == indices[1].shapes
+    for kind in (WEIGHTS, *MOMENTS):
+        readers = [
+            SliceReader(folder, kind, ranks=range(index.ranks))
+            for folder, index in zip((first, second), indices, strict=True)
+        ]
+        for name, shape in indices[0].shapes.items():
+            values = [reader.read(name, 0, int(np.prod(shape))) for reader in readers]
+            assert torch.equal(*values), f"{kind} {name} {second}"
+            assert values[0].any() or name.endswith("bias")
 
 
 def exported_logprobs_agree(folder: Path, canary: np.ndarray) -> None:

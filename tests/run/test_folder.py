@@ -14,6 +14,7 @@ import pytest
 from worlds import make_config, make_groups
 
 from rlhf.run.folder import RunFolder
+from rlhf.run.state import RunState
 from rlhf.types import RolloutGroup
 
 
@@ -40,7 +41,7 @@ def write_checkpoints(path: Path, *steps: int, keep: int = 9) -> RunFolder:
         (partial / "weights-00000.safetensors").write_bytes(bytes(range(256)) * 100)
         (partial / "critic").mkdir()
         (partial / "critic" / "exp_avg-00000.safetensors").write_bytes(b"moments" * 100)
-        folder.finish_checkpoint(partial, {"step": step}, keep=keep)
+        folder.finish_checkpoint(partial, RunState(step=step), keep=keep)
     return folder
 
 
@@ -107,10 +108,10 @@ def test_damaged_checkpoints_do_not_count_as_kept_ones(tmp_path: Path) -> None:
     flip_one_bit(tmp_path / "checkpoints" / "step-000008" / "weights-00000.safetensors")
     resumed = RunFolder(tmp_path, resume=True)
     for step in (4, 6):
-        resumed.finish_checkpoint(resumed.begin_checkpoint(step), {"step": step}, keep=2)
-    assert sorted(path.name[-1] for path in resumed.checkpoints.iterdir()) == ["4", "6", "8"]
-    resumed.finish_checkpoint(resumed.begin_checkpoint(8), {"step": 8}, keep=2)
-    assert sorted(path.name[-1] for path in resumed.checkpoints.iterdir()) == ["6", "8"]
+        resumed.finish_checkpoint(resumed.begin_checkpoint(step), RunState(step=step), keep=2)
+    assert sorted(path.name[-1] for path in resumed.checkpoints.glob("step-*")) == ["4", "6", "8"]
+    resumed.finish_checkpoint(resumed.begin_checkpoint(8), RunState(step=8), keep=2)
+    assert sorted(path.name[-1] for path in resumed.checkpoints.glob("step-*")) == ["6", "8"]
     assert RunFolder(tmp_path, resume=True).restored == resumed.checkpoints / "step-000008"
 
 
@@ -200,6 +201,6 @@ def test_resuming_is_suggested_only_if_there_is_a_complete_checkpoint(tmp_path: 
     with pytest.raises(ValueError, match="already holds a run") as caught:
         RunFolder(tmp_path, resume=False)
     assert "--resume" not in str(caught.value)
-    folder.finish_checkpoint(folder.begin_checkpoint(1), {"step": 1}, keep=1)
+    folder.finish_checkpoint(folder.begin_checkpoint(1), RunState(step=1), keep=1)
     with pytest.raises(ValueError, match=r"Go on with it \(--resume\)"):
         RunFolder(tmp_path, resume=False)

@@ -30,14 +30,13 @@ def play(
         made.append(resume)
         return SimpleNamespace(
             config=config,
-            saved_step=0,
             stop=SimpleNamespace(can_save=started or len(made) > 1, requested=stopping),
             log=SimpleNamespace(warn=lambda text: None),
-            folder=SimpleNamespace(unlock=lambda: None),
+            folder=SimpleNamespace(unlock=lambda: None, saved_step=0),
         )
 
     async def train(run: Any) -> None:
-        run.saved_step, failure = next(remaining)
+        run.folder.saved_step, failure = next(remaining)
         if failure is not None:
             raise failure
 

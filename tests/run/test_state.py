@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from typing import Any
+
+import pytest
 
 from rlhf.rollout.buffer import Account
 from rlhf.run.state import RunState
@@ -12,6 +15,10 @@ from rlhf.run.state import RunState
 def test_a_state_is_read_back_as_it_was_written() -> None:
     state = RunState(
         step=4,
+        config={"run": {"seed": 1}},
+        models={"learner": {"config": "0a"}},
+        code={"rlhf": "0.1.0"},
+        replacements=3,
         updates={"learner.epochs_per_step": 2},
         stream={"drawn": 32, "seed": 1, "sources": {}},
         outstanding=[30, 31],
@@ -26,8 +33,20 @@ def test_a_state_is_read_back_as_it_was_written() -> None:
         kl_controller={"coef": 0.1},
     )
     assert all(getattr(state, f.name) != getattr(RunState(), f.name) for f in fields(state))
-    assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
+    assert RunState.from_json(state.to_json()) == state
 
 
-def test_unknown_keys_are_ignored_and_missing_keys_get_their_default() -> None:
-    assert RunState.from_json({"step": 2, "of_another_version": 1}) == RunState(step=2)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"of_another_version": 1}, "of_another_version"),
+        ({"step": "4"}, "step"),
+        ({"account": {"sampled": "64"}}, "sampled"),
+        ({"tokens": None}, "it lacks tokens"),
+    ],
+)
+def test_a_state_with_unknown_missing_or_mistyped_keys_is_refused(change: dict[str, Any], reason: str) -> None:
+    values = {**json.loads(RunState(step=2).to_json()), **change}
+    values = {key: value for key, value in values.items() if value is not None or key == "wandb_run_id"}
+    with pytest.raises(ValueError, match=reason):
+        RunState.from_json(json.dumps(values))

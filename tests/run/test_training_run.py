@@ -9,6 +9,7 @@ import pytest
 from worlds import make_config
 
 from rlhf.run.folder import RunFolder
+from rlhf.run.state import RunState
 from rlhf.run.training_run import TrainingRun
 
 
@@ -40,6 +41,6 @@ def test_a_run_of_5_steps_evaluates_after_these(
 def test_a_resumed_run_does_not_evaluate_the_start_again(tiny_model_dir: Path, tmp_path: Path) -> None:
     config = make_config(tiny_model_dir / "model", run={"dir": str(tmp_path), "steps": 5})
     folder = RunFolder(tmp_path, resume=False)
-    folder.finish_checkpoint(folder.begin_checkpoint(2), {"step": 2, "updates": config.update_plan}, keep=1)
+    folder.finish_checkpoint(folder.begin_checkpoint(2), RunState(step=2, updates=config.update_plan), keep=1)
     run = TrainingRun(config, resume=True)
     assert [step for step in range(6) if run.evaluation_is_due(step)] == [5]

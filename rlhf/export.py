@@ -1,0 +1,120 @@
+"""Program: a checkpoint of a run as a model folder in Hugging Face format.
+
+    python -m rlhf.export RUN[/checkpoints/step-000020] DIR [--push-to-hub USER/NAME]
+
+It needs the checkpoint and no more: neither DeepSpeed nor the start model, and host memory for one tensor. The folder
+holds safetensors, config, tokenizer, and a model card with what the run was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf.config import cli
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhf.export", description="Write a checkpoint as a model folder in Hugging Face format."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run (its newest checkpoint), or a checkpoint")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="new folder for the model")
+    parser.add_argument("--push-to-hub", metavar="USER/NAME", help="also upload it, to a private repository")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the model's repository ships")
+    arguments = parser.parse_args(argv)
+    checkpoint = find_checkpoint(arguments.run)
+    export(checkpoint, arguments.folder, trust_remote_code=arguments.trust_remote_code)
+    print(f"{checkpoint.name} of {checkpoint.parent.parent} is now the model {arguments.folder}")
+    if arguments.push_to_hub is not None:
+        push(arguments.folder, arguments.push_to_hub)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint itself, or the newest undamaged one of a run.
+
+    Raises:
+        ValueError: it is damaged, or the run has none.
+    """
+    from rlhf.run.folder import RunFolder
+    from rlhf.run.manifest import MANIFEST, find_damage
+
+    if (path / "checkpoints").is_dir():
+        folder = RunFolder(path, resume=True)
+        for warning in folder.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        assert folder.restored is not None
+        return folder.restored
+    if not (path / MANIFEST).is_file():
+        raise ValueError(f"{path}: neither a run (no checkpoints/) nor a checkpoint (no {MANIFEST}). Name one of them.")
+    if damage := find_damage(path):
+        raise ValueError(f"{path}: {damage}. Name another checkpoint of the run.")
+    return path.absolute()
+
+
+def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
+    """Write the policy's weights, in the type it was trained in, and all that belongs to them.
+
+    Raises:
+        ValueError: the folder is not empty, or the checkpoint is of another version.
+    """
+    from rlhf.learner.checkpoint import MODEL_FOLDER, WEIGHTS, LearnerIndex, SliceReader, check_shapes
+    from rlhf.learner.hub_format import HubWriter, empty_model, model_tensors
+    from rlhf.run.folder import RunFolder
+    from rlhf.run.manifest import MANIFEST, manifest_files
+    from rlhf.run.model_card import model_card
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder}: it exists and is not empty. Name a new folder.")
+    state, index = RunFolder.read_state(checkpoint), LearnerIndex.read(checkpoint)
+    transformer = empty_model(
+        checkpoint / MODEL_FOLDER, dtype=state.config["model"]["dtype"], trust_remote_code=trust_remote_code
+    )
+    tensors = model_tensors(transformer)
+    check_shapes(checkpoint, index, {name: tensor.shape for name, tensor in tensors.items()})
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        writer = HubWriter(partial, transformer, tensors.items())
+        reader = SliceReader(checkpoint, WEIGHTS, ranks=range(index.ranks))
+        for name, like in tensors.items():
+            writer.write(name, reader.read(name, 0, like.numel()).to(like.dtype).view(like.shape))
+        writer.finish()
+        for file in manifest_files((checkpoint / MANIFEST).read_bytes()):
+            if file.startswith(f"{MODEL_FOLDER}/"):
+                shutil.copyfile(checkpoint / file, partial / Path(file).name)
+        (partial / "README.md").write_text(model_card(state, checkpoint.parent.parent / "metrics.jsonl"))
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def push(folder: Path, repository: str) -> None:
+    """Upload a model folder.
+
+    Raises:
+        RuntimeError: the hub does not answer or does not take it.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder)
+    except Exception as error:  # the hub's client raises many types
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise RuntimeError(
+            f"--push-to-hub {repository}: {reason}. The model is complete in {folder}; log in (hf auth login) and "
+            f"upload it with: hf upload {repository} {folder}"
+        ) from None
+    print(f"uploaded to {url}")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))

@@ -1,0 +1,78 @@
+"""The part of the fp32 weights and of Adam's moments that a rank of DeepSpeed holds, at every ZeRO stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed import utils
+from torch import Tensor
+
+from rlhf.learner.checkpoint import WEIGHTS, share
+from rlhf.learner.rank_place import Place
+
+
+class Partition:
+    """Flat parts of parameters, named by kind: `weights`, `exp_avg` or `exp_avg_sq`. No call is a collective.
+
+    Stage 0 holds everything on every rank, without a wrapper of DeepSpeed around torch's optimizer. Stages 1 and 2 cut
+    one flat buffer of all parameters, so that a rank holds a part of few of them; stage 3 cuts each parameter.
+    """
+
+    def __init__(self, engine: Any, place: Place) -> None:
+        self._optimizer = engine.optimizer
+        self._place = place
+
+    def held(self, param: Any) -> tuple[int, int]:
+        """Elements [start, stop) of the flattened parameter."""
+        if hasattr(param, "ds_id"):
+            size, rank = param.ds_tensor.ds_numel, self._place.rank
+            return min(rank * size, param.ds_numel), min((rank + 1) * size, param.ds_numel)
+        if not hasattr(param, "_hp_mapping"):
+            return 0, param.numel()
+        if param._hp_mapping is None:
+            return 0, 0
+        address = param._hp_mapping.lp_fragment_address
+        return address.start, address.start + address.numel
+
+    def owned(self, param: Any) -> tuple[int, int]:
+        """The elements that this rank writes, of those that it holds: each element has one owner."""
+        if hasattr(param, "ds_id") or hasattr(param, "_hp_mapping"):
+            return self.held(param)
+        return share(param.numel(), self._place.rank, self._place.world_size)
+
+    def values(self, param: Any, kind: str) -> Tensor:
+        """[stop - start] float32, the held elements; a change of them changes the state, except at stage 3."""
+        start, stop = self.held(param)
+        if hasattr(param, "ds_id"):
+            return self._of_stage_3(param, kind)[: stop - start]
+        if hasattr(param, "_hp_mapping"):
+            if param._hp_mapping is None:
+                return torch.empty(0)
+            fragment: Tensor = param._hp_mapping.get_hp_fragment(None if kind == WEIGHTS else kind)
+            return fragment
+        if kind == WEIGHTS:
+            return param.detach().view(-1)
+        moments = self._optimizer.state.get(param, {})  # an expert that got no token has none
+        return moments[kind].view(-1) if kind in moments else torch.zeros_like(param).view(-1)
+
+    def put(self, param: Any, kind: str, values: Tensor) -> None:
+        """Replace the held elements."""
+        if not hasattr(param, "ds_id"):
+            self.values(param, kind).copy_(values)
+            return
+        padded = self._of_stage_3(param, kind)
+        padded[: len(values)].copy_(values)
+        if kind == WEIGHTS:
+            utils.safe_set_local_fp32_param(param, padded)
+        else:
+            utils.safe_set_local_optimizer_state(param, padded, kind)
+
+    @staticmethod
+    def _of_stage_3(param: Any, kind: str) -> Tensor:
+        local: Tensor = (
+            utils.safe_get_local_fp32_param(param)
+            if kind == WEIGHTS
+            else utils.safe_get_local_optimizer_state(param, kind)
+        )
+        return local.detach()

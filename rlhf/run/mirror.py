@@ -1,0 +1,134 @@
+"""A copy of the checkpoints in object storage, or in any other place that fsspec reaches: `checkpoint.mirror`.
+
+    MIRROR/latest  config.yaml  metrics.jsonl  step-000020/...
+
+A checkpoint is there once its manifest.json is, which is sent after its other files. `latest` is sent last of all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf.run.manifest import MANIFEST, PARTIAL, find_damage, manifest_files
+
+WAITS_S = (1.0, 5.0, 25.0)  # before each further try of a failed request
+
+
+class Mirror:
+    """Checkpoints at an address such as s3://bucket/run.
+
+    Raises:
+        ValueError: the address is of a kind that fsspec does not know, or whose package is not installed.
+    """
+
+    def __init__(self, url: str, *, waits_s: Sequence[float] = WAITS_S) -> None:
+        import fsspec
+
+        self.url = url
+        self._waits_s = waits_s
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise ValueError(
+                f"checkpoint.mirror={url}: {error}. Use an address that fsspec knows, such as s3://bucket/run (needs "
+                "the package s3fs) or gs://bucket/run (needs gcsfs)."
+            ) from None
+
+    def checkpoints(self) -> list[str]:
+        """Names of the checkpoints that are there as a whole, oldest first.
+
+        Raises:
+            OSError: the place cannot be read.
+        """
+        self._fs.invalidate_cache()
+        found = self._tries(self._fs.glob, f"{self._root}/step-*/{MANIFEST}")
+        return sorted(path.split("/")[-2] for path in found)
+
+    def check_empty(self) -> None:
+        """Check, before a new run, that the place can be read and holds no run.
+
+        Raises:
+            ValueError: it does not answer, or another run would be mixed with this one.
+        """
+        try:
+            found = self.checkpoints()
+        except OSError as error:
+            raise ValueError(f"{error}. Correct the address or the access to it, or set it to null.") from None
+        if found:
+            raise ValueError(
+                f"checkpoint.mirror={self.url}: already holds {found[-1]} of a run. Go on with it (--resume), or name "
+                "another address."
+            )
+
+    def send(self, checkpoint: Path, others: Sequence[Path], *, latest: str, keep: int) -> None:
+        """Copy a checkpoint and other files of the run, then remove checkpoints beyond `keep`.
+
+        Raises:
+            OSError: the place does not take them.
+        """
+        target = f"{self._root}/{checkpoint.name}"
+        names = sorted(manifest_files((checkpoint / MANIFEST).read_bytes()))
+        pairs = [(path, f"{self._root}/{path.name}") for path in others if path.is_file()]
+        pairs += [(checkpoint / name, f"{target}/{name}") for name in (*names, MANIFEST)]
+        for local, remote in pairs:
+            self._tries(self._put, local, remote)
+        self._tries(self._fs.pipe_file, f"{self._root}/{latest}", f"{checkpoint.name}\n".encode())
+        for old in self.checkpoints()[:-keep]:
+            self._tries(self._fs.rm, f"{self._root}/{old}", True)
+
+    def _put(self, local: Path, remote: str) -> None:
+        self._fs.makedirs(remote.rpartition("/")[0], exist_ok=True)
+        self._fs.put_file(str(local), remote)
+
+    def fetch(self, name: str, checkpoints: Path) -> str:
+        """Copy a checkpoint into a folder; "" or how it is damaged.
+
+        Raises:
+            OSError: the place cannot be read, or the disk is full.
+        """
+        partial = checkpoints / f"{name}{PARTIAL}"
+        manifest: bytes = self._tries(self._fs.cat_file, f"{self._root}/{name}/{MANIFEST}")
+        try:
+            files = manifest_files(manifest)
+        except ValueError as error:
+            return str(error)
+        for file in files:
+            (partial / file).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._tries(self._fs.get_file, f"{self._root}/{name}/{file}", str(partial / file))
+            except FileNotFoundError:
+                return f"{file} is missing"
+        (partial / MANIFEST).write_bytes(manifest)
+        if damage := find_damage(partial):
+            return damage
+        final = partial.with_suffix("")
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one
+        partial.rename(final)
+        return ""
+
+    def fetch_file(self, file: Path) -> None:
+        """Copy a file of the run, if the mirror has it."""
+        remote = f"{self._root}/{file.name}"
+        if self._tries(self._fs.exists, remote):
+            self._tries(self._fs.get_file, remote, str(file))
+
+    def _tries(self, request: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer to a request; a failed one is tried again after growing waits. Clients raise many types.
+
+        Raises:
+            FileNotFoundError: it is not there. OSError: any other failure, after the last try.
+        """
+        for wait_s in (*self._waits_s, None):
+            try:
+                return request(*arguments)
+            except FileNotFoundError:
+                raise
+            except Exception as error:
+                if wait_s is None:
+                    raise OSError(f"checkpoint.mirror={self.url}: {' '.join(str(error).split())}") from error
+                time.sleep(wait_s)
+        raise AssertionError

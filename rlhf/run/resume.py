@@ -1,0 +1,126 @@
+"""What a resumed run may change: nothing that would make it another run.
+
+Every key of the config is kept unless FREE names it or a section of it. The start models and the data are compared by
+their fingerprints, so that their folders may move.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhf.config.grpo import GRPOConfig
+from rlhf.data.model_files import model_fingerprint
+from rlhf.run.folder import RunFolder
+from rlhf.run.state import RunState
+
+# Keys and sections that change where, how fast and how watched the run is, not what it learns.
+FREE = frozenset(
+    (
+        "run", "cluster", "checkpoint", "evaluation", "logging", "plan",
+        "model.path", "model.gradient_checkpointing", "model.trust_remote_code",
+        "data.train", "data.eval", "data.eval_rows",
+        "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.max_concurrent_sequences",
+        "rollout.enforce_eager",
+        "reward.workers", "reward.spares", "reward.cpu_seconds", "reward.wall_seconds", "reward.memory_mb",
+        "reward.failure_fraction", "reward.failures_always_allowed",
+        "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
+        "reward_model.retries",
+        "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
+        "critic.path", "critic.zero_stage", "critic.offload_optimizer",
+    )
+)  # fmt: skip
+KEPT = frozenset(("run.seed", "run.deterministic"))  # of the sections in FREE
+
+
+def is_free(key: str) -> bool:
+    """Whether a resumed run may change a key."""
+    parts = key.split(".")
+    return key not in KEPT and any(".".join(parts[:n]) in FREE for n in range(1, len(parts) + 1))
+
+
+def changed_keys(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, value before, value now) where two configs differ; keys that only one version of the program has do not."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for name in before.keys() & now.keys():
+            yield from changed_keys(before[name], now[name], f"{key}.{name}" if key else name)
+    elif before != now:
+        yield key, before, now
+
+
+def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) -> None:
+    """Refuse to resume a run that has changed or is finished.
+
+    Raises:
+        ValueError: the checkpoint is of the last step, of the other program, of another config or of other models.
+    """
+    steps = config.run.steps
+    if state.step > steps or (state.step == steps and folder.summary.exists()):
+        raise ValueError(
+            f"run.steps={steps}: the newest checkpoint is of step {state.step}, nothing is left to do. Raise "
+            "run.steps, or start another run.dir."
+        )
+    before, now = state.updates or config.update_plan, config.update_plan
+    if before.keys() != now.keys():
+        this, other = ("ppo", "grpo") if len(before) < len(now) else ("grpo", "ppo")
+        raise ValueError(
+            f"run.dir={folder.path}: its checkpoints are of rlhf.{other}, this is rlhf.{this}. Resume with "
+            f"python -m rlhf.{other}, or start another run.dir from its model."
+        )
+    changes = [(key, before[key], now[key]) for key in before if before[key] != now[key]]
+    plan = before.keys()  # of these keys a null stands for another key's value
+    changes += [
+        change
+        for change in changed_keys(state.config, config.model_dump(mode="json"))
+        if change[0] not in plan and not is_free(change[0])
+    ]
+    problems = [
+        f"{key}={_short(now)}: the run began with {_short(before)}. Resume with {key}={_short(before)}, or start "
+        "another run.dir from this one's model."
+        for key, before, now in sorted(changes)
+    ]
+    if problems := problems + list(_other_models(config, state)):
+        raise ValueError("\n".join(problems))
+
+
+def resume_warnings(config: GRPOConfig, state: RunState) -> Iterator[str]:
+    """A warning for each schedule that goes on along another curve, since it spans the whole run."""
+    steps, before = config.run.steps, state.config.get("run", {}).get("steps", config.run.steps)
+    for role, training in config.trained_roles():
+        schedule = training.section.schedule
+        if steps != before and (schedule.name != "constant" or schedule.warmup_fraction):
+            yield (
+                f"run.steps={steps}: the run began with {before}, and {role.section}.schedule={schedule.name} spans "
+                f"the whole run. The learning rate goes on along the curve of {steps} steps."
+            )
+
+
+def model_fingerprints(config: GRPOConfig) -> dict[str, dict[str, str]]:
+    """A fingerprint of the start model of each role, by the role's name."""
+    by_path = {role.model: model_fingerprint(role.model) for role in config.roles()}
+    return {role.name: by_path[role.model] for role in config.roles()}
+
+
+def _other_models(config: GRPOConfig, state: RunState) -> Iterator[str]:
+    """A problem for each start model that is not the one that the run began with, as far as both can be read."""
+    if not state.models:
+        return
+    fingerprints = model_fingerprints(config)
+    keys = {}
+    for role in config.roles():
+        before, now = state.models.get(role.name), fingerprints[role.name]
+        parts = before or dict.fromkeys(now, "none")
+        different = [part for part in parts if parts[part] and now.get(part) and parts[part] != now[part]]
+        if different:
+            part = different[0]
+            keys[role.model_key] = (
+                f"{role.model_key}={role.model}: the fingerprint of its {part} is {now[part]}, and the run began with "
+                f"{parts[part]}. Resume with the same model, or start another run.dir."
+            )
+    yield from keys.values()
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

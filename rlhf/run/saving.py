@@ -1,0 +1,116 @@
+"""Checkpoints of a run: written while the run goes on, copied to the mirror, tried again after a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf.cluster.cluster import Cluster
+from rlhf.config.sections import CheckpointConfig
+from rlhf.learner.checkpoint import MODEL_FOLDER
+from rlhf.run.folder import LATEST, RunFolder
+from rlhf.run.manifest import reason
+from rlhf.run.mirror import Mirror
+from rlhf.run.state import RunState
+
+
+class CheckpointSaver:
+    """Saves one checkpoint at a time.
+
+    Attributes:
+        failure: why the newest checkpoint could not be written; "" if it was. The run goes on and tries again after
+            the next step: the checkpoint before it is whole, and an ended run would lose as much.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: RunFolder,
+        cluster: Cluster,
+        tokenizer: Any,
+        mirror: Mirror | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.failure = ""
+        self._tokenizer = _files_of(tokenizer)
+        self._config, self._folder, self._cluster, self._mirror, self._warn = config, folder, cluster, mirror, warn
+        self._writing: asyncio.Task[None] | None = None
+
+    async def save(self, state: RunState) -> None:
+        """Begin to save; returns when the run may change its weights again."""
+        await self.finish()
+        partial: Path | None = None
+        try:
+            partial = await asyncio.to_thread(self._folder.begin_checkpoint, state.step)
+            self._check_space(await self._cluster.checkpoint_bytes())
+            (partial / MODEL_FOLDER).mkdir()
+            for name, content in self._tokenizer.items():
+                (partial / MODEL_FOLDER / name).write_bytes(content)
+            await self._cluster.save(partial)
+        except OSError as error:
+            self._fail(state.step, partial, error)
+            return
+        self._writing = asyncio.create_task(self._complete(partial, state))
+
+    async def _complete(self, partial: Path, state: RunState) -> None:
+        try:
+            written = await self._cluster.saved()
+            keep = self._config.keep
+            # In a thread: engines must be served meanwhile.
+            final = await asyncio.to_thread(self._folder.finish_checkpoint, partial, state, keep=keep, written=written)
+        except OSError as error:
+            self._fail(state.step, partial, error)
+            return
+        self.failure = ""
+        for why in self._folder.not_removed:
+            self._warn(f"an old checkpoint is still there: {why}. Remove it by hand.")
+        if self._mirror is not None:
+            await self._send(self._mirror, final)
+
+    async def _send(self, mirror: Mirror, checkpoint: Path) -> None:
+        others = [self._folder.path / "config.yaml", self._folder.metrics]
+        try:
+            await asyncio.to_thread(mirror.send, checkpoint, others, latest=LATEST, keep=self._config.keep)
+        except OSError as error:
+            self._warn(f"{checkpoint.name} was not copied: {error}. The next checkpoint will be.")
+
+    def _check_space(self, needed: int) -> None:
+        free = shutil.disk_usage(self._folder.checkpoints).free
+        if free < needed:
+            raise OSError(f"{self._folder.checkpoints}: it takes {needed:,} bytes, and {free:,} are free")
+
+    def _fail(self, step: int, partial: Path | None, error: OSError) -> None:
+        self.failure = f"the checkpoint of step {step} could not be written: {reason(error)}."
+        self._warn(f"{self.failure} It is tried again after the next step; make room meanwhile.")
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    async def finish(self) -> None:
+        """Wait until the save that is under way is complete.
+
+        Raises:
+            ClusterError: a learner is lost.
+        """
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    async def close(self, within_s: float) -> None:
+        """At the end of a run, also of one that failed: complete the save that is under way, if that is possible."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            done, _ = await asyncio.wait({writing}, timeout=within_s)
+            writing.cancel()
+            if done and (error := writing.exception()) is not None:
+                self._warn(f"the last checkpoint was not completed: {error}")
+
+
+def _files_of(tokenizer: Any) -> dict[str, bytes]:
+    """The files that a tokenizer is saved as; on a full disk its own writer raises errors of no known type."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-tokenizer-") as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}

@@ -1,0 +1,146 @@
+"""What a resumed run may change: each key is free or refused by name, and so is another model or other data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import make_config, make_ppo_config
+
+from rlhf.config.describe import describe_keys
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.ppo import PPOConfig
+from rlhf.log.sinks import JsonlSink
+from rlhf.run.folder import RunFolder
+from rlhf.run.resume import FREE, KEPT, check_resumed_state, is_free, model_fingerprints, resume_warnings
+from rlhf.run.state import RunState
+
+
+@pytest.fixture
+def model(tiny_model_dir: Path) -> Path:
+    return tiny_model_dir / "model"
+
+
+def state_of(config: GRPOConfig) -> RunState:
+    return RunState(
+        step=2,
+        config=config.model_dump(mode="json"),
+        models=model_fingerprints(config),
+        updates=config.update_plan,
+    )
+
+
+def resume(began: GRPOConfig, now: GRPOConfig, tmp_path: Path) -> None:
+    state = RunState.from_json(state_of(began).to_json())
+    check_resumed_state(now, RunFolder(tmp_path / "run", resume=False), state)
+
+
+@pytest.mark.parametrize(
+    ("sections", "messages"),
+    [
+        (
+            {"learner": {"optimizer": {"lr": 1e-5}}},
+            [r"learner\.optimizer\.lr=1e-05: the run began with 1e-06\."],
+        ),
+        (
+            {"reward": {"parts": [{"name": "multiple_choice"}]}},
+            [r"reward\.parts=\[\{.*choice.*the run began with \[\{.*math"],
+        ),
+        (
+            {"algo": {"kl_coef": 0.1}, "rollout": {"temperature": 0.7}},
+            [r"algo\.kl_coef=0\.1", r"rollout\.temp.*=0\.7"],
+        ),
+        ({"run": {"seed": 1}}, [r"run\.seed=1: the run began with 0"]),
+        ({"model": {"dtype": "bfloat16"}}, [r"model\.dtype=bfloat16: the run began with float32"]),
+        ({"reward_model": {"path": "x/y"}}, [r"reward_model=\{.*: the run began with null"]),
+        ({"data": {"prompt_suffix": "Think."}}, [r"data\.prompt_suffix=Think\.: the run began with null"]),
+        ({"learner": {"epochs_per_step": 3}}, [r"learner\.epochs_per_step=3: the run began with 1"]),
+    ],
+)
+def test_what_the_run_learns_from_is_refused_by_name_with_both_values(
+    model: Path, tmp_path: Path, sections: dict[str, Any], messages: list[str]
+) -> None:
+    began = make_config(model)
+    resume(began, make_config(model), tmp_path)
+    for message in messages:
+        with pytest.raises(ValueError, match=message):
+            resume(began, make_config(model, **sections), tmp_path)
+
+
+def test_where_and_how_fast_a_run_is_computed_is_free(model: Path, tmp_path: Path) -> None:
+    now = make_ppo_config(
+        model,
+        cluster={"device": "cpu", "learners": 4, "engines": 3, "step_deadline_s": 60.0},
+        learner={"zero_stage": 3, "max_tokens_per_microbatch": 256},
+        critic={"zero_stage": 1},
+        rollout={"prompts_per_step": 4, "samples_per_prompt": 4, "max_response_tokens": 64, "kv_cache_gib": 2},
+        reward={"workers": 1},
+        logging={"level": "info"},
+        evaluation={"every": 3},
+        checkpoint={"every": 5, "keep": 1},
+        run={"steps": 20, "export": False},
+        data={"eval": str(model.parent / "test.jsonl")},
+    )
+    resume(make_ppo_config(model), now, tmp_path)
+
+
+def test_every_key_of_the_table_is_a_key_or_a_section() -> None:
+    keys = {key.name for schema in (GRPOConfig, PPOConfig) for key in describe_keys(schema)}
+    sections = {".".join(key.split(".")[:n]) for key in keys for n in range(1, key.count(".") + 1)}
+    assert FREE - keys - sections == set()
+    kept = {key for key in keys if not is_free(key)}
+    assert {"run.seed", "learner.optimizer.lr", "algo.clip_low", "rollout.temperature", "reward.parts"} <= kept
+    assert not {"run.dir", "cluster.engines", "logging.level", "learner.zero_stage"} & kept
+    assert "run.seed" in KEPT
+
+
+def test_a_longer_run_is_the_same_run_with_a_warning_where_its_schedule_spans_it(model: Path) -> None:
+    plain, longer = make_config(model), make_config(model, run={"steps": 20})
+    assert list(resume_warnings(longer, state_of(plain))) == []
+    schedule = {"learner": {"schedule": {"name": "cosine"}}}
+    began, now = make_config(model, **schedule), make_config(model, run={"steps": 20}, **schedule)
+    (warning,) = resume_warnings(now, state_of(began))
+    assert "run.steps=20: the run began with 10, and learner.schedule=cosine spans the whole run" in warning
+
+
+def test_a_model_with_another_fingerprint_is_refused_and_a_moved_one_is_not(model: Path, tmp_path: Path) -> None:
+    began = make_config(model)
+    moved = tmp_path / "moved"
+    shutil.copytree(model, moved)
+    data = {"train": str(model.parent / "train.jsonl"), "max_prompt_tokens": 64}
+    resume(began, make_config(model, model={"path": str(moved)}, data=data), tmp_path)
+    weights = moved / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    head = 8 + int.from_bytes(content[:8], "little")
+    for place in range(head + 1, len(content), 4):  # as training does: a little in every number
+        content[place] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match=r"^model\.path=.*moved: the fingerprint of its weights is \w+, and the run"):
+        resume(began, make_config(model, model={"path": str(moved)}), tmp_path)
+    shutil.copy(model / "model.safetensors", weights)
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    with pytest.raises(ValueError, match=r"the fingerprint of its config is"):
+        resume(began, make_config(model, model={"path": str(moved)}), tmp_path)
+
+
+def test_weights_that_this_machine_does_not_have_are_not_compared(model: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(model, moved)
+    (moved / "model.safetensors").unlink()
+    resume(make_config(model), make_config(model, model={"path": str(moved)}), tmp_path)
+
+
+def test_metrics_are_cut_by_rename_so_that_another_reader_keeps_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    with file.open() as reader:
+        sink = JsonlSink(file, resume_step=2)
+        sink.log(3, {"a": 1})
+        sink.close()
+        assert len(reader.read().splitlines()) == 4
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -1,0 +1,175 @@
+"""rlhf.export: any checkpoint becomes a model that transformers loads, without the stack and in little memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_model_checkpoint
+from model_families import write_family
+from waiting import WAIT_S
+from worlds import make_config
+
+from rlhf import export
+from rlhf.quickstart import make_tokenizer
+from rlhf.run.folder import RunFolder
+from rlhf.run.state import RunState
+
+STATE = {
+    "updates_taken": 8,
+    "evaluations": {0: {"eval/test/avg@1": 0.25}, 4: {"eval/test/avg@1": 0.5}},
+    "stream": {"sources": {"train": {"rows": 256, "fingerprint": "0a1b"}}},
+    "code": {"rlhf": "0.1.0", "commit": "abc123", "uncommitted changes": "yes"},
+}
+
+
+def write_run(path: Path, model: Path, *steps: int, dtype: str = "bfloat16") -> dict[str, torch.Tensor]:
+    """A run with checkpoints of a model's weights; the weights."""
+    run = RunFolder(path, resume=False)
+    config = make_config(model, run={"dir": str(path)}, model={"dtype": dtype}).model_dump(mode="json")
+    for step in steps:
+        state = RunState(step=step, config=config, **STATE)
+        _, tensors = asyncio.run(write_model_checkpoint(run, state, model))
+    run.metrics.write_text('{"step": 4, "time/step": 1.0, "reward/mean": 0.75, "learner/lr": 1e-6}\n')
+    return tensors
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "glm4_moe", "gemma4_text"])
+def test_the_exported_model_has_the_files_and_numbers_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model = write_family(family, tmp_path / "model")
+    write_run(tmp_path / "run", model, 4, dtype="float32")
+    export.main([str(tmp_path / "run"), str(tmp_path / "out")])
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].float(), after[name].float()) for name in before)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(loaded(ids).logits, expected(ids).logits)
+
+
+def test_a_run_gives_its_newest_checkpoint_and_a_folder_that_one(tiny_model_dir: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tensors = write_run(tmp_path / "run", tiny_model_dir / "model", 2, 4)
+    export.main([str(tmp_path / "run"), str(tmp_path / "newest")])
+    export.main([str(tmp_path / "run" / "checkpoints" / "step-000002"), str(tmp_path / "second")])
+    card = (tmp_path / "newest" / "README.md").read_text()
+    for part in (
+        "library_name: transformers", "# run, step 4", "8 optimizer steps", "| 0 | 0.25 |", "| 4 | 0.5 |", "0.75",
+        "| train | 256 | 0a1b |", "abc123", "kl_estimator: k3",
+    ):  # fmt: skip
+        assert part in card
+    assert "# run, step 2" in (tmp_path / "second" / "README.md").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "newest")
+    assert loaded.dtype == torch.bfloat16
+    assert all(torch.equal(param, tensors[name]) for name, param in loaded.named_parameters())
+    AutoTokenizer.from_pretrained(tmp_path / "newest")
+    assert {path.suffix for path in (tmp_path / "newest").iterdir()} <= {".safetensors", ".json", ".md", ".jinja"}
+
+
+def test_what_cannot_be_exported_is_one_message(tiny_model_dir: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", tiny_model_dir / "model", 2)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    for arguments, message in (
+        ([tmp_path, tmp_path / "out"], "neither a run (no checkpoints/) nor a checkpoint"),
+        ([checkpoint, tmp_path / "run"], "is not empty. Name a new folder"),
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared
+            export.main([str(argument) for argument in arguments])
+        assert message in str(caught.value)
+    (checkpoint / "weights-00001.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step-000002: weights-00001\.safetensors has 0 bytes"):
+        export.main([str(checkpoint), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_that_does_not_answer_costs_nothing_but_a_message(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "run", tiny_model_dir / "model", 2)
+    with pytest.raises(RuntimeError, match=r"--push-to-hub me/mine: .*The model is complete in .*out"):
+        export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--push-to-hub", "me/mine"])
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_model_of_70_b_takes_no_more_memory_than_its_largest_tensor(tmp_path: Path) -> None:
+    """The account on the meta device: the plan of every file, and what passes through memory between them."""
+    from transformers import LlamaConfig
+
+    from rlhf.learner.hub_format import FILE_BYTES, HubWriter, empty_model, model_tensors
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "config")
+    model = empty_model(tmp_path / "config", dtype="bfloat16", trust_remote_code=False)
+    tensors = model_tensors(model)
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    assert 70e9 < parameters < 71e9
+    HubWriter(tmp_path / "out", model, tensors.items())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * parameters
+    assert len(set(index["weight_map"].values())) >= 2 * parameters / FILE_BYTES
+    in_memory = max(tensor.numel() * (4 + tensor.itemsize) for tensor in tensors.values())  # as stored, as exported
+    assert in_memory < 0.1 * parameters
+
+
+MEASURED = """
+import sys, threading, time
+from rlhf import export
+
+def anonymous():
+    return next(int(row.split()[1]) for row in open("/proc/self/status") if row.startswith("RssAnon")) * 1024
+
+peak, done = 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+
+export.main([sys.argv[1], sys.argv[2] + "-before"])  # imports and tables that stay
+before = anonymous()
+thread = threading.Thread(target=watch)
+thread.start()
+export.main(sys.argv[1:])
+done = True
+thread.join()
+print(peak - before, *(name for name in ("deepspeed", "ray", "vllm") if name in sys.modules))
+"""
+
+
+def test_an_export_takes_far_less_memory_than_the_model_and_no_part_of_the_stack(tmp_path: Path) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=1000, hidden_size=512, intermediate_size=2048, num_hidden_layers=10,
+        num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = tmp_path / "model"
+    transformer = Qwen2ForCausalLM(config).bfloat16()
+    transformer.save_pretrained(model)
+    parameters = sum(parameter.numel() for parameter in transformer.parameters())
+    del transformer
+    make_tokenizer().save_pretrained(model)
+    write_run(tmp_path / "run", model, 4)
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "run"), str(tmp_path / "out")]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    grown, *stack = done.stdout.splitlines()[-1].split()
+    assert stack == []
+    assert parameters > 30e6
+    assert int(grown) < parameters  # bytes; a whole copy in bfloat16 is 2 per parameter
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
