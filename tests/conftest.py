@@ -16,7 +16,7 @@ if shutil.which("nvidia-smi") is None:
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["WANDB_SILENT"] = "true"
-os.environ["RAY_raylet_start_wait_time_s"] = "1200"  # noqa: SIM112 - Ray spells it so; 30 are too few on a busy machine
+os.environ["RAY_raylet_start_wait_time_s"] = "90"  # noqa: SIM112 - Ray spells it so; 30 are too few on a busy machine
 os.environ.pop("RAY_ADDRESS", None)  # a run of a test never joins a cluster that happens to be there
 
 import pytest

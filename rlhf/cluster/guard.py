@@ -44,7 +44,7 @@ def _members(folder: str) -> set[int]:
     parents: dict[int, int] = {}
     members: set[int] = set()
     for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
+        if not entry.isdigit() or int(entry) in (os.getpid(), os.getppid()):  # the driver may live and start Ray again
             continue
         with contextlib.suppress(OSError):
             state, parent, *_ = Path("/proc", entry, "stat").read_text().rsplit(")", 1)[1].split()

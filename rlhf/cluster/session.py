@@ -21,6 +21,8 @@ from rlhf.cluster import guard
 from rlhf.cluster.actors import ClusterError, check_address
 from rlhf.cluster.node_report import ask_nodes, differences, node_names, report
 
+START_TRIES = 3
+
 
 class RaySession:
     """Ray from `ray.init` until its processes and files are gone.
@@ -57,11 +59,7 @@ class RaySession:
                     check_address(address)
                     ray.init(address=address, **common)
                 else:
-                    self.temp = tempfile.mkdtemp(prefix="rlhf-ray-")
-                    self._start_guard(self.temp)
-                    local: dict[str, Any] = {"include_dashboard": False, "num_cpus": os.cpu_count()}
-                    with _on_loopback():
-                        ray.init(address="local", _temp_dir=self.temp, **local, **common)
+                    self._start_here(common)
         except ConnectionError as error:
             raise ValueError(
                 f"cluster.ray_address={address}: no Ray cluster answers there ({error}). Start one with `ray start "
@@ -70,6 +68,26 @@ class RaySession:
         finally:
             with contextlib.suppress(FileNotFoundError, PermissionError):  # RAY_AUTH_TOKEN, or the file of another user
                 Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").chmod(0o600)
+
+    def _start_here(self, options: dict[str, Any]) -> None:
+        """Start a cluster on this machine, and try again on a busy one: Ray gives its own processes 15 s to start."""
+        for tries_left in reversed(range(START_TRIES)):
+            self.temp = tempfile.mkdtemp(prefix="rlhf-ray-")
+            self._start_guard(self.temp)
+            local: dict[str, Any] = {"include_dashboard": False, "num_cpus": os.cpu_count()}
+            try:
+                with _on_loopback():
+                    ray.init(address="local", _temp_dir=self.temp, **local, **options)
+                return
+            except Exception as error:  # Ray has no type for it
+                if "timed out during startup" not in str(error):
+                    raise
+                self.stop()
+                if not tries_left:
+                    raise ClusterError(
+                        f"Ray did not start in {START_TRIES} tries: its processes take longer than it waits for them. "
+                        "Start the run when this machine is less busy."
+                    ) from None
 
     async def compare_nodes(self, *, deadline_s: float) -> None:
         """Whether every node of a cluster that runs has the same installed as this process.

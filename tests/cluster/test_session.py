@@ -1,0 +1,58 @@
+"""The start of Ray on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rlhf.cluster.actors import ClusterError
+from rlhf.cluster.session import START_TRIES, RaySession
+
+TOO_SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+
+
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failures: list[Exception]) -> list[str]:
+    """Start a session where `ray.init` fails like this before it succeeds; Ray's folders that were made."""
+    folders: list[str] = []
+
+    def init(*, _temp_dir: str, **_: Any) -> None:
+        folders.append(_temp_dir)
+        if len(folders) <= len(failures):
+            raise failures[len(folders) - 1]
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    session = RaySession()
+    session.start(None)
+    session.stop()
+    return folders
+
+
+def test_a_start_that_ray_gives_up_on_a_busy_machine_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = start(monkeypatch, tmp_path, [Exception(TOO_SLOW)])
+    assert len(set(folders)) == 2
+    assert list(tmp_path.iterdir()) == []  # of the first try nothing is left
+
+
+def test_after_some_tries_one_message_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=f"did not start in {START_TRIES} tries.*less busy"):
+        start(monkeypatch, tmp_path, [Exception(TOO_SLOW)] * START_TRIES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_any_other_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(PermissionError):
+        start(monkeypatch, tmp_path, [PermissionError("no")])
+
+
+def test_ray_without_its_token_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ValueError, match=r"^RAY_AUTH_MODE=disabled: .* Remove the variable"):
+        start(monkeypatch, tmp_path, [])
