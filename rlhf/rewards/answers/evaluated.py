@@ -377,13 +377,14 @@ def _is_collected(node: Node) -> bool:
     if node.kind in ("mul", "div"):
         above, below = _factors(node)
         bases = [_base(factor) for factor in above + below]
-        symbols = [base for base in bases if base.kind == "sym"]
+        symbols = [base for base in bases if base.kind in ("sym", "const")]
         return len(set(symbols)) == len(symbols) and all(sum(map(_is_rational, side)) <= 1 for side in (above, below))
     return True
 
 
 def _base(factor: Node) -> Node:
-    return factor.args[0] if factor.kind == "pow" and _is_signed_numeral(factor.args[1]) else factor
+    is_power = factor.kind == "pow" and (_is_signed_numeral(factor.args[1]) or factor.args[0].kind == "const")
+    return factor.args[0] if is_power else factor
 
 
 def _monomial(term: Node) -> frozenset[tuple[Node, bool]] | None:
