@@ -252,7 +252,9 @@ def _as_fraction(whole: str, fixed: str, repeated: str) -> str:
     return f"(\\frac{{{value.numerator}}}{{{value.denominator}}})"
 
 
-OPTION_NAMED = re.compile(r"(?:(?i:(?:the )?(?:correct )?(?:option|choice|answer)(?: is|:)?)\s*)?\(?\s*([A-Za-z])\s*\)?\s*[.:]?")
+OPTION_NAMED = re.compile(
+    r"(?:(?i:(?:the )?(?:correct )?(?:option|choice|answer)(?: is|:)?)\s*)?\(?\s*([A-Za-z])\s*\)?\s*[.:]?"
+)
 OPTION_LEADING = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?=\S)")
 # Another option after the first: (D), D) or a lone D. The article of "A bird" and the letters of a formula are none.
 ANOTHER_OPTION = re.compile(

@@ -31,7 +31,8 @@ CHANGING_WRITTEN = (
     "only half halves halved third thirds quarter quarters fourth fourths fifth fifths tenth tenths double doubled "
     "triple tripled twice thrice squared cubed factorial root plus minus negative negated times power raised choose "
     "divided multiplied increased decreased complement reciprocal inverse inverted opposite log sin cos tan wrong "
-    "incorrect false impossible undefined unknown point mil mille tausend millones millionen milliards milliarden docenas dutzend"
+    "incorrect false impossible undefined unknown point mil mille tausend millones millionen milliards "
+    "milliarden docenas dutzend"
 )
 CHANGING = frozenset(CHANGING_WRITTEN.split())
 # Words that announce another answer, and constants: they are never dropped either.
