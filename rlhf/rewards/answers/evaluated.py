@@ -175,7 +175,7 @@ def _factors(node: Node) -> tuple[list[Node], list[Node]]:
 
 
 def _like(term: Node, *, sums: int) -> frozenset[object] | None:
-    """The irrational factors of a product, which terms that can be collected share; None if it is not worked out.
+    """The irrational factors of a term; None if the term is not worked out. Terms with the same factors are alike.
 
     Args:
         sums: how many of the factors may be sums.
@@ -359,7 +359,7 @@ def _sums_multiplied(node: Node) -> int:
 
 
 def _terms_with_sums(node: Node) -> int:
-    """How many terms of a sum contain a sum. A number times a sum, which is never left so, counts twice."""
+    """How many terms of a sum contain a sum. A number times a sum counts twice: it is always multiplied out."""
     count = 0
     for term in _terms(node) if len(_terms(node)) > 1 else ():
         above, below = _factors(term)

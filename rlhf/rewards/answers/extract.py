@@ -254,7 +254,6 @@ def _hash(text: str) -> str | None:
 
 
 def _answer_is(text: str) -> str | None:
-    text = text[-TAIL_CHARACTERS:]
     for start in reversed(list(ANSWER_START.finditer(text))):
         if match := ANSWER_IS.match(text, start.start()):
             return _clause(text[match.end() : match.end() + CLAUSE_CHARACTERS])
@@ -346,30 +345,27 @@ def _last_span(text: str) -> Span | None:
 
 
 def _math_span(text: str) -> str | None:
-    tail = text[-TAIL_CHARACTERS:]
-    span = _last_span(tail)
-    return None if span is None or _refuses(tail) else span.content
+    span = _last_span(text)
+    return None if span is None or _refuses(text) else span.content
 
 
 def _last_number(text: str) -> str | None:
-    tail = text[-TAIL_CHARACTERS:]
     if (whole := _whole(text)) is not None:
         return whole
-    number = _number(tail)
-    return None if number is None or _refuses(tail) else number.content
+    number = _number(text)
+    return None if number is None or _refuses(text) else number.content
 
 
 def _later_of_span_and_number(text: str) -> str | None:
-    tail = text[-TAIL_CHARACTERS:]
-    span, number = _last_span(tail), _number(tail)
+    span, number = _last_span(text), _number(text)
     if span is not None and (number is None or number.start < span.end):
         return span.content
     return number.content if number is not None else None
 
 
-def _number(tail: str) -> Span | None:
-    matches = [m for m in NUMBER.finditer(tail) if any(c.isdigit() for c in m[0])]
-    if not matches or OR_BEFORE.search(tail, max(0, matches[-1].start() - 40), matches[-1].start()):
+def _number(text: str) -> Span | None:
+    matches = [m for m in NUMBER.finditer(text) if any(c.isdigit() for c in m[0])]
+    if not matches or OR_BEFORE.search(text, max(0, matches[-1].start() - 40), matches[-1].start()):
         return None  # 17 or 18 is no answer
     return Span(matches[-1].start(), matches[-1].end(), _with_unit(matches[-1]))
 
