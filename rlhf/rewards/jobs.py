@@ -58,7 +58,7 @@ class Slot(NamedTuple):
         self.batch.set(self.row, grade)
 
 
-@dataclass
+@dataclass(slots=True)
 class Job:
     number: int
     request: dict[str, Any]

@@ -268,7 +268,7 @@ class Pool:
             self._tell(worker, {"known": None if known is None else [known.value, known.status]})
         else:
             for reply in message["replies"]:
-                number = int(reply["number"]) if worker.waits else worker.first.number
+                number = int(reply["number"]) if worker.waits else next(iter(worker.jobs))
                 self._finish(worker, number, Grade.from_message(reply))
                 if reply.get("last"):  # the worker reports that it cannot take another job
                     self._requeue(worker)

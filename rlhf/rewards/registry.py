@@ -69,7 +69,7 @@ def _worth(grade: Grade) -> float:
     return -math.inf if grade.value is None else grade.value
 
 
-_parsed: dict[str, tuple[dict[str, Any], Any]] = {}  # by reward: the options of its last job, and what they mean
+_parsed: dict[str, tuple[dict[str, Any], Any]] = {}  # by reward: the options of the last job, as written and as parsed
 
 
 def _options(name: str, written: dict[str, Any]) -> Any:

@@ -85,14 +85,14 @@ def check_size(value: Value, bits: int = MAX_ARGUMENT_BITS) -> Value:
 def plus(a: Value, b: Value) -> Value:
     if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
         return as_real(a) + as_real(b)
-    _check_exact(a, b)
+    _count_digits(a, b)
     return a + b
 
 
 def times(a: Value, b: Value) -> Value:
     if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
         return as_real(a) * as_real(b)
-    _check_exact(a, b)
+    _count_digits(a, b)
     return a * b
 
 
@@ -101,15 +101,13 @@ def over(a: Value, b: Value) -> Value:
         raise UndefinedError("division by zero")
     if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
         return as_real(a) / as_real(b)
-    _check_exact(a, b)
+    _count_digits(a, b)
     return a / b
 
 
-def _check_exact(a: Fraction, b: Fraction) -> None:
+def _count_digits(a: Fraction, b: Fraction) -> None:
     """Count the work of an exact operation, which grows with the square of the digits."""
     bits = sum(v.numerator.bit_length() + v.denominator.bit_length() for v in (a, b))
-    if bits > 2 * MAX_EXACT_BITS:
-        raise UndefinedError("too large")
     work(bits * bits // BITS_PER_WORK**2)
 
 

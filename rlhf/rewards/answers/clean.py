@@ -36,7 +36,7 @@ INVISIBLE = re.compile(
     r"|(?<!\\)\\(?:[,;:!> ]|(?:(?:display|text)style|tiny|small|normalsize|[lL]arge|LARGE|huge)"
     r"(?![a-zA-Z])|(?:limits|nolimits|rm|bf|it|tt)(?![a-zA-Z]))"
     r"|\\(?:q?quad|enspace|thinspace|hfill|nobreakspace|newline|nonumber)(?![a-zA-Z])|\\[hv]space\*?\{[^{}]*\}"
-    r"|\\(?:boxed|fbox|ensuremath|underline|mathstrut|checkmark)(?![a-zA-Z])|~"
+    r"|\\(?:boxed|fbox|ensuremath|underline|mathstrut|checkmark|blacksquare)(?![a-zA-Z])|~"
 )
 FONT = re.compile(
     r"\\(?:mathbf|mathit|mathsf|mathcal|mathnormal|boldsymbol|bm|mathtt|vec|overrightarrow|hat)(?![a-zA-Z])\s*"
@@ -83,14 +83,19 @@ REPEATING = re.compile(
 REPEATING_FROM_TO = re.compile(r"\\dot\s*\{?(\d)\}?(\d{0,58})\\dot\s*\{?(\d)\}?")
 # What stands left of the last `=` and only names the value, in notation that the grammar does not know.
 NAME_OF_VALUE = re.compile(
-    r"^\s*\\(?:(?:Pr|deg|dim|min|max|lim|int|sum|lVert|\||mathbb\s*\{[PE]\})(?![a-z])|frac\s*\{d[\w^]*\}\s*\{d\w\})"
+    r"^\s*\\(?:(?:Pr|deg|dim|min|max|gcd|lcm|lim|int|sum|prod|lVert|\||mathbb\s*\{[PE]\})(?![a-z])"
+    r"|frac\s*\{d[\w^]*\}\s*\{d\w\}|(?:(?:var)?phi|sigma|tau|text\s*\{\s*(?:gcd|lcm)\s*\})(?=\s*\())"
     r"(?:\([^()]*\)|\{[^{}]*\}|[^=<>{}])*=(?=[^=]+$)"
 )
-APPROXIMATELY = re.compile(r"\\text\s*\{\s*(?:or )?(?:approximately|approx\.?|about)\s*\}")
+MODULUS = re.compile(r"\(\s*\\text\s*\{\s*mod\s*\}\s*(\d+)\s*\)")
+APPROXIMATELY = re.compile(
+    r"\\text\s*\{\s*(?:\(\s*)?(?:or )?(?:approximately|approx\.?|about)\s*(?:\}|([\d.]+)\s*\)\s*\})"
+)
 ROUNDED_IN_BRACKETS = re.compile(r"\(\s*(\\approx[^()]*)\)$")
 RELATION = re.compile(r"[<>]|\\(?:[lg]eq?|neq?)(?![a-z])")
 WHOLE_PARAMETER = re.compile(  # the remark after pi/4 + k pi
-    r"(?<=[\w)}])\s*[,(]?\s*(?:\\text\s*\{[,\s]*(?:for|where)[^{}]*\}\s*)?[kmn]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?\s*\)?$"
+    r"(?<=[\w)}])\s*[,(]?\s*(?:\\text\s*\{[,\s]*(?:for|where)[^{}]*\}\s*)?[kmn]\s*"
+    r"(?:\\in\s*\\mathbb\s*\{?[ZN]\}?|\\text\s*\{\s*is an(?:y)? integer\s*\})\s*\)?$"
 )
 DOTS = r"(?:\.\.\.|\\[lc]?dots(?![a-zA-Z]))"
 TRAILING_DOTS = re.compile(rf"(?<![\d.])(\d{{0,30}})\.(\d{{0,30}}?)(\d{{1,30}}?)\3{{2,30}}\s*{DOTS}")
@@ -119,7 +124,8 @@ def clean(text: str) -> str:
     text = re.sub(r"\\([ij])math(?![a-z])", r"\1", text)
     text = LABELLED.sub(lambda m: re.sub(r"([A-Z][A-Za-z ]*[:=])", r"\\text{\1}", m[1]), text)
     text = NAME_OF_SEGMENT.sub(r" \1 ", text)
-    text = ROUNDED_IN_BRACKETS.sub(r"\1", APPROXIMATELY.sub(r"\\approx ", text))
+    text = MODULUS.sub(r"\\pmod{\1}", text)
+    text = ROUNDED_IN_BRACKETS.sub(r"\1", APPROXIMATELY.sub(r"\\approx \1", text))
     if not RELATION.search(text):
         text = WHOLE_PARAMETER.sub("", text)
     text = DEGREE.sub(r" \\degree ", PERCENT.sub(r" \\pct ", text))
@@ -246,7 +252,9 @@ def _as_fraction(whole: str, fixed: str, repeated: str) -> str:
     return f"(\\frac{{{value.numerator}}}{{{value.denominator}}})"
 
 
-OPTION_NAMED = re.compile(r"(?:(?i:option|choice|answer)\s*)?\(?\s*([A-Za-z])\s*\)?\s*[.:]?")
+OPTION_NAMED = re.compile(
+    r"(?:(?i:(?:the )?(?:correct )?(?:option|choice|answer)(?: is|:)?)\s*)?\(?\s*([A-Za-z])\s*\)?\s*[.:]?"
+)
 OPTION_LEADING = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?=\S)")
 # Another option after the first: (D), D) or a lone D. The article of "A bird" and the letters of a formula are none.
 ANOTHER_OPTION = re.compile(
@@ -257,7 +265,7 @@ WRONG = (
     r"(?:is|are|was|were)(?: (?:all|both|clearly|definitely))? "
     r"(?:wrong|incorrect|false|impossible|ruled out|eliminated|too \w+|not (?!wrong|incorrect|false)\w+)"
 )
-RULED_OUT = re.compile(rf"(?:\b(?:because|since|as) )?(?<![\w\\]){OPTIONS} {WRONG}\b")  # (C) because A is wrong
+RULED_OUT = re.compile(rf"\b(?:because|since|as) {OPTIONS} {WRONG}\b")  # (C) because A is wrong
 FORMULA = re.compile(
     r"(?<![\w\\])[A-Za-z]"
     r"(?:\s*(?:[-=+*^_<>]|\\(?:cup|cap|setminus|subset|cdot|times|le|ge|ne|in)(?![a-z]))+\s*[A-Za-z0-9\\({])+"

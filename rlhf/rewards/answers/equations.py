@@ -54,7 +54,7 @@ def _without_rounded_side(node: Node, kinds: tuple[str, ...]) -> Sequence[Node]:
     """The sides before `\\approx`, if the last of them is an exact value: sqrt(2) of sqrt(2) ~ 1.414."""
     if not node.name.endswith("~") or is_label(node.args[-2], kinds=kinds):
         return node.args
-    exact, rounded = (estimate_of(side) for side in node.args[-2:])
+    exact, rounded = (estimate_of(side.args[0] if side.kind == "unit" else side) for side in node.args[-2:])
     close = exact is not None and rounded is not None and abs(exact - rounded) <= MAX_ROUNDING * abs(exact)
     return node.args[:-1] if close else node.args
 

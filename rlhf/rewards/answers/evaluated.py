@@ -175,7 +175,7 @@ def _factors(node: Node) -> tuple[list[Node], list[Node]]:
 
 
 def _like(term: Node, *, sums: int) -> frozenset[object] | None:
-    """The irrational factors of a product, which terms that can be collected share; None if it is not worked out.
+    """The irrational factors of a term; None if the term is not worked out. Terms with the same factors are alike.
 
     Args:
         sums: how many of the factors may be sums.
@@ -359,7 +359,7 @@ def _sums_multiplied(node: Node) -> int:
 
 
 def _terms_with_sums(node: Node) -> int:
-    """How many terms of a sum contain a sum. A number times a sum, which is never left so, counts twice."""
+    """How many terms of a sum contain a sum. A number times a sum counts twice: it is always multiplied out."""
     count = 0
     for term in _terms(node) if len(_terms(node)) > 1 else ():
         above, below = _factors(term)
@@ -377,13 +377,14 @@ def _is_collected(node: Node) -> bool:
     if node.kind in ("mul", "div"):
         above, below = _factors(node)
         bases = [_base(factor) for factor in above + below]
-        symbols = [base for base in bases if base.kind == "sym"]
+        symbols = [base for base in bases if base.kind in ("sym", "const")]
         return len(set(symbols)) == len(symbols) and all(sum(map(_is_rational, side)) <= 1 for side in (above, below))
     return True
 
 
 def _base(factor: Node) -> Node:
-    return factor.args[0] if factor.kind == "pow" and _is_signed_numeral(factor.args[1]) else factor
+    is_power = factor.kind == "pow" and (_is_signed_numeral(factor.args[1]) or factor.args[0].kind == "const")
+    return factor.args[0] if is_power else factor
 
 
 def _monomial(term: Node) -> frozenset[tuple[Node, bool]] | None:

@@ -20,6 +20,7 @@ from rlhf.rewards.answers.words import changes_a_number, may_stand_after
 # Chat templates end a turn with one of these; the text after it does not answer this prompt.
 END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end)\|>|</s>|<eos>|<end_of_turn>")
 TAIL_CHARACTERS = 20_000  # an answer without a mark is searched in the last so many characters
+LAST_LINE = 400  # characters, at most
 MAX_CONNECTOR = 80  # characters between two boxes that can be one answer
 CLAUSE_CHARACTERS = 2_000  # of an answer after "the answer is", at most
 
@@ -55,8 +56,17 @@ ANSWER_IS = re.compile(
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*\"')\]]|$)|。")
+HEDGE = r"(?:or|maybe|perhaps|possibly)\b"
 SUBORDINATE = re.compile(
-    r"[,;]?\s+(?:because|since|as|when|where|which|so|for|if|after|by)\b.*|\s+\([a-z]{2,}\s[^()]*\)\s*$", re.DOTALL
+    r"[,;]?\s+(?:because|since|as|when|where|which|so|for|if|after|by)\b.*"
+    rf"|\s+\((?!{HEDGE})[a-z]{{2,}}\s[^()]*\)\s*$",
+    re.DOTALL,
+)
+REMARK = re.compile(  # 18 (9 eggs times $2), at the end of the text
+    rf"(?<=[\w%*])(?<!or)(?<!and)\s+\((?!{HEDGE})(?=[^()\n]*[A-Za-z+=])[^()\n]{{4,200}}\)(?=[\s.!*]{{0,20}}\Z)"
+)
+BOLD_ANSWER = re.compile(  # in the last line, with a number, and no heading such as **Step 2:**
+    r"\*\*(?![\s*]|Step\b)[^*\n:=]{0,60}\d[^*\n:=]{0,60}\*\*(?!\s*[=:])(?=(?:(?!\*\*)[^\n])*\s*\Z)"
 )
 LEAD_IN = re.compile(
     r"(?:(?:therefore|thus|so|hence|then|finally|approximately|about|roughly|exactly|equal to|simply|just|given by|"
@@ -137,9 +147,13 @@ def after_thinking(response: str) -> str | None:
 
 
 def without_markdown(text: str) -> str:
-    """The text without the marks of bold, italics, code, quotes and lists; only its end, where it is very long."""
-    if len(text) > TAIL_CHARACTERS:
-        text = text[-TAIL_CHARACTERS:]
+    """The text without the marks of bold, italics, code, quotes and lists, and without a remark after the answer.
+
+    Of a text that is very long, only the end.
+    """
+    text = REMARK.sub("", text[-TAIL_CHARACTERS:])
+    if bold := BOLD_ANSWER.search(text, max(0, len(text) - LAST_LINE)):
+        text = text[: bold.end()]
     for needed, mark in MARKDOWN:
         if needed in text:
             text = mark.sub(r"\1", text)
@@ -240,7 +254,6 @@ def _hash(text: str) -> str | None:
 
 
 def _answer_is(text: str) -> str | None:
-    text = text[-TAIL_CHARACTERS:]
     for start in reversed(list(ANSWER_START.finditer(text))):
         if match := ANSWER_IS.match(text, start.start()):
             return _clause(text[match.end() : match.end() + CLAUSE_CHARACTERS])
@@ -264,6 +277,9 @@ def _without_lead_in(text: str) -> str:
 
 def _sentence(sentence: str) -> str | None:
     sentence = _without_lead_in(sentence.strip(" \t*\"'"))
+    main = SUBORDINATE.sub("", sentence)
+    if len(main.split()) <= 2 and (option_letter(main) or any(map(str.isdigit, main))):
+        sentence = main
     copulas = list(COPULA.finditer(sentence))
     if copulas and len(sentence.split()) > 3:
         return _clause(sentence[copulas[-1].end() :])
@@ -329,30 +345,27 @@ def _last_span(text: str) -> Span | None:
 
 
 def _math_span(text: str) -> str | None:
-    tail = text[-TAIL_CHARACTERS:]
-    span = _last_span(tail)
-    return None if span is None or _refuses(tail) else span.content
+    span = _last_span(text)
+    return None if span is None or _refuses(text) else span.content
 
 
 def _last_number(text: str) -> str | None:
-    tail = text[-TAIL_CHARACTERS:]
     if (whole := _whole(text)) is not None:
         return whole
-    number = _number(tail)
-    return None if number is None or _refuses(tail) else number.content
+    number = _number(text)
+    return None if number is None or _refuses(text) else number.content
 
 
 def _later_of_span_and_number(text: str) -> str | None:
-    tail = text[-TAIL_CHARACTERS:]
-    span, number = _last_span(tail), _number(tail)
+    span, number = _last_span(text), _number(text)
     if span is not None and (number is None or number.start < span.end):
         return span.content
     return number.content if number is not None else None
 
 
-def _number(tail: str) -> Span | None:
-    matches = [m for m in NUMBER.finditer(tail) if any(c.isdigit() for c in m[0])]
-    if not matches or OR_BEFORE.search(tail, max(0, matches[-1].start() - 40), matches[-1].start()):
+def _number(text: str) -> Span | None:
+    matches = [m for m in NUMBER.finditer(text) if any(c.isdigit() for c in m[0])]
+    if not matches or OR_BEFORE.search(text, max(0, matches[-1].start() - 40), matches[-1].start()):
         return None  # 17 or 18 is no answer
     return Span(matches[-1].start(), matches[-1].end(), _with_unit(matches[-1]))
 

@@ -127,7 +127,7 @@ class Parser:
         return Node("unit", (node,), MONEY) if money else node
 
     def words(self) -> str:
-        """Words, with the powers and slashes of units: m / s ^2."""
+        """Words, with the powers of units: square m ^2."""
         words = [self.take().value]
         while True:
             if self.at("text") or (
@@ -137,11 +137,6 @@ class Parser:
             elif self.at("op", "^") and self.peek().kind == "num":
                 self.take()
                 words.append("^" + self.take().value)
-            elif self.at("op", "^") and self.peek().value == "{" and self.peek(2).kind == "num":
-                words.append("^" + self.peek(2).value)
-                self.position += 4
-            elif self.at("op", "/", ".") and self.peek().kind == "text":
-                words.append(self.take().value)
             else:
                 return " ".join(words).replace(" ^", "^")
 
@@ -373,9 +368,6 @@ class Parser:
             token = self.now
             self.tokens[self.position] = Token("num", token.value[1:], False)
             return numeral(token.value[0])
-        if self.at("op", "-"):
-            self.take()
-            return Node("neg", (self.argument(),))
         return self.primary()
 
     def command(self) -> Node:

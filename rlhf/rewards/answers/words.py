@@ -31,7 +31,8 @@ CHANGING_WRITTEN = (
     "only half halves halved third thirds quarter quarters fourth fourths fifth fifths tenth tenths double doubled "
     "triple tripled twice thrice squared cubed factorial root plus minus negative negated times power raised choose "
     "divided multiplied increased decreased complement reciprocal inverse inverted opposite log sin cos tan wrong "
-    "incorrect false impossible undefined unknown point mil mille tausend millones docenas dutzend"
+    "incorrect false impossible undefined unknown point mil mille tausend millones millionen milliards "
+    "milliarden docenas dutzend"
 )
 CHANGING = frozenset(CHANGING_WRITTEN.split())
 # Words that announce another answer, and constants: they are never dropped either.
@@ -138,16 +139,14 @@ def _is_number_word(word: str) -> bool:
 
 
 def may_stand_before(words: str) -> bool:
-    """Whether words before a number only introduce it: "the area is"; not "half of"."""
-    given = re.findall(r"[a-z]+", words.lower())
-    if any(map(changes_a_number, given)) and not set(given) <= LEADING:
-        return False
-    if announces_another(words):
-        return False
-    if BOUND.search(words.lower().rstrip()):
+    """Whether words before a number only introduce it: "the area is", "Tom has"; not "half of", nor "at least"."""
+    given = re.findall(r"[^\W\d_]+", words.lower())
+    if set(given) <= LEADING:
+        return not BOUND.search(words.lower().rstrip())
+    if any(map(changes_a_number, given)) or announces_another(words) or BOUND.search(words.lower().rstrip()):
         return False
     introduces = words.rstrip().endswith(":") or given[-1] in VERBS
-    return (introduces and (given[0] in LEADING or words.lstrip()[0].isupper())) or set(given) <= LEADING
+    return introduces and (given[0] in LEADING or words.lstrip()[0].isupper())
 
 
 def with_words_marked(text: str) -> str:
@@ -155,7 +154,7 @@ def with_words_marked(text: str) -> str:
 
     Words that give the number another meaning make prose of it all: `\text{half of 5}`.
     """
-    plain = " ".join(unwrapped(text).split())
+    plain = " ".join(unwrapped(text).split()).rstrip(".!")
     if DATE.fullmatch(plain) and any(map(str.isdigit, plain)):
         words = sorted(re.findall(r"[a-z]{3}|\d+", plain.lower()), key=str.isdigit)
         return f"\\text{{{' '.join(words)}}}"
