@@ -224,9 +224,8 @@ def _transformed(y, SLOPE: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _tile_forward(
-    products, columns, lse, picked, expected, width,
-    SLOPE: tl.constexpr, LIMIT: tl.constexpr, EXPECTED: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    products, columns, lse, picked, expected, width, SLOPE: tl.constexpr, LIMIT: tl.constexpr, COLUMNS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     products += row * width
     highest = -float("inf")
@@ -238,12 +237,10 @@ def _tile_forward(
         new = tl.maximum(highest, tl.max(tl.where(column < width, z, -float("inf")), 0))
         p = tl.where(column < width, tl.exp(z - new), 0.0)
         total = total * tl.exp(highest - new) + tl.sum(p, 0)
-        if EXPECTED:
-            weighted = weighted * tl.exp(highest - new) + tl.sum(p * z, 0)
+        weighted = weighted * tl.exp(highest - new) + tl.sum(p * z, 0)
         highest = new
     tl.store(lse + row, highest + tl.log(total))
-    if EXPECTED:
-        tl.store(expected + row, weighted / total)
+    tl.store(expected + row, weighted / total)
     tl.store(picked + row, _transformed(tl.load(products + tl.load(columns + row)), SLOPE, LIMIT))
 
 
@@ -270,20 +267,21 @@ def _tile_backward(
 
 
 def tile_softmax(
-    products: Tensor, columns: Tensor, lse: Tensor, picked: Tensor, expected: Tensor | None, slope: float,
-    limit: float | None,
-) -> None:  # fmt: skip
+    products: Tensor, columns: Tensor, lse: Tensor, picked: Tensor, expected: Tensor, slope: float, limit: float | None
+) -> None:
     """Of the logits z of one tile: log-sum-exp, the logit at a column of each row, and the mean of z under the softmax.
+
+    All are always computed: without the mean the compiler could round the others differently, and a pass without
+    entropies must have the bits of one with them.
 
     Args:
         products: [n, width] float32, contiguous; z = slope products, or limit tanh(slope products / limit).
-        columns: [n] int64. lse, picked, expected: [n] float32, written; no mean where `expected` is None.
+        columns: [n] int64. lse, picked, expected: [n] float32, written.
     """
     width = products.shape[1]
     launch(
         _tile_forward, (len(products),), products, columns, lse, picked, expected, width,
-        SLOPE=slope, LIMIT=limit, EXPECTED=expected is not None,
-        COLUMNS=min(COLUMNS, triton.next_power_of_2(width)), num_warps=8,
+        SLOPE=slope, LIMIT=limit, COLUMNS=min(COLUMNS, triton.next_power_of_2(width)), num_warps=8,
     )  # fmt: skip
 
 

@@ -159,13 +159,13 @@ class _Head:
         return out.copy_(torch.mm(a, b, out=_view(self.product, (out.shape[0], out.shape[1]))))
 
     def softmax(self, tile: Tensor, column: Tensor, scratch: Tensor, with_entropy: bool) -> tuple[Tensor, ...]:
-        """-> log-sum-exp of each row of the tile, its logit at `column` [n, 1] and, if asked, its mean logit: [n]."""
+        """-> log-sum-exp of each row of the tile, the logit at `column` [n, 1], and the mean (if asked): [n]."""
         if self.kernels:
             from rlhf.algo import kernels
 
-            lse, at_column, *mean = tile.new_empty(3 if with_entropy else 2, len(tile)).unbind()
-            kernels.tile_softmax(tile, column[:, 0], lse, at_column, mean[0] if mean else None, self.scale, self.limit)
-            return lse, at_column, *mean
+            lse, picked, expected = tile.new_empty(3, len(tile))
+            kernels.tile_softmax(tile, column[:, 0], lse, picked, expected, self.scale, self.limit)
+            return lse, picked, expected
         # log_softmax is one kernel where logsumexp is several; at the maximum the difference loses no digits.
         local = torch.log_softmax(tile, dim=-1, out=_view(scratch, (len(tile), tile.shape[1])))
         outputs = tile.amax(-1) - local.amax(-1), tile.gather(1, column).squeeze(1)
