@@ -19,7 +19,7 @@ shell_scripts = $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
 export VENV
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-fast bench bench-training lint format clean
+.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-gpu test-fast bench bench-training lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ $(real_task)/test.jsonl: tools/real_model_task.py | environment
 # Two at a time: a start of the stack imports for long on one core. A module's tests stay together, for their fixtures.
 test: environment  ## every test, including those on Ray, vLLM and DeepSpeed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope $(PYTEST_ARGS)
+
+test-gpu: environment  ## the tests that need a GPU: kernels, and the doctor with each placement
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
 test-fast: environment  ## the tests without engines, launch scripts and package registries, in under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack and not scripts and not registry" $(PYTEST_ARGS)

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import numpy as np
@@ -28,6 +28,8 @@ from rlhf.learner.hub_format import state_buffers
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.rank_place import Place
 from rlhf.log.reductions import Last, Mean, StepMetrics, merge_metrics
+
+T = TypeVar("T")
 
 
 class TrainedRank:
@@ -79,6 +81,10 @@ class TrainedRank:
         finally:
             unset_hf_deepspeed_config()
             del sharding
+
+    def apply(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call `function(self, *arguments)` in this process: what the doctor measures needs no methods here."""
+        return function(self, *arguments)
 
     def device_name(self) -> str:
         """The device's name from its driver, such as `NVIDIA H100 80GB HBM3`."""
