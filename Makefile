@@ -19,7 +19,7 @@ shell_scripts = $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
 export VENV
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-fast test-faults bench bench-training lint format clean
+.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-fast test-faults test-gpu bench bench-training lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ test: environment  ## every test, including those on Ray, vLLM and DeepSpeed
 
 test-faults: environment  ## kill, stop and signal the processes of whole runs; under an hour on two cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 tests/faults $(PYTEST_ARGS)
+
+test-gpu: environment  ## the tests that need a GPU: kernels, and the doctor with each placement
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
 test-fast: environment  ## the tests without engines, launch scripts and package registries, in under a minute
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack and not scripts and not registry" $(PYTEST_ARGS)

@@ -24,6 +24,8 @@ from hypothesis import HealthCheck, settings
 from processes import Watch
 from waiting import STACK_WAIT_S
 
+from rlhf.plan.resources import visible_gpus
+
 # Random cases state nothing about time: hypothesis would fail an example that takes 0.2 s on a busy machine.
 settings.register_profile("without time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("without time")
@@ -34,7 +36,10 @@ TINY_MODEL = {"hidden_size": 64, "num_layers": 2, "num_heads": 2}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A `stack` test may start several programs, one after another, next to other jobs of the machine."""
+    no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:
+        if item.get_closest_marker("gpu") and not visible_gpus():
+            item.add_marker(no_gpu)
         if item.get_closest_marker("stack"):
             item.add_marker(pytest.mark.timeout(3 * STACK_WAIT_S))
 

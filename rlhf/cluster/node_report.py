@@ -66,10 +66,10 @@ def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def gpus() -> list[str]:
-    """`name, driver, memory` of each GPU of this node, as nvidia-smi tells it; none without a driver."""
+    """`name, driver, memory, compute capability` of each GPU of this node from nvidia-smi; none without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader"]
     try:
         completed = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
     except subprocess.TimeoutExpired:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import ray
@@ -28,12 +29,12 @@ class RankGroup(ActorGroup):
         self._tokens, self._epochs = batch.tokens, epochs
         self.shared = np.concatenate(await self.call("start_step", ray.put(batch.tokens), ray.put(epochs)))
 
-    async def compute(self, method: str) -> list[np.ndarray | None]:
+    async def compute(self, method: str, *arguments: Any) -> list[np.ndarray | None]:
         """Columns [N] float32 of the step, as `method` computes them on the microbatches of the first epoch.
 
         Rows that are not computed are 0. A column is None if the ranks return None for it.
         """
-        by_rank = await self.call(method)
+        by_rank = await self.call(method, *arguments)
         return [None if parts[0] is None else self._column(parts) for parts in zip(*by_rank, strict=True)]
 
     def _column(self, parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -19,11 +20,15 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
+
+from rlhf.cluster import node_report
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
-from rlhf.doctor import grading, machine, nodes, stack
-from rlhf.doctor.examination import Check, Patient, Result, examine_all, lines
+from rlhf.doctor import grading, machine, nodes, stack, training
+from rlhf.doctor.examination import Check, Patient, Result, examine_all, lines, table
 from rlhf.plan import GPU, local_resources
+from rlhf.plan.memory import GIB
 
 DESCRIPTION = "Check whether a run will start, fit and compute correctly here; exit status 1 if a check failed."
 
@@ -36,6 +41,7 @@ def checks(config: GRPOConfig) -> tuple[Check, ...]:
     same_network = "are the ports between the nodes open in both directions, and RAY_AUTH_TOKEN the same?"
     start = "the message names the part; raise cluster.start_deadline_s if it only needs more time"
     canary = "do not train on this: an engine computes with another model than the learner, or with old weights"
+    kernel = "a kernel does not run here: is the GPU new enough, and were the packages set up by make setup-gpu?"
     return (
         Check("versions", machine.check_versions, 60.0, "make setup"),
         Check("disk", machine.check_disk, 60.0, "a file system of run.dir hangs: is a network mount gone?"),
@@ -45,10 +51,20 @@ def checks(config: GRPOConfig) -> tuple[Check, ...]:
         Check("rewards", grading.check_rewards, wait_s, "a reward of the config does not answer"),
         Check("nodes", nodes.check_nodes, 120.0, same_network),
         Check("gpu", nodes.check_gpus, 60.0, "`nvidia-smi` on each node"),
+        Check("imports", machine.check_imports, 600.0, "a network file system under the environment is too slow"),
         Check("start-up", stack.check_start, wait_s, start),
+        Check("attention", training.check_attention, 300.0, kernel),
+        Check("head", training.check_head, 300.0, kernel),
+        Check("hybrids", training.check_hybrids, 300.0, kernel),
         Check("collective", stack.check_collective, 300.0, f"NCCL_DEBUG=INFO; {same_network}"),
         Check("transfer", stack.check_transfer, 600.0, _HANGS),
         Check("agreement", stack.check_agreement, 600.0, canary),
+        Check("update", training.check_update, 600.0, _HANGS),
+        Check("cycle", training.check_cycle, 600.0, canary),
+        Check("microbatch", training.check_microbatch, 600.0, "lower learner.max_tokens_per_microbatch"),
+        Check("sampling", training.check_sampling, 600.0, _HANGS),
+        Check("checkpoint", training.check_checkpoint, 600.0, "run.dir is on a slow file system: name a faster one"),
+        Check("memory", training.check_memory, 60.0, ""),
     )
 
 
@@ -89,13 +105,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 async def diagnose(config: GRPOConfig, *, as_json: bool) -> list[Result]:
-    """The results of all checks; unless they are printed as JSON at the end, each is printed at once."""
+    """The results of all checks. Each is printed at once, and all at the end as a table, unless JSON is asked for."""
 
     def report(result: Result) -> None:
         if not as_json:
             print("\n".join(lines(result)), flush=True)
 
-    return await examine_all(checks(config), Patient(config), report)
+    patient = Patient(config)
+    results = await examine_all(checks(config), patient, report)
+    if not as_json:
+        print("\n".join(table(results, _described(patient))))
+    return results
+
+
+def _described(patient: Patient) -> list[str]:
+    """What a reader of the table has to know of machine and run."""
+    versions, cluster = node_report.report(), patient.config.cluster
+    gpus = [gpu for node in (patient.nodes or {}).values() for gpu in node["gpus"]]
+    memory = f"{psutil.virtual_memory().total / GIB:.0f} GiB"
+    return [
+        ", ".join(f"{name} {version}" for name, version in versions.items() if name != "node"),
+        f"{platform.platform()}, {os.cpu_count()} CPUs, {memory}, GPUs: {', '.join(gpus) or 'none'}",
+        f"{patient.config.model.path}, {patient.config.model.dtype}, {cluster.engines} x {cluster.tensor_parallel} "
+        f"engines, {cluster.learners} learners, {cluster.placement}",
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

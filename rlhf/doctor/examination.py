@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -11,23 +12,27 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import psutil
+
 from rlhf.config.grpo import GRPOConfig
 
 if TYPE_CHECKING:
+    from rlhf.cluster.canary import Canary
     from rlhf.cluster.cluster import Cluster
-    from rlhf.types import Prompt
+    from rlhf.types import PolicyTargets, Prompt
 
 T = TypeVar("T")
-Status = Literal["ok", "warn", "fail"]
+Status = Literal["ok", "warn", "fail", "skip"]  # skip: the check needs what this machine or config does not have
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check; `remedy` says what to do about a warning or a failure."""
+    """The result of a check; `remedy` says what to do about a warning or a failure, `numbers` are for programs."""
 
     status: Status
     text: str
     remedy: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,9 @@ class Patient:
     prompts: list[Prompt] | None = None  # the first of each source, tokenized
     nodes: dict[str, dict[str, Any]] | None = None  # by name: `report` of the node, its `gpus`
     cluster: Cluster | None = None
+    canary: Canary | None = None  # that engines and learners have passed
+    targets: PolicyTargets | None = None  # of the step that the learners hold
+    least_free: float = math.inf  # bytes of this machine's memory, at the end of any check
     at_end: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
 
@@ -91,6 +99,7 @@ async def examine_all(checks: Sequence[Check], patient: Patient, report: Callabl
     async with patient.at_end:
         for check in checks:
             results.append(await examine(check, patient))
+            patient.least_free = min(patient.least_free, psutil.virtual_memory().available)
             report(results[-1])
     return results
 
@@ -112,9 +121,26 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
 def lines(result: Result) -> Iterator[str]:
     """`ok    versions     20 packages ...  [0.1 s]`, and the remedy on a line below."""
-    status = result.status if result.status != "fail" else "FAIL"
+    status = _shown(result)
     first, *rest = result.text.splitlines() or [""]
     yield f"{status:<5} {result.name:<11} {first}  [{result.seconds:.1f} s]"
     yield from (f"{'':<18}{line}" for line in rest)
     if result.remedy:
         yield f"{'':<18}-> {result.remedy}"
+
+
+def _shown(result: Result) -> str:
+    return result.status if result.status != "fail" else "FAIL"
+
+
+def table(results: Sequence[Result], machine: Sequence[str]) -> Iterator[str]:
+    """All results as Markdown, for a report.
+
+    Args:
+        machine: lines that describe where the checks ran.
+    """
+    yield from ("", *machine, "", "| check | result | seconds | found |", "|---|---|---:|---|")
+    for result in results:
+        found = "; ".join(filter(None, [*result.text.splitlines(), result.remedy and f"-> {result.remedy}"]))
+        found = found.replace("|", "\\|")
+        yield f"| {result.name} | {_shown(result)} | {result.seconds:.1f} | {found} |"

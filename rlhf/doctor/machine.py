@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -16,6 +17,7 @@ from rlhf.cluster.node_report import plugin_is_installed
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_files import load_tokenizer
 from rlhf.doctor.examination import Finding, Patient, in_thread
+from rlhf.plan import visible_gpus
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model_shape import shape_at
 from rlhf.plan.preflight import input_problems
@@ -84,6 +86,28 @@ def _misfit(requirement: Requirement) -> str:
     return ""
 
 
+async def check_imports(patient: Patient) -> Finding:
+    """Import what engines and learners import, each in a process of its own; on GPUs torch has to see one."""
+    cuda = patient.config.cluster.device == "cuda" and bool(visible_gpus())  # a head node may have none
+    names = ("deepspeed", "vllm", *(("flashinfer", "cutlass") if cuda else ()))
+    code = "import torch; torch.zeros(1, device='cuda')" if cuda else "import torch"
+    for command in (code, *(f"import {name}" for name in names)):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            _, errors = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode:
+            reason = (errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"])[-1]
+            remedy = "make setup (make setup-gpu on GPUs), in a new environment if need be"
+            return Finding("fail", f"`{command}`: {reason}", remedy)
+    return Finding("ok", ", ".join(("torch", *names)) + (" are imported, and torch computes on a GPU" if cuda else ""))
+
+
 # --- disk ---
 
 
@@ -101,11 +125,16 @@ def needed_gib(config: GRPOConfig) -> float | None:
     return written / GIB + ROLLOUTS_GIB
 
 
+def existing_folder(config: GRPOConfig) -> Path:
+    """run.dir, or the nearest folder above it that exists."""
+    folder = Path(config.run.dir).absolute()
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())
+
+
 async def check_disk(patient: Patient) -> Finding:
     """Free space for checkpoints and export at run.dir, in Ray's folder and in shared memory."""
     config = patient.config
-    folder = Path(config.run.dir).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    existing = existing_folder(config)
     free = shutil.disk_usage(existing).free / GIB
     need = needed_gib(config)
     room = f"run.dir={config.run.dir}: {free:.1f} GiB free on {existing}"

@@ -21,6 +21,7 @@ from rlhf.plan import count_gpus, joins_a_cluster
 
 LEFT_ON_PURPOSE = (1, 4)  # Ray's NodeDeathInfo: expected termination, idle node drained by the autoscaler
 ANSWER_S = 60.0  # enough, since a node imports nothing heavy for its answer
+MIN_DRIVER, MIN_CAPABILITY = 580, 8.0  # CUDA 13; bfloat16 and flash attention
 DEAD, REPLACED, SILENT = "dead", "replaced", "silent"
 
 
@@ -81,19 +82,25 @@ async def _ask(address: str) -> dict[str, dict[str, Any]]:
 
 
 async def check_gpus(patient: Patient) -> Finding:
-    """The nodes have as many GPUs as the config asks for, with one driver version."""
+    """The nodes have as many GPUs as the config asks for, new enough, with one driver that is new enough."""
     if patient.nodes is None:
         raise NotCheckedError("the nodes did not answer")
     by_node = {name: node["gpus"] for name, node in patient.nodes.items()}
     gpu_count = sum(len(gpus) for gpus in by_node.values())
     if patient.config.cluster.device == "cpu":
-        return Finding("ok", f"cluster.device=cpu: none needed, {gpu_count} found")
+        needs = f"a GPU of compute capability {MIN_CAPABILITY} or higher and driver {MIN_DRIVER} or newer"
+        return Finding("skip", f"cluster.device=cpu: this needs {needs}; {gpu_count} found")
     need = count_gpus(patient.config.roles())
     listed = "; ".join(f"{name}: {_grouped(gpus)}" for name, gpus in by_node.items())
     if gpu_count < need:
         remedy = "run `nvidia-smi` on each node to see why; or ask for fewer, or use configs/cpu.yaml"
         return Finding("fail", f"the config asks for {need} GPUs, there are {gpu_count} ({listed})", remedy)
-    drivers = {gpu.split(", ")[1] for gpus in by_node.values() for gpu in gpus}
+    _, drivers, _, capabilities = map(set, zip(*(gpu.split(", ") for x in by_node.values() for gpu in x), strict=True))
+    if old := [driver for driver in drivers if int(driver.split(".")[0]) < MIN_DRIVER]:
+        return Finding("fail", listed, f"driver {old[0]} is too old for CUDA 13: install {MIN_DRIVER} or newer")
+    if old := [capability for capability in capabilities if float(capability) < MIN_CAPABILITY]:
+        remedy = f"compute capability {old[0]} is below {MIN_CAPABILITY}: use an A100 or newer, or hide it from Ray"
+        return Finding("fail", listed, remedy)
     if len(drivers) > 1:
         return Finding("warn", f"drivers differ: {listed}", "install one driver on all nodes")
     return Finding("ok", listed)

@@ -11,7 +11,7 @@ from rlhf.plan.memory import BYTES
 if TYPE_CHECKING:
     from rlhf.cluster.cluster import Cluster
 
-REDUCED_ELEMENTS = 16 * 2**20  # float32: 64 MiB, enough to measure bandwidth and not latency
+REDUCED_ELEMENTS = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # float32: 1 GiB, 64 MiB
 SLOW_GB_PER_SECOND = 5.0  # between GPUs; NVLink and InfiniBand are much faster, TCP over a wrong interface is slower
 SLOW_TRANSFER_S = 30.0
 
@@ -30,7 +30,7 @@ async def check_start(patient: Patient) -> Finding:
     return Finding("ok", f"{config.engines} engine(s), {config.learners} learner(s) on {config.device}")
 
 
-def _started(patient: Patient) -> Cluster:
+def started(patient: Patient) -> Cluster:
     if patient.cluster is None:
         raise NotCheckedError("engines and learners did not start")
     return patient.cluster
@@ -38,12 +38,14 @@ def _started(patient: Patient) -> Cluster:
 
 async def check_collective(patient: Patient) -> Finding:
     """Bandwidth of an all-reduce between the learners: 2 (n - 1) / n x bytes / seconds, as in NCCL's tests."""
-    cluster = _started(patient)
+    cluster = started(patient)
     ranks = len(cluster.learners.actors)
     if ranks == 1:
         return Finding("ok", "one learner: nothing to reduce")
-    seconds = max(await cluster.learners.call("time_all_reduce", REDUCED_ELEMENTS))
-    size = 4 * REDUCED_ELEMENTS
+    elements = REDUCED_ELEMENTS[patient.config.cluster.device]
+    await cluster.sleep_colocated_engines()
+    seconds = max(await cluster.learners.call("time_all_reduce", elements))
+    size = 4 * elements
     speed = 2 * (ranks - 1) / ranks * size / seconds / 1e9
     text = f"{ranks} learners, all-reduce of {size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {speed:.2f} GB/s"
     if patient.config.cluster.device == "cuda" and speed < SLOW_GB_PER_SECOND:
@@ -56,7 +58,7 @@ async def check_collective(patient: Patient) -> Finding:
 
 async def check_transfer(patient: Patient) -> Finding:
     """Seconds of a weight transfer into all engines, from pause to resume; a first transfer warms up."""
-    cluster = _started(patient)
+    cluster = started(patient)
     metadata = (await cluster.learners.call("metadata"))[0]
     size = sum(meta.numel * BYTES[meta.dtype] for meta in metadata)
     await cluster.send_weights(0)
@@ -73,12 +75,12 @@ async def check_agreement(patient: Patient) -> Finding:
     """The canary of a run: log-probs of engines and learners on the model, and after weights that all moved."""
     from rlhf.cluster.canary import Canary
 
-    cluster, config = _started(patient), patient.config
+    cluster, config = started(patient), patient.config
     assert patient.prompts is not None
     canary = Canary(patient.prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens)
     await canary.measure_noise(cluster)
     metrics = await canary.check_start(cluster, 0)
-    difference = metrics["sync/canary_difference"]
+    difference, patient.canary = metrics["sync/canary_difference"], canary
     return Finding(
         "ok",
         f"{config.model.dtype}: mean |log-prob difference| {difference:.2g}, tolerance {canary.tolerance:.2g}; "

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import numpy as np
@@ -49,6 +49,8 @@ from rlhf.log.reductions import Last, Mean, StepMetrics, merge_metrics
 from rlhf.types import GPUMemory, SaveReport
 
 BUCKET = 250_000_000  # elements that GPUs reduce at once, and that ZeRO-3 gathers ahead: about one layer of 7 B
+
+T = TypeVar("T")
 
 
 class TrainedRank:
@@ -103,6 +105,10 @@ class TrainedRank:
         finally:
             unset_hf_deepspeed_config()
             del sharding
+
+    def apply(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call `function(self, *arguments)` in this process: what the doctor measures needs no methods here."""
+        return function(self, *arguments)
 
     def device_name(self) -> str:
         """The device's name from its driver, such as `NVIDIA H100 80GB HBM3`."""

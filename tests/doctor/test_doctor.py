@@ -12,9 +12,11 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
 from installed import seems_installed
@@ -22,10 +24,13 @@ from waiting import STACK_WAIT_S
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.doctor import grading, machine, nodes, stack
+from rlhf.doctor import grading, machine, nodes, on_rank, stack, training
 from rlhf.doctor.__main__ import checks
-from rlhf.doctor.examination import Check, Finding, Patient, examine_all, in_thread, lines
+from rlhf.doctor.examination import Check, Finding, Patient, Result, examine_all, in_thread, lines, table
+from rlhf.log.reductions import Max, Mean
+from rlhf.plan import visible_gpus
 from rlhf.plan.memory import GIB
+from rlhf.types import Rollout
 
 
 @pytest.fixture
@@ -238,24 +243,44 @@ def test_a_reward_that_raises_is_reported_with_its_line(make: Any, monkeypatch: 
 
 def test_gpus_that_are_missing_are_counted_and_drivers_that_differ_named(make: Any) -> None:
     patient = make("cluster.device=cuda", "model.dtype=bfloat16", "cluster.learners=2")
-    card, older = "NVIDIA H100, 580.1, 81559 MiB", "NVIDIA H100, 550.2, 81559 MiB"
+    card, other = "NVIDIA H100, 580.1, 81559 MiB, 9.0", "NVIDIA H100, 590.2, 81559 MiB, 9.0"
     patient.nodes = {"a": {"gpus": [card] * 2}, "b": {"gpus": []}}
     result = finding(nodes.check_gpus, patient)
     assert result.status == "fail"
     assert f"asks for 3 GPUs, there are 2 (a: 2 x {card}; b: none)" in result.text
-    patient.nodes["b"]["gpus"] = [older]
+    patient.nodes["b"]["gpus"] = [other]
     assert finding(nodes.check_gpus, patient).status == "warn"
     patient.nodes["b"]["gpus"] = [card]
     assert finding(nodes.check_gpus, patient).status == "ok"
 
 
+@pytest.mark.parametrize(
+    ("card", "remedy"),
+    [
+        ("NVIDIA H100, 570.1, 81559 MiB, 9.0", "driver 570.1 is too old for CUDA 13: install 580 or newer"),
+        ("Tesla V100, 580.1, 16384 MiB, 7.0", "compute capability 7.0 is below 8.0: use an A100 or newer"),
+    ],
+)
+def test_a_gpu_or_a_driver_that_is_too_old_fails(make: Any, card: str, remedy: str) -> None:
+    patient = make("cluster.device=cuda", "model.dtype=bfloat16")
+    patient.nodes = {"a": {"gpus": ["NVIDIA H100, 1000.1, 81559 MiB, 10.0", card]}}
+    result = finding(nodes.check_gpus, patient)
+    assert (result.status, result.remedy[: len(remedy)]) == ("fail", remedy)
+
+
+def test_set_up_and_doctor_ask_for_the_same_driver_and_gpu() -> None:
+    script = (Path(__file__).parents[2] / "tools/setup.sh").read_text()
+    assert f"MIN_DRIVER={nodes.MIN_DRIVER} " in script
+    assert f"MIN_CAPABILITY={nodes.MIN_CAPABILITY:g} " in script
+
+
 def test_gpus_are_what_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhf.cluster.node_report import gpus
 
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100, 580.1, 81559 MiB'\n")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100, 580.1, 81559 MiB, 9.0'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert gpus() == ["NVIDIA H100, 580.1, 81559 MiB"]
+    assert gpus() == ["NVIDIA H100, 580.1, 81559 MiB, 9.0"]
 
 
 def node(key: str, address: str, *, alive: bool = True, reason: int = 2) -> dict[str, Any]:
@@ -334,6 +359,121 @@ def test_an_engine_that_keeps_old_weights_is_named(make: Any) -> None:
     assert finding(stack.check_agreement, examined(make(), everything)).status == "ok"
 
 
+class FakeLearners:
+    """Learners that answer a call by what is held for its method, or for the function that is applied."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.answers = answers
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        return [self.answers[arguments[0].__name__ if method == "apply" else method]]
+
+    async def compute(self, _: str, __: Any) -> list[Any]:
+        return [np.zeros(1, np.float32)]
+
+    async def start_step(self, batch: Any, epochs: Any) -> None:
+        pass
+
+
+def updated(*, ratio: float = 1.0, moved: tuple[str, ...] = (), peak_gib: float = 0.1) -> on_rank.Updated:
+    metrics: Any = {"policy/ratio_max": Max(ratio), "policy/kl_old": Mean(0.0, 1.0), "policy/engine_kl": Mean(0.0, 1.0)}
+    return on_rank.Updated(metrics, moved, 3, 2.0, int(peak_gib * GIB))
+
+
+def with_learners(patient: Patient, **answers: Any) -> Patient:
+    examined(patient, everything)
+    cluster: Any = patient.cluster
+    cluster.learners, cluster.transfer_backend = FakeLearners(answers), "rlhf_cpu"
+    patient.prompts = [replace(prompt, token_ids=prompt.token_ids % 40) for prompt in PROMPTS[:4]]
+
+    async def sample_group(_: int, prompt: Any, samples: int, __: Any) -> list[Any]:
+        ids, mask = np.append(prompt.token_ids, [1, 2]), np.arange(len(prompt.token_ids) + 2) >= len(prompt.token_ids)
+        return [Rollout("p", 0, i, ids, mask, np.zeros(len(ids), np.float32), (), "stop") for i in range(samples)]
+
+    cluster.sample_group = sample_group
+    return patient
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "says"),
+    [
+        (updated(), "ok", "16 rollouts: largest ratio 1, "),
+        (updated(ratio=1.0000001), "fail", "largest ratio 1.0000001"),
+        (updated(moved=("norm",)), "fail", "a learning rate of 0 moves norm"),
+    ],
+)
+def test_an_update_has_ratios_of_1_and_a_learning_rate_of_0_moves_nothing(
+    make: Any, answer: Any, status: str, says: str
+) -> None:
+    result = finding(training.check_update, with_learners(make(), update=answer))
+    assert result.status == status
+    assert says in result.text
+
+
+@pytest.mark.parametrize(("moved", "status"), [(("norm",), "ok"), ((), "fail")])
+def test_an_update_that_moves_no_weight_fails(make: Any, moved: tuple[str, ...], status: str) -> None:
+    patient = with_learners(make(), update=updated(moved=moved), free_bytes=2 * GIB)
+    patient.targets, patient.canary = object(), FakeCanary()  # type: ignore[assignment]
+    result = finding(training.check_cycle, patient)
+    assert result.status == status
+    assert result.text.count("GiB free 2.0 before the update, 2.0 after it, 2.0 after the send") == training.CYCLES
+
+
+class FakeCanary:
+    tolerance = 0.001
+
+    async def check(self, _: Any, __: int) -> dict[str, float]:
+        return {"sync/canary_difference": 0.0}
+
+
+def test_a_microbatch_reports_its_speed_and_warns_if_the_plan_is_too_low(make: Any) -> None:
+    def result(peak_gib: float) -> Finding:
+        answers = {"update": updated(peak_gib=peak_gib), "product_tflops": 0.5, "device_name": "cpu"}
+        return finding(training.check_microbatch, with_learners(make("cluster.peak_tflops=0.001"), **answers))
+
+    fits = result(0.1)
+    assert fits.status == "ok"
+    assert fits.numbers["tokens_per_second"] == 512 / 2.0  # four sequences of 128 tokens in 2 s
+    assert "MFU 0." in fits.text
+    assert fits.numbers["mfu"] == pytest.approx(1000 * fits.numbers["tflops"])
+    assert result(2 * fits.numbers["planned_gib"]).status == "warn"
+
+
+@pytest.mark.parametrize(("error", "status"), [(0.02, "ok"), (0.04, "fail"), (float("nan"), "fail")])
+def test_a_kernel_that_computes_something_else_is_named(make: Any, error: float, status: str) -> None:
+    answers = {"attention_error": error, "head_error": error, "hybrid_error": error}
+    patient = with_learners(make("model.dtype=bfloat16"), **answers)
+    for check in (training.check_attention, training.check_head, training.check_hybrids):
+        assert finding(check, patient).status == status
+
+
+def test_little_free_memory_between_the_checks_warns(make: Any) -> None:
+    patient = make()
+    assert finding(training.check_memory, patient).status == "ok"
+    patient.least_free = 1.0
+    assert finding(training.check_memory, patient).status == "warn"
+
+
+def test_a_package_that_cannot_be_imported_is_named(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deepspeed.py").write_text("import os\nos.no_such_name\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    result = finding(machine.check_imports, make())
+    assert result.status == "fail"
+    assert result.text == "`import deepspeed`: AttributeError: module 'os' has no attribute 'no_such_name'"
+
+
+def test_the_table_at_the_end_has_a_row_for_each_check() -> None:
+    results = [Result("ok", "fine", name="disk", seconds=0.25), Result("fail", "a | b\nc", "d", name="gpu", seconds=1)]
+    assert list(table(results, ["torch 2.13"]))[1:] == [
+        "torch 2.13",
+        "",
+        "| check | result | seconds | found |",
+        "|---|---|---:|---|",
+        "| disk | ok | 0.2 | fine |",
+        "| gpu | FAIL | 1.0 | a \\| b; c; -> d |",
+    ]
+
+
 # --- the program ---
 
 
@@ -350,8 +490,9 @@ def test_a_config_that_is_not_valid_is_the_users_error() -> None:
     assert "run.stepz" in completed.stderr
 
 
-NAMES = ["versions", "disk", "wandb", "data", "scorer", "rewards", "nodes", "gpu", "start-up", "collective", "transfer"]
-NAMES += ["agreement"]
+NAMES = ["versions", "disk", "wandb", "data", "scorer", "rewards", "nodes", "gpu", "imports", "start-up", "attention"]
+NAMES += ["head", "hybrids", "collective", "transfer", "agreement", "update", "cycle", "microbatch", "sampling"]
+NAMES += ["checkpoint", "memory"]
 
 
 @pytest.mark.stack
@@ -360,8 +501,16 @@ def test_a_healthy_machine_passes_with_two_learners_and_an_engine() -> None:
     assert completed.returncode == 0, completed.stdout + completed.stderr[-3000:]
     results = {result["name"]: result for result in json.loads(completed.stdout)}
     assert list(results) == NAMES
+    assert results.pop("gpu")["status"] == "skip"
     assert {result["status"] for result in results.values()} <= {"ok", "warn"}
     assert "1 engine(s), 2 learner(s) on cpu" in results["start-up"]["text"]
+    for name in ("attention", "head", "hybrids", "update", "cycle", "microbatch", "sampling", "checkpoint", "memory"):
+        assert results[name]["status"] == "ok", results[name]
+    assert "largest ratio 1, " in results["update"]["text"]
+    assert "a learning rate of 0 moves no bit" in results["update"]["text"]
+    assert len(results["hybrids"]["numbers"]) == 3
+    assert results["microbatch"]["numbers"]["tokens_per_second"] > 0
+    assert results["checkpoint"]["numbers"]["write_gb_per_second"] > 0
     assert "GB/s" in results["collective"]["text"]
     assert "GB/s" in results["transfer"]["text"]
     assert "engines followed weights that were all perturbed" in results["agreement"]["text"]
@@ -390,7 +539,24 @@ def test_everything_that_is_broken_at_once_is_named_and_the_rest_is_fine(tmp_pat
     assert f"reward {grading.HANGING}: 8 of 8 calls failed" in completed.stdout
     assert "8 x timeout: over 1 seconds by the clock" in completed.stdout  # it sleeps
     assert "engine 0 does not hold the perturbed weights" in completed.stdout
+    warned = [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("warn")]
+    assert warned == ["cycle", "sampling", "checkpoint"]  # they need the canary, or room on the disk
     assert [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("ok")] == [
-        name for name in NAMES if name not in failed
+        name for name in NAMES if name not in [*failed, *warned, "gpu"]
     ]
-    assert completed.stderr.splitlines()[-1] == "error: 4 of 12 checks failed: versions, disk, rewards, agreement"
+    rows = [line.split(" | ") for line in completed.stdout.splitlines() if line.startswith("| ")]
+    assert [row[0].removeprefix("| ") for row in rows] == ["check", *NAMES]  # the table, for a report
+    assert completed.stderr.splitlines()[-1] == "error: 4 of 22 checks failed: versions, disk, rewards, agreement"
+
+
+@pytest.mark.gpu
+@pytest.mark.stack
+@pytest.mark.parametrize(("placement", "gpus"), [("colocated", 1), ("separate", 2)])
+def test_every_check_is_ok_on_gpus(placement: str, gpus: int) -> None:
+    if len(visible_gpus()) < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    completed = doctor("--json", f"cluster.placement={placement}", "cluster.learners=1")
+    assert completed.returncode == 0, completed.stdout + completed.stderr[-3000:]
+    results = {result["name"]: result for result in json.loads(completed.stdout)}
+    assert list(results) == NAMES
+    assert {name: result for name, result in results.items() if result["status"] != "ok"} == {}

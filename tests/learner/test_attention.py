@@ -165,7 +165,7 @@ def test_a_window_that_no_sequence_exceeds_makes_no_mask(monkeypatch: pytest.Mon
     assert causal == [True] * (1 + len(others)) * 2 + [False] + [True] * len(others)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_on_a_gpu_attention_and_its_gradients_are_those_of_the_cpu(batch: str, name: str) -> None:

@@ -1,0 +1,295 @@
+"""Checks of what a step does, on the run's engines and learners: kernels, updates, memory, speed, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import resource
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+
+from rlhf.config.grpo import GRPOConfig
+from rlhf.doctor.examination import Finding, NotCheckedError, Patient
+from rlhf.doctor.machine import existing_folder, needed_gib
+from rlhf.doctor.stack import started
+from rlhf.plan.memory import GIB, learner_memory, total
+from rlhf.plan.model_shape import shape_at
+from rlhf.rollout.requests import SamplingSettings
+
+if TYPE_CHECKING:
+    from rlhf.types import PolicyTargets, Rollout, StepBatch
+
+HEADS = (8, 2, 64)  # heads, those of keys, their width; for models whose sizes are not known
+VOCABULARY, HIDDEN = 32_768, 1024
+SAMPLES, RESPONSE_TOKENS = 4, 64  # of each prompt of the examined step
+CYCLES = 2
+MICROBATCHES = 3  # the first warms up, and the end of the last is not seen
+LONGEST_ON_CPU, BUDGET_ON_CPU = 256, 512  # tokens of a sequence and of a microbatch
+SAMPLED_ON_CPU, SAMPLED_TOKENS = (16, 32), 512  # sequences, tokens of each
+PEAK_FACTOR = 1.25  # of --plan's estimate, beyond which it is wrong
+LITTLE_MEMORY = 0.05  # of the host's
+
+_REMEDY = "make setup-gpu; a kernel of another build or version computes something else here"
+
+
+# --- kernels ---
+
+
+async def check_attention(patient: Patient) -> Finding:
+    """Packed attention of the model's sizes, with shared beginnings, forward and backward, against float32."""
+    shape = shape_at(patient.config.model.path)
+    sizes = HEADS if shape is None else (shape.heads, shape.kv_heads, shape.head_dim)
+    text = f"{sizes[0]} heads of {sizes[2]}, {sizes[1]} for keys, beginnings shared, forward and backward"
+    return await _parity(patient, {text: ("attention_error", sizes)})
+
+
+async def check_head(patient: Patient) -> Finding:
+    """The fused head at the model's vocabulary, forward and backward, against float32."""
+    shape = shape_at(patient.config.model.path)
+    sizes = (VOCABULARY, HIDDEN) if shape is None else (shape.vocabulary, shape.hidden)
+    return await _parity(patient, {f"vocabulary {sizes[0]:,}, hidden {sizes[1]:,}": ("head_error", sizes)})
+
+
+async def check_hybrids(patient: Patient) -> Finding:
+    """Tiny models with a gated delta rule, Mamba 2 and a short convolution, packed, against single rows in float32."""
+    from rlhf.doctor.on_rank import HYBRIDS
+
+    return await _parity(patient, {kind: ("hybrid_error", (kind,)) for kind in HYBRIDS})
+
+
+async def _parity(patient: Patient, cases: dict[str, tuple[str, tuple[int | str, ...]]]) -> Finding:
+    """Relative errors of kernels on every learner, by the function of `on_rank` that measures them."""
+    from rlhf.doctor import on_rank
+
+    cluster, dtype = started(patient), patient.config.model.dtype
+    await cluster.sleep_colocated_engines()
+    errors = {}
+    for text, (function, sizes) in cases.items():
+        by_rank = await cluster.learners.call("apply", getattr(on_rank, function), *sizes, dtype)
+        errors[text] = max(by_rank, key=lambda error: math.inf if math.isnan(error) else error)
+    bound = on_rank.TOLERANCE[dtype]
+    text = "; ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
+    text = f"{dtype} against float32, tolerance {bound:g}: {text}"
+    if not all(error <= bound for error in errors.values()):
+        return Finding("fail", text, _REMEDY, errors)
+    return Finding("ok", text, numbers=errors)
+
+
+# --- updates ---
+
+
+def _targets(batch: StepBatch, old: np.ndarray) -> PolicyTargets:
+    from rlhf.step.batch import broadcast_to_tokens
+    from rlhf.types import PolicyTargets
+
+    advantages = np.where(np.arange(len(batch.rewards)) % 2, -1.0, 1.0)
+    return PolicyTargets(broadcast_to_tokens(batch, advantages), old, None)
+
+
+def _batch(rollouts: list[Rollout]) -> StepBatch:
+    from rlhf.step.batch import make_batch
+    from rlhf.types import Prompt, RolloutGroup, ScoredRollout
+
+    samples = tuple(ScoredRollout(rollout, "", "", 0.0, {}, "ok") for rollout in rollouts)
+    prompt = Prompt("doctor", 0, rollouts[0].token_ids[:1], (), "", "doctor")
+    return make_batch([RolloutGroup(prompt, samples)], mask_truncated=False)
+
+
+async def check_update(patient: Patient) -> Finding:
+    """On sampled rollouts every ratio is exactly 1 before the update, and a learning rate of 0 moves nothing."""
+    from rlhf.doctor import on_rank
+    from rlhf.log.reductions import merge_metrics
+    from rlhf.step.minibatches import plan_epochs
+
+    cluster, config = started(patient), patient.config
+    assert patient.prompts is not None
+    settings = SamplingSettings(config.rollout.temperature, min(RESPONSE_TOKENS, config.rollout.max_response_tokens))
+    engines = itertools.cycle(range(config.cluster.engines))
+    sampled = [cluster.sample_group(next(engines), prompt, SAMPLES, settings) for prompt in patient.prompts]
+    batch = _batch([rollout for group in await asyncio.gather(*sampled) for rollout in group])
+    await cluster.sleep_colocated_engines()
+    await cluster.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
+    (old,) = await cluster.learners.compute("apply", on_rank.old_logprobs)
+    assert old is not None
+    patient.targets = _targets(batch, old)
+    by_rank = await cluster.learners.call("apply", on_rank.update, patient.targets, 0.0)
+    metrics = {name: m.value() for name, m in merge_metrics([updated.metrics for updated in by_rank]).items()}
+    ratio, kl, engine_kl = (metrics[f"policy/{name}"] for name in ("ratio_max", "kl_old", "engine_kl"))
+    text = f"{len(batch.rewards)} rollouts: largest ratio {ratio:.9g}, KL to the engines {engine_kl:.2g}"
+    if ratio != 1.0 or kl != 0.0:
+        remedy = "the same microbatch gives other log-probs in a second pass: a kernel is not deterministic forward"
+        return Finding("fail", f"{text}, KL to the old policy {kl:.2g}, before any update", remedy)
+    if moved := by_rank[0].moved:
+        remedy = "an update must not change weights by itself: is a buffer of the model updated in its forward?"
+        return Finding("fail", f"{text}; a learning rate of 0 moves {', '.join(moved[:3])}", remedy)
+    return Finding("ok", f"{text}; a learning rate of 0 moves no bit", numbers={"policy/engine_kl": engine_kl})
+
+
+async def check_cycle(patient: Patient) -> Finding:
+    """Twice as in a step: sleep, update, wake, send, canary; with the free memory after each."""
+    from rlhf.doctor import on_rank
+
+    cluster, config = started(patient), patient.config
+    if patient.canary is None or patient.targets is None:
+        raise NotCheckedError("engines and learners do not agree, or there was no update")
+    lr = config.learner.optimizer.lr
+
+    async def free() -> str:
+        return f"{min(await cluster.learners.call('apply', on_rank.free_bytes)) / GIB:.1f}"
+
+    lines, moved = [], ()
+    for cycle in range(1, CYCLES + 1):
+        await cluster.sleep_colocated_engines()
+        asleep = await free()
+        (updated, *_) = await cluster.learners.call("apply", on_rank.update, patient.targets, lr)
+        moved, after_update = updated.moved, await free()
+        await cluster.send_weights(cycle)
+        difference = (await patient.canary.check(cluster, cycle))["sync/canary_difference"]
+        lines.append(
+            f"{cycle}: GiB free {asleep} before the update, {after_update} after it, {await free()} after the send; "
+            f"{len(moved)} of {updated.tensors} tensors moved; canary {difference:.2g}"
+        )
+    sleeps = "engines slept" if config.cluster.placement == "colocated" else "no sleep: cluster.placement=separate"
+    text = "\n".join([f"{sleeps}; update at {lr:g}, {cluster.transfer_backend}, canary", *lines])
+    if lr and not moved:
+        return Finding("fail", text, f"updates at learner.optimizer.lr={lr:g} do not reach the model's weights")
+    return Finding("ok", text)
+
+
+# --- speed and memory of a microbatch ---
+
+
+def _full_config(config: GRPOConfig) -> GRPOConfig:
+    """The config with microbatches of the examined size, all in one minibatch."""
+    budget = config.learner.max_tokens_per_microbatch
+    if config.cluster.device == "cpu":
+        budget = min(budget, BUDGET_ON_CPU)
+    learner = config.learner.model_copy(update={"max_tokens_per_microbatch": budget, "minibatches_per_epoch": 1})
+    return config.model_copy(update={"learner": learner})
+
+
+def _full_rollouts(config: GRPOConfig, ids: np.ndarray) -> list[Rollout]:
+    """Full microbatches of the longest sequences for every learner, of random ones of these tokens."""
+    from rlhf.types import Rollout, VersionSpan
+
+    budget = config.learner.max_tokens_per_microbatch
+    longest = min(config.max_sequence_tokens, budget)
+    if config.cluster.device == "cpu":
+        longest = min(longest, LONGEST_ON_CPU)
+    prompt = max(1, longest - config.rollout.max_response_tokens)
+    rng, rollouts = np.random.default_rng(0), []
+    for sample in range(MICROBATCHES * config.cluster.learners * (budget // longest)):
+        mask = np.arange(longest) >= prompt
+        span, zeros = (VersionSpan(prompt, longest, 0),), np.zeros(longest, np.float32)
+        tokens = rng.choice(ids, longest).astype(np.int32)
+        rollouts.append(Rollout("doctor", 0, sample, tokens, mask, zeros, span, "stop"))
+    return rollouts
+
+
+async def check_microbatch(patient: Patient) -> Finding:
+    """A full microbatch: model FLOPs over the device's peak (MFU), and the peak of memory against --plan."""
+    from rlhf.doctor import on_rank
+    from rlhf.run.speed import peak_tflops
+    from rlhf.step.minibatches import plan_epochs
+
+    cluster, config = started(patient), _full_config(patient.config)
+    assert patient.prompts is not None
+    batch = _batch(_full_rollouts(config, np.concatenate([prompt.token_ids for prompt in patient.prompts])))
+    await cluster.sleep_colocated_engines()
+    await cluster.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
+    patient.targets = None  # the learners hold another step now
+    zeros = np.zeros(len(batch.tokens.token_ids), np.float32)
+    by_rank = await cluster.learners.call("apply", on_rank.update, _targets(batch, zeros), 0.0)
+    product = min(await cluster.learners.call("apply", on_rank.product_tflops, config.model.dtype))
+    rows = len(batch.rewards) // (MICROBATCHES * config.cluster.learners)
+    lengths, seconds = batch.tokens.lengths[:rows].tolist(), max(updated.microbatch_s for updated in by_rank)
+    speed, peak = sum(lengths) / seconds, max(updated.peak_bytes for updated in by_rank) / GIB
+    numbers = {"tokens_per_second": speed, "peak_gib": peak, "product_tflops": product}
+    text = f"{sum(lengths):,} tokens in {seconds:.3g} s: {speed:,.0f} tokens/s"
+    shape = shape_at(config.model.path)
+    if shape is None:
+        return Finding("ok", f"{text}; peak {peak:.1f} GiB; the model's sizes are not known", numbers=numbers)
+    tflops = shape.training_flops(lengths, int(batch.response_lengths[:rows].sum()), [0] * rows) / seconds / 1e12
+    best = config.cluster.peak_tflops or peak_tflops((await cluster.learners.call("device_name"))[0])
+    mfu = f"MFU {tflops / best:.2f} of {best:g}" if best else "MFU needs cluster.peak_tflops"
+    # torch's allocator does not see the last part: CUDA's and NCCL's own memory
+    parts = learner_memory(shape, config)
+    planned = total(parts if config.cluster.device == "cpu" else parts[:-1]) / GIB
+    text += f", {tflops:.3g} TFLOP/s, {mfu}; one large product reaches {product:.3g}"
+    text += f"\npeak memory {peak:.1f} GiB, --plan {planned:.1f}"
+    numbers |= {"tflops": tflops, "planned_gib": planned} | ({"mfu": tflops / best} if best else {})
+    if peak > PEAK_FACTOR * planned:
+        return Finding("warn", text, "--plan estimates too little here: report it, with this table", numbers)
+    return Finding("ok", text, numbers=numbers)
+
+
+async def check_sampling(patient: Patient) -> Finding:
+    """Sampled tokens per second of the engines, all at work."""
+    cluster, config = started(patient), patient.config
+    if patient.canary is None:
+        raise NotCheckedError("engines and learners do not agree")
+    assert patient.prompts is not None
+    await cluster.send_weights(CYCLES + 1)  # wakes engines that share their GPUs
+    count, tokens = SAMPLED_ON_CPU
+    if config.cluster.device == "cuda":
+        count, tokens = config.rollout.max_concurrent_sequences, SAMPLED_TOKENS
+    settings = SamplingSettings(config.rollout.temperature, min(tokens, config.rollout.max_response_tokens))
+    prompts = list(itertools.islice(itertools.cycle(patient.prompts), max(1, count // SAMPLES)))
+    began = time.monotonic()
+    groups = await asyncio.gather(
+        *(cluster.sample_group(engine, prompt, SAMPLES, settings)
+          for engine in range(config.cluster.engines) for prompt in prompts)
+    )  # fmt: skip
+    seconds = time.monotonic() - began
+    sampled = sum(rollout.response_length for group in groups for rollout in group)
+    speed = sampled / seconds / config.cluster.engines
+    text = f"{speed:,.0f} tokens/s per engine: {len(prompts) * SAMPLES} sequences at once, {sampled:,} tokens in all"
+    return Finding("ok", text, numbers={"tokens_per_second_per_engine": speed})
+
+
+# --- disk and host memory ---
+
+
+async def check_checkpoint(patient: Patient) -> Finding:
+    """Write a checkpoint where the run would, read it back, and remove it: GB/s of both."""
+    cluster, config = started(patient), patient.config
+    existing, need = existing_folder(config), needed_gib(config)
+    if need is not None and shutil.disk_usage(existing).free / GIB < need:
+        raise NotCheckedError(f"it needs {need:.1f} GiB on {existing}")
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-doctor-", dir=existing))
+    try:
+        began = time.monotonic()
+        await cluster.save(folder)
+        written = time.monotonic()
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
+        await cluster.load(folder, 0)
+        write, read = size / (written - began), size / (time.monotonic() - written)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    text = f"{size:.2f} GB on {existing}: written at {write:.2f} GB/s, read at {read:.2f}"
+    return Finding("ok", text, numbers={"write_gb_per_second": write, "read_gb_per_second": read})
+
+
+async def check_memory(patient: Patient) -> Finding:
+    """Host memory: what there is, the least that was free between the checks, and how much may be locked."""
+    have, least = psutil.virtual_memory().total, min(patient.least_free, psutil.virtual_memory().available)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = locked == resource.RLIM_INFINITY
+    text = f"{have / GIB:.1f} GiB, at least {least / GIB:.1f} free; memlock "
+    text += "unlimited" if unlimited else f"{locked / 2**20:.2g} MiB"
+    numbers = {"gib": have / GIB, "least_free_gib": least / GIB}
+    if least < LITTLE_MEMORY * have:
+        return Finding(
+            "warn", text, "the run may be killed: use fewer engines or learners, or a smaller model", numbers
+        )
+    if patient.config.cluster.device == "cuda" and patient.nodes and len(patient.nodes) > 1 and not unlimited:
+        remedy = "InfiniBand needs unlimited locked memory: `ulimit -l unlimited` on all nodes (docker/README.md)"
+        return Finding("warn", text, remedy, numbers)
+    return Finding("ok", text, numbers=numbers)
