@@ -13,6 +13,8 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+HISTOGRAM_BINS = 32
+
 
 class _Added:
     """A metric whose numbers add up."""
@@ -87,6 +89,20 @@ class Histogram(_Added):
 
 
 @dataclass(frozen=True)
+class Binned:
+    """Counts in fixed bins, for a histogram alone; no number is logged."""
+
+    counts: np.ndarray
+    edges: np.ndarray
+
+    def merge(self, other: Binned) -> Binned:
+        return Binned(self.counts + other.counts, self.edges)
+
+    def value(self) -> float:
+        return float("nan")
+
+
+@dataclass(frozen=True)
 class ExpertLoad:
     """How evenly the experts of a model are used, from the tokens of each of them in each layer.
 
@@ -115,7 +131,8 @@ class ExpertLoad:
         return float(-(shares * logs).sum(1).mean() / math.log(experts))
 
 
-Metric = Mean | Sum | Max | Last | EffectiveSampleFraction | Histogram | ExpertLoad
+Metric = Mean | Sum | Max | Last | EffectiveSampleFraction | Histogram | Binned | ExpertLoad
+Counts = tuple[np.ndarray, np.ndarray]  # of a histogram with N bins: counts [N], edges [N+1]
 StepMetrics = dict[str, Metric]
 
 
@@ -147,6 +164,17 @@ def to_values(metrics: StepMetrics) -> dict[str, Any]:
         elif math.isfinite(value := metric.value()):
             values[name] = value
     return values
+
+
+def to_histograms(metrics: StepMetrics) -> dict[str, Counts]:
+    """The histograms among the metrics of a step."""
+    histograms = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, Histogram) and metric.values:
+            histograms[f"{name}/histogram"] = np.histogram(metric.values, bins=HISTOGRAM_BINS)
+        elif isinstance(metric, Binned) and metric.counts.any():
+            histograms[name] = (metric.counts, metric.edges)
+    return histograms
 
 
 def _describe(values: Sequence[float]) -> dict[str, float]:

@@ -21,14 +21,14 @@ from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.data.read import check_sources
 from rlhf.log.diagnosis import EQUAL_REWARDS, NO_ANSWERS, Diagnosis
 from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
-from rlhf.log.reductions import Mean, StepMetrics, mean_over_updates, to_values
-from rlhf.log.sinks import summary_table
+from rlhf.log.reductions import Mean, StepMetrics, mean_over_updates, to_histograms, to_values
+from rlhf.log.sinks import Details, summary_table
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.grade import count_answers
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness
 from rlhf.run.evaluation import evaluate, evaluation_metrics
-from rlhf.run.folder import RunFolder
+from rlhf.run.folder import RunFolder, rollout_rows
 from rlhf.run.prompts import PromptTickets
 from rlhf.run.run_log import RunLog
 from rlhf.run.sample_and_grade import Sampler
@@ -37,6 +37,8 @@ from rlhf.run.speed import LearnerSpeed
 from rlhf.run.startup import check_resumed_state, show_data, without_bad_gold
 from rlhf.run.state import RunState
 from rlhf.types import Minibatch, RolloutGroup, StepBatch
+
+TABLES, GROUPS_IN_TABLE = 20, 2  # tables of sampled responses in a run, for wandb; groups in each
 
 C = TypeVar("C", bound=GRPOConfig)
 
@@ -61,7 +63,7 @@ class TrainingRun(Generic[C]):
         check_resumed_state(config, self.folder, self.state)
         self.first_step = self.state.step
         self.clock = Clock(self.state.seconds)
-        self.log = RunLog(config, first_step=self.first_step, wandb_run_id=self.state.wandb_run_id)
+        self.log = RunLog(config, first_step=self.first_step, state=self.state)
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
         self.diagnosis = Diagnosis(flat_keys(config.model_dump(mode="json")))
         self.tokenizer = load_tokenizer(config.model)
@@ -206,7 +208,8 @@ class TrainingRun(Generic[C]):
         asynchronous = self.config.rollout.max_policy_lag > 0
         sampled = rollout_metrics(groups, advantages, version=step - 1, asynchronous=asynchronous)
         sampled["reward/answered_fraction"] = Mean(*count_answers(sample for g in groups for sample in g.samples))
-        values = to_values(sampled | mean_over_updates(updates))
+        metrics = sampled | mean_over_updates(updates)
+        values = to_values(metrics)
         values |= measured | self.buffer.account.metrics()
         values["time/step"] = self.clock.step_seconds()
         phases, window_s = self.clock.take()
@@ -219,9 +222,12 @@ class TrainingRun(Generic[C]):
         }
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
         values |= {f"reward/status/{name}": count for name, count in self.scorer.counters.items()}
-        self.log.write(step, values)
+        rows = rollout_rows(step, groups, advantages.tolist())
+        every = -(-self.config.run.steps // TABLES)
+        shown = [] if step % every else rows[: sum(len(group.samples) for group in groups[:GROUPS_IN_TABLE])]
+        self.log.write(step, values, Details(to_histograms(metrics), shown))
         if self.config.logging.rollouts:
-            self.folder.write_rollouts(step, groups, advantages.tolist())
+            self.folder.write_rollouts(step, rows)
         for error in self.scorer.new_errors():
             self.log.warn(error)
         if (warning := self.signal_watch.after_step(groups, advantages)) is not None:
@@ -263,6 +269,7 @@ class TrainingRun(Generic[C]):
                 account=replace(account, sampled=account.sampled - account.waiting),
                 reward_status=dict(self.scorer.counters),
                 wandb_run_id=self.log.wandb_run_id,
+                mlflow_run_id=self.log.mlflow_run_id,
                 seconds=dict(self.clock.total),
             ).to_json()
             # Every byte is read again for its checksum: minutes for a large model, in which engines must be served.
