@@ -90,7 +90,7 @@ class Histogram(_Added):
 
 @dataclass(frozen=True)
 class Binned:
-    """Counts in fixed bins, for a histogram alone; no number is logged."""
+    """Counts in fixed bins, which are shown as a histogram alone."""
 
     counts: np.ndarray
     edges: np.ndarray
@@ -99,7 +99,7 @@ class Binned:
         return Binned(self.counts + other.counts, self.edges)
 
     def value(self) -> float:
-        return float("nan")
+        return float(self.counts.sum())
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def to_values(metrics: StepMetrics) -> dict[str, Any]:
     for name, metric in metrics.items():
         if isinstance(metric, Histogram):
             values |= {f"{name}/{key}": value for key, value in _describe(metric.values).items()}
-        elif math.isfinite(value := metric.value()):
+        elif not isinstance(metric, Binned) and math.isfinite(value := metric.value()):
             values[name] = value
     return values
 
