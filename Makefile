@@ -45,7 +45,9 @@ quickstart: environment $(quickstart_data)/test.jsonl  ## learn three-digit addi
 	$(PY) -m rlhf.grpo --config configs/quickstart.yaml run.dir="$$run" run.seed=$(SEED) \
 	    model.path=$(quickstart_data)/model data.train=$(quickstart_data)/train.jsonl \
 	    data.eval=$(quickstart_data)/test.jsonl; \
+	$(PY) -m rlhf.report "$$run" >/dev/null; \
 	echo "where to look next:"; \
+	echo "  $$run/report.html     the run as a page: curves, diagnosis, rollouts"; \
 	echo "  $$run/metrics.jsonl   every metric of every step (offline wandb: $$run/wandb)"; \
 	echo "  $$run/rollouts/       every response trained on, with its reward and advantage"; \
 	echo "  $$run/model/          the trained model, for transformers and vllm"; \

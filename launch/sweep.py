@@ -31,6 +31,7 @@ from resume import prepare
 
 GRACE_S = 90.0  # a run ends its engines on SIGTERM
 LOG_LINES = 5
+WITH_WANDB = ("rlhf.grpo", "rlhf.ppo")
 DEFAULT_COLUMNS = ("evaluation_before.*", "evaluation_after.*", "updates_taken", "updates_skipped")
 
 
@@ -100,7 +101,8 @@ def cells(axes: Sequence[tuple[str, list[str]]], output: Path) -> list[Cell]:
 
 def command(cell: Cell, module: str, arguments: Sequence[str]) -> list[str]:
     overrides = [f"{key}={value}" for key, value in cell.values]
-    return [sys.executable, "-m", module, *arguments, *overrides, f"run.dir={cell.folder}"]
+    group = [f"logging.wandb.group={cell.folder.parent.name}"] if module in WITH_WANDB else []  # a later one wins
+    return [sys.executable, "-m", module, *group, *arguments, *overrides, f"run.dir={cell.folder}"]
 
 
 # --- running ---

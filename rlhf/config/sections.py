@@ -219,8 +219,15 @@ class WandbConfig(Section):
     run_id: str | None = Field(None, description="run id; null makes one, which --resume uses again")
 
 
+class MlflowConfig(Section):
+    uri: str | None = Field(None, description="tracking server or sqlite:///FILE; null logs nothing")
+    experiment: str = Field("rlhf", description="experiment name")
+
+
 class LoggingConfig(Section):
     wandb: WandbConfig = WandbConfig()
+    tensorboard: bool = Field(False, description="write event files for TensorBoard to tensorboard/ in the run folder")
+    mlflow: MlflowConfig = MlflowConfig()
     rollouts: bool = Field(True, description="write every trained rollout, with text, reward parts and advantage")
     level: Literal["debug", "info", "warning"] = Field("warning", description="log level of the libraries")
 

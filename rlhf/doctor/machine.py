@@ -168,7 +168,7 @@ _OTHER_DIR = "free space, name another run.dir, lower checkpoint.keep or raise c
 
 async def check_wandb(patient: Patient) -> Finding:
     """Whether metrics will reach wandb, if the config asks for it."""
-    from rlhf.log.sinks import has_wandb_key
+    from rlhf.log.wandb_sink import has_wandb_key
 
     mode = patient.config.logging.wandb.mode
     if mode == "disabled":

@@ -19,9 +19,10 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.routing import Routing
 from rlhf.log.measure import ENGINE_KL_FROM
-from rlhf.log.reductions import EffectiveSampleFraction, ExpertLoad, Max, Mean, StepMetrics, Sum
+from rlhf.log.reductions import Binned, EffectiveSampleFraction, ExpertLoad, Max, Mean, StepMetrics, Sum
 from rlhf.types import Denominators, PolicyTargets
 
+RATIO_BINS = np.linspace(0.0, 2.0, 41)  # ratios above are counted in the last bin
 HEALTH_KL = "k3"  # the estimator of kl_old and engine_kl; its first argument is the policy that sampled
 
 
@@ -119,6 +120,7 @@ def policy_microbatch(
         "policy/entropy": masked_mean(entropy.detach(), mask),
         "policy/clip_fraction": masked_mean(terms.clipped.float(), mask),
         "policy/ratio": masked_mean(terms.ratio.detach(), mask),
+        "policy/ratio/histogram": _binned_ratios(terms.ratio.detach(), mask),
         "policy/ratio_max": Max(_masked_max(terms.ratio.detach(), mask)),
         "policy/kl_old": masked_mean(kl.kl_per_token(old_logprobs, logprobs.detach(), estimator=HEALTH_KL), mask),
         "policy/engine_logprob_difference": masked_mean((old_logprobs - rollout_logprobs).abs(), mask),
@@ -157,6 +159,13 @@ def _routing_metrics(routing: Routing, trained: Tensor) -> StepMetrics:
 def masked_mean(values: Tensor, mask: Tensor) -> Mean:
     """The mean over masked positions as a metric that merges exactly across microbatches and ranks."""
     return Mean(torch.where(mask, values, torch.zeros_like(values)).double().sum(), mask.sum())
+
+
+def _binned_ratios(ratio: Tensor, mask: Tensor) -> Binned:
+    low, *_, high = RATIO_BINS
+    # histc leaves out what lies outside of its bounds
+    values = torch.where(mask, ratio.float().clamp(low, high), low - 1.0)
+    return Binned(torch.histc(values, len(RATIO_BINS) - 1, min=low, max=high), RATIO_BINS)
 
 
 def _masked_max(values: Tensor, mask: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from rlhf.log.reductions import Histogram, Mean, StepMetrics
+from rlhf.log.reductions import HISTOGRAM_BINS, Binned, Histogram, Mean, StepMetrics
 from rlhf.types import RolloutGroup, ScoredRollout
 
 # policy/engine_kl of the tokens at these places of their sequences, prompt included, each up to the next. The canary's
@@ -85,6 +85,7 @@ def rollout_metrics(
         "rollout/stopped_fraction": Mean(
             float(sum(s.rollout.finish_reason == "stop" for s in samples)), float(len(samples))
         ),
+        "policy/advantage/histogram": Binned(*np.histogram(advantages, bins=HISTOGRAM_BINS)),
         "policy/advantage_abs": Mean(float(np.abs(advantages).sum()), float(len(advantages))),
     }
     if asynchronous:

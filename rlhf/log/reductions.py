@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+HISTOGRAM_BINS = 32
 Scalar = Any  # a number; of a microbatch whose step is not yet queued, a tensor of one number on the learner's device
 
 
@@ -89,6 +90,20 @@ class Histogram(_Added):
 
 
 @dataclass(frozen=True)
+class Binned:
+    """Counts in fixed bins, which are shown as a histogram alone."""
+
+    counts: Any  # an array; a tensor where others have a tensor of one number
+    edges: np.ndarray
+
+    def merge(self, other: Binned) -> Binned:
+        return Binned(self.counts + other.counts, self.edges)
+
+    def value(self) -> float:
+        return float(self.counts.sum())
+
+
+@dataclass(frozen=True)
 class ExpertLoad:
     """How evenly the experts of a model are used, from the tokens of each of them in each layer.
 
@@ -117,7 +132,8 @@ class ExpertLoad:
         return float(-(shares * logs).sum(1).mean() / math.log(experts))
 
 
-Metric = Mean | Sum | Max | Last | EffectiveSampleFraction | Histogram | ExpertLoad
+Metric = Mean | Sum | Max | Last | EffectiveSampleFraction | Histogram | Binned | ExpertLoad
+Counts = tuple[np.ndarray, np.ndarray]  # of a histogram with N bins: counts [N], edges [N+1]
 StepMetrics = dict[str, Metric]
 
 
@@ -146,9 +162,20 @@ def to_values(metrics: StepMetrics) -> dict[str, Any]:
     for name, metric in metrics.items():
         if isinstance(metric, Histogram):
             values |= {f"{name}/{key}": value for key, value in _describe(metric.values).items()}
-        elif math.isfinite(value := metric.value()):
+        elif not isinstance(metric, Binned) and math.isfinite(value := metric.value()):
             values[name] = value
     return values
+
+
+def to_histograms(metrics: StepMetrics) -> dict[str, Counts]:
+    """The histograms among the metrics of a step."""
+    histograms = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, Histogram) and metric.values:
+            histograms[f"{name}/histogram"] = np.histogram(metric.values, bins=HISTOGRAM_BINS)
+        elif isinstance(metric, Binned) and metric.counts.any():
+            histograms[name] = (metric.counts, metric.edges)
+    return histograms
 
 
 def _describe(values: Sequence[float]) -> dict[str, float]:

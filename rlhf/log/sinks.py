@@ -1,36 +1,44 @@
-"""Where metrics go: a JSONL file, wandb, the terminal. The x-axis of every training metric is the training step."""
+"""Where metrics go: a JSONL file, TensorBoard, MLflow, the terminal; log/wandb_sink.py has wandb.
+
+The x-axis of every metric is the training step.
+"""
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import ssl
-import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping
-from netrc import NetrcParseError, netrc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf.config.sections import WandbConfig
-
-if TYPE_CHECKING:
-    import wandb
+from rlhf.log.reductions import Counts
 
 STEP = "step"
-WANDB_ANSWER_S = 10.0  # for the server to answer at all; wandb itself would wait 90 s
-WANDB_START_S = 20.0  # for a server that answers to accept the run
+
+
+@dataclass(frozen=True)
+class Details:
+    """What a step has besides numbers, for the sinks that can show it.
+
+    Attributes:
+        responses: sampled responses, rows as in rollouts/; empty in most steps.
+    """
+
+    histograms: Mapping[str, Counts] = field(default_factory=dict)
+    responses: Sequence[Mapping[str, Any]] = ()
+
+
+NO_DETAILS = Details()
 
 
 class Sink(Protocol):
-    def log(self, step: int, values: Mapping[str, Any]) -> None: ...
+    def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None: ...
 
 
 class JsonlSink:
@@ -41,7 +49,7 @@ class JsonlSink:
             keep_lines_up_to(path, resume_step)
         self._file = path.open("a")
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
         self._file.write(json.dumps({STEP: step, "time": round(time.time(), 3), **values}) + "\n")
         self._file.flush()
 
@@ -67,105 +75,57 @@ def keep_lines_up_to(path: Path, step: int) -> None:
     shorter.replace(path)
 
 
-class WandbSink:
-    """A wandb run with the training step as the x-axis of every metric.
+class TensorBoardSink:
+    """Event files for TensorBoard; resuming at a step makes TensorBoard hide what was logged after it."""
 
-    If the server does not answer or does not accept the run, the run is offline, with a warning.
-    """
+    def __init__(self, folder: Path, *, resume_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(
-        self,
-        config: WandbConfig,
-        run_dir: Path,
-        resolved: dict[str, Any],
-        *,
-        run_id: str | None,
-        warn: Callable[[str], None],
-    ) -> None:
-        import wandb
+        self._writer = SummaryWriter(str(folder), purge_step=None if resume_step is None else resume_step + 1)
 
-        def start(mode: Literal["online", "offline"]) -> wandb.Run:
-            return wandb.init(
-                mode=mode,
-                dir=run_dir,
-                project=config.project,
-                entity=config.entity,
-                group=config.group,
-                name=config.name or run_dir.name,
-                tags=list(config.tags) or None,
-                id=run_id or config.run_id,
-                resume="allow" if run_id or config.run_id else None,
-                config=resolved,
-                settings=wandb.Settings(silent=True, init_timeout=WANDB_START_S),
+    def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        for name, (counts, edges) in details.histograms.items():
+            self._writer.add_histogram_raw(
+                name,
+                min=float(edges[0]),
+                max=float(edges[-1]),
+                num=int(counts.sum()),
+                sum=float((counts * (edges[:-1] + edges[1:]) / 2).sum()),
+                sum_squares=float((counts * (edges[:-1] + edges[1:]) ** 2 / 4).sum()),
+                bucket_limits=edges[1:].tolist(),
+                bucket_counts=counts.tolist(),
+                global_step=step,
             )
 
-        online = config.mode == "online" or (config.mode == "auto" and has_wandb_key())
-        self._run = _start_online(start, run_dir, warn) if online else start("offline")
-        self.run_id: str = self._run.id
-        self._run.define_metric(STEP)
-        self._run.define_metric("*", step_metric=STEP)
+    def close(self) -> None:
+        self._writer.close()
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log({STEP: step, **values})
 
-    def alert(self, title: str, text: str) -> None:
-        self._run.alert(title, text, level="WARN")
+class MlflowSink:
+    """A run of an MLflow experiment; `run_id` goes on with an earlier one."""
+
+    def __init__(self, uri: str, experiment: str, name: str, config: Mapping[str, Any], *, run_id: str | None) -> None:
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(uri)
+        if run_id is None:
+            found = self._client.get_experiment_by_name(experiment)
+            number = self._client.create_experiment(experiment) if found is None else found.experiment_id
+            run_id = self._client.create_run(number, run_name=name).info.run_id
+            self._client.log_dict(run_id, dict(config), "config.json")
+        self.run_id: str = run_id
+
+    def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        named = [(name.replace("@", "_at_"), float(value)) for name, value in values.items()]
+        self._client.log_batch(self.run_id, [Metric(name, value, now, step) for name, value in named])
 
     def close(self, *, failed: bool = False) -> None:
-        self._run.finish(exit_code=1 if failed else 0)
-
-
-def _start_online(start: Callable[..., wandb.Run], run_dir: Path, warn: Callable[[str], None]) -> wandb.Run:
-    """Start an online run; if the server does not answer or accept it, an offline one, with a warning."""
-    import wandb
-
-    settings = wandb.setup().settings
-    # The server is asked first, because a run that fails to start keeps trying in the background, even when the program
-    # ends. A proxy in wandb's own settings can be used by wandb alone.
-    problem = "" if settings.http_proxy or settings.https_proxy else no_answer(settings.base_url)
-    if not problem:
-        try:
-            return start("online")
-        except wandb.errors.CommError as error:
-            problem = str(error).strip().splitlines()[0]
-    warn(
-        f"logging.wandb: {settings.base_url} does not take the run ({problem}). Metrics are kept in "
-        f"{run_dir / 'wandb'}; `wandb sync` uploads them later."
-    )
-    return start("offline")
-
-
-def no_answer(url: str) -> str:
-    """Why the server does not answer within WANDB_ANSWER_S, name look-up included; "" if it answers anything."""
-    reasons = [f"no answer within {WANDB_ANSWER_S:.0f} s"]
-
-    def ask() -> None:
-        reason = ""
-        try:
-            urllib.request.urlopen(url, timeout=WANDB_ANSWER_S).close()
-        except urllib.error.HTTPError:
-            pass
-        except urllib.error.URLError as error:
-            if not isinstance(error.reason, ssl.SSLError):  # wandb may know certificates that Python does not
-                reason = str(error.reason)
-        except (OSError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
-        reasons.append(reason)
-
-    asking = threading.Thread(target=ask, daemon=True)  # a name look-up has no time limit of its own
-    asking.start()
-    asking.join(WANDB_ANSWER_S)
-    return reasons[-1]
-
-
-def has_wandb_key() -> bool:
-    """Whether wandb could log in without asking."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc().authenticators("api.wandb.ai") is not None
-    except (FileNotFoundError, NetrcParseError):
-        return False
+        self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
 
 class TerminalSink:
@@ -191,7 +151,7 @@ class TerminalSink:
         """Estimate the remaining time from here on."""
         self._started = time.monotonic()
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
         if "time/step" not in values:
             return
         shown = [f"{name} {form.format(values[key])}" for name, key, form in self.COLUMNS if key in values]

@@ -238,19 +238,21 @@ class RunFolder:
 
     # --- results ---
 
-    def write_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> None:
-        """One file per step and one line per rollout, in the order of the advantages."""
-        remaining = iter(advantages)
+    def write_rollouts(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """One file per step and one line per rollout."""
         path = self.rollouts / f"step-{step:06d}.jsonl"
         with path.with_suffix(NEW).open("w") as file:
-            for group in groups:
-                for sample in group.samples:
-                    row = {"step": step, **rollout_row(group, sample), "advantage": next(remaining)}
-                    file.write(_escape_line_ends(json.dumps(row, ensure_ascii=False)) + "\n")
+            file.writelines(_escape_line_ends(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows)
         path.with_suffix(NEW).replace(path)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def rollout_rows(step: int, groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> list[dict[str, Any]]:
+    """The graded responses of a step as rows of a JSON file, in the order of the advantages."""
+    rows = [rollout_row(group, sample) for group in groups for sample in group.samples]
+    return [{"step": step, **row, "advantage": advantage} for row, advantage in zip(rows, advantages, strict=True)]
 
 
 def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:

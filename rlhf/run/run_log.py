@@ -1,30 +1,35 @@
-"""The outputs of a run: metrics.jsonl, wandb and the terminal, opened and closed together."""
+"""The outputs of a run: metrics.jsonl, wandb, TensorBoard, MLflow and the terminal, opened and closed together."""
 
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from rlhf.cluster.node_report import report
 from rlhf.config.grpo import GRPOConfig
-from rlhf.log.sinks import JsonlSink, Sink, TerminalSink, WandbSink
+from rlhf.log.sinks import NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink, TerminalSink
+from rlhf.log.wandb_sink import WandbSink
 from rlhf.run.folder import RunFolder
+from rlhf.run.state import RunState
 
 
 class RunLog:
     """All sinks of a run.
 
     Attributes:
-        wandb_run_id: of the run on wandb, which a resumed run continues; None without wandb.
+        wandb_run_id, mlflow_run_id: of the run there, which a resumed run continues; None without it.
     """
 
-    def __init__(self, config: GRPOConfig, *, first_step: int, wandb_run_id: str | None) -> None:
+    def __init__(self, config: GRPOConfig, *, first_step: int, state: RunState) -> None:
         self.console = Console(soft_wrap=True)
         self.terminal = TerminalSink(self.console, total_steps=config.run.steps, first_step=first_step)
         self.warn = self.terminal.warn
-        self.wandb_run_id = wandb_run_id
+        self.wandb_run_id, self.mlflow_run_id = state.wandb_run_id, state.mlflow_run_id
         self._config = config
         self._first_step = first_step
         self._sinks: list[Sink] = []
@@ -36,19 +41,30 @@ class RunLog:
         jsonl = JsonlSink(folder.metrics, resume_step=resume_step)
         exit_stack.callback(jsonl.close)
         self._sinks.append(jsonl)
-        settings = self._config.logging.wandb
-        if settings.mode != "disabled":
-            resolved = self._config.model_dump(mode="json")
-            wandb = WandbSink(settings, folder.path, resolved, run_id=self.wandb_run_id, warn=self.warn)
+        logging, resolved = self._config.logging, self._config.model_dump(mode="json")
+        if logging.wandb.mode != "disabled":
+            run_id = self.wandb_run_id
+            resume = None if run_id is None or resume_step is None else (run_id, resume_step)
+            wandb = WandbSink(logging.wandb, folder.path, resolved, about(), resume=resume, warn=self.warn)
             exit_stack.push(lambda kind, *_: wandb.close(failed=kind is not None))
-            self._wandb = wandb
             self.wandb_run_id = wandb.run_id
             self._sinks.append(wandb)
+            self._wandb = wandb
+        if logging.tensorboard:
+            tensorboard = TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step)
+            exit_stack.callback(tensorboard.close)
+            self._sinks.append(tensorboard)
+        if logging.mlflow.uri is not None:
+            name, run_id = folder.path.name, self.mlflow_run_id
+            mlflow = MlflowSink(logging.mlflow.uri, logging.mlflow.experiment, name, resolved, run_id=run_id)
+            exit_stack.push(lambda kind, *_: mlflow.close(failed=kind is not None))
+            self.mlflow_run_id = mlflow.run_id
+            self._sinks.append(mlflow)
         self._sinks.append(self.terminal)
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
         for sink in self._sinks:
-            sink.log(step, values)
+            sink.log(step, values, details)
 
     def alert(self, title: str, text: str, *, in_terminal: bool) -> None:
         """Say what looks wrong, in the terminal and on wandb."""
@@ -59,3 +75,20 @@ class RunLog:
 
     def print(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False)
+
+
+def about() -> dict[str, Any]:
+    """Versions of what computes, and the commit of the source; empty where the source is no git checkout."""
+    source = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=source, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    versions = {name: version for name, version in report().items() if name != "node"}
+    try:
+        commit = git("rev-parse", "HEAD")
+        changed = bool(commit) and git("status", "--porcelain", "--untracked-files=no") != ""
+    except FileNotFoundError:
+        return {"versions": versions}
+    return {"versions": versions, "git": {"commit": commit, "changed": changed}}

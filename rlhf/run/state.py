@@ -55,6 +55,7 @@ class RunState:
     reward_status: dict[str, int] = field(default_factory=dict)
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     wandb_run_id: str | None = None
+    mlflow_run_id: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     kl_controller: dict[str, float] = field(default_factory=dict)
 

@@ -19,14 +19,14 @@ from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.log.diagnosis import EQUAL_REWARDS, NO_ANSWERS, Diagnosis
 from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
-from rlhf.log.reductions import Mean, StepMetrics, mean_over_updates, to_values
-from rlhf.log.sinks import summary_table
+from rlhf.log.reductions import Mean, StepMetrics, mean_over_updates, to_histograms, to_values
+from rlhf.log.sinks import Details, summary_table
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.grade import count_answers
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness
 from rlhf.run.evaluation import evaluate, evaluation_metrics
-from rlhf.run.folder import RunFolder
+from rlhf.run.folder import RunFolder, rollout_rows
 from rlhf.run.mirror import Mirror
 from rlhf.run.model_card import model_card
 from rlhf.run.prompts import PromptTickets
@@ -43,6 +43,7 @@ from rlhf.run.stop import Stop
 from rlhf.types import Minibatch, RolloutGroup, StepBatch
 
 SAVE_S = 60.0  # that a run which fails waits for the checkpoint that is being written
+TABLES, GROUPS_IN_TABLE = 20, 2  # tables of sampled responses in a run, for wandb; groups in each
 
 C = TypeVar("C", bound=GRPOConfig)
 
@@ -68,7 +69,7 @@ class TrainingRun(Generic[C]):
         check_resumed_state(config, self.folder, self.state)
         self.first_step = self.state.step
         self.clock = Clock(self.state.seconds)
-        self.log = RunLog(config, first_step=self.first_step, wandb_run_id=self.state.wandb_run_id)
+        self.log = RunLog(config, first_step=self.first_step, state=self.state)
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
         self.diagnosis = Diagnosis(flat_keys(config.model_dump(mode="json")))
         self.skipped = SkippedBatches(self.folder.path / "skipped", self.log.warn)
@@ -237,7 +238,8 @@ class TrainingRun(Generic[C]):
         sampled = rollout_metrics(groups, advantages, version=step - 1, asynchronous=asynchronous)
         sampled["reward/answered_fraction"] = Mean(*count_answers(sample for g in groups for sample in g.samples))
         learned = mean_over_updates(updates)
-        values = to_values(sampled | learned)
+        metrics = sampled | learned
+        values = to_values(metrics)
         values |= measured | self.buffer.account.metrics()
         values["time/step"] = self.clock.step_seconds()
         phases, window_s = self.clock.take()
@@ -250,9 +252,12 @@ class TrainingRun(Generic[C]):
         }
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
         values |= {f"reward/status/{name}": count for name, count in self.scorer.counters.items()}
-        self.log.write(step, values)
+        rows = rollout_rows(step, groups, advantages.tolist())
+        every = -(-self.config.run.steps // TABLES)
+        shown = [] if step % every else rows[: sum(len(group.samples) for group in groups[:GROUPS_IN_TABLE])]
+        self.log.write(step, values, Details(to_histograms(metrics), shown))
         if self.config.logging.rollouts:
-            self.folder.write_rollouts(step, groups, advantages.tolist())
+            self.folder.write_rollouts(step, rows)
         for error in self.scorer.new_errors():
             self.log.warn(error)
         trained, taken = int(batch.trained.sum()), updates_taken(updates)
@@ -317,6 +322,7 @@ class TrainingRun(Generic[C]):
             replacements=self.buffer.replacements,
             reward_status=dict(self.scorer.counters),
             wandb_run_id=self.log.wandb_run_id,
+            mlflow_run_id=self.log.mlflow_run_id,
             seconds=dict(self.clock.total),
             # what the loop goes on changing
             tokens=dict(self.state.tokens),

@@ -132,6 +132,15 @@ def test_the_same_command_runs_only_what_is_missing_and_resumes_what_has_a_check
     assert [("algo.kl_estimator=k2" in call, "--resume" in call) for call in scan.calls()] == [(True, True)] * 2
 
 
+def test_runs_of_a_sweep_are_a_group_on_wandb() -> None:
+    cell = sweep.Cell((("algo.kl_coef", "0.1"),), Path("runs/scan/kl_coef=0.1"))
+    command = sweep.command(cell, "rlhf.ppo", ["logging.wandb.group=mine"])
+    assert command[3:] == [
+        "logging.wandb.group=scan", "logging.wandb.group=mine", "algo.kl_coef=0.1", f"run.dir={cell.folder}",
+    ]  # fmt: skip
+    assert not any("wandb" in part for part in sweep.command(cell, "rlhf.reward_model", []))
+
+
 def test_a_dry_run_prints_commands_that_a_shell_reads_back_and_makes_nothing(scan: Sweep) -> None:
     status, output, _ = scan.run("--dry-run")
     assert status == 0

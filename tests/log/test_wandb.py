@@ -1,8 +1,9 @@
-"""wandb whose server is not reached: a message, an offline run and a program that ends, all within seconds."""
+"""wandb: what an offline run holds, and a server that is not reached, which costs a message and seconds."""
 
 from __future__ import annotations
 
 import http.server
+import json
 import os
 import socket
 import subprocess
@@ -11,18 +12,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from wandb.proto.wandb_internal_pb2 import Record
 
-from rlhf.log.sinks import WANDB_ANSWER_S, WANDB_START_S, no_answer
+from rlhf.log.wandb_sink import WANDB_ANSWER_S, WANDB_START_S, no_answer, records
 
 LOAD_S = 20.0  # importing wandb, its service and the end of both, on a busy machine
 PROGRAM = """
 import sys
 from pathlib import Path
 from rlhf.config.sections import WandbConfig
-from rlhf.log.sinks import WandbSink
-sink = WandbSink(WandbConfig(), Path(sys.argv[1]), {"a": 1}, run_id=None, warn=lambda text: print("warning:", text))
+from rlhf.log.wandb_sink import WandbSink
+sink = WandbSink(WandbConfig(), Path(sys.argv[1]), {"a": 1}, {}, resume=None, warn=lambda text: print("warning:", text))
 sink.log(1, {"reward/mean": 0.5})
 sink.close()
 """
@@ -81,3 +84,88 @@ def test_a_server_that_answers_anything_is_reached() -> None:
         assert no_answer(f"http://127.0.0.1:{answering.server_port}") == ""
         answering.shutdown()
     assert "refused" in no_answer(f"http://127.0.0.1:{answering.server_port}")
+
+
+# --- what an offline run holds, read back from its files ---
+
+
+LOGGED = """
+import sys
+from pathlib import Path
+import numpy as np
+from rlhf.config.sections import WandbConfig
+from rlhf.log.sinks import Details, JsonlSink
+from rlhf.log.wandb_sink import WandbSink
+
+folder, first, last, kill, *resume = sys.argv[1:]
+config = WandbConfig(mode="offline", project="p", group="g", run_id="abc")
+about = {"git": {"commit": "0123"}}
+resumed = (resume[0], int(resume[1])) if resume else None
+log = JsonlSink(Path(folder) / "metrics.jsonl", resume_step=resumed and resumed[1])
+sink = WandbSink(config, Path(folder), {"run": {"steps": 6}}, about, resume=resumed, warn=print)
+row = {"step": 2, "prompt": "1 + 1?", "answer": "2", "text": "2", "extracted": "2", "reward": 1.0, "advantage": 0.5,
+       "status": "ok", "finish_reason": "stop", "reward_parts": {"math": 1.0}}
+for step in range(int(first), int(last) + 1):
+    details = Details({"reward/histogram": np.histogram([step, step + 1.0], bins=4)}, [row] if step == 2 else [])
+    values = {"reward/mean": step / 10} | {f"m{i}": 1.0 * i for i in range(900)}  # longer than a block of the file
+    log.log(step, values)
+    sink.log(step, values, details)
+    if step % 2 == 0:
+        values = {"eval/test/avg@1": 1.0 - step / 10, "eval/test/response_length": 3.0}
+        log.log(step, values)
+        sink.log(step, values)
+if kill:
+    import os, signal, time
+    time.sleep(float(kill))  # wandb's service writes its file every few seconds
+    os.kill(os.getpid(), signal.SIGKILL)
+sink.alert("much clipping", "Lower it.")
+sink.close()
+"""
+
+
+def run_sink(folder: Path, *arguments: str) -> None:
+    command = [sys.executable, "-c", LOGGED, str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode in (0, -9), done.stderr
+
+
+def read_back(folder: Path) -> tuple[dict[str, list[tuple[int, Any]]], list[Record]]:
+    """(step, value) of each metric over all files of the run, in the order of upload; and all records."""
+    found = [Record.FromString(r) for file in sorted(folder.glob("wandb/offline-*/*.wandb")) for _, r in records(file)]
+    series: dict[str, list[tuple[int, Any]]] = {}
+    for record in found:
+        for item in record.history.item:
+            name = item.key or ".".join(item.nested_key)
+            series.setdefault(name, []).append((record.history.step.num, json.loads(item.value_json)))
+    return series, found
+
+
+@pytest.mark.scripts
+@pytest.mark.parametrize("wait_s", ["0.5", "12"], ids=["before wandb has written its file", "after"])
+def test_a_killed_and_resumed_run_is_one_curve_without_a_value_twice(wait_s: str, tmp_path: Path) -> None:
+    run_sink(tmp_path, "0", "5", wait_s)
+    run_sink(tmp_path, "4", "6", "", "abc", "3")  # from the checkpoint of step 3
+    series, found = read_back(tmp_path)
+    assert series["reward/mean"] == [(step, step / 10) for step in range(7)]
+    assert series["step"] == [(step, step) for step in range(7)]
+    assert [step for step, _ in series["eval/test/avg@1"]] == [0, 2, 4, 6]  # in the row of its training step
+    assert {record.run.run_id for record in found if record.HasField("run")} == {"abc"}
+
+
+@pytest.mark.scripts
+def test_axes_summaries_histograms_a_table_config_group_and_alerts_are_in_the_files(tmp_path: Path) -> None:
+    run_sink(tmp_path, "0", "6", "")
+    series, found = read_back(tmp_path)
+    metrics = {m.name or m.glob_name: m for m in (r.metric for r in found if r.HasField("metric"))}
+    assert metrics["*"].step_metric == "step"
+    assert metrics["eval/test/avg@1"].summary.max
+    assert "eval/test/response_length" not in metrics
+    assert [value for _, value in series["reward/histogram._type"]] == ["histogram"] * 7
+    assert [sum(value) for _, value in series["reward/histogram.values"]] == [2] * 7
+    assert series["responses._type"] == [(2, "table-file")]
+    assert (series["responses.nrows"], series["responses.ncols"]) == ([(2, 1)], [(2, 10)])
+    run = next(record.run for record in found if record.HasField("run"))
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert (run.project, run.run_group, config["run"]["steps"]) == ("p", "g", 6)
+    assert config["about"]["git"]["commit"] == "0123"
+    assert [record.alert.title for record in found if record.HasField("alert")] == ["much clipping"]

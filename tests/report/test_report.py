@@ -20,7 +20,7 @@ from rlhf import show
 from rlhf.log.sinks import JsonlSink
 from rlhf.report.page import write_page
 from rlhf.report.run_files import RunFiles, differing_keys, read_groups, read_run, sample_groups
-from rlhf.run.folder import RunFolder
+from rlhf.run.folder import RunFolder, rollout_rows
 
 HOSTILE = "</script><img src=x onerror=boom()>\x1b[2J\u202e"
 
@@ -39,7 +39,7 @@ def write_run(path: Path, *, steps: int = 4, text: str = "an answer", **sections
         groups = make_groups(groups=2, samples=4, vocabulary=9, longest=20, seed=step)
         samples = [tuple(dataclasses.replace(s, text=text) for s in group.samples) for group in groups]
         groups = [dataclasses.replace(g, samples=s) for g, s in zip(groups, samples, strict=True)]
-        folder.write_rollouts(step, groups, np.linspace(-1, 1, 8).tolist())
+        folder.write_rollouts(step, rollout_rows(step, groups, np.linspace(-1, 1, 8).tolist()))
     log.log(steps, {"eval/test/avg@1": 0.75, "eval/test/avg@1/low": 0.7, "eval/test/avg@1/high": 0.8})
     log.close()
     return path

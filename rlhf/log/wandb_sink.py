@@ -1,0 +1,218 @@
+"""wandb: axes, summaries, histograms, a table of responses, alerts, and a resumed run that is one curve.
+
+Every row is logged under its training step, so what the evaluation adds to a step joins its row, and a run can be
+rewound to the step of a checkpoint: by the server, or, offline, by cutting the files of the earlier program.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import ssl
+import struct
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf.config.sections import WandbConfig
+from rlhf.log.sinks import NO_DETAILS, STEP, Details
+
+if TYPE_CHECKING:
+    import wandb
+
+WANDB_ANSWER_S = 10.0  # for the server to answer at all; wandb itself would wait 90 s
+WANDB_START_S = 20.0  # for a server that answers to accept the run
+BEST = re.compile(r"eval/.+/(avg|pass|maj)@\d+")  # of which the summary keeps the highest value too
+COLUMNS = ("step", "prompt", "answer", "text", "extracted", "reward", "advantage", "status", "finish_reason")
+FILE_HEADER, BLOCK, RECORD_HEADER = 7, 32768, struct.Struct("<IHB")  # of a .wandb file: LevelDB's log format
+
+
+class WandbSink:
+    """A wandb run with the training step as the x-axis of every metric.
+
+    If the server does not answer or does not accept the run, the run is offline, with a warning.
+
+    Args:
+        resolved: the config of the run. about: versions and the state of the source, which are added to it.
+        resume: id of the run, and the step of the checkpoint that it goes on from; None for a new run.
+    """
+
+    def __init__(
+        self,
+        config: WandbConfig,
+        run_dir: Path,
+        resolved: Mapping[str, Any],
+        about: Mapping[str, Any],
+        *,
+        resume: tuple[str, int] | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        import wandb
+
+        run_id = config.run_id if resume is None else resume[0]
+
+        def start(mode: Literal["online", "offline"], *, rewind: bool = False) -> wandb.Run:
+            if rewind and resume is not None:
+                going_on: dict[str, Any] = {"resume_from": f"{resume[0]}?_step={resume[1]}"}
+            else:
+                going_on = {"id": run_id, "resume": "allow" if run_id else None}
+            return wandb.init(
+                mode=mode,
+                dir=run_dir,
+                project=config.project,
+                entity=config.entity,
+                group=config.group,
+                name=config.name or run_dir.name,
+                tags=list(config.tags) or None,
+                config={**resolved, "about": dict(about)},
+                settings=wandb.Settings(silent=True, init_timeout=WANDB_START_S),
+                **going_on,
+            )
+
+        held = None if resume is None else rewind_files(run_dir, *resume)
+        online = config.mode == "online" or (config.mode == "auto" and has_wandb_key())
+        self._run = _start_online(start, run_dir, warn, rewind=resume is not None) if online else start("offline")
+        self.run_id: str = self._run.id
+        self._run.define_metric(STEP, hidden=True)
+        self._run.define_metric("*", step_metric=STEP)
+        self._defined: set[str] = set()
+        if held is not None and self._run.offline:
+            self._log_lost_rows(run_dir / "metrics.jsonl", held)
+
+    def _log_lost_rows(self, metrics: Path, held: int) -> None:
+        """Log the rows after the step `held`, which a killed program had not yet given to its offline file."""
+        for row in map(json.loads, metrics.read_text().splitlines()):
+            if row[STEP] > held:
+                self.log(row[STEP], {name: value for name, value in row.items() if name not in (STEP, "time")})
+
+    def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
+        import wandb
+
+        for name in values:
+            if name not in self._defined and BEST.fullmatch(name):
+                self._defined.add(name)
+                self._run.define_metric(name, step_metric=STEP, summary="max,last")
+        shown: dict[str, Any] = {STEP: step, **values}
+        for name, counts in details.histograms.items():
+            shown[name] = wandb.Histogram(np_histogram=counts)
+        if details.responses:
+            parts = list(dict.fromkeys(part for row in details.responses for part in row["reward_parts"]))
+            rows = [[*(row[c] for c in COLUMNS), *map(row["reward_parts"].get, parts)] for row in details.responses]
+            shown["responses"] = wandb.Table(columns=[*COLUMNS, *(f"reward/part/{part}" for part in parts)], data=rows)
+        self._run.log(shown, step=step)
+
+    def alert(self, title: str, text: str) -> None:
+        self._run.alert(title, text, level="WARN")
+
+    def close(self, *, failed: bool = False) -> None:
+        self._run.finish(exit_code=1 if failed else 0)
+
+
+def _start_online(
+    start: Callable[..., wandb.Run], run_dir: Path, warn: Callable[[str], None], *, rewind: bool
+) -> wandb.Run:
+    """Start an online run; if the server does not answer or accept it, an offline one, with a warning.
+
+    Args:
+        rewind: ask the server to remove what was logged after the checkpoint; not every server can.
+    """
+    import wandb
+
+    settings = wandb.setup().settings
+    # The server is asked first, because a run that fails to start keeps trying in the background, even when the program
+    # ends. A proxy in wandb's own settings can be used by wandb alone.
+    problem = "" if settings.http_proxy or settings.https_proxy else no_answer(settings.base_url)
+    for rewinds in (True, False) if rewind and not problem else (False,) if not problem else ():
+        try:
+            return start("online", rewind=rewinds)
+        except wandb.errors.CommError as error:
+            problem = str(error).strip().splitlines()[0]
+    warn(
+        f"logging.wandb: {settings.base_url} does not take the run ({problem}). Metrics are kept in "
+        f"{run_dir / 'wandb'}; `wandb sync` uploads them later."
+    )
+    return start("offline")
+
+
+def no_answer(url: str) -> str:
+    """Why the server does not answer within WANDB_ANSWER_S, name look-up included; "" if it answers anything."""
+    reasons = [f"no answer within {WANDB_ANSWER_S:.0f} s"]
+
+    def ask() -> None:
+        reason = ""
+        try:
+            urllib.request.urlopen(url, timeout=WANDB_ANSWER_S).close()
+        except urllib.error.HTTPError:
+            pass
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ssl.SSLError):  # wandb may know certificates that Python does not
+                reason = str(error.reason)
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+        reasons.append(reason)
+
+    asking = threading.Thread(target=ask, daemon=True)  # a name look-up has no time limit of its own
+    asking.start()
+    asking.join(WANDB_ANSWER_S)
+    return reasons[-1]
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb could log in without asking."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc().authenticators("api.wandb.ai") is not None
+    except (FileNotFoundError, NetrcParseError):
+        return False
+
+
+# --- files of an offline run ---
+
+
+def rewind_files(run_dir: Path, run_id: str, step: int) -> int:
+    """Cut each offline file of the run before the first row of a later step than `step`; the last step that is left.
+
+    -1 if no row is left.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    held = -1
+    for file in run_dir.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"):
+        for start, content in records(file):
+            record = Record.FromString(content)
+            if record.WhichOneof("record_type") != "history":
+                continue
+            if record.history.step.num > step:
+                os.truncate(file, start)
+                break
+            held = max(held, record.history.step.num)
+    return held
+
+
+def records(file: Path) -> Iterator[tuple[int, bytes]]:
+    """(where it begins, content) of each whole record of a .wandb file; what a kill has cut short is left out."""
+    data = file.read_bytes()
+    place = start = FILE_HEADER
+    parts: list[bytes] = []
+    while place + RECORD_HEADER.size <= len(data):
+        left = BLOCK - place % BLOCK
+        if left < RECORD_HEADER.size:  # a block ends with zeros where no header fits
+            place += left
+            continue
+        _, length, kind = RECORD_HEADER.unpack_from(data, place)
+        if not parts:
+            start = place
+        parts.append(data[place + RECORD_HEADER.size : place + RECORD_HEADER.size + length])
+        place += RECORD_HEADER.size + length
+        if place > len(data) or kind == 0:
+            return
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield start, b"".join(parts)
+            parts = []

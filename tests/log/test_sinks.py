@@ -1,0 +1,48 @@
+"""TensorBoard and MLflow: what a run logs, read back by their own libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf.log.sinks import Details, MlflowSink, TensorBoardSink
+
+
+def test_tensorboard_reads_numbers_and_histograms_and_hides_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = TensorBoardSink(tmp_path, resume_step=None)
+    for step in (1, 2, 3):
+        sink.log(step, {"reward/mean": step / 10}, Details({"reward/histogram": np.histogram([0, 0, 1], bins=2)}))
+    sink.close()
+    resumed = TensorBoardSink(tmp_path, resume_step=2)
+    resumed.log(3, {"reward/mean": 0.7})
+    resumed.close()
+    read = events.EventAccumulator(str(tmp_path), size_guidance={"histograms": 0}).Reload()
+    assert [(event.step, event.value) for event in read.Scalars("reward/mean")] == [
+        (step, pytest.approx(value)) for step, value in ((1, 0.1), (2, 0.2), (3, 0.7))
+    ]
+    assert [event.histogram_value.num for event in read.Histograms("reward/histogram")] == [3, 3]
+
+
+def test_mlflow_holds_config_and_metrics_and_a_resumed_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs the whole of mlflow
+    mlflow = pytest.importorskip("mlflow")
+    uri = (tmp_path / "mlruns").as_uri()
+    config = {"run": {"steps": 2}}
+    sink = MlflowSink(uri, "mine", "first", config, run_id=None)
+    sink.log(1, {"eval/test/avg@1": 0.25})
+    sink.close(failed=True)
+    resumed = MlflowSink(uri, "mine", "first", config, run_id=sink.run_id)
+    resumed.log(2, {"eval/test/avg@1": 0.5})
+    resumed.close()
+    client = mlflow.MlflowClient(uri)
+    assert [(m.step, m.value) for m in client.get_metric_history(sink.run_id, "eval/test/avg_at_1")] == [
+        (1, 0.25),
+        (2, 0.5),
+    ]
+    assert client.get_run(sink.run_id).info.status == "FINISHED"
+    assert [file.path for file in client.list_artifacts(sink.run_id)] == ["config.json"]
