@@ -22,6 +22,7 @@ import pytest
 import torch
 from checkpoints import Ranks, write_checkpoint
 from transformers import AutoTokenizer
+from worlds import make_config
 
 from rlhf.config.sections import CheckpointConfig
 from rlhf.learner.checkpoint import WEIGHTS, SliceReader
@@ -264,6 +265,16 @@ def test_a_folder_that_becomes_read_only_costs_no_checkpoint(tmp_path: Path, mod
     assert names(tmp_path / "run") == ["step-000002", "step-000005"]
 
 
+def test_a_run_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o555)
+    folder = RunFolder(tmp_path / "run", resume=False)
+    with (
+        as_an_ordinary_user(tmp_path / "run"),
+        pytest.raises(ValueError, match=r"^run\.dir=.*rollouts: Permission"),
+    ):
+        folder.create(make_config(tmp_path / "model"))
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_no_longer_taken_for_one(
     tmp_path: Path, model: Path
 ) -> None:
@@ -351,8 +362,6 @@ def test_a_kill_at_any_write_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path)
 
 
 def test_what_a_killed_save_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    from worlds import make_config
-
     folder = run_with(tmp_path / "run", 2)
     (folder.begin_checkpoint(4) / "weights-00000.safetensors").write_bytes(b"half")
     folder.rollouts.mkdir()
