@@ -66,14 +66,14 @@ class RunFolder:
         self.not_removed: tuple[str, ...] = ()
         if resume:
             self._find_undamaged(mirror)
-        elif mirror is not None:
-            mirror.check_empty()
         elif self.path.is_dir() and any(self.path.iterdir()) and not self._has_no_finished_step():
             advice = "Go on with it (--resume), write" if complete_checkpoints(self.checkpoints) else "Write"
             raise ValueError(
                 f"run.dir={self.path}: already holds a run. {advice} to another folder (run.dir={self.path}-2), or "
                 f"remove it (rm -r {self.path})."
             )
+        elif mirror is not None:
+            mirror.check_empty()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -210,6 +210,8 @@ class RunFolder:
         Raises:
             OSError: the disk refuses, or lacks a file of `written`.
         """
+        if self.metrics.exists():
+            sync(self.metrics)  # a resumed run goes on behind its last line
         write_synced(folder / STATE_FILE, state.to_json())
         write_manifest(folder, written or {})
         final = folder.with_suffix("")

@@ -407,6 +407,8 @@ def test_a_run_goes_on_from_its_mirror_on_a_bare_node(tmp_path: Path, model: Pat
     assert find_damage(resumed.restored) == ""
     assert "exp_avg-00000.safetensors has another checksum" in resumed.warnings[0]
     assert resumed.metrics.read_text() == '{"step": 2}\n'
+    with pytest.raises(ValueError, match="already holds a run"):
+        RunFolder(tmp_path / "run", resume=False, mirror=mirror)
     with pytest.raises(ValueError, match="already holds step-000006 of a run"):
         RunFolder(tmp_path / "other", resume=False, mirror=mirror)
 
