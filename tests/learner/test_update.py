@@ -318,7 +318,10 @@ def test_a_checkpoint_continues_the_same_run_with_another_number_of_learners_and
 
 
 def weights_after_loading(place: Place, model: Path, folder: Path, stage: int) -> dict[str, np.ndarray]:
-    """What a learner in bfloat16 computes with after it has trained, saved, trained on, and loaded."""
+    """What a learner in bfloat16 computes with after it has trained, saved, trained on, and loaded.
+
+    The update after the load is the one after the save, bit for bit.
+    """
     from rlhf.learner.worker import Learner
 
     config = make_config(
@@ -332,9 +335,14 @@ def weights_after_loading(place: Place, model: Path, folder: Path, stage: int) -
     learner.update(targets)
     save(learner, folder)
     learner.update(targets)
+    expected = whole_weights(learner)
     torch.distributed.barrier()
     learner.load(str(folder))
-    return whole_weights(learner)
+    loaded = whole_weights(learner)
+    learner.update(targets)
+    for name, values in whole_weights(learner).items():
+        np.testing.assert_array_equal(values, expected[name], err_msg=name)
+    return loaded
 
 
 @pytest.mark.parametrize("stage", [1, 3])
