@@ -15,31 +15,42 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from rlhf.run.manifest import complete_checkpoints
+from rlhf.run.mirror import Mirror
 
 RESUME = "--resume"
 
 
 def run_dir(arguments: Sequence[str]) -> Path:
-    """`run.dir` of the program's arguments: files in their order, then overrides.
+    """`run.dir` of the program's arguments.
 
     Raises:
         ValueError: nothing sets it.
     """
+    folder = value_of("run.dir", arguments)
+    if folder is None:
+        raise ValueError("run.dir is set neither in the files nor as an override. Set run.dir=FOLDER.")
+    return Path(folder)
+
+
+def value_of(key: str, arguments: Sequence[str]) -> str | None:
+    """A key of the program's arguments: files in their order, then overrides."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("overrides", nargs="*")
     known, _ = parser.parse_known_intermixed_args(arguments)
     layers = [OmegaConf.load(file) for file in known.config]
     overrides = [argument for argument in known.overrides if "=" in argument]
-    folder = OmegaConf.select(OmegaConf.merge(*layers, OmegaConf.from_dotlist(overrides)), "run.dir")
-    if folder is None:
-        raise ValueError("run.dir is set neither in the files nor as an override. Set run.dir=FOLDER.")
-    return Path(str(folder))
+    value = OmegaConf.select(OmegaConf.merge(*layers, OmegaConf.from_dotlist(overrides)), key)
+    return None if value is None else str(value)
 
 
-def prepare(folder: Path) -> list[str]:
-    """The flag to go on with; a run without a complete checkpoint is renamed, so that it can begin anew."""
-    if complete_checkpoints(folder / "checkpoints"):
+def prepare(folder: Path, mirror: str | None = None) -> list[str]:
+    """The flag to go on with; a run without a complete checkpoint is renamed, so that it can begin anew.
+
+    Args:
+        mirror: checkpoint.mirror, which may have a checkpoint where the folder has none.
+    """
+    if complete_checkpoints(folder / "checkpoints") or (mirror is not None and Mirror(mirror).checkpoints()):
         return [RESUME]
     if folder.is_dir() and any(folder.iterdir()):
         number = 1
@@ -56,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             times = [path.stat().st_mtime for path in complete_checkpoints(run_dir(argv[2:]) / "checkpoints")]
             print("newer" if max(times, default=0.0) > float(argv[1]) else "older")
         else:
-            print(" ".join(prepare(run_dir(argv))))
+            print(" ".join(prepare(run_dir(argv), value_of("checkpoint.mirror", argv))))
     except (ValueError, OSError) as error:
         print(f"resume: {error}", file=sys.stderr)
         return 2

@@ -18,7 +18,6 @@ from rlhf.learner.checkpoint import (
     state_bytes,
     write_rank,
 )
-from rlhf.learner.hub_format import model_tensors, write_model_config
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
 from rlhf.types import WrittenFile
@@ -75,6 +74,8 @@ async def write_checkpoint(
 async def write_model_checkpoint(run: RunFolder, state: RunState, model: Path) -> tuple[Path, dict[str, Any]]:
     """One checkpoint of a model folder's weights, and these weights as the learner would hold them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rlhf.learner.hub_format import model_tensors, write_model_config
 
     transformer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, state.config["model"]["dtype"]))
     tensors = model_tensors(transformer)

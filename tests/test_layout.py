@@ -25,7 +25,6 @@ ON_THE_STACK = {
     "cluster/placement.py": "ray",
     "cluster/rank_group.py": "ray",
     "cluster/session.py": "ray",
-    "learner/partition.py": "deepspeed",
     "learner/rank.py": "deepspeed",
     "rollout/engine.py": "vllm",
     "weights/cpu_receiver.py": "vllm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from documented import check_documented
 from processes import Process, below, outliving, running
 from waiting import STACK_WAIT_S, eventually
 
+from rlhf import export
 from rlhf.run.comparison import read_responses
 from rlhf.run.folder import RunFolder
 
@@ -195,20 +197,26 @@ def seen_prompts(run: Path, steps: tuple[int, ...]) -> list[str]:
 
 def exported_model_agrees_in_transformers(run: Path) -> None:
     import torch
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rlhf.learner.checkpoint import WEIGHTS, LearnerIndex, SliceReader
 
     model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1"}], tokenize=False)
-    checkpoint = sorted((run / "checkpoints").iterdir())[-1]
-    master = {}
-    for file in checkpoint.glob("weights-*.safetensors"):
-        master |= load_file(file)
+    checkpoint = sorted((run / "checkpoints").glob("step-*"))[-1]
+    index = LearnerIndex.read(checkpoint)
+    reader = SliceReader(checkpoint, WEIGHTS, ranks=range(index.ranks))
+    master = {name: reader.read(name, 0, math.prod(shape)).view(shape) for name, shape in index.shapes.items()}
     parameters = dict(model.named_parameters())
     assert parameters.keys() == master.keys()
     for name, value in master.items():
         torch.testing.assert_close(parameters[name].detach(), value, rtol=0, atol=0)
+
+    export.main([str(run), str(run.parent / "exported")])
+    for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
+        assert (run.parent / "exported" / name).read_bytes() == (run / "model" / name).read_bytes(), name
+    assert "| 5 | " in (run / "model" / "README.md").read_text()
 
 
 def wait_for_step(run: Path, step: int, program: subprocess.Popen[str]) -> None:

@@ -140,10 +140,10 @@ def test_a_learned_reward_alone_trains_policy_and_critic_and_a_resumed_run_has_c
     config = write(tmp_path / "ppo.yaml", ppo_config(run, tiny_model_dir, reward_model))
     run_program("rlhf.ppo", "--config", config)
     state = RunFolder.read_state(run / "checkpoints" / "step-000002")
-    assert state["updates_taken"] == 2  # the critic learned alone in the first step
+    assert state.updates_taken == 2  # the critic learned alone in the first step
     # In step 2 the policy had not moved yet: a KL of 0, an error of -0.2, once.
     coef = KL_COEF * (1 - 0.2 * ROLLOUTS / KL_HORIZON)
-    assert state["kl_controller"]["coef"] == pytest.approx(coef, rel=1e-12)
+    assert state.kl_controller["coef"] == pytest.approx(coef, rel=1e-12)
 
     run_program("rlhf.ppo", "--config", config, "--resume", "run.steps=4")
     steps = read_steps(run)

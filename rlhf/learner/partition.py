@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from deepspeed import utils
 from torch import Tensor
 
 from rlhf.learner.checkpoint import WEIGHTS, share
@@ -42,37 +41,20 @@ class Partition:
         return share(param.numel(), self._place.rank, self._place.world_size)
 
     def values(self, param: Any, kind: str) -> Tensor:
-        """[stop - start] float32, the held elements; a change of them changes the state, except at stage 3."""
+        """[stop - start] float32, the held elements, wherever they are kept; a change of them changes the state."""
         start, stop = self.held(param)
+        state = None if kind == WEIGHTS else kind
         if hasattr(param, "ds_id"):
-            return self._of_stage_3(param, kind)[: stop - start]
+            # safe_get_local_fp32_param would copy what is offloaded to the GPU, all parameters at once in a save.
+            padded, _ = param._z3_optimizer._get_fp32_opt_state_partition(
+                param, release_swap_buffers=True, optim_state_key=state
+            )
+            return cast(Tensor, padded.detach()[: stop - start])
         if hasattr(param, "_hp_mapping"):
             if param._hp_mapping is None:
                 return torch.empty(0)
-            fragment: Tensor = param._hp_mapping.get_hp_fragment(None if kind == WEIGHTS else kind)
-            return fragment
-        if kind == WEIGHTS:
-            return param.detach().view(-1)
+            return cast(Tensor, param._hp_mapping.get_hp_fragment(state).detach())
+        if state is None:
+            return cast(Tensor, param.detach().view(-1))
         moments = self._optimizer.state.get(param, {})  # an expert that got no token has none
         return moments[kind].view(-1) if kind in moments else torch.zeros_like(param).view(-1)
-
-    def put(self, param: Any, kind: str, values: Tensor) -> None:
-        """Replace the held elements."""
-        if not hasattr(param, "ds_id"):
-            self.values(param, kind).copy_(values)
-            return
-        padded = self._of_stage_3(param, kind)
-        padded[: len(values)].copy_(values)
-        if kind == WEIGHTS:
-            utils.safe_set_local_fp32_param(param, padded)
-        else:
-            utils.safe_set_local_optimizer_state(param, padded, kind)
-
-    @staticmethod
-    def _of_stage_3(param: Any, kind: str) -> Tensor:
-        local: Tensor = (
-            utils.safe_get_local_fp32_param(param)
-            if kind == WEIGHTS
-            else utils.safe_get_local_optimizer_state(param, kind)
-        )
-        return local.detach()

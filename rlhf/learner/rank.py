@@ -378,7 +378,7 @@ class TrainedRank:
             start, stop = partition.held(param)
             if start < stop:
                 values = torch.zeros(stop - start) if reader is None else reader.read(name, start, stop)
-                partition.put(param, kind, values.to(torch.float32))
+                partition.values(param, kind).copy_(values)
 
     def _restore_generators(self, path: Path) -> None:
         reader = SliceReader(path, RNG, ranks=[self.place.rank])

@@ -22,6 +22,7 @@ from rlhf.run.manifest import (
     complete_checkpoints,
     find_damage,
     partial_checkpoints,
+    reason,
     remove,
     replace_synced,
     sync,
@@ -108,11 +109,17 @@ class RunFolder:
         The files of an earlier run that finished no step are kept: its config and metrics are renamed.
 
         Raises:
-            ValueError: another run is using the folder.
+            ValueError: another run is using the folder, or it cannot be written.
         """
-        for folder in (self.path, self.rollouts, self.checkpoints):
-            folder.mkdir(parents=True, exist_ok=True)
-        self._lock()
+        try:
+            for folder in (self.path, self.rollouts, self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            self._fill(config)
+        except OSError as error:
+            raise ValueError(f"run.dir={self.path}: {reason(error)}. Name a folder that can be written.") from None
+
+    def _fill(self, config: Section) -> None:
         for left in partial_checkpoints(self.checkpoints):
             remove(left)
         if self.restored is not None:
@@ -209,6 +216,8 @@ class RunFolder:
         Raises:
             OSError: the disk refuses, or lacks a file of `written`.
         """
+        if self.metrics.exists():
+            sync(self.metrics)  # a resumed run goes on behind its last line
         write_synced(folder / STATE_FILE, state.to_json())
         write_manifest(folder, written or {})
         final = folder.with_suffix("")

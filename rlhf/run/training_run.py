@@ -363,4 +363,4 @@ class TrainingRun(Generic[C]):
             self.log.console.print(summary_table(before, after, training_s))
         self.log.print(f"run folder: {self.folder.path}")
         if self.saver.failure:
-            raise RuntimeError(f"{self.saver.failure} Make room and repeat the run's end with --resume.")
+            raise RuntimeError(f"{self.saver.failure} Make room, and repeat the last steps with --resume.")

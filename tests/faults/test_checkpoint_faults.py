@@ -13,6 +13,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 import torch
 from checkpoints import Ranks, write_checkpoint
 from transformers import AutoTokenizer
+from worlds import make_config
 
 from rlhf.config.sections import CheckpointConfig
 from rlhf.learner.checkpoint import WEIGHTS, SliceReader
@@ -264,6 +266,16 @@ def test_a_folder_that_becomes_read_only_costs_no_checkpoint(tmp_path: Path, mod
     assert names(tmp_path / "run") == ["step-000002", "step-000005"]
 
 
+def test_a_run_folder_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o555)
+    folder = RunFolder(tmp_path / "run", resume=False)
+    with (
+        as_an_ordinary_user(tmp_path / "run"),
+        pytest.raises(ValueError, match=r"^run\.dir=.*rollouts: Permission"),
+    ):
+        folder.create(make_config(tmp_path / "model"))
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_no_longer_taken_for_one(
     tmp_path: Path, model: Path
 ) -> None:
@@ -334,10 +346,20 @@ for number in range(1, 1000):
 """
 
 
-def test_a_kill_at_any_write_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    asyncio.run(write_checkpoint(RunFolder(tmp_path / "start", resume=False), RunState(step=2), SMALLER))
-    shutil.copytree(tmp_path / "start", tmp_path / "run")
-    command = [sys.executable, "-c", SAVE, str(tmp_path / "run"), str(tmp_path / "start")]
+@pytest.fixture
+def quick_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: a thousand syncs to a busy disk take a minute."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_a_kill_at_any_write_of_a_save_leaves_a_whole_checkpoint(quick_disk: Path) -> None:
+    asyncio.run(write_checkpoint(RunFolder(quick_disk / "start", resume=False), RunState(step=2), SMALLER))
+    shutil.copytree(quick_disk / "start", quick_disk / "run")
+    command = [sys.executable, "-c", SAVE, str(quick_disk / "run"), str(quick_disk / "start")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -351,8 +373,6 @@ def test_a_kill_at_any_write_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path)
 
 
 def test_what_a_killed_save_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    from worlds import make_config
-
     folder = run_with(tmp_path / "run", 2)
     (folder.begin_checkpoint(4) / "weights-00000.safetensors").write_bytes(b"half")
     folder.rollouts.mkdir()
@@ -387,6 +407,8 @@ def test_a_run_goes_on_from_its_mirror_on_a_bare_node(tmp_path: Path, model: Pat
     assert find_damage(resumed.restored) == ""
     assert "exp_avg-00000.safetensors has another checksum" in resumed.warnings[0]
     assert resumed.metrics.read_text() == '{"step": 2}\n'
+    with pytest.raises(ValueError, match="already holds a run"):
+        RunFolder(tmp_path / "run", resume=False, mirror=mirror)
     with pytest.raises(ValueError, match="already holds step-000006 of a run"):
         RunFolder(tmp_path / "other", resume=False, mirror=mirror)
 

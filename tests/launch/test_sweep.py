@@ -222,3 +222,6 @@ def test_a_run_resumes_once_the_program_has_finished_a_checkpoint(tmp_path: Path
     assert resume.prepare(folder.path) == ["--resume"]
     folder.begin_checkpoint(4)
     assert resume.prepare(folder.path) == ["--resume"]
+    arguments = [f"run.dir={tmp_path}/bare", f"checkpoint.mirror=file://{tmp_path}/run/checkpoints"]
+    assert resume.prepare(resume.run_dir(arguments), resume.value_of("checkpoint.mirror", arguments)) == ["--resume"]
+    assert resume.prepare(resume.run_dir(arguments), None) == []

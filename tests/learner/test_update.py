@@ -322,6 +322,49 @@ def test_a_checkpoint_continues_the_same_run_with_another_number_of_learners_and
     exported_logprobs_agree(tmp_path / "export", canary)
 
 
+def weights_after_loading(place: Place, model: Path, folder: Path, stage: int) -> dict[str, np.ndarray]:
+    """What a learner in bfloat16 computes with after it has trained, saved, trained on, and loaded.
+
+    The update after the load is the one after the save, bit for bit.
+    """
+    from rlhf.learner.worker import Learner
+
+    config = make_config(
+        model,
+        model={"dtype": "bfloat16"},
+        learner={"zero_stage": stage, "offload_optimizer": stage == 3, "optimizer": {"lr": 1e-3}},
+        cluster={"device": "cpu", "learners": place.world_size},
+    )
+    learner = Learner(config, place)
+    targets = start_step(learner, config)
+    learner.update(targets)
+    save(learner, folder)
+    learner.update(targets)
+    expected = whole_weights(learner)
+    torch.distributed.barrier()
+    learner.load(str(folder))
+    loaded = whole_weights(learner)
+    learner.update(targets)
+    for name, values in whole_weights(learner).items():
+        np.testing.assert_array_equal(values, expected[name], err_msg=name)
+    return loaded
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_after_a_load_in_bf16_the_model_computes_with_the_rounded_master_weights(
+    tiny_model_dir: Path, tmp_path: Path, stage: int
+) -> None:
+    from rlhf.learner.checkpoint import WEIGHTS, SliceReader
+
+    by_rank = run_world(weights_after_loading, 2, tiny_model_dir / "model", tmp_path, stage)
+    reader = SliceReader(tmp_path, WEIGHTS, ranks=range(2))
+    for name, values in by_rank[1].items():
+        master = reader.read(name, 0, values.size).view(values.shape)
+        np.testing.assert_array_equal(values, master.bfloat16().float().numpy(), err_msg=name)
+        np.testing.assert_array_equal(values, by_rank[0][name])
+        assert not torch.equal(master, master.bfloat16().float()) or values.size < 200, name
+
+
 def check_same_state(first: Path, second: Path) -> None:
     """Weights and moments of two checkpoints are equal bit for bit, whatever ranks hold them at whatever stage."""
     from rlhf.learner.checkpoint import MOMENTS, WEIGHTS, LearnerIndex, SliceReader
