@@ -48,6 +48,7 @@ class Canary:
     def __init__(self, prompts: Sequence[Prompt], *, dtype: str, max_tokens: int) -> None:
         self.sequences: list[np.ndarray] = []
         self.tolerance = TOLERANCE
+        self._expected: Logprobs = []
         self._rounds = dtype != "float32"
         self._max_tokens = max_tokens - 1  # an engine scores a sequence while it samples one more token
         self._prompts = sorted(prompts[:CANDIDATES], key=lambda prompt: len(prompt.token_ids))[:SEQUENCES]
@@ -105,12 +106,21 @@ class Canary:
         Raises:
             ClusterError: naming the worst token and both values.
         """
-        (expected, *_), by_engine = await asyncio.gather(
+        (self._expected, *_), by_engine = await asyncio.gather(
             cluster.learners.call("canary", self.sequences), cluster.engines.call("canary", self.sequences)
         )
         problem = f"does not hold the weights of version {version}"
-        difference = _compare(expected, by_engine, problem, self.tolerance)
+        difference = _compare(self._expected, by_engine, problem, self.tolerance)
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
+
+    async def check_joined(self, cluster: Cluster) -> None:
+        """Compare the engines with the learner as it was after the last transfer, one that has joined among them.
+
+        Raises:
+            ClusterError: as `check`.
+        """
+        by_engine = await cluster.engines.call("canary", self.sequences)
+        _compare(self._expected, by_engine, "has joined and does not hold the current weights", self.tolerance)
 
     async def _written(self, cluster: Cluster, prompt: Prompt) -> np.ndarray:
         """A prompt's beginning, and what the first engine samples after it."""
