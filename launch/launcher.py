@@ -94,9 +94,14 @@ def start(command: Sequence[str], output: Path | None = None, **environment: str
             raise LaunchError(f"{command[0]} does not start: {error.strerror}.", USER_ERROR) from error
 
 
-def stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End a process, and what is left of its session after the grace period."""
-    process.terminate()
+def stop(process: subprocess.Popen[bytes], grace_s: float, *, told: bool = False) -> None:
+    """End a process, and what is left of its session after the grace period.
+
+    Args:
+        told: it got SIGTERM already; a second one would keep a run from saving.
+    """
+    if not told:
+        process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(grace_s)
     with contextlib.suppress(ProcessLookupError):

@@ -34,7 +34,7 @@ import launcher
 from launcher import LaunchError
 
 CALL_S = 10.0  # for one answer of Ray's head
-PROGRAM_GRACE_S = 60.0  # the program ends its engines on SIGTERM
+PROGRAM_GRACE_S = 180.0  # on SIGTERM the program saves within run.grace_s, and ends its engines
 RAY_GRACE_S = 15.0
 FAREWELL_S = 2 * RAY_GRACE_S  # for the workers to read the status and to end their Ray
 LAST_LINES = 30

@@ -17,8 +17,8 @@ from launcher import LaunchError
 
 ROOT = Path(__file__).resolve().parent.parent
 # The head ends its program and waits for its workers first: PROGRAM_GRACE_S, FAREWELL_S and RAY_GRACE_S of nodes.py.
-HEAD_NOTICES_S = float(os.environ.get("HEAD_NOTICES_S", "120"))
-GRACE_S = 90.0  # the head ends the program, and every machine its Ray
+HEAD_NOTICES_S = float(os.environ.get("HEAD_NOTICES_S", "240"))
+GRACE_S = 240.0  # the head ends the program, and every machine its Ray
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 
 HELP = """\

@@ -29,7 +29,7 @@ import launcher
 import yaml
 from resume import prepare
 
-GRACE_S = 90.0  # a run ends its engines on SIGTERM
+GRACE_S = 180.0  # on SIGTERM a run saves within run.grace_s, and ends its engines
 LOG_LINES = 5
 WITH_WANDB = ("rlhf.grpo", "rlhf.ppo")
 DEFAULT_COLUMNS = ("evaluation_before.*", "evaluation_after.*", "updates_taken", "updates_skipped")
@@ -142,7 +142,7 @@ def run_cells(waiting: list[Cell], options: argparse.Namespace) -> list[Cell]:
         for _, process, _ in running:  # all end at the same time
             process.terminate()
         for _, process, _ in running:
-            launcher.stop(process, GRACE_S)
+            launcher.stop(process, GRACE_S, told=True)
     return failed
 
 

@@ -24,6 +24,7 @@ ON_THE_STACK = {
     "cluster/heartbeat.py": "ray",
     "cluster/placement.py": "ray",
     "cluster/rank_group.py": "ray",
+    "cluster/replacement.py": "ray",
     "cluster/session.py": "ray",
     "learner/rank.py": "deepspeed",
     "rollout/engine.py": "vllm",

@@ -132,11 +132,17 @@ class ActorGroup:
         self.deadline_s = deadline_s
         self.homes: dict[str, str] = {}  # by actor id; known once they are located
         self.locations: list[Location] = []  # by rank
+        self.absent: set[int] = set()  # ranks whose actors are lost and not replaced yet
         self.built = False
 
-    async def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> list[Any]:
-        """The same call on every actor; results in rank order."""
-        return await self._gather([a.call.remote(method, *arguments) for a in self.actors], method, deadline_s)
+    @property
+    def present(self) -> list[Any]:
+        """The actors that take part in calls."""
+        return [actor for rank, actor in enumerate(self.actors) if rank not in self.absent]
+
+    def call(self, method: str, *arguments: Any, deadline_s: float | None = None) -> Awaitable[list[Any]]:
+        """The same call on every actor, which is sent at once; results in rank order."""
+        return self._gather([a.call.remote(method, *arguments) for a in self.present], method, deadline_s)
 
     async def call_one(self, rank: int, method: str, *arguments: Any, what: str) -> Any:
         """A call on one actor; `what` says in messages what was asked of it."""
@@ -161,6 +167,11 @@ class ActorGroup:
         """Give the actors other ranks: rank r becomes the actor that was `order[r]`, at `locations[order[r]]`."""
         self.actors = [self.actors[i] for i in order]
         self._name_homes([locations[i] for i in order])
+
+    def replace(self, rank: int, new: ActorGroup) -> None:
+        """Put the only actor of another group at a rank."""
+        self.actors[rank], self.locations[rank] = new.actors[0], new.locations[0]
+        self._name_homes(self.locations)
 
     async def build(
         self, environments: Sequence[Mapping[str, str]], arguments: Sequence[tuple[Any, ...]], *, deadline_s: float

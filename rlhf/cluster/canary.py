@@ -60,6 +60,7 @@ class Canary:
         self.sequences: list[np.ndarray] = []
         self.tolerance = TOLERANCE
         self.kl_bound = TOLERANCE**2
+        self._expected: Logprobs = []
         self._rollouts: StepMetrics = {}  # KL by place, of the steps that have too few tokens there to be judged
         self._warned: set[str] = set()
         self._rounds = dtype != "float32"
@@ -121,12 +122,21 @@ class Canary:
         Raises:
             ClusterError: naming the worst token and both values.
         """
-        (expected, *_), by_engine = await asyncio.gather(
+        (self._expected, *_), by_engine = await asyncio.gather(
             cluster.learners.call("canary", self.sequences), cluster.engines.call("canary", self.sequences)
         )
         problem = f"does not hold the weights of version {version}"
-        difference = _compare(expected, by_engine, problem, self.tolerance)
+        difference = _compare(self._expected, by_engine, problem, self.tolerance)
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
+
+    async def check_joined(self, cluster: Cluster) -> None:
+        """Compare the engines with the learner as it was after the last transfer, one that has joined among them.
+
+        Raises:
+            ClusterError: as `check`.
+        """
+        by_engine = await cluster.engines.call("canary", self.sequences)
+        _compare(self._expected, by_engine, "has joined and does not hold the current weights", self.tolerance)
 
     def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> str | None:
         """A warning if the engines' log-probs of the trained rollouts differ from the learner's by more than rounding.

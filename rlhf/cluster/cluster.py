@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,14 +22,14 @@ import numpy as np
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from rlhf.cluster.actors import ActorGroup, Location, start_call
+from rlhf.cluster.actors import ActorGroup, LostError, start_call
 from rlhf.cluster.heartbeat import Heartbeat
-from rlhf.cluster.placement import Placed, create, shared_gpus
+from rlhf.cluster.placement import Placed, create, new_actor, rank_places, shared_gpus
 from rlhf.cluster.rank_group import RankGroup
+from rlhf.cluster.replacement import EngineLostError, Replacements
 from rlhf.cluster.session import RaySession
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
-from rlhf.learner.rank_place import Place
 from rlhf.plan import check_resources
 from rlhf.plan.shared_gpus import check_shared_gpus
 from rlhf.rollout.requests import SamplingSettings
@@ -63,8 +63,12 @@ class Cluster:
         self._session = RaySession()
         self._shares_gpus = trains and config.cluster.placement == "colocated"
         self._asleep = False
-        self._heartbeat: asyncio.Task[None] | None = None
         self._saving = Path()
+        self._version = first_step  # of the weights that the engines have
+        self._connected: list[Any] = []  # the engines that the learners can send to
+        self._transfer_lock = asyncio.Lock()
+        self._replacements: Replacements | None = None
+        self._watching: list[asyncio.Task[None]] = []
 
     def group(self, role: str) -> ActorGroup:
         """The actors of a role."""
@@ -90,7 +94,7 @@ class Cluster:
         try:
             await self._start()
             groups = [placed.group for placed in self._placed.values()]
-            self._heartbeat = asyncio.ensure_future(Heartbeat(groups).watch())
+            self._watching.append(asyncio.ensure_future(Heartbeat(groups).watch()))
         except BaseException as error:
             self._session.keep_logs(error, Path(self.config.run.dir))
             await self._stop()
@@ -147,32 +151,23 @@ class Cluster:
         environments = [self._environment() for _ in placed.locations]
         arguments: list[tuple[Any, ...]]
         if placed.role.training is not None:
-            arguments = [(self.config, place) for place in self._places(placed.locations)]
+            # policy and critic compute at the same time
+            threads = config.threads_per_learner or max(
+                1, (os.cpu_count() or 1) // (config.learners * len(self.trained()))
+            )
+            arguments = [(self.config, place) for place in rank_places(placed.locations, threads, config.device)]
         elif role == REWARD_MODEL:
             arguments = [(self.config.reward_model, config.device, config.threads_per_learner or 1)] * placed.role.count
         else:
-            seeds = [_engine_seed(self.config.run.seed, i, self.first_step) for i in range(placed.role.count)]
-            arguments = [(self.config, seed, self.transfer_backend) for seed in seeds]
+            arguments = [self._engine_arguments(rank) for rank in range(placed.role.count)]
         if role in (CRITIC, ENGINE) and self._shares_gpus:
             for i, environment in enumerate(environments):
                 gpus = shared_gpus(self._placed[LEARNER].locations, placed.role, i)
                 environment["CUDA_VISIBLE_DEVICES"] = gpus
         await placed.group.build(environments, arguments, deadline_s=config.start_deadline_s)
 
-    def _places(self, locations: list[Location]) -> list[Place]:
-        """The place of each rank of one world; ranks of a node are neighbours."""
-        config, worlds = self.config.cluster, len(self.trained())
-        # policy and critic compute at the same time
-        threads = config.threads_per_learner or max(1, (os.cpu_count() or 1) // (config.learners * worlds))
-        places = []
-        for rank, location in enumerate(locations):
-            before = sum(other.node == location.node for other in locations[:rank])
-            # A learner sees only its own GPU, as device 0; on CPU the ranks of a node are numbered.
-            local_rank = 0 if config.device == "cuda" else before
-            on_node = sum(other.node == location.node for other in locations)
-            meeting = locations[0]
-            places.append(Place(rank, len(locations), local_rank, meeting.host, meeting.port, threads, on_node))
-        return places
+    def _engine_arguments(self, rank: int) -> tuple[Any, ...]:
+        return self.config, _engine_seed(self.config.run.seed, rank, self._version), self.transfer_backend
 
     async def _leave_gpus(self, *roles: str) -> None:
         """Make room on shared GPUs: these roles, or all that are trained, keep only their weights there."""
@@ -266,22 +261,27 @@ class Cluster:
         return "ipc" if self.config.cluster.placement == "colocated" else "nccl"
 
     async def _connect(self) -> None:
-        config = self.config.cluster
+        connection = await self._connection()
+        await self.learners.call("connect", *connection, deadline_s=self.config.cluster.start_deadline_s)
+
+    async def _connection(self) -> tuple[str, transfer.EngineClient, transfer.Rendezvous]:
+        """What the learners need to meet the present engines."""
+        config, engines = self.config.cluster, self.engines.present
         # Located again, for a port that is free now.
         sender, *_ = await self.learners.locate(deadline_s=config.start_deadline_s)
-        engine_nodes = {location.node for location in self._placed[ENGINE].locations}
+        engine_nodes = {location.node for location in self.engines.locations}
         rendezvous = transfer.Rendezvous(
             host=sender.host,
             port=sender.port,
-            world_size=1 + config.engines * config.tensor_parallel,
+            world_size=1 + len(engines) * config.tensor_parallel,
             timeout_s=config.start_deadline_s,
             one_node=engine_nodes == {sender.node},
         )
-        call = partial(start_call, self.engines.actors)
-        client = transfer.EngineClient(call, engines=config.engines, workers_per_engine=config.tensor_parallel)
-        await self.learners.call(
-            "connect", self.transfer_backend, client, rendezvous, deadline_s=config.start_deadline_s
+        client = transfer.EngineClient(
+            partial(start_call, engines), engines=len(engines), workers_per_engine=config.tensor_parallel
         )
+        self._connected = engines
+        return self.transfer_backend, client, rendezvous
 
     async def send_weights(self, version: int) -> None:
         """Learners -> engines, in flight: running requests pause, the weights change, the requests continue.
@@ -289,16 +289,97 @@ class Cluster:
         Colocated engines have none; they sleep until the weights come, so that the KV cache leaves room for buffers.
         """
         await self.sleep_colocated_engines()
-        if self._asleep:
-            await self._leave_gpus()
-            await self.engines.call("wake_up", ["weights"])
-        await self.engines.call("pause")
-        await self._while_engines_live(self.learners.call("send_weights", version))
-        if self._asleep:
-            await self._leave_gpus()  # without the buffers of the transfer
-            await self.engines.call("wake_up", ["kv_cache"])
-            self._asleep = False
+        if self._replacements is not None:
+            await self._replacements.enough()
+        async with self._transfer_lock:
+            if self._asleep:
+                await self._leave_gpus()
+                await self.engines.call("wake_up", ["weights"])
+            await self._transfer(version)
+        if self._replacements is not None:
+            self._replacements.ready()
+
+    async def _transfer(self, version: int, *, unless_changed: bool = False) -> bool:
+        """Send the weights to every engine, those that have just been built too; the transfer group is made anew then.
+
+        Args:
+            unless_changed: not if an update has begun; the result is whether they were sent.
+        """
+        joining = {} if self._replacements is None else self._replacements.admit()
+        await self._pause_engines()
+        connection = await self._connection() if self.engines.present != self._connected else None
+        may_send = not (unless_changed and self.learners.changed)
+        if may_send:  # no await before the call is sent: an update would come between
+            await self._while_engines_live(self.learners.call("send_weights", version, connection))
+            self._version, self.learners.changed = version, False
+            if self._asleep:
+                await self._leave_gpus()  # without the buffers of the transfer
+                await self.engines.call("wake_up", ["kv_cache"])
+                self._asleep = False
         await self.engines.call("resume")
+        if self._replacements is not None and not may_send:
+            self._replacements.send_back(joining)
+        return may_send
+
+    async def _pause_engines(self) -> None:
+        ranks = [rank for rank in range(len(self.engines.actors)) if rank not in self.engines.absent]
+        outcomes = await asyncio.gather(
+            *(self.engines.call_one(rank, "pause", what="pausing") for rank in ranks), return_exceptions=True
+        )
+        for rank, outcome in zip(ranks, outcomes, strict=True):
+            replaced = isinstance(outcome, LostError) and self._replaces(rank, outcome)
+            if isinstance(outcome, BaseException) and not replaced:
+                raise outcome
+        if not self.engines.present:
+            raise LostError("no engine is left to send the weights to")
+
+    # --- engines that are lost ---
+
+    def replace_lost_engines(self, check: Callable[[], Awaitable[None]]) -> None:
+        """From now on replace engines that are lost; `check` is called when one has joined."""
+        if self._shares_gpus:
+            return
+
+        async def join(rank: int) -> None:
+            async with self._transfer_lock:
+                assert self._replacements is not None
+                waits = rank in self._replacements.built and not self.learners.changed
+                if waits and await self._transfer(self._version, unless_changed=True):
+                    await check()
+                    self._replacements.ready()
+
+        self._replacements = Replacements(
+            self.engines,
+            start=self._start_engine,
+            join=join,
+            fewest=self.config.cluster.min_engines,
+            allowed=self.config.run.max_restarts,
+        )
+        self._watching.append(asyncio.ensure_future(self._replacements.watch()))
+
+    async def _start_engine(self, rank: int) -> ActorGroup:
+        """A new engine in the place of another one, with the weights of model.path."""
+        placed, config = self._placed[ENGINE], self.config.cluster
+        assert placed.bundles is not None
+        actor = new_actor(placed.role, placed.role.cpus, placed.bundles, placed.order[rank])
+        new = ActorGroup(f"{ENGINE} {rank}, a new one,", [actor], deadline_s=config.step_deadline_s)
+        try:
+            await new.locate(deadline_s=config.start_deadline_s)
+            arguments = [self._engine_arguments(rank)]
+            await new.build([self._environment()], arguments, deadline_s=config.start_deadline_s)
+        except BaseException:
+            ray.kill(actor)
+            raise
+        return new
+
+    def _replaces(self, rank: int, error: LostError) -> bool:
+        return self._replacements is not None and self._replacements.take_over(rank, error)
+
+    async def next_engine(self, in_flight: Sequence[int]) -> int:
+        """The engine with the fewest groups in progress."""
+        if self._replacements is None:
+            return min(range(len(in_flight)), key=in_flight.__getitem__)
+        return await self._replacements.next_engine(in_flight)
 
     async def _while_engines_live(self, sending: Awaitable[Any]) -> None:
         """Wait for a transfer, and stop waiting when an engine is dead: the sender alone would wait for its deadline.
@@ -331,9 +412,19 @@ class Cluster:
     async def sample_group(
         self, engine: int, prompt: Prompt, samples: int, settings: SamplingSettings
     ) -> list[Rollout]:
-        rollouts: list[Rollout] = await self.engines.call_one(
-            engine, "sample_group", prompt, samples, settings, what=f"sampling {prompt.id}"
-        )
+        """All samples of a prompt.
+
+        Raises:
+            EngineLostError: the engine is lost and being replaced; another one can do it.
+        """
+        try:
+            rollouts: list[Rollout] = await self.engines.call_one(
+                engine, "sample_group", prompt, samples, settings, what=f"sampling {prompt.id}"
+            )
+        except LostError as error:
+            if self._replaces(engine, error):
+                raise EngineLostError(str(error)) from error
+            raise
         return rollouts
 
     async def score_conversations(self, copy: int, conversations: list[list[dict[str, str]]]) -> list[float | None]:
@@ -346,9 +437,11 @@ class Cluster:
     # --- end ---
 
     async def _stop(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
+        for task in self._watching:
+            task.cancel()
         if ray.is_initialized():
+            if self._replacements is not None:
+                await self._replacements.close()
             await asyncio.gather(*(placed.group.end() for placed in self._placed.values()))
             for placed in self._placed.values():
                 if placed.bundles is not None:

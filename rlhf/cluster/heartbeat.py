@@ -30,16 +30,16 @@ def stopped_processes(actors: Sequence[int], kill: Sequence[int] = ()) -> list[i
     Args:
         actors: the ids of their processes.
     """
-    found = []
-    for actor in actors:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = [psutil.Process(actor), *psutil.Process(actor).children(recursive=True)]
-            stopped = [process for process in family if process.status() == psutil.STATUS_STOPPED]
-            for process in stopped:
-                if process.pid in kill:
-                    process.kill()
-            found += [process.pid for process in stopped]
-    return found
+    processes = {process.pid: process for process in psutil.process_iter(["ppid", "status"])}
+    family = set(actors) & processes.keys()
+    while children := {pid for pid, process in processes.items() if process.info["ppid"] in family} - family:
+        family |= children
+    stopped = [pid for pid in sorted(family) if processes[pid].info["status"] == psutil.STATUS_STOPPED]
+    for pid in stopped:
+        if pid in kill:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes[pid].kill()
+    return stopped
 
 
 class Heartbeat:

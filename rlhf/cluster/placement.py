@@ -17,6 +17,7 @@ from rlhf.cluster.actors import ActorGroup, ClusterError, HostedActor, HostedAsy
 from rlhf.cluster.rank_group import RankGroup
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
 from rlhf.config.sections import ClusterConfig
+from rlhf.learner.rank_place import Place
 from rlhf.plan import GPU
 
 HOSTED = {
@@ -79,7 +80,7 @@ async def _start_actors(
     """Create the actors of a role in these bundles; ranks of a trained role that share a node become neighbours."""
     group = (ActorGroup if role.training is None else RankGroup)(
         role.name,
-        [_actor(role, cpus, bundles, index) for index in order],
+        [new_actor(role, cpus, bundles, index) for index in order],
         deadline_s=cluster.step_deadline_s,
     )
     locations = await group.locate(deadline_s=cluster.start_deadline_s)
@@ -88,6 +89,18 @@ async def _start_actors(
         group.reorder(neighbours, locations)
         locations, order = [locations[i] for i in neighbours], [order[i] for i in neighbours]
     return Placed(role, group, locations, bundles, list(order))
+
+
+def rank_places(locations: Sequence[Location], threads: int, device: str) -> list[Place]:
+    """The place of each rank of one world; ranks of a node are neighbours."""
+    places, meeting = [], locations[0]
+    for rank, location in enumerate(locations):
+        before = sum(other.node == location.node for other in locations[:rank])
+        on_node = sum(other.node == location.node for other in locations)
+        # A learner sees only its own GPU, as device 0; on CPU the ranks of a node are numbered.
+        local_rank = 0 if device == "cuda" else before
+        places.append(Place(rank, len(locations), local_rank, meeting.host, meeting.port, threads, on_node))
+    return places
 
 
 def shared_gpus(learners: Sequence[Location], role: Role, number: int) -> str:
@@ -112,7 +125,8 @@ async def _wait_until_reserved(bundles: PlacementGroup, what: str, deadline_s: f
     )
 
 
-def _actor(role: Role, cpus: float, bundles: PlacementGroup, index: int) -> Any:
+def new_actor(role: Role, cpus: float, bundles: PlacementGroup, index: int) -> Any:
+    """Create an actor of a role in one bundle; it starts when the bundle is there and free."""
     hosts_coroutines = role.name == ENGINE
     options: dict[str, Any] = {"max_concurrency": 10_000} if hosts_coroutines else {}
     actor: Any = ray.remote(HostedAsyncActor if hosts_coroutines else HostedActor).options(

@@ -17,9 +17,11 @@ class RankGroup(ActorGroup):
     """The ranks of one module. `start_step` comes first in every step; rows and tokens are numbered as in its batch.
 
     Attributes:
+        changed: whether an update began since the engines were sent the weights.
         shared: [S] int64, rank after rank: the leading tokens of each sequence that are shared with the previous one.
     """
 
+    changed = False
     shared: np.ndarray
     _tokens: PackedTokens
     _epochs: Sequence[Sequence[Minibatch]]
@@ -51,6 +53,7 @@ class RankGroup(ActorGroup):
 
     async def update(self, targets: PolicyTargets | ValueTargets) -> list[StepMetrics]:
         """Every optimizer step of the step; the metrics of each, over all ranks."""
+        self.changed = True
         deadline_s = self.deadline_s * len(self._epochs)  # the key bounds one pass over the rollouts
         by_rank = await self.call("update", ray.put(targets), deadline_s=deadline_s)
         return [merge_metrics(list(parts)) for parts in zip(*by_rank, strict=True)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from rlhf.cluster.actors import ClusterError, check_address
 from rlhf.cluster.node_report import ask_nodes, differences, node_names, report
 
 START_TRIES = 3
+# Of a line such as "(EngineCore pid=7) ERROR 11-22 11:29:20 [core.py:1] RuntimeError: out of memory"
+ERROR_LINE = re.compile(r"(?<![\w.])(?!EngineDead|RayActor|RayTask|Connection)[A-Za-z_.]*(?:Error|Exception): \S.*$")
+MAX_ERROR_SHOWN = 300
 
 
 class RaySession:
@@ -118,7 +122,7 @@ class RaySession:
         print(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}", flush=True)
 
     def keep_logs(self, error: BaseException | None, run: Path) -> None:
-        """After a failure: copy the actors' output from the temporary folder, and add a note that names the copy."""
+        """After a failure: copy the actors' output from the temporary folder; add notes with its cause and the copy."""
         if not (isinstance(error, ClusterError) and self.temp and run.is_dir()):
             return
         saved = run / "logs"
@@ -126,6 +130,8 @@ class RaySession:
             if log.stat().st_size:
                 saved.mkdir(exist_ok=True)
                 shutil.copy(log, saved)
+        if cause := error_in_logs(saved.glob("worker-*")):
+            error.add_note(cause)
         if saved.is_dir():
             error.add_note(f"What the actors printed is in {saved}.")
 
@@ -141,6 +147,15 @@ class RaySession:
         if self._guard is not None:
             self._guard.communicate()  # it sees the end of its input
             self._guard = None
+
+
+def error_in_logs(logs: Iterable[Path]) -> str:
+    """The first error in what the actors printed that is no consequence of a death; "" if there is none."""
+    for log in sorted(logs, key=lambda log: log.stat().st_mtime):
+        for line in log.read_text(errors="replace").splitlines():
+            if found := ERROR_LINE.search(line):
+                return f"{log.name}: {found[0][:MAX_ERROR_SHOWN]}"
+    return ""
 
 
 @contextlib.contextmanager

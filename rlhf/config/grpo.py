@@ -277,6 +277,11 @@ def _cluster_problems(config: GRPOConfig) -> Iterator[str]:
     yield from dtype_problems("model.dtype", config.model.dtype, cluster.device)
     if reward_model is not None and reward_model.path is not None:
         yield from dtype_problems("reward_model.dtype", reward_model.dtype, cluster.device)
+    if cluster.min_engines > cluster.engines:
+        yield (
+            f"cluster.min_engines={cluster.min_engines} with cluster.engines={cluster.engines}: sampling would wait "
+            "for engines that nobody starts. Use at most cluster.engines."
+        )
     if cluster.placement == "colocated":
         engine_gpus = cluster.engines * cluster.tensor_parallel
         if cluster.device == "cpu":

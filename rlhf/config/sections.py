@@ -40,8 +40,8 @@ class RunConfig(Section):
     )
     max_restarts: NonNegativeInt = Field(
         3,
-        description="restarts from the newest checkpoint after an engine or learner has died, in a row without a new "
-        "checkpoint; 0: its death ends the run",
+        description="engines replaced in a step, and restarts from the newest checkpoint after another death in a row "
+        "without a new one; 0: a death ends the run",
     )
     grace_s: NonNegative = Field(
         120.0,
@@ -245,6 +245,9 @@ class LearnersConfig(Section):
 class ClusterConfig(LearnersConfig):
     engines: PositiveInt = Field(1, description="vLLM engines")
     tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine")
+    min_engines: PositiveInt = Field(
+        1, description="engines without which sampling waits; with more, the run goes on while a lost one is replaced"
+    )
     placement: Literal["separate", "colocated"] = Field(
         "separate", description="engines and learners on different GPUs, or on the same GPUs"
     )

@@ -132,9 +132,14 @@ class Learner(StepRank):
 
     def connect(self, backend: str, client: EngineClient, rendezvous: Rendezvous) -> None:
         """Build the transfer group with the engines. Every rank calls it after the engines have started."""
+        if self._sender is not None:  # another engine has joined
+            self._sender.close()
         self._sender = make_sender(backend, self, client, rendezvous, rank=self.place.rank)
 
-    def send_weights(self, version: int) -> None:
+    def send_weights(self, version: int, connection: tuple[str, EngineClient, Rendezvous] | None = None) -> None:
+        """Send the weights to the engines, those of a new `connection` if there is one: no update may come between."""
+        if connection is not None:
+            self.connect(*connection)
         assert self._sender is not None, "connect comes first"
         self._sender.send(version)
 

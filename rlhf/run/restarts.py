@@ -43,8 +43,9 @@ class Restarts(Generic[C]):
                 allowed = run.config.run.max_restarts
                 if not run.folder.saved_step or first_start_failed or run.stop.requested or restarts > allowed:
                     raise
+                message = " ".join([str(error), *getattr(error, "__notes__", ())])
                 run.log.warn(
-                    f"{error} Restart {restarts} of at most {allowed} (run.max_restarts) from the checkpoint of step "
+                    f"{message} Restart {restarts} of at most {allowed} (run.max_restarts) from the checkpoint of step "
                     f"{run.folder.saved_step}."
                 )
             run.folder.unlock()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from rlhf.cluster.cluster import Cluster
+from rlhf.cluster.replacement import EngineLostError
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_files import truncate_token_id
 from rlhf.rewards.model_client import RewardModelClient, endpoint_scorer
@@ -90,16 +90,22 @@ class Sampler:
 
     async def sample(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> RolloutGroup:
         """Sample a group on the engine with the fewest groups, and grade its responses."""
-        engine = int(np.argmin(self._in_flight))
+        rollouts = None
+        while rollouts is None:
+            with contextlib.suppress(EngineLostError):  # it is being replaced: the group is sampled by another one
+                rollouts = await self._sample_once(prompt, samples, settings)
+        self.meter.tokens += sum(rollout.response_length for rollout in rollouts)
+        return RolloutGroup(prompt, await self._graded(prompt, rollouts))
+
+    async def _sample_once(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> list[Rollout]:
+        engine = await self._cluster.next_engine(self._in_flight)
         self._in_flight[engine] += 1
         self.meter.begin()
         try:
-            rollouts = await self._cluster.sample_group(engine, prompt, samples, settings)
+            return await self._cluster.sample_group(engine, prompt, samples, settings)
         finally:
             self._in_flight[engine] -= 1
             self.meter.end()
-        self.meter.tokens += sum(rollout.response_length for rollout in rollouts)
-        return RolloutGroup(prompt, await self._graded(prompt, rollouts))
 
     async def _graded(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[ScoredRollout, ...]:
         decode = self._tokenizer.decode

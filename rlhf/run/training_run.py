@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -154,6 +155,7 @@ class TrainingRun(Generic[C]):
         if self.restored is not None:
             await self.cluster.load(self.restored)
         await self.canary.check_start(self.cluster, self.first_step)
+        self.cluster.replace_lost_engines(partial(self.canary.check_joined, self.cluster))
 
     def _open_buffer(self) -> None:
         config = self.config

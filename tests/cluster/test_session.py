@@ -1,4 +1,4 @@
-"""The start of Ray on this machine."""
+"""The start of Ray on this machine, and after a failure the cause from what the actors printed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from rlhf.cluster.actors import ClusterError
-from rlhf.cluster.session import START_TRIES, RaySession
+from rlhf.cluster.session import START_TRIES, RaySession, error_in_logs
 
 TOO_SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
 
@@ -56,3 +56,16 @@ def test_ray_without_its_token_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ValueError, match=r"^RAY_AUTH_MODE=disabled: .* Remove the variable"):
         start(monkeypatch, tmp_path, [])
+
+
+def test_the_first_error_that_is_no_consequence_is_the_cause(tmp_path: Path) -> None:
+    first, second = tmp_path / "worker-a.out", tmp_path / "worker-b.err"
+    first.write_text(
+        "(EngineCore pid=7) INFO 11-22 ready\n"
+        "(EngineCore pid=7) ERROR 11-22 11:29:20 [core.py:1] Traceback (most recent call last):\n"
+        "(EngineCore pid=7) ERROR 11-22 11:29:20 [core.py:1] RuntimeError: CPU Generator does not use offset\n"
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.\n"
+    )
+    second.write_text("ConnectionResetError: [Errno 104] Connection reset by peer\n")
+    assert error_in_logs([first, second]) == "worker-a.out: RuntimeError: CPU Generator does not use offset"
+    assert error_in_logs([second]) == ""

@@ -1,0 +1,152 @@
+"""Engines that die while the run goes on: each is replaced by a new one in its place, and the others go on sampling.
+
+    lost      an answer that never comes, a failed call, a failed health check; no further call goes to the engine
+    built     a new engine is there, with the weights of model.path
+    present   it has got the current weights from the learners: with the next transfer, or at once while the learners
+              still hold what the engines have, and then the canary compares it before it samples
+
+Whoever waited for a lost engine asks `next_engine` for another one. An engine that is lost during a transfer leaves the
+others with half of the new weights; that ends the run, or starts it again (`run.max_restarts`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from rlhf.cluster.actors import END_S, ActorGroup, ClusterError, LostError
+
+HEALTH_PERIOD_S = 5.0
+LOOK_EVERY_S = 0.1
+
+
+class EngineLostError(LostError):
+    """An engine was lost in a call, and is being replaced: make the call on another one."""
+
+
+class Replacements:
+    """Replaces the lost engines of a run.
+
+    Args:
+        engines: the group; its `absent` ranks are those that are lost or have no current weights.
+        start: builds a new engine for a rank.
+        join: called when one is built; gives it the weights unless the next transfer has to.
+        fewest: engines without which nothing goes on (`cluster.min_engines`).
+        allowed: engines that may be lost between two transfers.
+    """
+
+    def __init__(
+        self,
+        engines: ActorGroup,
+        *,
+        start: Callable[[int], Awaitable[ActorGroup]],
+        join: Callable[[int], Awaitable[None]],
+        fewest: int,
+        allowed: int,
+    ) -> None:
+        self.built: dict[int, ActorGroup] = {}
+        self._engines, self._start, self._join = engines, start, join
+        self._fewest, self._allowed = fewest, allowed
+        self._joining: set[int] = set()  # present, and without the current weights or their check
+        self._lost = 0  # since the last transfer
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def take_over(self, rank: int, error: LostError) -> bool:
+        """Replace an engine after this error; False if too many were lost."""
+        if rank in self._engines.absent:
+            return True
+        if self._lost >= self._allowed:
+            return False
+        self._lost += 1
+        self._engines.absent.add(rank)
+        print(f"warning: {error} It is replaced, and its prompts are sampled by another engine.", flush=True)
+        self._tasks[rank] = asyncio.ensure_future(self._replace(rank))
+        return True
+
+    async def _replace(self, rank: int) -> None:
+        await self._end(self._engines.actors[rank])
+        while True:
+            try:
+                self.built[rank] = await self._start(rank)
+                break
+            except LostError as error:
+                if len(self._engines.present) < self._fewest:
+                    raise
+                print(f"warning: {error} The run goes on without this engine; it is started again.", flush=True)
+        await self._join(rank)
+
+    async def _end(self, actor: Any) -> None:
+        """Kill an engine's actor, and the processes below it where the actor still answers."""
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(actor.end_children.remote().future()), END_S)
+        ray.kill(actor)
+
+    async def next_engine(self, in_flight: Sequence[int]) -> int:
+        """The least busy engine that can sample; waits where too few are left.
+
+        Raises:
+            ClusterError: a replacement failed.
+        """
+        while True:
+            self.raise_failure()
+            ranks = set(range(len(in_flight))) - self._engines.absent - self._joining
+            if len(ranks) >= min(self._fewest, len(in_flight)):
+                return min(sorted(ranks), key=in_flight.__getitem__)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def enough(self) -> None:
+        """Before a transfer: wait until enough engines can take part."""
+        self.raise_failure()
+        while len(self._engines.present) + len(self.built) < self._fewest:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self.raise_failure()
+        self._lost = 0
+
+    def admit(self) -> dict[int, ActorGroup]:
+        """Engines that have been built become present; they do not sample before `ready`."""
+        admitted, self.built = self.built, {}
+        for rank, group in admitted.items():
+            self._engines.replace(rank, group)
+            self._engines.absent.discard(rank)
+            self._joining.add(rank)
+        return admitted
+
+    def send_back(self, admitted: Mapping[int, ActorGroup]) -> None:
+        """They got no weights: the next transfer admits them."""
+        self.built |= admitted
+        self._engines.absent |= admitted.keys()
+        self._joining -= admitted.keys()
+
+    def ready(self) -> None:
+        """Every present engine has the current weights."""
+        self._joining.clear()
+
+    def raise_failure(self) -> None:
+        """Raise what a replacement ended with, if one failed."""
+        for rank, task in list(self._tasks.items()):
+            if task.done():
+                del self._tasks[rank]
+                task.result()
+
+    async def watch(self) -> None:
+        """Ask every engine for its health: an idle one is also missed within seconds."""
+        while True:
+            await asyncio.sleep(HEALTH_PERIOD_S)
+            for rank in range(len(self._engines.actors)):
+                if rank not in self._engines.absent:
+                    try:
+                        await self._engines.call_one(rank, "check_health", what="health")
+                    except LostError as error:
+                        self.take_over(rank, error)
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ClusterError):
+                await task
+        for group in self.built.values():
+            ray.kill(group.actors[0])
