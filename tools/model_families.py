@@ -144,7 +144,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4, "head_dim": 64},
     "hunyuan_v1_dense": {},
     "ernie4_5": {},
     "ernie4_5_moe": {},

@@ -43,12 +43,14 @@ HEADER = (
 )  # fmt: skip
 
 # What vLLM's kernels for CPU ask for, apart from the families' tiny sizes: keys of the run, and of the model.
-STACK_KEYS = {name: ["model.dtype=bfloat16"] for name in ("qwen3_next", "olmo_hybrid")}
+STACK_KEYS = {name: ["model.dtype=bfloat16"] for name in ("qwen3_next", "olmo_hybrid")} | {
+    "kimi_linear": ["rollout.on_weight_update=keep_kv"]  # no prefix caching
+}
 STACK_MODEL: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 128},
     "phimoe": {"lm_head_bias": False},  # vLLM leaves the bias out
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},  # no experts
-}
+} | {name: {"kv_lora_rank": 512, "qk_rope_head_dim": 64} for name in ("deepseek_v2", "deepseek_v3")}
 
 
 def letters(response: str, **_: Any) -> float:
