@@ -20,6 +20,8 @@ class Partition:
 
     def __init__(self, engine: Any, place: Place) -> None:
         self._optimizer = engine.optimizer
+        # While DeepSpeed has moved it away, the parameters name no part of it, and a checkpoint would lack it.
+        assert not getattr(self._optimizer, "offloaded_states", None), "reload the optimizer's state first"
         self._place = place
 
     def held(self, param: Any) -> tuple[int, int]:
