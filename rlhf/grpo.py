@@ -69,7 +69,8 @@ async def train_step(run: TrainingRun, step: int) -> None:
         advantages = step_advantages(batch, rewards, algo.advantage)
 
     with clock.phase("update"):
-        updates = await learners.update(PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref))
+        targets = PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref)
+        updates = await learners.update(targets)
 
     run.count_rollouts(batch)
     await run.update_reference(step + 1)
@@ -79,7 +80,7 @@ async def train_step(run: TrainingRun, step: int) -> None:
         canary = await run.canary.check(run.cluster, step + 1)  # raises if an engine does not hold the new weights
     run.buffer.begin_next_step()  # more groups may start, within rollout.max_policy_lag
     extra_metrics = {"learner/skipped_rollouts": int((batch.trained & ~rows_to_compute).sum()), **canary}
-    run.log_step(step + 1, groups, batch, advantages, epochs, updates, extra_metrics)
+    run.log_step(step + 1, groups, batch, advantages, targets, epochs, updates, extra_metrics)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -72,8 +72,9 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
 
     with clock.phase("update"):
         at_once = [critics.update(ValueTargets(values, credit.returns))]
+        targets = PolicyTargets(credit.advantages, old, ref)
         if policy_learns:
-            at_once.append(learners.update(PolicyTargets(credit.advantages, old, ref)))
+            at_once.append(learners.update(targets))
         updates = [update for of_module in await asyncio.gather(*at_once) for update in of_module]
 
     run.count_rollouts(batch)
@@ -84,7 +85,8 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
         extra_metrics |= await run.canary.check(run.cluster, step + 1)
     run.buffer.begin_next_step()
     advantages = mean_over_responses(batch, credit.advantages)
-    run.log_step(step + 1, groups, batch, advantages, epochs if policy_learns else [], updates, extra_metrics)
+    taken = epochs if policy_learns else []
+    run.log_step(step + 1, groups, batch, advantages, targets, taken, updates, extra_metrics)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
