@@ -177,7 +177,10 @@ def table(grid: Sequence[Cell], columns: Sequence[str]) -> str:
     known = list(dict.fromkeys(name for values in flat.values() for name in values))
     wanted = []
     for column in columns:
-        wanted += [n for n in known if n.startswith(column[:-1])] if column.endswith("*") else [column]
+        if column.endswith("*"):
+            wanted += [n for n in known if n.startswith(column[:-1]) and not n.endswith(("/low", "/high"))]
+        else:
+            wanted.append(column)
     wanted = list(dict.fromkeys(wanted))
     keys = [key for key, _ in grid[0].values]
     rows = [[*keys, *wanted]]

@@ -39,7 +39,7 @@ def line_plot(panel: Panel) -> wr.LinePlot:
     title = f"{panel.title}, {panel.unit}" if panel.unit else panel.title
     log_y = panel.log or None
     if any(sign in metric for metric in panel.metrics for sign in "*["):
-        patterns = "|".join(metric.replace("*", ".+") for metric in panel.metrics)
+        patterns = "|".join(metric.replace("@*", "@[0-9]+").replace("*", ".+") for metric in panel.metrics)
         return wr.LinePlot(title=title, metric_regex=f"^({patterns})$", log_y=log_y)
     return wr.LinePlot(title=title, y=list(panel.metrics), log_y=log_y)
 

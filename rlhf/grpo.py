@@ -72,10 +72,9 @@ async def train_step(run: TrainingRun, step: int) -> None:
         advantages = step_advantages(batch, rewards, algo.advantage)
 
     with clock.phase("update"):
-        if non_finite:  # one NaN would reach every weight
-            updates = await learners.skip_updates()
-        else:
-            updates = await learners.update(PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref))
+        targets = PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref)
+        # one NaN would reach every weight
+        updates = await (learners.skip_updates() if non_finite else learners.update(targets))
     run.skipped.keep(step + 1, batch, updates, non_finite, advantages=advantages, old_logprobs=old, ref_logprobs=ref)
 
     run.count_rollouts(batch)
@@ -86,7 +85,7 @@ async def train_step(run: TrainingRun, step: int) -> None:
         canary = await run.canary.check(run.cluster, step + 1)  # raises if an engine does not hold the new weights
     run.buffer.begin_next_step()  # more groups may start, within rollout.max_policy_lag
     extra_metrics = {"learner/skipped_rollouts": int((batch.trained & ~rows_to_compute).sum()), **canary}
-    run.log_step(step + 1, groups, batch, advantages, epochs, updates, extra_metrics)
+    run.log_step(step + 1, groups, batch, advantages, targets, epochs, updates, extra_metrics)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

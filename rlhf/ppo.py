@@ -82,12 +82,13 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
             controller.update(extra_metrics["policy/kl_response"], int(batch.trained.sum()))
 
     with clock.phase("update"):
+        targets = PolicyTargets(credit.advantages, old, ref)
         if non_finite:  # one NaN would reach every weight
             changes = {CRITIC: critics.skip_updates()} | ({LEARNER: learners.skip_updates()} if policy_learns else {})
         else:
             changes = {CRITIC: critics.update(ValueTargets(values, credit.returns))}
             if policy_learns:
-                changes[LEARNER] = learners.update(PolicyTargets(credit.advantages, old, ref))
+                changes[LEARNER] = learners.update(targets)
         updates = [update for of_module in await run.cluster.together(changes) for update in of_module]
     advantages = mean_over_responses(batch, credit.advantages)
     run.skipped.keep(step + 1, batch, updates, non_finite, advantages=advantages, **columns)
@@ -99,7 +100,8 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
     with clock.phase("canary"):
         extra_metrics |= await run.canary.check(run.cluster, step + 1)
     run.buffer.begin_next_step()
-    run.log_step(step + 1, groups, batch, advantages, epochs if policy_learns else [], updates, extra_metrics)
+    taken = epochs if policy_learns else []
+    run.log_step(step + 1, groups, batch, advantages, targets, taken, updates, extra_metrics)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -239,7 +239,7 @@ def test_with_a_lag_of_1_no_token_is_older_the_correction_is_on_and_sigterm_ends
         learner={"epochs_per_step": 2},
         evaluation={"samples_per_prompt": 2},
         model={"dtype": "bfloat16"},
-        logging={"wandb": {"mode": "disabled"}},
+        logging={"wandb": {"mode": "disabled"}, "token_values": True},
     )
     program = subprocess.Popen(
         [sys.executable, "-m", "rlhf.grpo", "--config", str(config)],
@@ -264,7 +264,13 @@ def test_with_a_lag_of_1_no_token_is_older_the_correction_is_on_and_sigterm_ends
     assert [row["learner/updates_taken"] for row in steps] == [4 * row["step"] for row in steps]
     for row in steps:
         lines = (tmp_path / "run" / "rollouts" / f"step-{row['step']:06d}.jsonl").read_text().splitlines()
-        versions = [span[2] for line in lines for span in json.loads(line)["versions"]]
+        rows = [json.loads(line) for line in lines]
+        versions = [span[2] for line in rows for span in line["versions"]]
+        for line in rows:  # a KL is in the loss, so log-probs of all of them were computed
+            assert {len(line[f"token{of}"]) for of in ("s", "_advantages", "_differences")} == {line["response_tokens"]}
+            assert line["token_advantages"] == pytest.approx([line["advantage"]] * line["response_tokens"], abs=1e-4)
+        differences = [abs(difference) for line in rows for difference in line["token_differences"]]
+        assert np.mean(differences) == pytest.approx(row["policy/engine_logprob_difference"], abs=1e-4)
         assert all(row["step"] - 1 - version <= 1 for version in versions)
 
 

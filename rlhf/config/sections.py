@@ -229,6 +229,11 @@ class LoggingConfig(Section):
     tensorboard: bool = Field(False, description="write event files for TensorBoard to tensorboard/ in the run folder")
     mlflow: MlflowConfig = MlflowConfig()
     rollouts: bool = Field(True, description="write every trained rollout, with text, reward parts and advantage")
+    token_values: bool = Field(
+        False,
+        description="write each token of these rollouts with its advantage and learner minus engine log-prob, which "
+        "the report shows as colours; rollouts/ becomes several times as large",
+    )
     level: Literal["debug", "info", "warning"] = Field("warning", description="log level of the libraries")
 
 

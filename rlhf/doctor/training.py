@@ -269,7 +269,7 @@ async def check_checkpoint(patient: Patient) -> Finding:
         await cluster.save(folder)
         written = time.monotonic()
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
-        await cluster.load(folder, 0)
+        await cluster.load(folder)
         write, read = size / (written - began), size / (time.monotonic() - written)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

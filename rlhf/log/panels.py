@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from rlhf.log.sinks import BOUNDS
+
 
 class Panel(NamedTuple):
     """One chart: the metrics that it shows, as patterns. `log`: with a logarithmic axis."""
@@ -83,5 +85,5 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
 
 def matching(panel: Panel, names: Iterable[str]) -> list[str]:
     """The metrics of a panel that are there, without the bounds of an interval, which belong to their metric."""
-    present = [name for name in names if not name.endswith(("/low", "/high"))]
+    present = [name for name in names if not name.endswith(BOUNDS)]
     return [name for pattern in panel.metrics for name in present if fnmatchcase(name, pattern)]

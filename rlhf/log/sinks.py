@@ -20,6 +20,7 @@ from rich.table import Table
 from rlhf.log.reductions import Counts
 
 STEP = "step"
+BOUNDS = ("/low", "/high")  # of the interval of an evaluation; they end its names
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ class TerminalSink:
         self._console.print(f"step {step:>{width}}/{self._total}  {'  '.join(shown)}  eta {eta}", highlight=False)
 
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
-        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in values.items())
+        named = {name.removeprefix("eval/"): value for name, value in values.items() if not name.endswith(BOUNDS)}
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in named.items())
         self._console.print(f"[bold]eval at step {step}[/bold]  {shown}", highlight=False)
 
     def warn(self, message: str) -> None:
@@ -173,6 +175,13 @@ def summary_table(before: Mapping[str, float], after: Mapping[str, float], secon
     table = Table(title=f"evaluation, {seconds:.0f} s of training")
     for column in ("metric", "before", "after"):
         table.add_column(column, justify="left" if column == "metric" else "right")
+
+    def cell(values: Mapping[str, float], name: str) -> str:
+        bounds = [f"{values[name + bound]:.3f}" for bound in BOUNDS if name + bound in values]
+        interval = f" ({' to '.join(bounds)})" if bounds else ""
+        return f"{values[name]:.3f}{interval}" if name in values else "-"
+
     for name in after:
-        table.add_row(name, f"{before[name]:.3f}" if name in before else "-", f"{after[name]:.3f}")
+        if not name.endswith(BOUNDS):
+            table.add_row(name, cell(before, name), cell(after, name))
     return table

@@ -19,6 +19,7 @@ from typing import Any
 
 from rlhf.log.diagnosis import diagnose_run
 from rlhf.log.panels import SECTIONS, Panel, matching
+from rlhf.log.sinks import BOUNDS
 from rlhf.report.run_files import Row, RunFiles, differing_keys, sample_groups
 
 ROLLOUT_BYTES = 96 * 2**20  # of rollout files that a page holds; 100,000 rollouts of the quickstart are 35 MB
@@ -65,7 +66,7 @@ def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
         for title, panels in SECTIONS.items()
     ]
     named = {name for section in sections for panel in section["panels"] for name in panel["metrics"]}
-    others = [name for name in metrics if name not in named and not name.endswith(("/low", "/high"))]
+    others = [name for name in metrics if name not in named and not name.endswith(BOUNDS)]
     rest = [shown for name in others for shown in _panels(Panel(name, (name,)), [name], 1)]
     sections.append({"title": "Everything else", "panels": rest})
     configs = [run.config for run in runs]

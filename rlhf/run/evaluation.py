@@ -11,6 +11,7 @@ import numpy as np
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 
 RIGHT = 0.5  # an answer with a higher score counts as right
+RESAMPLES = 1000
 
 
 async def evaluate(
@@ -43,16 +44,35 @@ def evaluation_metrics(groups: Mapping[str, Sequence[RolloutGroup]]) -> dict[str
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """avg@k: mean score. pass@k: share of prompts with a right answer. maj@k: score of the most frequent answer."""
+    """avg@k: mean score. pass@k: share of prompts with a right answer. maj@k: score of the most frequent answer.
+
+    Each with its interval, named with /low and /high.
+    """
     k = len(groups[0].samples)
     scores = np.array([[score_of(sample) for sample in group.samples] for group in groups])
     lengths = [sample.rollout.response_length for group in groups for sample in group.samples]
     stopped = [sample.rollout.finish_reason == "stop" for group in groups for sample in group.samples]
-    metrics = {f"avg@{k}": float(scores.mean())}
+    by_problem = {"avg": scores.mean(axis=1)}
     if k > 1:
-        metrics[f"pass@{k}"] = float((scores.max(axis=1) > RIGHT).mean())
-        metrics[f"maj@{k}"] = float(np.mean([_majority(group) for group in groups]))
+        by_problem["pass"] = (scores.max(axis=1) > RIGHT).astype(float)
+        by_problem["maj"] = np.array([_majority(group) for group in groups])
+    metrics: dict[str, float] = {}
+    for name, values in by_problem.items():
+        low, high = bootstrap_interval(values)
+        metrics |= {f"{name}@{k}": float(values.mean()), f"{name}@{k}/low": low, f"{name}@{k}/high": high}
     return metrics | {"response_length": float(np.mean(lengths)), "stopped_fraction": float(np.mean(stopped))}
+
+
+def bootstrap_interval(values: np.ndarray) -> tuple[float, float]:
+    """The 2.5% and 97.5% quantiles of the mean over RESAMPLES draws of as many problems, with replacement.
+
+    Args:
+        values: [N], one per problem: responses to the same problem are not independent.
+    """
+    problems = len(values)
+    drawn = np.random.default_rng(0).multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES)
+    low, high = np.quantile(drawn @ values / problems, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def score_of(sample: ScoredRollout) -> float:

@@ -41,7 +41,8 @@ from rlhf.run.speed import LearnerSpeed
 from rlhf.run.startup import check_prompts_suffice, show_data, without_bad_gold
 from rlhf.run.state import RunState, code_state
 from rlhf.run.stop import Stop
-from rlhf.types import Minibatch, RolloutGroup, StepBatch
+from rlhf.run.token_values import token_values
+from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
 SAVE_S = 60.0  # that a run which fails waits for the checkpoint that is being written
 TABLES, GROUPS_IN_TABLE = 20, 2  # tables of sampled responses in a run, for wandb; groups in each
@@ -225,6 +226,7 @@ class TrainingRun(Generic[C]):
         groups: Sequence[RolloutGroup],
         batch: StepBatch,
         advantages: np.ndarray,
+        targets: PolicyTargets,
         epochs: Sequence[Sequence[Minibatch]],
         updates: Sequence[StepMetrics],
         measured: dict[str, float],
@@ -259,6 +261,9 @@ class TrainingRun(Generic[C]):
         shown = [] if step % every else rows[: sum(len(group.samples) for group in groups[:GROUPS_IN_TABLE])]
         self.log.write(step, values, Details(to_histograms(metrics), shown))
         if self.config.logging.rollouts:
+            if self.config.logging.token_values:
+                of_tokens = token_values(batch, targets, self.tokenizer)
+                rows = [row | values for row, values in zip(rows, of_tokens, strict=True)]
             self.folder.write_rollouts(step, rows)
         for error in self.scorer.new_errors():
             self.log.warn(error)

@@ -1,0 +1,56 @@
+"""Accuracies of an evaluation by hand, and whether their intervals hold the truth as often as they say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from worlds import make_groups
+
+from rlhf.run.evaluation import bootstrap_interval, group_metrics
+from rlhf.types import RolloutGroup
+
+
+def graded(right: list[list[tuple[float, str]]]) -> list[RolloutGroup]:
+    groups = make_groups(groups=len(right), samples=len(right[0]), vocabulary=9, longest=20, seed=0)
+    return [
+        dataclasses.replace(
+            group,
+            samples=tuple(
+                dataclasses.replace(sample, reward_parts={"math": score}, extracted=answer)
+                for sample, (score, answer) in zip(group.samples, answers, strict=True)
+            ),
+        )
+        for group, answers in zip(groups, right, strict=True)
+    ]
+
+
+def test_avg_pass_and_maj_by_hand() -> None:
+    metrics = group_metrics(
+        graded(
+            [
+                [(1.0, "7"), (0.0, "8"), (1.0, "7")],  # the majority is right
+                [(0.0, "1"), (1.0, "2"), (0.0, "1")],  # the majority is wrong
+                [(0.0, ""), (0.0, ""), (0.0, "")],
+            ]
+        )
+    )
+    assert metrics["avg@3"] == pytest.approx(3 / 9)
+    assert metrics["pass@3"] == pytest.approx(2 / 3)
+    assert metrics["maj@3"] == pytest.approx(1 / 3)
+    for name in ("avg@3", "pass@3", "maj@3"):
+        assert 0.0 <= metrics[f"{name}/low"] <= metrics[name] <= metrics[f"{name}/high"] <= 1.0
+
+
+def test_intervals_over_problems_hold_the_truth_about_95_times_in_100() -> None:
+    rng, problems, samples = np.random.default_rng(1), 100, 4
+    chances = rng.beta(1.0, 2.0, size=(400, problems))  # problems differ: samples of one are alike
+    means = rng.binomial(samples, chances) / samples
+    intervals = [bootstrap_interval(values) for values in means]
+    covered = np.mean([low <= 1 / 3 <= high for low, high in intervals])
+    assert 0.91 <= covered <= 0.98
+
+
+def test_equal_problems_leave_no_doubt() -> None:
+    assert bootstrap_interval(np.ones(8)) == (1.0, 1.0)

@@ -1,0 +1,33 @@
+"""Values of tokens in the rollouts, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+from worlds import make_groups
+
+from rlhf.run.token_values import token_values
+from rlhf.step.batch import broadcast_to_tokens, make_batch
+from rlhf.types import PolicyTargets
+
+
+class Letters:
+    """A tokenizer whose token n is the n-th letter."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + n) for n in ids)
+
+
+def test_each_response_token_has_its_text_its_advantage_and_the_difference_of_learner_and_engine() -> None:
+    (group,) = make_groups(groups=1, samples=2, vocabulary=9, longest=20, seed=0)
+    batch = make_batch([group], mask_truncated=False)
+    advantages = broadcast_to_tokens(batch, np.array([0.5, -0.25]))
+    old = np.where(batch.tokens.response_mask, batch.tokens.rollout_logprobs + 0.125, 7.0).astype(np.float32)
+    old[batch.tokens.cu_seqlens[1] :] = 0.0  # the second was not computed
+    first, second = token_values(batch, PolicyTargets(advantages, old, None), Letters())
+    rollout = group.samples[0].rollout
+    assert "".join(first["tokens"]) == Letters().decode(rollout.token_ids[rollout.response_mask].tolist())
+    assert first["token_advantages"] == [0.5] * rollout.response_length
+    assert first["token_differences"] == [0.125] * rollout.response_length
+    assert "token_differences" not in second
+    (one, _) = token_values(batch, PolicyTargets(advantages, None, None), Letters())
+    assert "token_differences" not in one
