@@ -23,11 +23,11 @@ SHARED_MEMORY = "/dev/shm/"
 
 
 def main() -> None:
-    folder = sys.argv[1]
+    folder, spared = sys.argv[1], {os.getpid(), os.getppid()}  # a driver that only ends has the folder open too
     sys.stdin.buffer.read()
     shared: set[str] = set()
     end = time.monotonic() + PATIENCE_S
-    while (members := _members(folder)) and time.monotonic() < end:
+    while (members := _members(folder, spared)) and time.monotonic() < end:
         shared.update(*map(_shared_memory, members))
         for process in members:
             with contextlib.suppress(ProcessLookupError):
@@ -39,12 +39,12 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _members(folder: str) -> set[int]:
-    """The processes of the cluster that have not ended, and all below them."""
+def _members(folder: str, spared: set[int]) -> set[int]:
+    """The processes of the cluster that have not ended, and all below them, but for those that are spared."""
     parents: dict[int, int] = {}
     members: set[int] = set()
     for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) in (os.getpid(), os.getppid()):  # the driver may live and start Ray again
+        if not entry.isdigit() or int(entry) in spared:
             continue
         with contextlib.suppress(OSError):
             state, parent, *_ = Path("/proc", entry, "stat").read_text().rsplit(")", 1)[1].split()
