@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf.types import ScoredRollout
+if TYPE_CHECKING:
+    from rlhf.types import ScoredRollout
 
 # The status of one part of one response.
 OK = "ok"  # graded, right or wrong
