@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import device_stand_in
 import numpy as np
 import pytest
+from test_stack_families import AGREEMENT, Engine
 from waiting import STACK_WAIT_S, free_port
 from worlds import make_config, run_world
 
@@ -24,7 +26,6 @@ from rlhf.learner.rank_place import Place
 
 pytestmark = pytest.mark.stack
 
-AGREEMENT = 1e-5  # mean |log-prob difference| in float32
 BUCKET_BYTES = 2**15  # the model has 0.5 MB
 SEQUENCES = [np.random.default_rng(0).integers(0, 256, length).astype(np.int32) for length in (48, 13, 70)]
 FORK = multiprocessing.get_context("fork")
@@ -59,14 +60,13 @@ class Worker:
 
 @dataclass
 class Case:
-    """What rank 0 saw in one case: log-prob differences of the engines, how far perturbing moved them, the events."""
+    """What rank 0 saw in one case: log-prob differences of the engines, and how far perturbing moved the learner's."""
 
     differences: list[float]
     moved: float
-    events: list[str]
 
 
-class InProcessEngine:
+class WorkerEngine(Engine):
     """vLLM in this process; with tensor parallelism it is one of several that are given the same calls."""
 
     def __init__(self, folder: Path, gpu: int, rank: int, workers: int, port: int) -> None:
@@ -74,24 +74,20 @@ class InProcessEngine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "RANK": str(rank),
             "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-        import device_stand_in
-        from vllm import LLM
-        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
         device_stand_in.install(gpu)
-        self.llm = LLM(
-            str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8,
-            gpu_memory_utilization=0.05, num_gpu_blocks_override=32, tensor_parallel_size=workers,
-            distributed_executor_backend="external_launcher" if workers > 1 else None,
-            weight_transfer_config=WeightTransferConfig(backend="nccl"), enable_prefix_caching=False,
-            disable_log_stats=True,
-        )  # fmt: skip
+        # Without its own shared memory: outside a launcher of vLLM its files have a fixed name, and stay.
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
+        parallel = {"tensor_parallel_size": workers, "distributed_executor_backend": "external_launcher"}
+        super().__init__(folder, backend="nccl", num_gpu_blocks_override=32, **(parallel if workers > 1 else {}))
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        if method in ("use_backend", "logprobs"):
-            return getattr(self, method)(*arguments)
-        own = () if method == "finish_weight_update" else arguments  # a worker knows no versions
-        self.llm.collective_rpc(method, args=own)
+    def answer(self, method: str, *arguments: Any) -> Any:
+        if method == "logprobs":
+            return self.logprobs(SEQUENCES)
+        if method == "use_backend":
+            return self.use_backend(*arguments)
+        self.call(0, method, *arguments)
 
     def use_backend(self, backend: str) -> None:
         """Give the worker a receiving end of this transport; in a run it has one from its start."""
@@ -105,33 +101,23 @@ class InProcessEngine:
 
         self.llm.collective_rpc(change)
 
-    def logprobs(self) -> list[np.ndarray]:
-        from vllm import SamplingParams
-
-        prompts: Any = [{"prompt_token_ids": ids.tolist()} for ids in SEQUENCES]
-        outputs = self.llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-        rows = [(ids, output.prompt_logprobs or []) for ids, output in zip(SEQUENCES, outputs, strict=True)]
-        return [np.array([0.0, *(row[i][int(ids[i])].logprob for i in range(1, len(ids)))]) for ids, row in rows]
-
 
 def serve(worker: Worker, *arguments: Any) -> None:
     """The life of a worker's process: an engine, and calls until there is none."""
     try:
-        engine = InProcessEngine(*arguments)
+        engine = WorkerEngine(*arguments)
     except BaseException:
         worker.answers.put(traceback.format_exc())
         return
     while (question := worker.questions.get(timeout=STACK_WAIT_S)) is not None:
         try:
-            worker.answers.put((engine.call(*question),))
+            worker.answers.put((engine.answer(*question),))
         except BaseException:
             worker.answers.put(traceback.format_exc())
 
 
 def learn(place: Place, folder: Path, engines: dict[str, list[Worker]]) -> dict[str, Case]:
     """A learner that goes through all cases; rank 0 reports."""
-    import device_stand_in
-
     device_stand_in.install(place.rank)
     from rlhf.learner.worker import Learner
     from rlhf.weights import transfer
@@ -144,8 +130,7 @@ def learn(place: Place, folder: Path, engines: dict[str, list[Worker]]) -> dict[
         ask = caller(groups)
         if place.rank == 0:
             wait_for_all(ask(i, "use_backend", backend) for i in range(len(groups)))
-        device_stand_in.EVENTS.clear()
-        client = recorded_client(ask, engines=len(groups), workers_per_engine=len(groups[0]))
+        client = transfer.EngineClient(ask, engines=len(groups), workers_per_engine=len(groups[0]))
         workers = sum(len(group) for group in groups)
         learner.connect(backend, client, transfer.Rendezvous("127.0.0.1", free_port(), 1 + workers, STACK_WAIT_S))
         differences, moved = [], []
@@ -157,24 +142,9 @@ def learn(place: Place, folder: Path, engines: dict[str, list[Worker]]) -> dict[
             if place.rank == 0:
                 answers = wait_for_all(ask(i, "logprobs") for i in range(len(groups)))
                 differences += [difference(expected, own) for group in answers for own in group]
-        found[name] = Case(differences, moved[0], list(device_stand_in.EVENTS))
+        found[name] = Case(differences, moved[0])
     learner.close()
     return found
-
-
-def recorded_client(ask: Callable[..., Any], **sizes: int) -> Any:
-    """Our client; its calls stand among the events."""
-    import device_stand_in
-
-    from rlhf.weights.transfer import EngineClient
-
-    class RecordedClient(EngineClient):
-        def _all(self, method: str, arguments: Any) -> None:
-            device_stand_in.EVENTS.append(f"call {method}")
-            super()._all(method, arguments)
-            device_stand_in.EVENTS.append(f"end of {method}")
-
-    return RecordedClient(ask, **sizes)
 
 
 def caller(groups: Sequence[list[Worker]]) -> Callable[..., Callable[[], Any]]:

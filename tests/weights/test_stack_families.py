@@ -27,14 +27,14 @@ LENGTHS = (48, 13, 70)
 class Engine:
     """vLLM in this process, and the calls of an engine that the learner makes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, backend: str = BACKEND, **options: Any) -> None:
         from vllm import LLM
         from vllm.config.weight_transfer import WeightTransferConfig
 
         self.llm = LLM(
             str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8,
-            gpu_memory_utilization=0.05, weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-            enable_prefix_caching=False, disable_log_stats=True,
+            gpu_memory_utilization=0.05, weight_transfer_config=WeightTransferConfig(backend=backend),
+            enable_prefix_caching=False, disable_log_stats=True, **options,
         )  # fmt: skip
 
     def call(self, _: int, method: str, *arguments: Any) -> Callable[[], Any]:
