@@ -26,6 +26,7 @@ ON_THE_STACK = {
     "cluster/rank_group.py": "ray",
     "cluster/replacement.py": "ray",
     "cluster/session.py": "ray",
+    "learner/deepspeed_settings.py": "deepspeed",
     "learner/rank.py": "deepspeed",
     "rollout/engine.py": "vllm",
     "weights/cpu_receiver.py": "vllm",

@@ -6,7 +6,6 @@ All ranks must get the same calls in the same order: a forward, a backward or a 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,6 @@ from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
-from rlhf.learner.attention import use_flash_attention_3
 from rlhf.learner.checkpoint import (
     MODEL_FOLDER,
     MOMENTS,
@@ -39,6 +37,7 @@ from rlhf.learner.checkpoint import (
     state_bytes,
     write_rank,
 )
+from rlhf.learner.deepspeed_settings import frozen_settings, join_world, loading, training_settings
 from rlhf.learner.hub_format import HubWriter, state_buffers, write_model_config
 from rlhf.learner.offload import Offload, gradient_buffers, optimizer_tensors
 from rlhf.learner.partition import Partition
@@ -47,8 +46,6 @@ from rlhf.learner.rank_place import Place
 from rlhf.learner.update import on_host
 from rlhf.log.reductions import Last, Mean, StepMetrics, merge_metrics
 from rlhf.types import GPUMemory, SaveReport
-
-BUCKET = 250_000_000  # elements that GPUs reduce at once, and that ZeRO-3 gathers ahead: about one layer of 7 B
 
 T = TypeVar("T")
 
@@ -66,7 +63,7 @@ class TrainedRank:
         self.name = name
         self.training = training
         self.place = place
-        self.device = _join_world(device, place)
+        self.device = join_world(device, place)
         self._model = model
         self.updates_done = 0  # u of the schedule: taken and skipped
         self.adam_steps = 0  # t of Adam: taken
@@ -82,33 +79,13 @@ class TrainedRank:
         options = self.training.section.optimizer.model_dump(exclude={"variant"})
         # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
         adam = torch.optim.AdamW(module.parameters(), fused=True, **options)
-        settings = self._deepspeed_settings()
-        self.engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=settings)
+        self.engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=self._settings())
         self.names = {name.removeprefix("transformer."): param for name, param in module.named_parameters()}
         self.buffers = {name.removeprefix("transformer."): buffer for name, buffer in state_buffers(module).items()}
 
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """A context for loading a model. At ZeRO-3 each rank keeps only its share of a parameter as soon as it is read.
-
-        Otherwise a model of 70 B would have to fit on one GPU first.
-        """
-        if self.training.section.zero_stage < 3:
-            yield
-            return
-        from transformers.integrations import HfDeepSpeedConfig
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-        sharding = HfDeepSpeedConfig(self._deepspeed_settings())  # from_pretrained asks for it
-        try:
-            yield
-        finally:
-            unset_hf_deepspeed_config()
-            del sharding
-
-    def apply(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function(self, *arguments)` in this process: what the doctor measures needs no methods here."""
-        return function(self, *arguments)
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """A context for loading a model; at ZeRO-3 each rank keeps only its share of what is read."""
+        return loading(self._settings())
 
     def device_name(self) -> str:
         """The device's name from its driver, such as `NVIDIA H100 80GB HBM3`."""
@@ -154,36 +131,12 @@ class TrainedRank:
         """Move a frozen module to the device; at ZeRO-3 it is partitioned like the trained one."""
         if self.training.section.zero_stage < 3:
             return module.to(self.device)
-        settings = self._settings_of_any_module() | {"zero_optimization": {"stage": 3}}
+        settings = frozen_settings(self.place, dtype=self._model.dtype)
         engine, *_ = deepspeed.initialize(model=module, config=settings)
         return engine
 
-    def _settings_of_any_module(self) -> dict[str, Any]:
-        return {
-            "train_micro_batch_size_per_gpu": 1,
-            "train_batch_size": self.place.world_size,
-            "bf16": {"enabled": self._model.dtype == "bfloat16"},
-        }
-
-    def _deepspeed_settings(self) -> dict[str, Any]:
-        section = self.training.section
-        zero: dict[str, Any] = {"stage": section.zero_stage}
-        if self.device.type == "cuda" and section.zero_stage > 0:
-            zero |= {"reduce_bucket_size": BUCKET, "stage3_prefetch_bucket_size": BUCKET}
-            # While one bucket is reduced, backward fills another; with offloading both would wait for the host.
-            zero["overlap_comm"] = section.zero_stage == 3 or not section.offload_optimizer
-        if section.offload_optimizer:
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
-        settings = self._settings_of_any_module() | {
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": zero,
-            "gradient_clipping": section.max_grad_norm or 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        if section.zero_stage > 0:
-            settings["data_types"] = {"grad_accum_dtype": "fp32"}
-        return settings
+    def _settings(self) -> dict[str, Any]:
+        return training_settings(self.training.section, self.place, dtype=self._model.dtype, device=self.device.type)
 
     # --- update ---
 
@@ -426,27 +379,3 @@ class TrainedRank:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-SHM_OP = "deepspeed_shm_comm"
-
-
-def _join_world(device: str, place: Place) -> torch.device:
-    os.environ.update(
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_RANK=str(place.local_rank),
-        MASTER_ADDR=place.master_host,
-        MASTER_PORT=str(place.master_port),
-    )
-    if device == "cpu":
-        torch.set_num_threads(place.threads)
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        # At the first start on a machine DeepSpeed would compile an all-reduce over shared memory here. If the build is
-        # killed, its lock makes every later start wait forever. gloo does the same work.
-        deepspeed.ops.__compatible_ops__[SHM_OP] = False
-    deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
-    if device == "cpu":
-        return torch.device("cpu")
-    use_flash_attention_3()
-    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,94 @@
+"""How DeepSpeed is started: its settings for a trained and for a frozen model, and the world of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+
+from rlhf.config.sections import TrainedConfig
+from rlhf.learner.attention import use_flash_attention_3
+from rlhf.learner.rank_place import Place
+
+BUCKET = 250_000_000  # elements that GPUs reduce at once, and that ZeRO-3 gathers ahead: about one layer of 7 B
+SHM_OP = "deepspeed_shm_comm"
+
+
+def join_world(device: str, place: Place) -> torch.device:
+    """Join the process group of all ranks; the device of this one."""
+    os.environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_RANK=str(place.local_rank),
+        MASTER_ADDR=place.master_host,
+        MASTER_PORT=str(place.master_port),
+    )
+    if device == "cpu":
+        torch.set_num_threads(place.threads)
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        # At the first start on a machine DeepSpeed would compile an all-reduce over shared memory here. If the build is
+        # killed, its lock makes every later start wait forever. gloo does the same work.
+        deepspeed.ops.__compatible_ops__[SHM_OP] = False
+    deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
+    if device == "cpu":
+        return torch.device("cpu")
+    use_flash_attention_3()
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def frozen_settings(place: Place, *, dtype: str) -> dict[str, Any]:
+    """Of a model that is not trained and that ZeRO-3 splits over the ranks."""
+    return _settings_of_any_module(place, dtype) | {"zero_optimization": {"stage": 3}}
+
+
+def training_settings(section: TrainedConfig, place: Place, *, dtype: str, device: str) -> dict[str, Any]:
+    """Of a model that is trained, with one optimizer step per call of `step`."""
+    zero: dict[str, Any] = {"stage": section.zero_stage}
+    if device == "cuda" and section.zero_stage > 0:
+        zero |= {"reduce_bucket_size": BUCKET, "stage3_prefetch_bucket_size": BUCKET}
+        # While one bucket is reduced, backward fills another; with offloading both would wait for the host.
+        zero["overlap_comm"] = section.zero_stage == 3 or not section.offload_optimizer
+    if section.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
+    settings = _settings_of_any_module(place, dtype) | {
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": zero,
+        "gradient_clipping": section.max_grad_norm or 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if section.zero_stage > 0:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+def _settings_of_any_module(place: Place, dtype: str) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": place.world_size,
+        "bf16": {"enabled": dtype == "bfloat16"},
+    }
+
+
+@contextlib.contextmanager
+def loading(settings: dict[str, Any]) -> Iterator[None]:
+    """A context for loading a model. At ZeRO-3 each rank keeps only its share of a parameter as soon as it is read.
+
+    Otherwise a model of 70 B would have to fit on one GPU first.
+    """
+    if settings["zero_optimization"]["stage"] < 3:
+        yield
+        return
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    sharding = HfDeepSpeedConfig(settings)  # from_pretrained asks for it
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del sharding
