@@ -46,7 +46,7 @@ class Ranks:
     def _state(self, rank: int) -> dict[str, list[Slice]]:
         return state_of(self._tensors, rank, self._ranks, self._kinds)
 
-    async def checkpoint_bytes(self) -> int:
+    async def bytes(self) -> int:
         return sum(state_bytes(self._state(rank)) for rank in range(self._ranks))
 
     async def save(self, folder: Path) -> None:

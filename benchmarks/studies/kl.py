@@ -163,8 +163,8 @@ class Stack:
         )
         await self.canary.measure_noise(self.cluster)
         await self.canary.check_start(self.cluster, self.version)
-        await self.cluster.save(self._start_state)
-        await self.cluster.saved()
+        await self.cluster.checkpoints.save(self._start_state)
+        await self.cluster.checkpoints.saved()
         return self
 
     async def __aexit__(self, *failure: Any) -> None:

@@ -23,23 +23,19 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from rlhf.cluster.actors import ActorGroup, LostError, start_call
+from rlhf.cluster.checkpoints import Checkpoints
 from rlhf.cluster.heartbeat import Heartbeat
 from rlhf.cluster.placement import Placed, create, new_actor, rank_places, shared_gpus
 from rlhf.cluster.rank_group import RankGroup
-from rlhf.cluster.replacement import EngineLostError, Replacements
+from rlhf.cluster.replacement import EngineLostError, Replacements, while_healthy
 from rlhf.cluster.session import RaySession
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
 from rlhf.plan import check_resources
 from rlhf.plan.shared_gpus import check_shared_gpus
 from rlhf.rollout.requests import SamplingSettings
-from rlhf.types import Prompt, Rollout, WrittenFile
+from rlhf.types import Prompt, Rollout
 from rlhf.weights import transfer
-
-HEALTH_PERIOD_S = 5.0
-HEALTH_DEADLINE_S = 120.0
-FIRST_POLL_S, LAST_POLL_S = 0.05, 2.0  # between questions whether a checkpoint is written
-ENGINE_DEATH_NOTICE_S = 30  # after a failed transfer; vLLM hears of a dead worker within 5 s, later on busy cores
 
 
 class Cluster:
@@ -63,7 +59,7 @@ class Cluster:
         self._session = RaySession()
         self._shares_gpus = trains and config.cluster.placement == "colocated"
         self._asleep = False
-        self._saving = Path()
+        self.checkpoints = Checkpoints(self.trained)
         self._version = first_step  # of the weights that the engines have
         self._connected: list[Any] = []  # the engines that the learners can send to
         self._transfer_lock = asyncio.Lock()
@@ -207,50 +203,12 @@ class Cluster:
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return environment
 
-    # --- to and from disk ---
-
-    async def checkpoint_bytes(self) -> int:
-        """What `save` will write, over all ranks."""
-        return sum([sum(await ranks.call("checkpoint_bytes")) for ranks in self.trained().values()])
-
-    async def save(self, folder: Path) -> None:
-        """Begin to write weights and optimizer state of every trained role; `saved` waits for the end."""
-        self._saving = folder
-        for name, ranks in self.trained().items():
-            await ranks.call("save", str(_folder_of(name, folder, make=True)))
-
-    async def saved(self) -> dict[str, WrittenFile]:
-        """Wait until every rank has written what `save` began.
-
-        Returns:
-            The files by path in the folder.
-
-        Raises:
-            OSError: what the disk refused, of the first rank; no rank is writing any more.
-        """
-        files: dict[str, WrittenFile] = {}
-        errors, wait_s = [], FIRST_POLL_S
-        for role in self.roles:
-            if role.training is None:
-                continue
-            ranks = self.group(role.name)
-            deadline_s = ranks.deadline_s * (1 + role.training.epochs_per_step)  # a rank answers after its update
-            while None in (reports := await ranks.call("saved", deadline_s=deadline_s)):
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, LAST_POLL_S)
-            below = _folder_of(role.name, self._saving).relative_to(self._saving.resolve())
-            for report in reports:
-                files |= {(below / file).as_posix(): written for file, written in report.files.items()}
-                errors += [report.error] if report.error else []
-        if errors:
-            raise OSError(errors[0])
-        return files
+    # --- from disk ---
 
     async def load(self, folder: Path) -> None:
-        """Put back what `save` wrote; colocated engines sleep afterwards."""
+        """Put a checkpoint back; colocated engines sleep afterwards."""
         await self.sleep_colocated_engines()
-        for name, ranks in self.trained().items():
-            await ranks.call("load", str(_folder_of(name, folder)))
+        await self.checkpoints.load(folder)
 
     # --- weights and samples ---
 
@@ -310,7 +268,7 @@ class Cluster:
         connection = await self._connection() if self.engines.present != self._connected else None
         may_send = not (unless_changed and self.learners.changed)
         if may_send:  # no await before the call is sent: an update would come between
-            await self._while_engines_live(self.learners.call("send_weights", version, connection))
+            await while_healthy(self.engines, self.learners.call("send_weights", version, connection))
             self._version, self.learners.changed = version, False
             if self._asleep:
                 await self._leave_gpus()  # without the buffers of the transfer
@@ -381,28 +339,6 @@ class Cluster:
             return min(range(len(in_flight)), key=in_flight.__getitem__)
         return await self._replacements.next_engine(in_flight)
 
-    async def _while_engines_live(self, sending: Awaitable[Any]) -> None:
-        """Wait for a transfer, and stop waiting when an engine is dead: the sender alone would wait for its deadline.
-
-        If the transfer fails, the engines are checked first: a dead engine is the cause, not the learner's error.
-        """
-        task = asyncio.ensure_future(sending)
-        try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=HEALTH_PERIOD_S)
-                if not task.done():
-                    await self._check_engines()
-            if task.exception() is not None:
-                for _ in range(ENGINE_DEATH_NOTICE_S):  # the learner may notice a death before the engine does
-                    await self._check_engines()
-                    await asyncio.sleep(1)
-            await task
-        finally:
-            task.cancel()
-
-    async def _check_engines(self) -> None:
-        await self.engines.call("check_health", deadline_s=HEALTH_DEADLINE_S)
-
     async def sleep_colocated_engines(self) -> None:
         """Before the learners work: engines on the same GPUs free their memory until the next weights arrive."""
         if self.config.cluster.placement == "colocated" and not self._asleep:
@@ -447,14 +383,6 @@ class Cluster:
                 if placed.bundles is not None:
                     remove_placement_group(placed.bundles)
         self._session.stop()
-
-
-def _folder_of(role: str, checkpoint: Path, *, make: bool = False) -> Path:
-    """The policy's files are in the checkpoint itself, those of another role in a folder of its name."""
-    folder = checkpoint.resolve() if role == LEARNER else checkpoint.resolve() / role
-    if make:
-        folder.mkdir(exist_ok=True)
-    return folder
 
 
 def _engine_seed(seed: int, engine: int, first_step: int) -> int:

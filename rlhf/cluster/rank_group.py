@@ -24,7 +24,12 @@ class RankGroup(ActorGroup):
     changed = False
     shared: np.ndarray
     _tokens: PackedTokens
-    _epochs: Sequence[Sequence[Minibatch]]
+    _epochs: Sequence[Sequence[Minibatch]] = ()
+
+    @property
+    def update_deadline_s(self) -> float:
+        """For a call that the ranks may answer only after their update; the key bounds one pass over the rollouts."""
+        return self.deadline_s * (1 + len(self._epochs))
 
     async def start_step(self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]]) -> None:
         """Send the tokens of a step and its minibatches; the ranks keep them until the next step."""
@@ -54,8 +59,7 @@ class RankGroup(ActorGroup):
     async def update(self, targets: PolicyTargets | ValueTargets) -> list[StepMetrics]:
         """Every optimizer step of the step; the metrics of each, over all ranks."""
         self.changed = True
-        deadline_s = self.deadline_s * len(self._epochs)  # the key bounds one pass over the rollouts
-        by_rank = await self.call("update", ray.put(targets), deadline_s=deadline_s)
+        by_rank = await self.call("update", ray.put(targets), deadline_s=self.update_deadline_s)
         return [merge_metrics(list(parts)) for parts in zip(*by_rank, strict=True)]
 
     async def skip_updates(self) -> list[StepMetrics]:

@@ -21,6 +21,8 @@ import ray
 from rlhf.cluster.actors import END_S, ActorGroup, ClusterError, LostError
 
 HEALTH_PERIOD_S = 5.0
+HEALTH_DEADLINE_S = 120.0
+ENGINE_DEATH_NOTICE_S = 30  # after a failed transfer; vLLM hears of a dead worker within 5 s, later on busy cores
 LOOK_EVERY_S = 0.1
 
 
@@ -150,3 +152,27 @@ class Replacements:
                 await task
         for group in self.built.values():
             ray.kill(group.actors[0])
+
+
+async def while_healthy(engines: ActorGroup, sending: Awaitable[Any]) -> None:
+    """Wait for a transfer, and stop waiting when an engine is dead: the sender alone would wait for its deadline.
+
+    If the transfer fails, the engines are checked first: a dead engine is the cause, not the learner's error.
+    """
+    task = asyncio.ensure_future(sending)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=HEALTH_PERIOD_S)
+            if not task.done():
+                await _check(engines)
+        if task.exception() is not None:
+            for _ in range(ENGINE_DEATH_NOTICE_S):  # the learner may notice a death before the engine does
+                await _check(engines)
+                await asyncio.sleep(1)
+        await task
+    finally:
+        task.cancel()
+
+
+async def _check(engines: ActorGroup) -> None:
+    await engines.call("check_health", deadline_s=HEALTH_DEADLINE_S)

@@ -266,7 +266,8 @@ async def check_checkpoint(patient: Patient) -> Finding:
     folder = Path(tempfile.mkdtemp(prefix="rlhf-doctor-", dir=existing))
     try:
         began = time.monotonic()
-        await cluster.save(folder)
+        await cluster.checkpoints.save(folder)
+        await cluster.checkpoints.saved()
         written = time.monotonic()
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
         await cluster.load(folder)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf.cluster.cluster import Cluster
+from rlhf.cluster.checkpoints import Checkpoints
 from rlhf.config.sections import CheckpointConfig
 from rlhf.learner.checkpoint import MODEL_FOLDER
 from rlhf.run.folder import LATEST, RunFolder
@@ -30,14 +30,15 @@ class CheckpointSaver:
         self,
         config: CheckpointConfig,
         folder: RunFolder,
-        cluster: Cluster,
+        checkpoints: Checkpoints,
         tokenizer: Any,
         mirror: Mirror | None,
         warn: Callable[[str], None],
     ) -> None:
         self.failure = ""
         self._tokenizer = _files_of(tokenizer)
-        self._config, self._folder, self._cluster, self._mirror, self._warn = config, folder, cluster, mirror, warn
+        self._config, self._folder, self._mirror, self._warn = config, folder, mirror, warn
+        self._checkpoints = checkpoints
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, state: RunState) -> None:
@@ -46,11 +47,11 @@ class CheckpointSaver:
         partial: Path | None = None
         try:
             partial = await asyncio.to_thread(self._folder.begin_checkpoint, state.step)
-            self._check_space(await self._cluster.checkpoint_bytes())
+            self._check_space(await self._checkpoints.bytes())
             (partial / MODEL_FOLDER).mkdir()
             for name, content in self._tokenizer.items():
                 (partial / MODEL_FOLDER / name).write_bytes(content)
-            await self._cluster.save(partial)
+            await self._checkpoints.save(partial)
         except OSError as error:
             self._fail(state.step, partial, error)
             return
@@ -58,7 +59,7 @@ class CheckpointSaver:
 
     async def _complete(self, partial: Path, state: RunState) -> None:
         try:
-            written = await self._cluster.saved()
+            written = await self._checkpoints.saved()
             keep = self._config.keep
             # In a thread: engines must be served meanwhile.
             final = await asyncio.to_thread(self._folder.finish_checkpoint, partial, state, keep=keep, written=written)

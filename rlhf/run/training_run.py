@@ -142,7 +142,7 @@ class TrainingRun(Generic[C]):
         )
         self.cluster = await self._exit_stack.enter_async_context(Cluster(config, first_step=self.first_step))
         self.saver = CheckpointSaver(
-            config.checkpoint, self.folder, self.cluster, self.tokenizer, self.mirror, self.log.warn
+            config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, self.mirror, self.log.warn
         )
         self._exit_stack.push_async_callback(self.saver.close, within_s=SAVE_S)
         self.sampler = Sampler(config, self.cluster, self.scorer, self.tokenizer)

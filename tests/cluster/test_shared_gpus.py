@@ -48,8 +48,14 @@ class Ranks:
 
 
 class Engines:
+    absent: frozenset[int] = frozenset()
+
     def __init__(self, memory: Memory) -> None:
         self.memory, self.calls = memory, []
+        self.present = self.actors = ["engine 0"]
+
+    async def call_one(self, rank: int, method: str, *, what: str) -> None:
+        await self.call(method)
 
     async def call(self, method: str, *arguments: Any, **_: Any) -> None:
         self.calls.append(" ".join([method, *(str(x) for argument in arguments for x in argument)]))
@@ -70,6 +76,7 @@ class SharedGPU(Cluster):
             cluster=SimpleNamespace(placement="colocated", offload_while_sampling=offload)
         )
         self._shares_gpus, self._asleep, self.memory = True, False, Memory()
+        self._replacements, self._transfer_lock, self._connected = None, asyncio.Lock(), ["engine 0"]
         self.ranks: Mapping[str, Any] = {}
 
     async def begin(self) -> None:

@@ -6,23 +6,22 @@ import asyncio
 
 import pytest
 
-from rlhf.cluster import cluster
-from rlhf.cluster.actors import ClusterError
-from rlhf.cluster.cluster import Cluster
+from rlhf.cluster import replacement
+from rlhf.cluster.actors import ActorGroup, ClusterError
 
 
-class DeadEngine(Cluster):
-    """A cluster without actors, whose engine does not answer."""
+class DeadEngine(ActorGroup):
+    """An engine that does not answer."""
 
     def __init__(self) -> None:
-        pass
+        super().__init__("engine", [], deadline_s=1.0)
 
-    async def _check_engines(self) -> None:
+    async def call(self, method: str, *arguments: object, deadline_s: float | None = None) -> list[object]:
         raise ClusterError("engine 0 is lost")
 
 
 def test_a_transfer_to_a_dead_engine_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "HEALTH_PERIOD_S", 0.01)
+    monkeypatch.setattr(replacement, "HEALTH_PERIOD_S", 0.01)
     given_up = []
 
     async def send_forever() -> None:
@@ -34,7 +33,7 @@ def test_a_transfer_to_a_dead_engine_is_given_up(monkeypatch: pytest.MonkeyPatch
 
     async def transfer() -> list[bool]:
         with pytest.raises(ClusterError, match="engine 0 is lost"):
-            await DeadEngine()._while_engines_live(send_forever())
+            await replacement.while_healthy(DeadEngine(), send_forever())
         await asyncio.sleep(0)  # the sender hears of it
         return list(given_up)
 

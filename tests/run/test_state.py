@@ -48,6 +48,6 @@ def test_a_state_is_read_back_as_it_was_written() -> None:
 )
 def test_a_state_with_unknown_missing_or_mistyped_keys_is_refused(change: dict[str, Any], reason: str) -> None:
     values = {**json.loads(RunState(step=2).to_json()), **change}
-    values = {key: value for key, value in values.items() if value is not None or key == "wandb_run_id"}
+    values = {key: value for key, value in values.items() if value is not None or key.endswith("_run_id")}
     with pytest.raises(ValueError, match=reason):
         RunState.from_json(json.dumps(values))

@@ -1,0 +1,71 @@
+"""Checkpoints of the trained roles: every rank writes its own part while the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rlhf.cluster.rank_group import RankGroup
+from rlhf.config.roles import LEARNER
+from rlhf.types import WrittenFile
+
+FIRST_POLL_S, LAST_POLL_S = 0.05, 2.0  # between two questions whether a rank has written its files
+
+
+class Checkpoints:
+    """One save at a time.
+
+    Args:
+        trained: the ranks of each trained role, by its name.
+    """
+
+    def __init__(self, trained: Callable[[], Mapping[str, RankGroup]]) -> None:
+        self._trained = trained
+        self._saving = Path()
+
+    async def bytes(self) -> int:
+        """What `save` will write, over all ranks."""
+        return sum([sum(await ranks.call("checkpoint_bytes")) for ranks in self._trained().values()])
+
+    async def save(self, folder: Path) -> None:
+        """Begin to write weights and optimizer state of every trained role; `saved` waits for the end."""
+        self._saving = folder
+        for name, ranks in self._trained().items():
+            await ranks.call("save", str(_folder_of(name, folder, make=True)))
+
+    async def saved(self) -> dict[str, WrittenFile]:
+        """Wait until every rank has written what `save` began.
+
+        Returns:
+            The files by path in the folder.
+
+        Raises:
+            OSError: what the disk refused, of the first rank; no rank is writing any more.
+        """
+        files: dict[str, WrittenFile] = {}
+        errors, wait_s = [], FIRST_POLL_S
+        for name, ranks in self._trained().items():
+            while None in (reports := await ranks.call("saved", deadline_s=ranks.update_deadline_s)):
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LAST_POLL_S)
+            below = _folder_of(name, self._saving).relative_to(self._saving.resolve())
+            for report in reports:
+                files |= {(below / file).as_posix(): written for file, written in report.files.items()}
+                errors += [report.error] if report.error else []
+        if errors:
+            raise OSError(errors[0])
+        return files
+
+    async def load(self, folder: Path) -> None:
+        """Put back what `save` wrote."""
+        for name, ranks in self._trained().items():
+            await ranks.call("load", str(_folder_of(name, folder)))
+
+
+def _folder_of(role: str, checkpoint: Path, *, make: bool = False) -> Path:
+    """The policy's files are in the checkpoint itself, those of another role in a folder of its name."""
+    folder = checkpoint.resolve() if role == LEARNER else checkpoint.resolve() / role
+    if make:
+        folder.mkdir(exist_ok=True)
+    return folder
