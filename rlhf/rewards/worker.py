@@ -24,7 +24,7 @@ from rlhf.rewards.processes import adopt_orphans, children_of, die_with_parent, 
 from rlhf.rewards.protocol import QUICK_REWARDS, Channel
 from rlhf.rewards.waiting import WaitingCalls
 
-MAX_REPLY_DELAY_S = 0.002  # replies wait for others at most this long, to save system calls
+MAX_REPLY_DELAY_S = 0.01  # replies wait for others at most this long, to save system calls
 RECURSION_LIMIT = 3000  # enough for every answer within the limits of the parser; that many C frames fit the stack
 MAX_TEXT_SHOWN = 2000  # characters of an extracted answer or a message that are sent to the driver
 

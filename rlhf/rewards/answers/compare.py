@@ -149,19 +149,8 @@ def _regions(gold: Node, answer: Node) -> bool | None:
         if _is_inequality(gold) and _is_inequality(answer):
             return same_inequality(gold, answer)
         if _is_region(gold) and _is_region(answer):
-            return _structural(gold, answer)
+            raise
         return False
-
-
-def _structural(gold: Node, answer: Node) -> bool:
-    """Compare unions and intersections by their two parts, in either order; for regions with variable ends."""
-    if gold.kind == answer.kind == "setop" and gold.name == answer.name:
-        straight = same(gold.args[0], answer.args[0]) and same(gold.args[1], answer.args[1])
-        crossed = gold.name != "setminus" and (
-            same(gold.args[0], answer.args[1]) and same(gold.args[1], answer.args[0])
-        )
-        return straight or crossed
-    raise UnsupportedError("regions with variable ends")
 
 
 def _is_region(node: Node) -> bool:

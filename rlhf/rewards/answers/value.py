@@ -17,7 +17,6 @@ from rlhf.rewards.answers.arithmetic import (
     FUNCTIONS,
     Value,
     as_real,
-    check_size,
     mp,
     mpc,
     mpf,
@@ -183,8 +182,6 @@ def _call(node: Node, point: dict[str, Value]) -> Value:
     if node.name in ("sum", "product"):
         return _series(node, point)
     values = [evaluate(arg, point) for arg in node.args]
-    if node.name.startswith("?"):
-        return _unknown_function(node.name, values)
     function = FUNCTIONS.get(node.name)
     if function is None:
         raise UnsupportedError(node.name)
@@ -192,12 +189,6 @@ def _call(node: Node, point: dict[str, Value]) -> Value:
         return function(*values)
     except TypeError:
         raise UnsupportedError(f"{node.name} of {len(values)}") from None
-
-
-def _unknown_function(name: str, values: list[Value]) -> Value:
-    """A number for f(2) that depends on f and on 2 alone."""
-    key = ",".join(mpmath.nstr(check_size(value), 15) for value in values)
-    return Fraction(int(_hash_unit(f"{name}({key})") * 10**9), 10**9)
 
 
 def _series(node: Node, point: dict[str, Value]) -> Value:
