@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 CHUNK_BYTES = 2**24
 # Files of a run that has not finished a step; besides them it has empty folders and metrics of step 0.
-FIRST_FILES = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|logs|\.lock")
+FIRST_FILES = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|tensorboard|logs|report\.html|\.lock")
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
