@@ -52,7 +52,7 @@ function showSummary() {
   const rows = data.runs.map((run, i) => {
     const last = run.steps.at(-1) ?? 0, planned = run.config["run.steps"], times = known(run.times);
     return [nameOf(i), `${run.program}: ${run.config["model.path"]}`,
-      `${last} of ${planned}` + (run.finished ? "" : ", not finished"), times.length > 1 ? duration(times.at(-1) - times[0]) : "-",
+      (planned === undefined ? `${last}` : `${last} of ${planned}`) + (run.finished ? "" : ", not finished"), times.length > 1 ? duration(times.at(-1) - times[0]) : "-",
       change(run, "reward/mean"), ...evaluations.map((metric) => change(run, metric))];
   });
   table($("summary-table"), ["run", "program and model", "steps", "time", "reward, first → last", ...evaluations.map((e) => `${e.slice(5)}, first → last`)], rows);

@@ -37,6 +37,8 @@ class RunFiles:
 
     @property
     def program(self) -> str:
+        if "rollout.prompts_per_step" not in self.config:
+            return "reward_model"
         return "ppo" if any(key.startswith("critic.") for key in self.config) else "grpo"
 
     @property

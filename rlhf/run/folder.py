@@ -38,7 +38,7 @@ LATEST = "latest"  # in the folder of the checkpoints: the name of the newest co
 NEW = ".new"  # of a file that is being written
 FILE_OF_A_STEP = re.compile(r"step-(\d{6,})\.jsonl")
 # Files of a run that has not finished a step; besides them it has empty folders and metrics of step 0.
-FIRST_FILES = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|logs|\.lock")
+FIRST_FILES = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|tensorboard|logs|report\.html|\.lock")
 
 
 class RunFolder:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import subprocess
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +23,9 @@ from rlhf.run.state import RunState
 class RunLog:
     """All sinks of a run.
 
+    Raises:
+        ValueError: the config asks for one whose package is not installed.
+
     Attributes:
         wandb_run_id, mlflow_run_id: of the run there, which a resumed run continues; None without it.
     """
@@ -30,6 +35,7 @@ class RunLog:
         self.terminal = TerminalSink(self.console, total_steps=config.run.steps, first_step=first_step)
         self.warn = self.terminal.warn
         self.wandb_run_id, self.mlflow_run_id = state.wandb_run_id, state.mlflow_run_id
+        _check_packages(config)
         self._config = config
         self._first_step = first_step
         self._sinks: list[Sink] = []
@@ -77,18 +83,26 @@ class RunLog:
         self.console.print(text, markup=False, highlight=False)
 
 
+def _check_packages(config: GRPOConfig) -> None:
+    wanted = {"tensorboard": config.logging.tensorboard, "mlflow": config.logging.mlflow.uri is not None}
+    for package, is_wanted in wanted.items():
+        if is_wanted and find_spec(package) is None:
+            raise ValueError(
+                f"logging.{package}: the package {package} is not installed. pip install -e '.[{package}]', or leave "
+                "this key at its default."
+            )
+
+
 def about() -> dict[str, Any]:
-    """Versions of what computes, and the commit of the source; empty where the source is no git checkout."""
-    source = Path(__file__).parent
+    """Versions of what computes, and the commit of the source where that is a git checkout."""
+    source = Path(__file__)
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=source, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
+        command = ["git", "-C", str(source.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
-    versions = {name: version for name, version in report().items() if name != "node"}
-    try:
-        commit = git("rev-parse", "HEAD")
-        changed = bool(commit) and git("status", "--porcelain", "--untracked-files=no") != ""
-    except FileNotFoundError:
-        return {"versions": versions}
-    return {"versions": versions, "git": {"commit": commit, "changed": changed}}
+    told: dict[str, Any] = {"versions": {name: text for name, text in report().items() if name != "node"}}
+    if which("git") and git("ls-files", source.name):  # not a package installed somewhere in another checkout
+        changed = git("status", "--porcelain", "--untracked-files=no") != ""
+        told["git"] = {"commit": git("rev-parse", "HEAD"), "changed": changed}
+    return told

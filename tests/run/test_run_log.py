@@ -1,0 +1,35 @@
+"""What the log of a run needs and says of itself."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import make_config
+
+from rlhf.run.run_log import RunLog, about
+from rlhf.run.state import RunState
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("logging", "package"), [({"tensorboard": True}, "tensorboard"), ({"mlflow": {"uri": "http://host"}}, "mlflow")]
+)
+def test_a_sink_whose_package_is_missing_is_refused_with_the_remedy(
+    logging: dict[str, Any], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=rf"logging\.{package}: .* not installed\. pip install -e '\.\[{package}\]'"):
+        RunLog(make_config(Path("x/model"), logging=logging), first_step=0, state=RunState())
+
+
+def test_versions_and_the_commit_of_the_source_are_told() -> None:
+    told = about()
+    assert told["versions"]["torch"][0].isdigit()
+    if (ROOT / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{40}", told["git"]["commit"])
+        assert isinstance(told["git"]["changed"], bool)
