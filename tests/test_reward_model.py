@@ -186,7 +186,8 @@ class Endpoint(BaseHTTPRequestHandler):
             self.send_error(503)
             return
         Endpoint.seen.append(body)
-        reply = json.dumps({"scores": [len(c[-1]["content"]) for c in body["conversations"]]}).encode()
+        contents = [c[-1]["content"] for c in body["conversations"]]
+        reply = json.dumps({"scores": ["1.0" if content == "text" else len(content) for content in contents]}).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(reply)
@@ -216,3 +217,10 @@ def test_an_endpoint_that_never_answers_is_an_error_with_address_and_reason(endp
     score = endpoint_scorer(RewardModelConfig(endpoint=endpoint, retries=2))
     with pytest.raises(RuntimeError, match=r"reward_model\.endpoint=http.*3 tries failed.*503"):
         asyncio.run(score([[{"role": "assistant", "content": "x"}]]))
+
+
+def test_a_score_that_is_text_is_no_number(endpoint: str) -> None:
+    Endpoint.failures = 0
+    score = endpoint_scorer(RewardModelConfig(endpoint=endpoint, retries=1))
+    with pytest.raises(RuntimeError, match=r"2 tries failed.* a score is text, not a number"):
+        asyncio.run(score([[{"role": "assistant", "content": "text"}]]))

@@ -64,7 +64,7 @@ class Heartbeat:
         self._seen = {key: self._seen.get(key, 0) + 1 for key in stopped}
 
     async def _look_at(self, node: str, actors: list[int]) -> list[int]:
-        kill = [process for (where, process), looks in self._seen.items() if where == node and looks >= LOOKS]
+        kill = [process for (where, process), looks in self._seen.items() if where == node and looks == LOOKS]
         for process in kill:
             print(f"heartbeat: process {process} on node {node[:8]} is stopped; it is killed", flush=True)
         if node == ray.get_runtime_context().get_node_id():

@@ -261,6 +261,7 @@ CONTRADICTIONS = [
         ["learner.zero_stage=0", "model.dtype=bfloat16"],
         ["learner.zero_stage=0", "model.dtype=bfloat16", "stage 1 or higher"],
     ),
+    (["cluster.min_engines=2"], ["cluster.min_engines=2 with cluster.engines=1", "Use at most cluster.engines"]),
     (
         ["cluster.placement=colocated", "cluster.device=cpu"],
         ["cluster.placement=colocated", "cluster.device=cpu", "Use placement=separate"],
