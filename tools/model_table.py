@@ -50,7 +50,7 @@ STACK_MODEL: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 128},
     "phimoe": {"lm_head_bias": False},  # vLLM leaves the bias out
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},  # no experts
-} | {name: {"kv_lora_rank": 512, "qk_rope_head_dim": 64} for name in ("deepseek_v2", "deepseek_v3")}
+} | {name: {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64} for name in ("deepseek_v2", "deepseek_v3")}
 
 
 def letters(response: str, **_: Any) -> float:
