@@ -269,6 +269,8 @@ ANSWERS = {
         (r"x \equiv 9 \pmod{11}", r"x \equiv 20 \pmod{11}", RIGHT),
         (r"\frac{1}{3}", r"\frac{1}{3} \approx 0.333", RIGHT),
         (r"\sqrt2", r"x = \sqrt{2} \approx 1.414", RIGHT),
+        (r"\frac{3}{56}", r"\frac{3}{56} \approx 0.05", RIGHT),
+        (r"\frac{3}{56}", r"\frac{3}{56} \approx 0.06", WRONG),
         ("7", r"7 \approx 8", WRONG),
         ("5", "f'(2)=5", RIGHT),
         ("3", "f^{-1}(5)=3", RIGHT),

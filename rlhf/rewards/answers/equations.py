@@ -55,7 +55,9 @@ def _without_rounded_side(node: Node, kinds: tuple[str, ...]) -> Sequence[Node]:
     if not node.name.endswith("~") or is_label(node.args[-2], kinds=kinds):
         return node.args
     exact, rounded = (estimate_of(side.args[0] if side.kind == "unit" else side) for side in node.args[-2:])
-    close = exact is not None and rounded is not None and abs(exact - rounded) <= MAX_ROUNDING * abs(exact)
+    decimals = len(node.args[-1].name.partition(".")[2])  # 0.05 may be 3/56
+    allowed = max(MAX_ROUNDING * abs(exact or 0), 0.5000001 / 10**decimals if decimals else 0)
+    close = exact is not None and rounded is not None and abs(exact - rounded) <= allowed
     return node.args[:-1] if close else node.args
 
 
