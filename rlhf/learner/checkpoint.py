@@ -220,9 +220,9 @@ class SliceReader:
                 values = torch.empty(stop - start, dtype=content.dtype)
             values[low - start : high - start] = content
             read += high - low
-        if values is None or read != stop - start:
+        if read != stop - start:
             raise ValueError(f"{self._what} has {read} of elements {start} to {stop} of {name}.")
-        return values
+        return torch.empty(0) if values is None else values
 
 
 def check_shapes(folder: Path, index: LearnerIndex, tensors: Mapping[str, Sequence[int]]) -> None:
