@@ -32,7 +32,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 QUICKSTART = PAGE.parent.parent / "configs" / "quickstart.yaml"
 BEGIN, END = "<!-- table: tools/model_table.py -->", "<!-- end of the table -->"
 BOUND = 1e-5  # of log-probs, and of gradients relative to their norm
-REASON = r"\b\w*(?:Error|Exception|Refused)\b.*: .*|\bassert [^:]*$|^error: .*|Value error, .*"
+REASON = r"\b\w*(?:Error|Exception|Refused)\b.*: .*|\bassert [^:]*$|^error: [^;]*|Value error, .*"
 GENERIC = (
     "initialization failed|EngineDeadError|Worker failed with error|validation error for"  # the reason is elsewhere
 )
@@ -204,7 +204,7 @@ def reason_of(text: str) -> str:
     """The message of the last exception in a log, or its last line; that an engine did not start is not the reason."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not re.search(GENERIC, line)]
     errors = [found[0] for line in lines if (found := re.search(REASON, line))]
-    return re.sub(r"\x1b\[[0-9;]*m|\s+", " ", (errors or lines or ["no message"])[-1])[:300]
+    return re.sub(r" What the actors .*|\x1b\[[0-9;]*m|\s+", " ", (errors or lines or ["no message"])[-1])[:300]
 
 
 # --- the table ---
