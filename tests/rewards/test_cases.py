@@ -281,6 +281,8 @@ ANSWERS = {
         ("x=1, y=2", r"\begin{cases} x=1 \\ y=3 \end{cases}", WRONG),
         ("9", r"x \equiv 9\ (\text{mod } 11)", RIGHT),
         ("4", r"\gcd(12, 8) = 4", RIGHT),
+        ("6", "C(4,2) = 6", RIGHT),
+        ("1, 3", r"x = 1 \lor x = 3", RIGHT),
         ("4", r"\varphi(5) = 4", RIGHT),
         (r"k\pi", r"x = k\pi,\ \text{where } k \text{ is an integer}", RIGHT),
         (r"\sqrt{3}", r"\sqrt{3} \text{ (approximately 1.732)}", RIGHT),

@@ -84,6 +84,7 @@ FORMULAS = {  # by gold answer
     "x^3": [r"x^{0+\log_2 8}", r"x^{\sqrt{9}}", "x^{2+1}"],
     "2x": [r"\sqrt{4}x", r"\binom{2}{1}x", r"x\gcd(4,6)"],
     "e^{3x}": ["e^{x}e^{2x}", "e^{x+2x}"],
+    "x+1": [r"x+\sin^2 x+\cos^2 x", r"x+\log_2 2"],
     "x+5": [r"x+\lfloor 5.5\rfloor", r"x+\sqrt{25}", "x+2+3"],
 }
 NUMERALS = [

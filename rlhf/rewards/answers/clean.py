@@ -83,8 +83,9 @@ REPEATING = re.compile(
 REPEATING_FROM_TO = re.compile(r"\\dot\s*\{?(\d)\}?(\d{0,58})\\dot\s*\{?(\d)\}?")
 # What stands left of the last `=` and only names the value, in notation that the grammar does not know.
 NAME_OF_VALUE = re.compile(
-    r"^\s*\\(?:(?:Pr|deg|dim|min|max|gcd|lcm|lim|int|sum|prod|lVert|\||mathbb\s*\{[PE]\})(?![a-z])"
-    r"|frac\s*\{d[\w^]*\}\s*\{d\w\}|(?:(?:var)?phi|sigma|tau|text\s*\{\s*(?:gcd|lcm)\s*\})(?=\s*\())"
+    r"^\s*(?:[A-DI-OR-Z]\s?\([\d,\s]+\)"
+    r"|\\(?:Pr|deg|dim|min|max|gcd|lcm|lim|int|sum|prod|lVert|\||mathbb\s*\{[PE]\})(?![a-z])"
+    r"|\\frac\s*\{d[\w^]*\}\s*\{d\w\}|\\(?:(?:var)?phi|sigma|tau|text\s*\{\s*(?:gcd|lcm)\s*\})(?=\s*\())"
     r"(?:\([^()]*\)|\{[^{}]*\}|[^=<>{}])*=(?=[^=]+$)"
 )
 MODULUS = re.compile(r"\(\s*\\text\s*\{\s*mod\s*\}\s*(\d+)\s*\)")

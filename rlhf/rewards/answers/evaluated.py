@@ -19,6 +19,7 @@ from rlhf.rewards.answers.value import constant, estimate_of
 CONTAINERS = ("list", "set", "group", "matrix", "row", "unit", "worded", "percent", "degree", "ratio", "setop")
 SIGNS = ("neg", "pm")
 MAX_CALLS = 2  # of functions in an expression with variables whose gold answer has fewer: sin x / cos x for tan x
+SIMPLIFIED = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "log"])  # sin^2 x + cos^2 x is 1
 MAX_FACTOR = 10_000  # of a radicand: the root of a larger factor is not taken out
 MAX_DEGREE = 12  # roots of a higher degree, or of a number of more bits, are not simplified
 MAX_RADICAND_BITS = 4_000
@@ -322,6 +323,8 @@ def _has_square_factor(root: Node) -> bool:
 def _expression_is_evaluated(value: Node, wanted: list[Node]) -> bool:
     """Whether like terms and factors are collected, and sums are multiplied out or factored as in the gold answer."""
     known = {name for node in wanted for name in _calls(node)}
+    if _calls(value) & SIMPLIFIED and not known & SIMPLIFIED:
+        return False
     if not all(_is_plain(part) or set() < _calls(part) <= known for part in _constants(value)):
         return False
     calls = [sum(part.kind == "call" for part in _parts(node)) for node in (value, *wanted)]
