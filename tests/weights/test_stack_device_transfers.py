@@ -94,7 +94,8 @@ class WorkerEngine(Engine):
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-        def change(worker: Any) -> None:
+        def change(wrapper: Any) -> None:
+            worker = wrapper.worker
             worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
                 WeightTransferConfig(backend=backend), worker.vllm_config, worker.device, worker.model_runner.model
             )
