@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from worlds import make_groups
 
 from benchmarks.studies import adam, algorithms, kl, report, schedule
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.learner.checkpoint import MOMENTS
 from rlhf.step.batch import make_batch
 
 ROOT = Path(__file__).parents[2]
@@ -116,21 +113,6 @@ def test_the_enumerated_gradients_are_those_that_the_estimators_are_known_by() -
     assert rows["k3"][forward] < 1e-12 < 0.1 < rows["k3"][reverse]
     assert all(rows[name][f"{reverse}, off-policy"] < 1e-12 for name in ("k4", "k3 weighted"))
     assert all(rows[name][f"{reverse}, off-policy"] > 0.1 for name in ("k1", "k2", "k3"))
-
-
-def test_a_checkpoint_from_before_the_first_update_gets_moments_of_zero(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(3), "b": torch.ones(2, 2)}, tmp_path / "weights-00000.safetensors")
-    index = {"adam_steps": 0, "files": {"weights": ["weights-00000.safetensors"]}}
-    (tmp_path / "learner.json").write_text(json.dumps(index))
-    kl.add_empty_moments(tmp_path)
-    files = json.loads((tmp_path / "learner.json").read_text())["files"]
-    for kind in MOMENTS:
-        (file,) = files[kind]
-        moments = load_file(tmp_path / file)
-        assert {name: (t.shape, float(t.abs().sum())) for name, t in moments.items()} == {
-            "a": ((3,), 0),
-            "b": ((2, 2), 0),
-        }
 
 
 def test_the_reported_kl_is_k3_over_response_tokens() -> None:
