@@ -55,7 +55,7 @@ def checks(config: GRPOConfig) -> tuple[Check, ...]:
         Check("start-up", stack.check_start, wait_s, start),
         Check("attention", training.check_attention, 300.0, kernel),
         Check("head", training.check_head, 300.0, kernel),
-        Check("hybrids", training.check_hybrids, 300.0, kernel),
+        Check("models", training.check_models, 300.0, kernel),
         Check("collective", stack.check_collective, 300.0, f"NCCL_DEBUG=INFO; {same_network}"),
         Check("transfer", stack.check_transfer, 600.0, _HANGS),
         Check("agreement", stack.check_agreement, 600.0, canary),

@@ -29,9 +29,13 @@ PROMPT, RESPONSES = 96, (40, 150, 1, 3, 7, 5, 300)  # tokens; the prompt begins 
 HEAD_TOKENS = 128
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
 
-# Tiny models with a mixer of each kind that is no attention. Their weights are large enough that a mixer matters, and
-# small enough that rounding does not.
-HYBRIDS: dict[str, dict[str, Any]] = {
+# Tiny models, one dense and one with a mixer of each kind that is no attention. Their weights are large enough that a
+# part of the model matters, and small enough that rounding does not.
+TINY_MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {  # norms, also of queries and keys, rotary positions, a gated MLP
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "initializer_range": 0.1,
+    },
     "qwen3_5_text": {  # gated delta rule
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
@@ -103,15 +107,15 @@ def head_error(rank: TrainedRank, vocabulary: int, hidden: int, dtype: str) -> f
     return _worst(_with_gradients(fused, inputs, seed), _with_gradients(whole, [x.float() for x in inputs], seed))
 
 
-def hybrid_error(rank: TrainedRank, model_type: str, dtype: str) -> float:
-    """A tiny hybrid's packed log-probs and their gradient against one sequence at a time in float32 on CPU."""
+def model_error(rank: TrainedRank, model_type: str, dtype: str) -> float:
+    """A tiny model's packed log-probs and their gradient against one sequence at a time in float32 on CPU."""
     from rlhf.algo.packing import pack
     from rlhf.learner.policy_model import DeviceTokens
 
     row = _packed(vocabulary=128)
     sequences = np.split(row.token_ids, row.cu_seqlens[1:-1])
     cpu = torch.device("cpu")
-    packed, single = _tiny_hybrid(model_type, dtype, rank.device), _tiny_hybrid(model_type, "float32", cpu)
+    packed, single = _tiny_model(model_type, dtype, rank.device), _tiny_model(model_type, "float32", cpu)
     single.load_state_dict({name: tensor.float().cpu() for name, tensor in packed.state_dict().items()})
     own = packed(DeviceTokens.of(row, rank.device)).logprobs
     plain = torch.cat([single(DeviceTokens.of(pack([ids]), cpu)).logprobs for ids in sequences])
@@ -125,14 +129,14 @@ def hybrid_error(rank: TrainedRank, model_type: str, dtype: str) -> float:
     return _worst([own.cpu() - middle, gradients[0]], [plain - middle, gradients[1]])
 
 
-def _tiny_hybrid(model_type: str, dtype: str, device: torch.device) -> Any:
+def _tiny_model(model_type: str, dtype: str, device: torch.device) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rlhf.learner.attention import PACKED
     from rlhf.learner.policy_model import PolicyModel, prepare_transformer
 
     sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128}
-    config = AutoConfig.for_model(model_type, **sizes, **HYBRIDS[model_type], pad_token_id=None)
+    config = AutoConfig.for_model(model_type, **sizes, **TINY_MODELS[model_type], pad_token_id=None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformer = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=PACKED)

@@ -57,11 +57,11 @@ async def check_head(patient: Patient) -> Finding:
     return await _parity(patient, {f"vocabulary {sizes[0]:,}, hidden {sizes[1]:,}": ("head_error", sizes)})
 
 
-async def check_hybrids(patient: Patient) -> Finding:
-    """Tiny models with a gated delta rule, Mamba 2 and a short convolution, packed, against single rows in float32."""
-    from rlhf.doctor.on_rank import HYBRIDS
+async def check_models(patient: Patient) -> Finding:
+    """Tiny models, dense and with a gated delta rule, Mamba 2, a short convolution, packed, against rows in float32."""
+    from rlhf.doctor.on_rank import TINY_MODELS
 
-    return await _parity(patient, {kind: ("hybrid_error", (kind,)) for kind in HYBRIDS})
+    return await _parity(patient, {kind: ("model_error", (kind,)) for kind in TINY_MODELS})
 
 
 async def _parity(patient: Patient, cases: dict[str, tuple[str, tuple[int | str, ...]]]) -> Finding:

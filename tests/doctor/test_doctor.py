@@ -441,9 +441,9 @@ def test_a_microbatch_reports_its_speed_and_warns_if_the_plan_is_too_low(make: A
 
 @pytest.mark.parametrize(("error", "status"), [(0.02, "ok"), (0.04, "fail"), (float("nan"), "fail")])
 def test_a_kernel_that_computes_something_else_is_named(make: Any, error: float, status: str) -> None:
-    answers = {"attention_error": error, "head_error": error, "hybrid_error": error}
+    answers = {"attention_error": error, "head_error": error, "model_error": error}
     patient = with_learners(make("model.dtype=bfloat16"), **answers)
-    for check in (training.check_attention, training.check_head, training.check_hybrids):
+    for check in (training.check_attention, training.check_head, training.check_models):
         assert finding(check, patient).status == status
 
 
@@ -491,7 +491,7 @@ def test_a_config_that_is_not_valid_is_the_users_error() -> None:
 
 
 NAMES = ["versions", "disk", "wandb", "data", "scorer", "rewards", "nodes", "gpu", "imports", "start-up", "attention"]
-NAMES += ["head", "hybrids", "collective", "transfer", "agreement", "update", "cycle", "microbatch", "sampling"]
+NAMES += ["head", "models", "collective", "transfer", "agreement", "update", "cycle", "microbatch", "sampling"]
 NAMES += ["checkpoint", "memory"]
 
 
@@ -504,11 +504,11 @@ def test_a_healthy_machine_passes_with_two_learners_and_an_engine() -> None:
     assert results.pop("gpu")["status"] == "skip"
     assert {result["status"] for result in results.values()} <= {"ok", "warn"}
     assert "1 engine(s), 2 learner(s) on cpu" in results["start-up"]["text"]
-    for name in ("attention", "head", "hybrids", "update", "cycle", "microbatch", "sampling", "checkpoint", "memory"):
+    for name in ("attention", "head", "models", "update", "cycle", "microbatch", "sampling", "checkpoint", "memory"):
         assert results[name]["status"] == "ok", results[name]
     assert "largest ratio 1, " in results["update"]["text"]
     assert "a learning rate of 0 moves no bit" in results["update"]["text"]
-    assert len(results["hybrids"]["numbers"]) == 3
+    assert len(results["models"]["numbers"]) == 4
     assert results["microbatch"]["numbers"]["tokens_per_second"] > 0
     assert results["checkpoint"]["numbers"]["write_gb_per_second"] > 0
     assert "GB/s" in results["collective"]["text"]
