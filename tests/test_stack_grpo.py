@@ -96,7 +96,7 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_
     assert [row["step"] for row in steps] == [1, 2, 3]
     check_account(steps)
     has = {"", "GRPO", "reference", "the reward reads answers", "algo.importance_correction", "peak known"}
-    check_documented(read_log(run), logged=has | {"there was one", "evaluation"})
+    check_documented(read_log(run), logged=has | {"there was one", "evaluation", "rewards besides a model"})
 
     # The policy that sampled the first rollouts is the reference, whatever the updates on them do; the next one is not.
     assert steps[0]["policy/kl_k3"] == 0.0
