@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.rank_group import RankGroup
 from rlhf.config.roles import LEARNER
 from rlhf.types import WrittenFile
@@ -42,11 +44,15 @@ class Checkpoints:
 
         Raises:
             OSError: what the disk refused, of the first rank; no rank is writing any more.
+            ClusterError: the deadline of an update has passed, such as on a file system that hangs.
         """
         files: dict[str, WrittenFile] = {}
-        errors, wait_s = [], FIRST_POLL_S
+        errors, wait_s, began = [], FIRST_POLL_S, time.monotonic()
         for name, ranks in self._trained().items():
-            while None in (reports := await ranks.call("saved", deadline_s=ranks.update_deadline_s)):
+            deadline_s = ranks.update_deadline_s
+            while None in (reports := await ranks.call("saved", deadline_s=deadline_s)):
+                if time.monotonic() - began > deadline_s:
+                    raise ClusterError(f"{self._saving}: not written within {deadline_s:.0f} s. Does the disk hang?")
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, LAST_POLL_S)
             below = _folder_of(name, self._saving).relative_to(self._saving.resolve())
@@ -57,10 +63,9 @@ class Checkpoints:
             raise OSError(errors[0])
         return files
 
-    async def load(self, folder: Path) -> None:
-        """Put back what `save` wrote."""
-        for name, ranks in self._trained().items():
-            await ranks.call("load", str(_folder_of(name, folder)))
+    async def load(self, role: str, folder: Path) -> None:
+        """Put back what `save` wrote of a role."""
+        await self._trained()[role].call("load", str(_folder_of(role, folder)))
 
 
 def _folder_of(role: str, checkpoint: Path, *, make: bool = False) -> Path:

@@ -208,7 +208,10 @@ class Cluster:
     async def load(self, folder: Path) -> None:
         """Put a checkpoint back; colocated engines sleep afterwards."""
         await self.sleep_colocated_engines()
-        await self.checkpoints.load(folder)
+        for role in self.trained():
+            await self.checkpoints.load(role, folder)
+            if self._shares_gpus:
+                await self._leave_gpus(role)
 
     # --- weights and samples ---
 
@@ -221,6 +224,7 @@ class Cluster:
     async def _connect(self) -> None:
         connection = await self._connection()
         await self.learners.call("connect", *connection, deadline_s=self.config.cluster.start_deadline_s)
+        self._connected = self.engines.present
 
     async def _connection(self) -> tuple[str, transfer.EngineClient, transfer.Rendezvous]:
         """What the learners need to meet the present engines."""
@@ -238,7 +242,6 @@ class Cluster:
         client = transfer.EngineClient(
             partial(start_call, engines), engines=len(engines), workers_per_engine=config.tensor_parallel
         )
-        self._connected = engines
         return self.transfer_backend, client, rendezvous
 
     async def send_weights(self, version: int) -> None:
@@ -268,7 +271,9 @@ class Cluster:
         connection = await self._connection() if self.engines.present != self._connected else None
         may_send = not (unless_changed and self.learners.changed)
         if may_send:  # no await before the call is sent: an update would come between
+            engines = self.engines.present
             await while_healthy(self.engines, self.learners.call("send_weights", version, connection))
+            self._connected = engines
             self._version, self.learners.changed = version, False
             if self._asleep:
                 await self._leave_gpus()  # without the buffers of the transfer
@@ -353,10 +358,13 @@ class Cluster:
         Raises:
             EngineLostError: the engine is lost and being replaced; another one can do it.
         """
+        sampling = self.engines.call_one(
+            engine, "sample_group", prompt, samples, settings, what=f"sampling {prompt.id}"
+        )
         try:
-            rollouts: list[Rollout] = await self.engines.call_one(
-                engine, "sample_group", prompt, samples, settings, what=f"sampling {prompt.id}"
-            )
+            if self._replacements is not None:  # a failed one may have left this engine paused
+                sampling = self._replacements.unless_failed(sampling)
+            rollouts: list[Rollout] = await sampling
         except LostError as error:
             if self._replaces(engine, error):
                 raise EngineLostError(str(error)) from error

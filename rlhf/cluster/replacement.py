@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import ray
 
@@ -24,6 +24,9 @@ HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
 ENGINE_DEATH_NOTICE_S = 30  # after a failed transfer; vLLM hears of a dead worker within 5 s, later on busy cores
 LOOK_EVERY_S = 0.1
+
+
+R = TypeVar("R")
 
 
 class EngineLostError(LostError):
@@ -56,6 +59,7 @@ class Replacements:
         self._joining: set[int] = set()  # present, and without the current weights or their check
         self._lost = 0  # since the last transfer
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by the first replacement
 
     def take_over(self, rank: int, error: LostError) -> bool:
         """Replace an engine after this error; False if too many were lost."""
@@ -70,6 +74,14 @@ class Replacements:
         return True
 
     async def _replace(self, rank: int) -> None:
+        try:
+            await self._build_and_join(rank)
+        except Exception as error:
+            if not self._failed.done():
+                self._failed.set_exception(error)
+                self._failed.exception()  # it is raised where somebody waits, or nowhere
+
+    async def _build_and_join(self, rank: int) -> None:
         await self._end(self._engines.actors[rank])
         while True:
             try:
@@ -129,10 +141,19 @@ class Replacements:
 
     def raise_failure(self) -> None:
         """Raise what a replacement ended with, if one failed."""
-        for rank, task in list(self._tasks.items()):
-            if task.done():
-                del self._tasks[rank]
-                task.result()
+        if self._failed.done():
+            self._failed.result()
+
+    async def unless_failed(self, call: Coroutine[Any, Any, R]) -> R:
+        """The result of a call; what a replacement failed with, if that comes first."""
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.raise_failure()
+            return await task
+        finally:
+            task.cancel()
 
     async def watch(self) -> None:
         """Ask every engine for its health: an idle one is also missed within seconds."""

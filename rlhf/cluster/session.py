@@ -42,7 +42,7 @@ class RaySession:
     def start(self, address: str | None) -> None:
         """Join the cluster at `address`, or RAY_ADDRESS; without either, start one on this machine.
 
-        A cluster on this machine listens on the loopback interface alone. Ray asks everybody for its token.
+        A cluster on this machine listens on the loopback interface alone, and asks everybody for its token.
 
         Raises:
             ValueError: no cluster answers there, or the environment switches Ray's authentication off.
@@ -125,14 +125,14 @@ class RaySession:
         """After a failure: copy the actors' output from the temporary folder; add notes with its cause and the copy."""
         if not (isinstance(error, ClusterError) and self.temp and run.is_dir()):
             return
-        saved = run / "logs"
+        saved, logs = run / "logs", []
         for log in Path(self.temp).glob("session_latest/logs/worker-*"):
             if log.stat().st_size:
                 saved.mkdir(exist_ok=True)
-                shutil.copy(log, saved)
-        if cause := error_in_logs(saved.glob("worker-*")):
+                logs.append(Path(shutil.copy2(log, saved)))
+        if cause := error_in_logs(logs):
             error.add_note(cause)
-        if saved.is_dir():
+        if logs:
             error.add_note(f"What the actors printed is in {saved}.")
 
     def _start_guard(self, folder: str) -> None:

@@ -182,7 +182,7 @@ def run_program(main: Callable[[], None]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:  # OSError: a disk that is full, say
         print(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
         return RUN_ERROR
     except KeyboardInterrupt:

@@ -3,7 +3,7 @@
 DeepSpeed 0.19.8 has `offload_states`, which does not serve. At ZeRO-3 it takes only its own FusedAdam; at ZeRO-1 and 2
 the moments cannot be read by parameter after a reload, as a checkpoint does; its other optimizers have none. Here a
 tensor stays the object that it is and gets other memory, so whoever holds it needs to know nothing. Meanwhile a
-checkpoint can be written: DeepSpeed copies each part to the GPU as it is asked for.
+checkpoint can be written from there.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class TrainedRank:
     # --- to disk ---
 
     def state(self) -> dict[str, list[Slice]]:
-        """This rank's part of a checkpoint, by kind; no call is a collective, and nothing is copied on a GPU."""
+        """This rank's part of a checkpoint, by kind; no collective for what is trained, and no copy on a GPU."""
         partition = Partition(self.engine, self.place)
         slices: dict[str, list[Slice]] = {}
         for kind in (WEIGHTS, *MOMENTS) if self.adam_steps else (WEIGHTS,):

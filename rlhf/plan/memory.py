@@ -28,7 +28,7 @@ GIB = 2**30
 BYTES = {"bfloat16": 2, "float32": 4}
 MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
 
-# elements: two buckets of rlhf/learner/rank.py (on CPU one of DeepSpeed's default), and DeepSpeed's default
+# elements: two buckets of learner/deepspeed_settings.py (on CPU one of DeepSpeed's default), and DeepSpeed's default
 REDUCE_BUCKET = 500_000_000
 ZERO3_MAX_LIVE_PARAMETERS = 1_000_000_000
 

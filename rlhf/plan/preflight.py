@@ -68,8 +68,10 @@ def _check_run_folder(config: GRPOConfig) -> None:
         raise ValueError(f"run.dir={config.run.dir}: {exists} cannot be written. Name a folder that can be.")
     shape = shape_at(config.model.path)
     size = checkpoint_bytes(config, shape) if config.checkpoint_every else 0
-    # while a checkpoint is written, the earlier ones are still there
-    needed, free = (size or 0) * (config.checkpoint.keep + 1), shutil.disk_usage(exists).free
+    # while a checkpoint is written, the earlier ones are still there; a resumed run has written some already
+    written = len(list((run_dir / "checkpoints").glob("step-*[0-9]")))
+    needed = (size or 0) * max(1, config.checkpoint.keep + 1 - written)
+    free = shutil.disk_usage(exists).free
     if needed > free:
         raise ValueError(
             f"run.dir={config.run.dir}: checkpoints need {needed / GIB:.1f} GiB (checkpoint.keep="

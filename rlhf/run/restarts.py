@@ -49,5 +49,6 @@ class Restarts(Generic[C]):
                     f"{run.folder.saved_step}."
                 )
             run.folder.unlock()
+            run.stop.can_save = False  # a signal from now on ends the program at once: nothing is trained yet
             self._first = False
             self._run = await asyncio.to_thread(TrainingRun, run.config, resume=True)

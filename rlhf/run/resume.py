@@ -31,7 +31,7 @@ FREE = frozenset(
         "critic.path", "critic.zero_stage", "critic.offload_optimizer",
     )
 )  # fmt: skip
-KEPT = frozenset(("run.seed", "run.deterministic"))  # of the sections in FREE
+KEPT = frozenset(("run.seed",))  # of the sections in FREE
 
 
 def is_free(key: str) -> bool:
@@ -56,7 +56,8 @@ def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) 
         ValueError: the checkpoint is of the last step, of the other program, of another config or of other models.
     """
     steps = config.run.steps
-    if state.step > steps or (state.step == steps and folder.summary.exists()):
+    finished = folder.summary.exists() and json.loads(folder.summary.read_text())["steps"] == steps
+    if state.step > steps or (state.step == steps and finished):
         raise ValueError(
             f"run.steps={steps}: the newest checkpoint is of step {state.step}, nothing is left to do. Raise "
             "run.steps, or start another run.dir."

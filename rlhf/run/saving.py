@@ -24,6 +24,7 @@ class CheckpointSaver:
     Attributes:
         failure: why the newest checkpoint could not be written; "" if it was. The run goes on and tries again after
             the next step: the checkpoint before it is whole, and an ended run would lose as much.
+        writing_step: the step of the save that is under way, or that was the last; 0 if it failed.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class CheckpointSaver:
         warn: Callable[[str], None],
     ) -> None:
         self.failure = ""
+        self.writing_step = 0
         self._tokenizer = _files_of(tokenizer)
         self._config, self._folder, self._mirror, self._warn = config, folder, mirror, warn
         self._checkpoints = checkpoints
@@ -44,6 +46,7 @@ class CheckpointSaver:
     async def save(self, state: RunState) -> None:
         """Begin to save; returns when the run may change its weights again."""
         await self.finish()
+        self.failure, self.writing_step = "", state.step
         partial: Path | None = None
         try:
             partial = await asyncio.to_thread(self._folder.begin_checkpoint, state.step)
@@ -66,7 +69,6 @@ class CheckpointSaver:
         except OSError as error:
             self._fail(state.step, partial, error)
             return
-        self.failure = ""
         for why in self._folder.not_removed:
             self._warn(f"an old checkpoint is still there: {why}. Remove it by hand.")
         if self._mirror is not None:
@@ -85,6 +87,7 @@ class CheckpointSaver:
             raise OSError(f"{self._folder.checkpoints}: it takes {needed:,} bytes, and {free:,} are free")
 
     def _fail(self, step: int, partial: Path | None, error: OSError) -> None:
+        self.writing_step = 0
         self.failure = f"the checkpoint of step {step} could not be written: {reason(error)}."
         self._warn(f"{self.failure} It is tried again after the next step; make room meanwhile.")
         if partial is not None:
@@ -97,8 +100,8 @@ class CheckpointSaver:
             ClusterError: a learner is lost.
         """
         if self._writing is not None:
-            writing, self._writing = self._writing, None
-            await writing
+            await asyncio.shield(self._writing)  # if this wait is cancelled, the save goes on, and `close` completes it
+            self._writing = None
 
     async def close(self, within_s: float) -> None:
         """At the end of a run, also of one that failed: complete the save that is under way, if that is possible."""
@@ -106,7 +109,8 @@ class CheckpointSaver:
             writing, self._writing = self._writing, None
             done, _ = await asyncio.wait({writing}, timeout=within_s)
             writing.cancel()
-            if done and (error := writing.exception()) is not None:
+            error = writing.exception() if done else f"it took longer than {within_s:g} s"
+            if error is not None:
                 self._warn(f"the last checkpoint was not completed: {error}")
 
 

@@ -31,8 +31,13 @@ def no_group_has_a_signal(groups: Sequence[RolloutGroup], advantages: np.ndarray
 
 
 def updates_taken(updates: Sequence[StepMetrics]) -> int:
-    """How many of these optimizer steps were taken; a skipped one has no finite gradient norm."""
-    return sum(any(name.endswith("/grad_norm") for name in to_values(update)) for update in updates)
+    """How many of these optimizer steps were taken: those of the policy, and of a critic that learns alone.
+
+    A skipped one has no finite gradient norm.
+    """
+    policy = any(name.startswith("learner/") for update in updates for name in update)
+    norm = "learner/grad_norm" if policy else "critic/grad_norm"
+    return sum(norm in to_values(update) for update in updates)
 
 
 class SignalWatch:

@@ -27,6 +27,7 @@ class Stop:
         self._say = say
         self._requested = asyncio.Event()
         self._saving = False
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def requested(self) -> bool:
@@ -39,8 +40,8 @@ class Stop:
             return
         self._requested.set()
         self._say(
-            f"{name}: the run saves at the next step boundary, within run.grace_s={self._grace_s:g} s, and ends. "
-            "A second signal ends it at once."
+            f"{name}: the run goes on to the next step boundary, at most run.grace_s={self._grace_s:g} s, saves there "
+            "if checkpoint.every is set, and ends. A second signal ends it at once."
         )
 
         def grace_is_over() -> None:
@@ -48,7 +49,13 @@ class Stop:
                 self._say(f"run.grace_s={self._grace_s:g}: no step boundary was reached, the run ends without saving")
                 cancel()
 
-        asyncio.get_running_loop().call_later(self._grace_s, grace_is_over)
+        self._timer = asyncio.get_running_loop().call_later(self._grace_s, grace_is_over)
+
+    def close(self) -> None:
+        """After the last step boundary: a further signal ends the run at once, and the grace has no end."""
+        self.can_save = False
+        if self._timer is not None:
+            self._timer.cancel()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

@@ -300,15 +300,22 @@ class TrainingRun(Generic[C]):
         every, last = self.config.checkpoint_every, step == self.config.run.steps
         is_due = every is not None and (step % every == 0 or last or self.stop.requested)
         with self.clock.phase("checkpoint"), self.stop.saving():
-            if (is_due and step > self.folder.saved_step) or self.saver.failure:
+            if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.failure:
                 await self.saver.save(await self._state_after(step))
-            if self.stop.requested:
-                await self.saver.finish()
         if self.stop.requested:
-            saved = self.folder.saved_step
-            kept = f"Go on from step {saved} with --resume." if saved else "Nothing was saved."
-            self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
-            raise asyncio.CancelledError
+            await self._end_saved(step)
+
+    async def _end_saved(self, step: int) -> None:
+        """Complete the save that is under way; then end the run, if a signal asks for that."""
+        with self.clock.phase("checkpoint"), self.stop.saving():
+            await self.saver.finish()
+        if not self.stop.requested:
+            return
+        self.stop.close()
+        saved = self.folder.saved_step
+        kept = f"Go on from step {saved} with --resume." if saved else "Nothing was saved."
+        self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
+        raise asyncio.CancelledError
 
     async def _state_after(self, step: int) -> RunState:
         """All that the driver knows of the run, for a checkpoint."""
@@ -343,8 +350,8 @@ class TrainingRun(Generic[C]):
             RuntimeError: the last checkpoint could not be written; the export and the summary are.
         """
         config, state = self.config, self.state
-        with self.clock.phase("checkpoint"):
-            await self.saver.finish()
+        await self._end_saved(config.run.steps)
+        self.stop.close()
         await self._count_updates()
         if config.run.export:
             with self.clock.phase("export"):

@@ -132,3 +132,18 @@ def test_a_replacement_that_fails_is_raised_where_somebody_waits(failure: Cluste
             await world.replacements.next_engine([0])
 
     play(scenario)
+
+
+def test_a_call_on_an_engine_that_a_failed_replacement_left_paused_ends_with_that_failure() -> None:
+    async def scenario() -> None:
+        world = World(2, failure=ClusterError("the node of engine 0 is gone"))
+        assert await world.replacements.unless_failed(asyncio.sleep(0, "sampled")) == "sampled"
+        assert world.replacements.take_over(0, LOST)
+        sampling = asyncio.ensure_future(world.replacements.unless_failed(asyncio.Event().wait()))
+        await asyncio.sleep(0)
+        assert not sampling.done()
+        world.build.set()
+        with pytest.raises(ClusterError, match="the node of engine 0 is gone"):
+            await sampling
+
+    play(scenario)
