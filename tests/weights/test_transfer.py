@@ -229,3 +229,24 @@ def test_every_rank_waits_for_the_update_before_vllm_reads_the_weights_on_stream
     bytes_sent = torch.cat(nccl.sent) if nccl.sent else torch.empty(0, dtype=torch.uint8)
     expected = [tensor.reshape(-1).view(torch.uint8) for tensor in source.new.values()] if rank == 0 else []
     assert torch.equal(bytes_sent, torch.cat([bytes_sent[:0], *expected]))
+
+
+# --- the plugin ---
+
+
+def test_rotary_positions_on_cpu_are_the_same_for_heads_in_a_dimension_of_their_own() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.platforms import current_platform
+
+    transfer.register_with_vllm()
+    transfer.register_with_vllm()  # as it is called in some processes
+    current_platform.import_kernels()
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(32, 128, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, dtype=torch.float32)
+    torch.manual_seed(0)
+    query, key, positions = torch.randn(7, 4, 32), torch.randn(7, 2, 32), torch.arange(7)
+    by_head = rope.forward_cpu(positions, query.clone(), key.clone())
+    flat = rope.forward_cpu(positions, query.flatten(1), key.flatten(1))
+    for found, expected in zip(by_head, flat, strict=True):
+        torch.testing.assert_close(found, expected.view_as(found))
