@@ -153,3 +153,24 @@ def test_a_learner_that_is_killed_leaves_no_file_and_its_readers_keep_their_byte
     assert memory.view(Bucket(64, [ParameterMeta("p", "int32", (3,))])).tolist() == [1, 2, 3]
     assert not Path(path).exists()
     assert not [name for name in named if "rlhf" in name]
+
+
+# --- the plugin ---
+
+
+def test_rotary_positions_on_cpu_are_the_same_for_heads_in_a_dimension_of_their_own() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.platforms import current_platform
+
+    transfer.register_with_vllm()
+    transfer.register_with_vllm()  # as it is called in some processes
+    current_platform.import_kernels()
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(32, 128, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, dtype=torch.float32)
+    torch.manual_seed(0)
+    query, key, positions = torch.randn(7, 4, 32), torch.randn(7, 2, 32), torch.arange(7)
+    by_head = rope.forward_cpu(positions, query.clone(), key.clone())
+    flat = rope.forward_cpu(positions, query.flatten(1), key.flatten(1))
+    for found, expected in zip(by_head, flat, strict=True):
+        torch.testing.assert_close(found, expected.view_as(found))
