@@ -386,26 +386,10 @@ def register_with_vllm() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from rlhf.weights.cpu_rotary import rotate_heads_on_cpu
+
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "rlhf.weights.cpu_receiver", "CPUReceiver")
     if current_platform.is_cpu():
         shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
-        _rotate_heads_on_cpu()
-
-
-def _rotate_heads_on_cpu() -> None:
-    """vLLM's rotary kernel for CPU takes [tokens, heads x size]. Models that hand it [tokens, heads, size] get torch's.
-
-    The kernel would turn one head of each token, and it by a wrong angle (LFM2, DeepSeek).
-    """
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    rotary: Any = RotaryEmbedding
-    kernel = rotary.forward_cpu
-    if kernel.__module__ == __name__:
-        return
-
-    def forward_cpu(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
-        return (kernel if query.dim() == 2 else rotary.forward_native)(self, positions, query, key)
-
-    rotary.forward_cpu = forward_cpu
+        rotate_heads_on_cpu()
