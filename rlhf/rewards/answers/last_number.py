@@ -17,11 +17,14 @@ OR_BEFORE = re.compile(r"\d[^\n.;]{0,20}\bor\s+\W{0,3}$")
 FOREIGN_UNIT = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s*[^\x00-\x7F]+[.。]?")
 WORD = re.compile(r"\\?[A-Za-z]{2,}")
 ENTRY = r"[-+\u2212]?[\d./√π∞]{1,20}"
-AROUND = re.compile(  # the last number: a tuple, not the number (1,000); a ratio or time; roots
-    rf"(?<![\w\\])(?!\([-+\u2212]?\d{{1,3}}(?:,\d{{3}})+\))[(\[]\s*{ENTRY}(?:\s*,\s*{ENTRY}){{1,9}}\s*[)\]]"
-    r"|(?<![\w:.])\d{1,4}(?::\d{1,4}){1,3}(?![\d:])(?:\s?[AaPp]\.?[Mm]\b)?"
-    rf"|\b(?P<root>[A-Za-z]\w?\s?=)\s?{ENTRY}(?:(?:\s?,)?\s?(?:,|and|or)\s(?P=root)\s?{ENTRY}){{1,9}}(?![\w/])"
-    r"|\b(?:y|[fgh]\(x\))\s?=\s?[-+\d./*^()²³ ]{0,30}x[-+\d./*^()x²³ ]{0,60}"
+AROUND = (
+    re.compile(  # the last number: a tuple, not the number (1,000); a ratio or time; roots; a list after `are`; a line
+        rf"(?<![\w\\])(?!\([-+\u2212]?\d{{1,3}}(?:,\d{{3}})+\))[(\[]\s*{ENTRY}(?:\s*,\s*{ENTRY}){{1,9}}\s*[)\]]"
+        r"|(?<![\w:.])\d{1,4}(?::\d{1,4}){1,3}(?![\d:])(?:\s?[AaPp]\.?[Mm]\b)?"
+        rf"|\b(?P<root>[A-Za-z]\w?\s?=)\s?{ENTRY}(?:(?:\s?,)?\s?(?:,|and|or)\s(?P=root)\s?{ENTRY}){{1,9}}(?![\w/])"
+        rf"|(?<=\bare ){ENTRY}(?:,\s{ENTRY}){{1,9}}(?:,?\sand\s{ENTRY})?(?![\w/])"
+        r"|\b(?:y|[fgh]\(x\))\s?=\s?[-+\d./*^()²³ ]{0,30}x[-+\d./*^()x²³ ]{0,60}"
+    )
 )
 AFTER = re.compile(
     r" after (?:the|an?|his|her|their|its|all|[a-z]+ing)\b[^.\n]{0,100}[.!]?\s*\Z"

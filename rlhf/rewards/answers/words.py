@@ -59,8 +59,8 @@ LEADING_WRITTEN = (
     "column cost costs day degree diameter difference distance equal equals exactly figure final for grade group have "
     "height hence his her i in is it its just length level maximum mean median minimum mode number of only option page "
     "part perimeter price probability profit question radius range remainder result room roughly round row rs she side "
-    "simply slope so speed step sum team temperature the their therefore they this thus time to total usd value volume "
-    "was we week weight were width x y year"
+    "simply slope so speed step sum team temperature the their there therefore they this thus time to total usd value "
+    "volume was we week weight were width x y year"
 )
 LEADING = frozenset(LEADING_WRITTEN.split())
 # The last word before a number, after a subject: "Tom has 5 apples".
@@ -68,7 +68,7 @@ VERBS_WRITTEN = (
     "is are was were equals has have had gets get got takes took needs need makes made earns earned spends spent buys "
     "bought sells sold pays paid eats ate uses used reads read saves saved receives received contains weighs costs "
     "measures totals scores scored wins won collected walks walked runs ran drives drove works worked lasts "
-    "does did gives gave finds found picks picked be"
+    "does did gives gave finds found picks picked him them be"
 )
 VERBS = frozenset(VERBS_WRITTEN.split())
 BOUND = re.compile(r"\b(?:(?:minimum|maximum|limit) of|(?<!will )(?<!would )(?<!must )(?<!should )be)$")
@@ -99,7 +99,10 @@ VALUE_AND_WORDS = re.compile(
     r"(?:[\s)}!.,]|\\(?:pi|degree|pct)(?![a-zA-Z]))*((?:\s*\\text\s*\{[^{}]*\})+)"
 )
 NUMBER_WORDS = re.compile(  # of at least one; words after it follow: eighteen dollars
-    r"\b(?:{0})(?:(?: |-| and )(?:{0}))*\b(?=[ ]\w)".format("|".join([*VALUES, *SCALES])), re.IGNORECASE
+    r"\b(?:a (?=hundred|thousand|million))?(?:{0})(?:(?: |-| and )(?:{0}))*\b(?=[ ][\w\\])".format(
+        "|".join([*VALUES, *SCALES])
+    ),
+    re.IGNORECASE,
 )
 AND_A_HALF = re.compile(r"(?<![\d.,])(\d+) and a half\b")
 
@@ -162,7 +165,7 @@ def with_words_marked(text: str) -> str:
     if NUMBER_WORDS.search(plain) and not any(map(str.isdigit, plain)):
         digits = NUMBER_WORDS.sub(_in_digits, plain)
         marked = with_words_marked(digits) if digits != plain else text
-        if marked[-1] == "}" and (marked[0].isdigit() or marked.startswith("\\frac")):
+        if re.match(r"-?\d|\\frac", marked) and re.search(r"(?:\}|\\pct|\\degree)$", marked):
             return marked
     if DATE.fullmatch(plain) and any(map(str.isdigit, plain)):
         words = sorted(re.findall(r"[a-z]{3}|\d+", plain.lower()), key=str.isdigit)
@@ -276,7 +279,7 @@ PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 
 
 def number_in_words(text: str) -> Fraction | None:
     """The number that words name: one hundred and twenty, minus five, three quarters, two and a half."""
-    sign, words = 1, text.replace("-", " ").split()
+    sign, words = 1, text.replace("-", " ").removeprefix("a ").split()
     if words[:1] in (["minus"], ["negative"]):
         sign, words = -1, words[1:]
     divisor = PARTS.get(words[-1].removesuffix("s")) if words else None
