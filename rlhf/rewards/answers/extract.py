@@ -67,6 +67,9 @@ BOLD_ANSWER = re.compile(  # in the last line, with a number, and no heading suc
     r"\*\*(?![\s*]|Step\b)[^*\n:=]{0,60}\d[^*\n:=]{0,60}\*\*(?!\s*[=:])(?=(?:(?!\*\*)[^\n])*\s*\Z)"
 )
 AND_OR = re.compile(r"\s*,?\s*(?:and|or)\s+(?:\w+\s+)?")
+BOLD_FORMULA = re.compile(  # at the end of the last line: **2x + 3**
+    r"^([^*\n]*)\*\*(?=[^*\n]*[a-z])(?=[^*\n]*[-+^²³<>])((?:(?![A-Za-z]{2})[^*\n$]){2,60})\*\*([\s.]*)\Z", re.MULTILINE
+)
 LEAD_IN = re.compile(
     r"(?:(?:therefore|thus|so|hence|then|finally|approximately|about|roughly|exactly|equal to|simply|just|given by|"
     r"option|choice|the (?:final )?(?:value|number|answer|result) is)\b[\s,:]*)+",
@@ -136,6 +139,7 @@ def without_markdown(text: str) -> str:
     Of a text that is very long, only the end.
     """
     text = REMARK.sub("", text[-TAIL_CHARACTERS:])
+    text = BOLD_FORMULA.sub(r"\1$\2$\3", text)
     if bold := BOLD_ANSWER.search(text, max(0, len(text) - LAST_LINE)):
         text = text[: bold.end()]
     for needed, mark in MARKDOWN:

@@ -1,4 +1,4 @@
-"""The last number that a sentence states, with its unit, or the tuple, ratio, time or set of roots around it."""
+"""The last number of a sentence, with its unit, or the tuple, ratio, time, roots, inequality or surd around it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ OR_BEFORE = re.compile(r"\d[^\n.;]{0,20}\bor\s+\W{0,3}$")
 FOREIGN_UNIT = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s*[^\x00-\x7F]+[.。]?")
 WORD = re.compile(r"\\?[A-Za-z]{2,}")
 ENTRY = r"[-+\u2212]?[\d./√π∞]{1,20}"
-AROUND = (
-    re.compile(  # the last number: a tuple, not the number (1,000); a ratio or time; roots; a list after `are`; a line
-        rf"(?<![\w\\])(?!\([-+\u2212]?\d{{1,3}}(?:,\d{{3}})+\))[(\[]\s*{ENTRY}(?:\s*,\s*{ENTRY}){{1,9}}\s*[)\]]"
-        r"|(?<![\w:.])\d{1,4}(?::\d{1,4}){1,3}(?![\d:])(?:\s?[AaPp]\.?[Mm]\b)?"
-        rf"|\b(?P<root>[A-Za-z]\w?\s?=)\s?{ENTRY}(?:(?:\s?,)?\s?(?:,|and|or)\s(?P=root)\s?{ENTRY}){{1,9}}(?![\w/])"
-        rf"|(?<=\bare ){ENTRY}(?:,\s{ENTRY}){{1,9}}(?:,?\sand\s{ENTRY})?(?![\w/])"
-        r"|\b(?:y|[fgh]\(x\))\s?=\s?[-+\d./*^()²³ ]{0,30}x[-+\d./*^()x²³ ]{0,60}"
-    )
+AROUND = re.compile(  # a tuple, not the number (1,000); ratio, time, roots, inequality, list after `are`, line
+    rf"(?<![\w\\])(?!\([-+\u2212]?\d{{1,3}}(?:,\d{{3}})+\))[(\[]\s*{ENTRY}(?:\s*,\s*{ENTRY}){{1,9}}\s*[)\]]"
+    r"|(?<![\w:.])\d{1,4}(?::\d{1,4}){1,3}(?![\d:])(?:\s?[AaPp]\.?[Mm]\b)?"
+    rf"|\b(?P<root>[A-Za-z]\w?\s?=)\s?{ENTRY}(?:(?:\s?,)?\s?(?:,|and|or)\s(?P=root)\s?{ENTRY}){{1,9}}(?![\w/])"
+    rf"|(?:{ENTRY}\s?[<≤]=?\s?)?\b[a-z]\s?[<>≤≥]=?\s?{ENTRY}(?![\w/])"
+    rf"|(?<=\bare ){ENTRY}(?:,\s{ENTRY}){{1,9}}(?:,?\sand\s{ENTRY})?(?![\w/])"
+    r"|\b(?:y|[fgh]\(x\))\s?=\s?[-+\d./*^()²³ ]{0,30}x[-+\d./*^()x²³ ]{0,60}"
 )
 AFTER = re.compile(
     r" after (?:the|an?|his|her|their|its|all|[a-z]+ing)\b[^.\n]{0,100}[.!]?\s*\Z"
 )  # 18 left after the 2 trips
 AROUND_CHARACTERS = 200
+TERM = r"(?:\d[\d./]{0,20})?(?:√\(?\d{1,20}\)?|π)(?:/\d{1,20})?"
+SURD = re.compile(  # 1 + √2, 12π, π/4
+    rf"(?<![\w√])(?:(?:\d[\d./]{{0,20}}|{TERM})\s?[-+−]\s?|[-−])?{TERM}(?:\s?[-+−]\s?(?:{TERM}|\d[\d./]{{0,20}}))?(?!\w)"
+)
 
 
 class Span(NamedTuple):
@@ -62,6 +65,9 @@ def last_number(text: str) -> Span | None:
     if after and any(map(str.isdigit, text[: after.start()].rpartition("\n")[2])):
         text = text[: after.start()]
     matches = [m for m in NUMBER.finditer(text) if any(c.isdigit() for c in m[0])]
+    surds = list(SURD.finditer(text)) if "√" in text or "π" in text else []
+    if surds and (not matches or surds[-1].end() >= matches[-1].end()):
+        return Span(surds[-1].start(), surds[-1].end(), surds[-1][0])
     if not matches or OR_BEFORE.search(text, max(0, matches[-1].start() - 40), matches[-1].start()):
         return None  # 17 or 18 is no answer
     start, end = matches[-1].span()

@@ -68,7 +68,7 @@ VERBS_WRITTEN = (
     "is are was were equals has have had gets get got takes took needs need makes made earns earned spends spent buys "
     "bought sells sold pays paid eats ate uses used reads read saves saved receives received contains weighs costs "
     "measures totals scores scored wins won collected walks walked runs ran drives drove works worked lasts "
-    "does did gives gave finds found picks picked him them be"
+    "does did gives gave finds found picks picked contain contained him them be"
 )
 VERBS = frozenset(VERBS_WRITTEN.split())
 BOUND = re.compile(r"\b(?:(?:minimum|maximum|limit) of|(?<!will )(?<!would )(?<!must )(?<!should )be)$")
