@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 from fractions import Fraction
 
 from rlhf.rewards.answers.units import unit_of
-from rlhf.rewards.answers.words import unwrapped, with_words_marked
+from rlhf.rewards.answers.words import VALUES, unwrapped, with_words_marked
 
 SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni", strict=True))
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉ₙₖ", "0123456789nk", strict=True))
@@ -69,7 +70,9 @@ NAME_OF_SEGMENT = re.compile(r"\\(?:overline|overleftrightarrow|widehat|overarc)
 LABELLED = re.compile(r"\\text\s*\{((?:\s*[A-Z][A-Za-z ]*[:=]\s*-?[\d.,/]*\d[,;]?(?: and)?){2,})\s*\}")
 HAS_WORDS = re.compile(r"\d\s?[^\x00-\x7f]|\\text|(?<![\\a-zA-Z])[A-Za-z]{2}|\d [a-zA-Z](?![a-zA-Z])")
 BRACED_COLON = re.compile(r"(?<=\d)\s*(?:\\text\s*)?\{\s*:\s*\}\s*(?=\d)")
-CASES = re.compile(r"\\begin\s*\{(?:d?cases|aligned)\}(.*?)\\end\s*\{(?:d?cases|aligned)\}", re.DOTALL)
+CASES = re.compile(
+    r"(?:\\left\s*\\(?:\{|lbrace)\s*)?\\begin\s*\{(?:d?cases|aligned)\}(.*?)\\end\s*\{(?:d?cases|aligned)\}", re.DOTALL
+)
 CONDITION = re.compile(r"^\s*(?:\\text\s*\{\s*)?(?:,?\s*(?:if|for|when)\b)?\s*\}?|\s*,\s*$")
 COLOR = re.compile(r"\\(?:text)?color(?:box)?\s*(?:\[\w*\])?\s*\{[\w!#]*\}")
 FRACTION_FONT = re.compile(r"\\(?:dfrac|tfrac|cfrac|sfrac|nicefrac|flatfrac)(?![a-zA-Z])")
@@ -84,7 +87,7 @@ REPEATING_FROM_TO = re.compile(r"\\dot\s*\{?(\d)\}?(\d{0,58})\\dot\s*\{?(\d)\}?"
 # What stands left of the last `=` and only names the value, in notation that the grammar does not know.
 NAME_OF_VALUE = re.compile(
     r"^\s*(?:[A-DI-OR-Z]\s?\([\d,\s]+\)"
-    r"|\\(?:Pr|deg|dim|min|max|gcd|lcm|lim|int|sum|prod|lVert|\||mathbb\s*\{[PE]\})(?![a-z])"
+    r"|\\(?:Pr|deg|dim|min|max|gcd|lcm|lim|int|sum|prod|lVert|bar|overline|tilde|mathbb\s*\{[PE]\})(?![a-z])|\\\|"
     r"|\\frac\s*\{d[\w^]*\}\s*\{d\w\}|\\(?:(?:var)?phi|sigma|tau|text\s*\{\s*(?:gcd|lcm)\s*\})(?=\s*\())"
     r"(?:\([^()]*\)|\{[^{}]*\}|[^=<>{}])*=(?=[^=]+$)"
 )
@@ -94,6 +97,39 @@ APPROXIMATELY = re.compile(
 )
 ROUNDED_IN_BRACKETS = re.compile(r"\(\s*(\\approx[^()]*)\)$")
 RELATION = re.compile(r"[<>]|\\(?:[lg]eq?|neq?)(?![a-z])")
+REALS = re.compile(
+    r"\\mathbb\s*\{?R\}?\s*[\^_]\s*(?:([-+])|\{\s*([-+]|[<>](?:\s*0)?|\\[gl]eq?(?:\s*0)?)\s*\})(?![\d^_{])"
+)
+OHMS = re.compile(r"(?<=[\d}])\s*(?:\\text\s*\{\s*(k?)\s*(?:\}\s*\\Omega|\\Omega\s*\})|(k?)\s*\\Omega)\s*$")
+STAR = r"(?:\*|\\(?:ast|star)(?![a-z]))"
+MICRO = {"m": "meter", "g": "gram", "s": "second"}
+REWRITES: tuple[
+    tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...
+] = (  # rare notation -> the notation that the grammar knows
+    (re.compile(rf"(?<=[A-Za-z])\s*\^\s*(?:{STAR}|\{{\s*{STAR}\s*\}})(?=[^=]{{0,60}}=[^=]*$)"), ""),  # x^* = 3
+    (
+        re.compile(r"(?<![\w}])(?:\{\s*\})?\s*[\^_]\s*(?:(\d)|\{(\d+)\})\s*C\s*_\s*(?:(\d)|\{(\d+)\})"),
+        r"\\binom{\1\2}{\3\4}",
+    ),
+    (re.compile(r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\([lr])brace(?![a-z])"), lambda match: "\\{" if match[1] == "l" else "\\}"),
+    (re.compile(r"-\s*(?=\\\{)"), r"\\setminus "),  # all numbers but some: R - {0}
+    (
+        re.compile(r"(?:\\mu\s*\\text\s*\{|\\text\s*\{\s*\\mu)\s*([mgs])\s*\}"),
+        lambda match: f"\\text{{ micro{MICRO[match[1]]}}}",
+    ),
+    (
+        re.compile(r"(?<=\d)\s*\\text\s*\{\s*(\w+)\s*(?:\}\s*\\cdot\s*\\text\s*\{|\\cdot)\s*(\w+)\s*\}"),
+        r"\\text{ \1 \2}",
+    ),
+)
+BASE_IN_WORDS = re.compile(r"(?<=\w)\s*_\s*\{?\s*\\text\s*\{\s*([a-z]+)\s*\}\s*\}?")
+# The name of a point, P of P(4, -1); not of a distribution or binomial: B(5, 2), C(5, 2), N(0, 1), U(0, 1)
+POINT = re.compile(
+    r"^(?:\\text\s*\{\s*(?:(?:the )?(?:point|center|vertex|focus))?\s*(?-i:[AD-MO-TV-Z])?\s*(?:is|at|:)?\s*\})?\s*"
+    r"(?:(?-i:[AD-MO-TV-Z])'?)?\s*(?=\((?=[^()]*\d)[^()=|]*,[^()=|]*\)\W*$)",
+    re.IGNORECASE,
+)
 WHOLE_PARAMETER = re.compile(  # the remark after pi/4 + k pi
     r"(?<=[\w)}])\s*[,(]?\s*(?:\\text\s*\{[,\s]*(?:for|where)[^{}]*\}\s*)?[kmn]\s*"
     r"(?:\\in\s*\\mathbb\s*\{?[ZN]\}?|\\text\s*\{\s*is an(?:y)? integer\s*\})\s*\)?$"
@@ -119,6 +155,10 @@ def clean(text: str) -> str:
     text = COLOR.sub(" ", text)
     text = FRACTION_FONT.sub(r"\\frac", TEXT_FONT.sub(r"\\text", FONT.sub("", text)))
     text = ROMAN.sub(_roman, text)
+    text = BASE_IN_WORDS.sub(_base, REALS.sub(_half_line, text))
+    for pattern, replacement in REWRITES:
+        text = pattern.sub(replacement, text)
+    text = OHMS.sub(r"\\text{ \1\2ohm}", text)
     text = BRACED_COLON.sub(":", text)
     text = ORDINAL.sub("", text)
     text = TEMPERATURE.sub(_temperature, UNIT_FRACTION.sub(_unit_fraction, text))
@@ -135,6 +175,7 @@ def clean(text: str) -> str:
     text = REPEATING.sub(_repeating, TRAILING_DOTS.sub(_trailing_dots, text))
     text = NAME_OF_VALUE.sub("", text)
     text = _strip_outer(re.sub(r"\s+", " ", text).strip())
+    text = POINT.sub("", text)
     text = RUPEES.sub(r"\\$", DOLLAR.sub(r"\\$", text))
     if HAS_WORDS.search(text):
         text = with_words_marked(text)
@@ -215,6 +256,19 @@ def _strip_outer(text: str) -> str:
 
 def _roman(match: re.Match[str]) -> str:
     return f" {match[1]} " if ROMAN_AS_MATH.fullmatch(match[1]) else f"\\text{{{match[1]}}}"
+
+
+def _half_line(match: re.Match[str]) -> str:
+    r"""The positive numbers as an interval, for `\\mathbb{R}^+`; R_{\\ge 0} has the 0."""
+    sign = (match[1] or match[2]).rstrip("0 ")
+    closed = "\\" in sign
+    if sign in ("-", "<") or "l" in sign:
+        return r"(-\infty,0" + ")]"[closed]
+    return "(["[closed] + r"0,\infty)"
+
+
+def _base(match: re.Match[str]) -> str:
+    return f"_{{{VALUES[match[1]]}}}" if match[1] in VALUES else match[0]
 
 
 def _cases(match: re.Match[str]) -> str:

@@ -27,7 +27,10 @@ from rlhf.rewards.answers.words import as_words, is_prose, meaning_of, same_cloc
 
 REGION_KINDS = ("setop", "numbers", "builder")
 
-
+TWO_FORMS = re.compile(  # 1/2 (or 0.5): both must be right
+    r"([^()]{1,100}?)(?:\\[ ,;!]|\s)*(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?or(?: equivalently)?"
+    r"(?:\s*\}|\s)(?:\\ )?([^()]{1,100}?)(?:\\text\s*\{\s*)?\)(?:\s*\})?"
+)
 OPERATORS = re.compile(
     r"\\(?:i*int|oint|lim|sum|prod|d?frac\s*\{\s*(?:\\mathrm\s*\{d\}|d)\W*\}|partial)(?![a-zA-Z])|\\end\{.?matrix\}\s*\S"
 )
@@ -50,6 +53,9 @@ def compare(
 
 
 def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
+    if (both := TWO_FORMS.fullmatch(answer)) and any(map(str.isdigit, both[2])):
+        verdicts = [_compare(form, gold, must_be_evaluated) for form in both.groups()]
+        return verdicts == [True, True]
     a, g = clean(answer), _clean_gold(gold)
     if not a or not g:
         return False

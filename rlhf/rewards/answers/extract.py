@@ -10,12 +10,10 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from rlhf.config.data import AnswerFormat
 from rlhf.rewards.answers.clean import option_letter
-from rlhf.rewards.answers.units import GLUED
-from rlhf.rewards.answers.words import changes_a_number, may_stand_after
+from rlhf.rewards.answers.last_number import WORD, Span, last_number, only_number
 
 # Chat templates end a turn with one of these; the text after it does not answer this prompt.
 END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end)\|>|</s>|<eos>|<end_of_turn>")
@@ -68,6 +66,10 @@ REMARK = re.compile(  # 18 (9 eggs times $2), at the end of the text
 BOLD_ANSWER = re.compile(  # in the last line, with a number, and no heading such as **Step 2:**
     r"\*\*(?![\s*]|Step\b)[^*\n:=]{0,60}\d[^*\n:=]{0,60}\*\*(?!\s*[=:])(?=(?:(?!\*\*)[^\n])*\s*\Z)"
 )
+AND_OR = re.compile(r"\s*,?\s*(?:and|or)\s+(?:\w+\s+)?")
+BOLD_FORMULA = re.compile(  # at the end of the last line: **2x + 3**
+    r"^([^*\n]*)\*\*(?=[^*\n]*[a-z])(?=[^*\n]*[-+^²³<>])((?:(?![A-Za-z]{2})[^*\n$]){2,60})\*\*([\s.]*)\Z", re.MULTILINE
+)
 LEAD_IN = re.compile(
     r"(?:(?:therefore|thus|so|hence|then|finally|approximately|about|roughly|exactly|equal to|simply|just|given by|"
     r"option|choice|the (?:final )?(?:value|number|answer|result) is)\b[\s,:]*)+",
@@ -84,12 +86,6 @@ MARKDOWN = (  # a text that the mark needs, the mark around \1; 9**9 is a power,
     ("</", re.compile(r"</?(?:b|i|em|strong|code|p|u)>()")),
     *((f"\n{m}", re.compile(rf"(?<=\n){re.escape(m)}(?:[ \t]+(?=[^\s\d])| (?=\S+$))()", re.MULTILINE)) for m in "-*+>"),
 )
-NUMBER = re.compile(
-    r"(?<![\w.^])(?:(?<![\d)\]}\w])[-+\u2212]\s?|(?<=\s)[-+\u2212])?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))"
-    rf"(?:/\d+)?(?:(?P<unit>(?:{GLUED})(?:/(?:{GLUED}))?(?:\^\d)?)(?!\w)|(?!\w))(?!\*\*|\^)(?:\s*(?:\\?%|percent\b|pct\b))?"
-)
-OR_BEFORE = re.compile(r"\d[^\n.;]{0,20}\bor\s+\W{0,3}$")
-FOREIGN_UNIT = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s*[^\x00-\x7F]+[.。]?")
 HASH_ANSWER = re.compile(r"[ \t]*(?:[-+]?\\?[$€£]?[ \t]*[-+]?(?:\d|\.\d)|\\?\$?-?\\d?frac)")
 LIST_ITEM = re.compile(r"[ \t]*\d+[.)][ \t]+[A-Za-z]")  # a heading such as "#### 2. Compute the total"
 CANNOT = r"(?:cannot|can't|could not|couldn't|unable to|not able to|impossible to)"
@@ -99,19 +95,10 @@ REFUSAL = re.compile(  # of the writer; a person in the problem may be unable to
     re.IGNORECASE,
 )
 CODE = re.compile(r"__\w+__|\b(?:exec|eval|open|compile|getattr|system|sympify)\(|\blambda\b[^.]*:")
-WORD = re.compile(r"\\?[A-Za-z]{2,}")
 MATH_WORDS = frozenset(
     ["sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "and", "or", "frac", "mod"]
 )
 NOT_AN_ANSWER = frozenset(["none", "null", "nan", "n/a", "undefined", "?", "...", "unknown", "answer"])
-
-
-class Span(NamedTuple):
-    """text[start:end] is a marked answer with this content."""
-
-    start: int
-    end: int
-    content: str
 
 
 def extract(response: str, steps: Sequence[str]) -> str | None:
@@ -152,6 +139,7 @@ def without_markdown(text: str) -> str:
     Of a text that is very long, only the end.
     """
     text = REMARK.sub("", text[-TAIL_CHARACTERS:])
+    text = BOLD_FORMULA.sub(r"\1$\2$\3", text)
     if bold := BOLD_ANSWER.search(text, max(0, len(text) - LAST_LINE)):
         text = text[: bold.end()]
     for needed, mark in MARKDOWN:
@@ -288,24 +276,7 @@ def _sentence(sentence: str) -> str | None:
         spans = _math_spans(sentence)
         if spans and WORD.search(sentence[: spans[0].start]):
             return _last_joined(sentence, spans)
-    return _only_number(sentence) or sentence or None
-
-
-def _only_number(sentence: str) -> str | None:
-    """The number in a sentence that begins with words, if it holds one number and no word that changes it."""
-    if foreign := FOREIGN_UNIT.fullmatch(sentence):
-        return foreign[1]
-    numbers = [match for match in NUMBER.finditer(sentence) if any(map(str.isdigit, match[0]))]
-    if len(WORD.findall(sentence)) < 2 or len(numbers) != 1 or not sentence[0].isalpha() or option_letter(sentence):
-        return None
-    before, after = sentence[: numbers[0].start()], sentence[numbers[0].end() :]
-    is_counted = may_stand_after(after) and not any(map(changes_a_number, WORD.findall(before)))
-    return _with_unit(numbers[0]) if is_counted else None
-
-
-def _with_unit(number: re.Match[str]) -> str:
-    unit = number["unit"]
-    return number[0].replace(unit, f"\\text{{ {unit}}}") if unit else number[0]
+    return only_number(sentence) or sentence or None
 
 
 def _leading_spans(text: str) -> str | None:
@@ -341,7 +312,19 @@ def _math_spans(text: str) -> list[Span]:
 
 def _last_span(text: str) -> Span | None:
     spans = [span for span in _math_spans(text) if span.content.strip() and not _is_prose(span.content)]
-    return spans[-1] if spans else None
+    first = len(spans) - 1
+    while (
+        first > 0
+        and AND_OR.fullmatch(text[spans[first - 1].end : spans[first].start])
+        and _same_name(spans[first - 1 :])
+    ):
+        first -= 1
+    return Span(spans[first].start, spans[-1].end, ", ".join(span.content for span in spans[first:])) if spans else None
+
+
+def _same_name(spans: list[Span]) -> bool:
+    """Whether two spans are values of one variable, or of none: x = 2 and x = 3; not m = 2 and n = 3."""
+    return spans[0].content.rpartition("=")[0].strip() == spans[1].content.rpartition("=")[0].strip()
 
 
 def _math_span(text: str) -> str | None:
@@ -352,22 +335,15 @@ def _math_span(text: str) -> str | None:
 def _last_number(text: str) -> str | None:
     if (whole := _whole(text)) is not None:
         return whole
-    number = _number(text)
+    number = last_number(text)
     return None if number is None or _refuses(text) else number.content
 
 
 def _later_of_span_and_number(text: str) -> str | None:
-    span, number = _last_span(text), _number(text)
+    span, number = _last_span(text), last_number(text)
     if span is not None and (number is None or number.start < span.end):
         return span.content
     return number.content if number is not None else None
-
-
-def _number(text: str) -> Span | None:
-    matches = [m for m in NUMBER.finditer(text) if any(c.isdigit() for c in m[0])]
-    if not matches or OR_BEFORE.search(text, max(0, matches[-1].start() - 40), matches[-1].start()):
-        return None  # 17 or 18 is no answer
-    return Span(matches[-1].start(), matches[-1].end(), _with_unit(matches[-1]))
 
 
 def _whole(text: str) -> str | None:

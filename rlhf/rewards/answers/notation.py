@@ -75,6 +75,17 @@ def matrix(p: Parser, source: str) -> Node:
     return Node("call", (node,), "det") if kind == "vmatrix" else node
 
 
+def power(base: Node, exponent: Node) -> Node:
+    """A power, or a transposed vector: (1, 2)^T is a column."""
+    rows = base.args if base.kind == "matrix" else (Node("row", base.args),) if base.kind == "group" else ()
+    if exponent.kind == "sym" and exponent.name in ("T", "top", "intercal"):
+        if len(rows) == 1:
+            return Node("matrix", tuple(Node("row", (cell,)) for cell in rows[0].args))
+        if rows and all(len(row.args) == 1 for row in rows):
+            return Node("matrix", (Node("row", tuple(row.args[0] for row in rows)),))
+    return Node("pow", (base, exponent))
+
+
 def _fraction(p: Parser) -> Node:
     numerator = p.argument()
     return Node("div", (numerator, p.argument()))
@@ -142,6 +153,7 @@ SYMBOLS = frozenset(
         "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota",
         "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega",
         "Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon", "Phi", "Psi", "Omega", "ell", "hbar",
+        "top", "intercal",
     ]
 )  # fmt: skip
 CLOSING_COMMANDS = frozenset(

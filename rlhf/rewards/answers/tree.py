@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from rlhf.rewards.answers.errors import UnsupportedError
 from rlhf.rewards.answers.node import EULER, IMAGINARY, MONEY, Node, is_proper_fraction, mixed, number, numeral
-from rlhf.rewards.answers.notation import CLOSING_COMMANDS, COMMANDS, SYMBOLS, function, matrix
+from rlhf.rewards.answers.notation import CLOSING_COMMANDS, COMMANDS, SYMBOLS, function, matrix, power
 from rlhf.rewards.answers.tokens import FUNCTIONS, Token, tokenize
 
 END = Token("end", "", False)
@@ -210,7 +210,7 @@ class Parser:
                 self.take()
                 if self.at("op", "'"):
                     continue
-                node = Node("pow", (node, self.script()))
+                node = power(node, self.script())
             elif self.at("op", "_"):
                 self.take()
                 node = self.indexed(node)

@@ -8,14 +8,17 @@ from fractions import Fraction
 # dimension -> {names of a unit: its size in the base unit}
 TABLE: dict[str, dict[str, Fraction | int | str]] = {
     "length": {
-        "mm millimeter millimetre": "1/1000", "cm centimeter centimetre": "1/100", "m meter metre": 1,
+        "micrometer": "1/1000000", "mm millimeter millimetre": "1/1000",
+        "cm centimeter centimetre": "1/100", "m meter metre": 1,
         "km kilometer kilometre": 1000, "in inch inche": "254/10000", "ft foot feet": "3048/10000",
         "yd yard": "9144/10000", "mi mile": "1609344/1000",
     },
-    "time": {"ms millisecond": "1/1000", "s sec second": 1, "min minute": 60, "h hr hour": 3600, "day": 86400,
+    "time": {"microsecond": "1/1000000",
+             "ms millisecond": "1/1000", "s sec second": 1, "min minute": 60, "h hr hour": 3600, "day": 86400,
              "week wk": 604800},
     "months": {"month": 1, "year yr": 12, "decade": 120, "century centurie": 1200},
-    "mass": {"mg milligram": "1/1000", "g gram gm": 1, "kg kilogram kilo": 1000, "t ton tonne": 10**6},
+    "mass": {"microgram": "1/1000000", "mg milligram": "1/1000", "g gram gm": 1,
+             "kg kilogram kilo": 1000, "t ton tonne": 10**6},
     "weight": {"oz ounce": 1, "lb pound": 16},
     "volume": {"ml milliliter millilitre cc": "1/1000", "l liter litre": 1},
     "capacity": {"cup": 1, "pint pt": 2, "quart qt": 4, "gallon gal": 16},
@@ -26,6 +29,7 @@ TABLE: dict[str, dict[str, Fraction | int | str]] = {
     "force": {"n newton": 1}, "energy": {"j joule": 1, "kj kilojoule": 1000},
     "power": {"w watt": 1, "kw kilowatt": 1000}, "frequency": {"hz hertz": 1}, "pressure": {"pa pascal": 1},
     "voltage": {"v volt": 1}, "current": {"a ampere amp": 1},
+    "resistance": {"ohm": 1, "kohm kiloohm kilohm": 1000},
     "morning": {"am": 1}, "afternoon": {"pm": 1},
 }  # fmt: skip
 UNITS = {

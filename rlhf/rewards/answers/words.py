@@ -58,16 +58,17 @@ LEADING_WRITTEN = (
     "a about all altogether an and angle answer approximately are area around average box case chapter circumference "
     "column cost costs day degree diameter difference distance equal equals exactly figure final for grade group have "
     "height hence his her i in is it its just length level maximum mean median minimum mode number of only option page "
-    "part perimeter price probability profit question radius range remainder result room roughly round row rs side "
-    "simply slope so speed step sum team temperature the their therefore they this thus time to total usd value volume "
-    "was we week weight were width x y year"
+    "part perimeter price probability profit question radius range remainder result room roughly round row rs she side "
+    "simply slope so speed step sum team temperature the their there therefore they this thus time to total usd value "
+    "volume was we week weight were width x y year"
 )
 LEADING = frozenset(LEADING_WRITTEN.split())
 # The last word before a number, after a subject: "Tom has 5 apples".
 VERBS_WRITTEN = (
     "is are was were equals has have had gets get got takes took needs need makes made earns earned spends spent buys "
     "bought sells sold pays paid eats ate uses used reads read saves saved receives received contains weighs costs "
-    "measures totals scores scored wins won collected walks walked runs ran drives drove works worked lasts be"
+    "measures totals scores scored wins won collected walks walked runs ran drives drove works worked lasts "
+    "does did gives gave finds found picks picked contain contained him them be"
 )
 VERBS = frozenset(VERBS_WRITTEN.split())
 BOUND = re.compile(r"\b(?:(?:minimum|maximum|limit) of|(?<!will )(?<!would )(?<!must )(?<!should )be)$")
@@ -96,6 +97,12 @@ TWO_AMOUNTS = re.compile(
 VALUE_AND_WORDS = re.compile(
     r"(?:[^={}]{1,30}=)?(?:\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z])|\\\$|[-\d\s+*/^{}().,!:])*\d"
     r"(?:[\s)}!.,]|\\(?:pi|degree|pct)(?![a-zA-Z]))*((?:\s*\\text\s*\{[^{}]*\})+)"
+)
+NUMBER_WORDS = re.compile(  # of at least one; words after it follow: eighteen dollars
+    r"\b(?:a (?=hundred|thousand|million))?(?:{0})(?:(?: |-| and )(?:{0}))*\b(?=[ ][\w\\])".format(
+        "|".join([*VALUES, *SCALES])
+    ),
+    re.IGNORECASE,
 )
 AND_A_HALF = re.compile(r"(?<![\d.,])(\d+) and a half\b")
 
@@ -155,6 +162,11 @@ def with_words_marked(text: str) -> str:
     Words that give the number another meaning make prose of it all: `\text{half of 5}`.
     """
     plain = " ".join(unwrapped(text).split()).rstrip(".!")
+    if NUMBER_WORDS.search(plain) and not any(map(str.isdigit, plain)):
+        digits = NUMBER_WORDS.sub(_in_digits, plain)
+        marked = with_words_marked(digits) if digits != plain else text
+        if re.match(r"-?\d|\\frac", marked) and re.search(r"(?:\}|\\pct|\\degree)$", marked):
+            return marked
     if DATE.fullmatch(plain) and any(map(str.isdigit, plain)):
         words = sorted(re.findall(r"[a-z]{3}|\d+", plain.lower()), key=str.isdigit)
         return f"\\text{{{' '.join(words)}}}"
@@ -186,6 +198,11 @@ def with_words_marked(text: str) -> str:
     if after and not may_stand_after(after):
         return f"\\text{{{plain}}}"
     return f"{sign}{quantity['amount']}{quantity['measure'] or ''}" + (f"\\text{{ {after}}}" if after else "")
+
+
+def _in_digits(words: re.Match[str]) -> str:
+    whole = number_in_words(words[0].lower())
+    return words[0] if whole is None else str(whole)
 
 
 def _added(two: re.Match[str]) -> str | None:
@@ -252,7 +269,7 @@ def meaning_of(text: str) -> str:
     for phrase, meaning in MEANINGS.items():
         if re.fullmatch(phrase, plain):
             return meaning
-    number = _number_in_words(plain)
+    number = number_in_words(plain)
     return text if number is None else f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
 
 
@@ -260,30 +277,33 @@ PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 
          "eighth": 8, "ninth": 9, "tenth": 10, "twelfth": 12, "hundredth": 100}  # fmt: skip
 
 
-def _number_in_words(text: str) -> Fraction | None:
+def number_in_words(text: str) -> Fraction | None:
     """The number that words name: one hundred and twenty, minus five, three quarters, two and a half."""
-    sign, words = 1, [word for word in re.split(r"[\s-]+", text) if word not in ("and", "")]
+    sign, words = 1, text.replace("-", " ").removeprefix("a ").split()
     if words[:1] in (["minus"], ["negative"]):
         sign, words = -1, words[1:]
     divisor = PARTS.get(words[-1].removesuffix("s")) if words else None
     if divisor is None:
         whole = _whole_in_words(words)
         return None if whole is None else Fraction(sign * whole)
-    *front, last = words[:-1] or ["a"]
-    count = _whole_in_words(["one" if last == "a" else last])
-    before = _whole_in_words(front) if front else 0
+    front, _, counted = " ".join(words[:-1]).rpartition("and ")
+    count = 1 if counted in ("", "a") else _whole_in_words(counted.split())
+    before = _whole_in_words(front.split()) if front else 0
     return None if count is None or before is None else sign * (before + Fraction(count, divisor))
 
 
 def _whole_in_words(words: list[str]) -> int | None:
-    if not words or not all(word in VALUES or word in SCALES for word in words):
-        return None
+    """The whole number that words name; None of "five six" and "five and six", which are two numbers."""
     total = current = 0
-    for word in words:
+    for before, word in zip(["", *words], words, strict=False):
         if word == "hundred":
             current = max(current, 1) * 100
         elif word in SCALES:
             total, current = total + max(current, 1) * SCALES[word], 0
-        else:
+        elif word in VALUES and (
+            not before or current % 100 == 0 or (current % 10 == 0 < VALUES[word] < 10 < current % 100)
+        ):
             current += VALUES[word]
-    return total + current
+        elif word != "and" or before not in SCALES:
+            return None
+    return total + current if words and words[-1] != "and" else None
