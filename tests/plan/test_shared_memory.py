@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_memory import LLAMA31_8B
 from worlds import make_config, make_ppo_config
 
 from rlhf.plan.memory import GIB
 from rlhf.plan.shared_gpus import BUCKET_BYTES, check_shared_gpus
 from rlhf.types import GPUMemory
+
+LLAMA31_8B = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def colocated(folder: Path, make: Any = make_config) -> Any:
