@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from processes import below, outliving
+from processes import Process, below, outliving, running
+from ray_cluster import ray_folder
 from test_stack_grpo import read_steps, run_grpo, wait_for_step, write_config
 from waiting import STACK_WAIT_S
 
@@ -68,9 +69,18 @@ def test_a_second_signal_ends_the_run_at_once(tiny_model_dir: Path, tmp_path: Pa
 def test_nothing_is_left_10_s_after_the_driver_was_killed_and_the_run_can_be_resumed(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    temporary = tmp_path / "t"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
+    with ray_folder() as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        what_a_killed_driver_leaves(tiny_model_dir, tmp_path, Path(temporary))
+
+
+def shared_memory(processes: Iterable[Process]) -> set[Path]:
+    """The files in shared memory that these processes map."""
+    maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
+    return {path for path in Path("/dev/shm").iterdir() if f" {path}\n" in maps}
+
+
+def what_a_killed_driver_leaves(tiny_model_dir: Path, tmp_path: Path, temporary: Path) -> None:
     config = write_config(tmp_path, tiny_model_dir, run={"steps": 100000})
     program = subprocess.Popen(
         [sys.executable, "-m", "rlhf.grpo", "--config", str(config)],
@@ -79,7 +89,8 @@ def test_nothing_is_left_10_s_after_the_driver_was_killed_and_the_run_can_be_res
     wait_for_step(tmp_path / "run", 3, program)  # the checkpoint of step 2 is complete
     started = below({program.pid})
     assert any(path.name.startswith("rlhf-ray-") for path in temporary.iterdir())
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_memory(running(started))
+    assert shared  # vLLM's
     program.kill()
     program.communicate()
     deadline = time.monotonic() + GONE_S
@@ -87,5 +98,5 @@ def test_nothing_is_left_10_s_after_the_driver_was_killed_and_the_run_can_be_res
     while time.monotonic() < deadline and list(temporary.glob("rlhf-ray-*")):
         time.sleep(0.1)
     assert not list(temporary.glob("rlhf-ray-*"))
-    assert not (set(os.listdir("/dev/shm")) - shared)
+    assert not [path for path in shared if path.exists()]
     assert RunFolder(tmp_path / "run", resume=True).restored is not None  # undamaged
