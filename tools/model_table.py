@@ -48,6 +48,7 @@ STACK_KEYS = {name: ["model.dtype=bfloat16"] for name in ("qwen3_next", "olmo_hy
 }
 STACK_MODEL: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 128},
+    "cohere2": {"sliding_window": 128},  # vLLM's windows of Cohere 2 have a token more than transformers'
     "phimoe": {"lm_head_bias": False},  # vLLM leaves the bias out
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},  # no experts
 } | {name: {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64} for name in ("deepseek_v2", "deepseek_v3")}
