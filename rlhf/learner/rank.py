@@ -87,6 +87,10 @@ class TrainedRank:
         """A context for loading a model; at ZeRO-3 each rank keeps only its share of what is read."""
         return loading(self._settings())
 
+    def apply(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call `function(self, *arguments)` in this process: what the doctor measures needs no methods here."""
+        return function(self, *arguments)
+
     def device_name(self) -> str:
         """The device's name from its driver, such as `NVIDIA H100 80GB HBM3`."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"

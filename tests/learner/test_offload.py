@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from waiting import WAIT_S, eventually
 from worlds import make_config, make_groups, plan_first_epoch, random_column, run_world
 
 from rlhf.learner.rank_place import Place
@@ -57,6 +58,7 @@ def leave_and_come_back(place: Place, model: Path, stage: int, dtype: str, outpu
             folder.mkdir()
         torch.distributed.barrier()
         learner.save(str(folder))
+        assert eventually(lambda: learner.saved() is not None, WAIT_S)
         torch.distributed.barrier()
         return files(folder)
 
@@ -80,9 +82,9 @@ def leave_and_come_back(place: Place, model: Path, stage: int, dtype: str, outpu
     assert all(np.array_equal(a, b) for a, b in zip(learner.logprobs(), logprobs, strict=True) if a is not None)
     learner.leave_gpu(True)
     after = update()
-    learner.load(str(output / "at home"), 1)
+    learner.load(str(output / "at home"))
     learner.leave_gpu(True)
-    learner.load(str(output / "away"), 1)
+    learner.load(str(output / "away"))
     stayed = update()
     assert all(torch.equal(after[name], stayed[name]) for name in after)
 
