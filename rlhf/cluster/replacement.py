@@ -147,8 +147,9 @@ class Replacements:
     async def unless_failed(self, call: Coroutine[Any, Any, R]) -> R:
         """The result of a call; what a replacement failed with, if that comes first."""
         task = asyncio.ensure_future(call)
+        waited: set[asyncio.Future[Any]] = {task, self._failed}
         try:
-            await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self.raise_failure()
             return await task
