@@ -33,9 +33,8 @@ QUICKSTART = PAGE.parent.parent / "configs" / "quickstart.yaml"
 BEGIN, END = "<!-- table: tools/model_table.py -->", "<!-- end of the table -->"
 BOUND = 1e-5  # of log-probs, and of gradients relative to their norm
 REASON = r"\b\w*(?:Error|Exception|Refused)\b.*: .*|\bassert [^:]*$|^error: [^;]*|Value error, .*"
-GENERIC = (
-    "initialization failed|EngineDeadError|Worker failed with error|validation error for"  # the reason is elsewhere
-)
+# An error that one of these is in has its reason elsewhere in the logs.
+GENERIC = "initialization failed|EngineDeadError|Worker failed with|validation error for|be inspected|serializ|pickle"
 STACK_LIMIT_S = 300.0
 PROMPT_TOKENS, RESPONSE_TOKENS = 20, 40
 HEADER = (
@@ -174,7 +173,7 @@ def stack_result(model_type: str, folder: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"stack": f"no end within {STACK_LIMIT_S:.0f} s"}
     if done.returncode:
-        actors = "".join(path.read_text() for path in sorted((run / "logs").glob("worker*.out")))
+        actors = "".join(path.read_text() for path in sorted((run / "logs").glob("worker*")))
         return {"stack": reason_of((folder.parent / "run.log").read_text() + actors)}
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "time/step" in step]
