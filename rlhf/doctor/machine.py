@@ -18,9 +18,8 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_files import load_tokenizer
 from rlhf.doctor.examination import Finding, Patient, in_thread
 from rlhf.plan import visible_gpus
-from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
-from rlhf.plan.model_shape import shape_at
-from rlhf.plan.preflight import input_problems
+from rlhf.plan.memory import GIB
+from rlhf.plan.preflight import existing_folder, input_problems, run_bytes
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -112,23 +111,9 @@ async def check_imports(patient: Patient) -> Finding:
 
 
 def needed_gib(config: GRPOConfig) -> float | None:
-    """The most that a run writes, GiB: its checkpoints, one of them not complete yet, and the exported model.
-
-    None if the model's config.json is not found or not supported.
-    """
-    policy = shape_at(config.model.path)
-    checkpoint = checkpoint_bytes(config, policy)
-    if checkpoint is None or policy is None:
-        return None
-    checkpoints = config.checkpoint.keep + 1 if config.checkpoint_every is not None else 0
-    written = checkpoints * checkpoint + config.run.export * BYTES[config.model.dtype] * policy.parameters
-    return written / GIB + ROLLOUTS_GIB
-
-
-def existing_folder(config: GRPOConfig) -> Path:
-    """run.dir, or the nearest folder above it that exists."""
-    folder = Path(config.run.dir).absolute()
-    return next(parent for parent in (folder, *folder.parents) if parent.exists())
+    """The most that a run writes with its rollouts, GiB; None without the model's config.json."""
+    needed = run_bytes(config)
+    return None if needed is None else needed / GIB + ROLLOUTS_GIB
 
 
 async def check_disk(patient: Patient) -> Finding:

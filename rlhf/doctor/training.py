@@ -17,10 +17,11 @@ import psutil
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient
-from rlhf.doctor.machine import existing_folder, needed_gib
+from rlhf.doctor.machine import needed_gib
 from rlhf.doctor.stack import started
 from rlhf.plan.memory import GIB, learner_memory, total
 from rlhf.plan.model_shape import shape_at
+from rlhf.plan.preflight import existing_folder
 from rlhf.rollout.requests import SamplingSettings
 
 if TYPE_CHECKING:

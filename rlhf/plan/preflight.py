@@ -11,7 +11,7 @@ from pathlib import Path
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_checks import check_folder, model_problems
 from rlhf.data.read import check_source, config_sources
-from rlhf.plan.memory import GIB, checkpoint_bytes
+from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model_shape import shape_at
 from rlhf.plan.resources import check_resources, joins_a_cluster, local_resources
 
@@ -58,23 +58,41 @@ def _check_local_resources(config: GRPOConfig, *, trains: bool = True) -> None:
         check_resources(config, local_resources(), trains=trains)
 
 
+def existing_folder(config: GRPOConfig) -> Path:
+    """run.dir, or the nearest folder above it that exists."""
+    run_dir = Path(config.run.dir).expanduser().absolute()
+    return next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+
+
+def run_bytes(config: GRPOConfig, *, written: int = 0) -> int | None:
+    """The most that a run writes: its checkpoints, one of them not complete yet, and the exported model.
+
+    Args:
+        written: checkpoints that are there already.
+
+    Returns:
+        None if the model's config.json is not found or not supported.
+    """
+    policy = shape_at(config.model.path)
+    checkpoint = checkpoint_bytes(config, policy)
+    if checkpoint is None or policy is None:
+        return None
+    checkpoints = 0 if config.checkpoint_every is None else max(1, config.checkpoint.keep + 1 - written)
+    return checkpoints * checkpoint + config.run.export * BYTES[config.model.dtype] * policy.parameters
+
+
 def _check_run_folder(config: GRPOConfig) -> None:
     """Raises ValueError if the run folder cannot be written, or if its disk has no room for the checkpoints."""
-    run_dir = Path(config.run.dir).expanduser().absolute()
-    exists = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
-    if not exists.is_dir():
-        raise ValueError(f"run.dir={config.run.dir}: {exists} is a file. Name a folder.")
-    if not os.access(exists, os.W_OK | os.X_OK):
-        raise ValueError(f"run.dir={config.run.dir}: {exists} cannot be written. Name a folder that can be.")
-    shape = shape_at(config.model.path)
-    size = checkpoint_bytes(config, shape) if config.checkpoint_every else 0
-    # while a checkpoint is written, the earlier ones are still there; a resumed run has written some already
-    written = len(list((run_dir / "checkpoints").glob("step-*[0-9]")))
-    needed = (size or 0) * max(1, config.checkpoint.keep + 1 - written)
-    free = shutil.disk_usage(exists).free
+    folder = existing_folder(config)
+    if not folder.is_dir():
+        raise ValueError(f"run.dir={config.run.dir}: {folder} is a file. Name a folder.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"run.dir={config.run.dir}: {folder} cannot be written. Name a folder that can be.")
+    written = len(list((folder / "checkpoints").glob("step-*[0-9]")))  # by a run that is resumed
+    needed, free = run_bytes(config, written=written) or 0, shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
-            f"run.dir={config.run.dir}: checkpoints need {needed / GIB:.1f} GiB (checkpoint.keep="
-            f"{config.checkpoint.keep} and the one that is being written, {(size or 0) / GIB:.1f} GiB each), but "
-            f"{exists} has {free / GIB:.1f} GiB free. Make room, keep fewer, or write to another disk."
+            f"run.dir={config.run.dir}: checkpoints and export need {needed / GIB:.1f} GiB (checkpoint.keep="
+            f"{config.checkpoint.keep} and one that is being written), but {folder} has {free / GIB:.1f} GiB free. "
+            "Make room, keep fewer, or write to another disk."
         )

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
-from shutil import which
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +14,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.log.sinks import NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink, TerminalSink
 from rlhf.log.wandb_sink import WandbSink
 from rlhf.run.folder import RunFolder
-from rlhf.run.state import RunState
+from rlhf.run.state import RunState, code_state
 
 
 class RunLog:
@@ -95,14 +92,4 @@ def _check_packages(config: GRPOConfig) -> None:
 
 def about() -> dict[str, Any]:
     """Versions of what computes, and the commit of the source where that is a git checkout."""
-    source = Path(__file__)
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(source.parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    told: dict[str, Any] = {"versions": {name: text for name, text in report().items() if name != "node"}}
-    if which("git") and git("ls-files", source.name):  # not a package installed somewhere in another checkout
-        changed = git("status", "--porcelain", "--untracked-files=no") != ""
-        told["git"] = {"commit": git("rev-parse", "HEAD"), "changed": changed}
-    return told
+    return {"versions": {name: text for name, text in report().items() if name != "node"}, "code": code_state()}

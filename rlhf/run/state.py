@@ -7,6 +7,7 @@ import json
 import subprocess
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter
@@ -76,16 +77,17 @@ class RunState:
 
 @cache
 def code_state() -> dict[str, str]:
-    """The version of this program and, where it runs from a git repository, the commit and whether files differ."""
+    """The version of this program and, where it runs from its git repository, the commit and whether files differ."""
     state = {"rlhf": importlib.metadata.version("rlhf")}
     try:
-        commit = _git("rev-parse", "HEAD")
-        state |= {"commit": commit, "uncommitted changes": "yes" if _git("status", "--porcelain", "-uno") else "no"}
+        if _git("ls-files", Path(__file__).name):  # not a package installed inside another project's repository
+            changed = "yes" if _git("status", "--porcelain", "-uno") else "no"
+            state |= {"commit": _git("rev-parse", "HEAD"), "uncommitted changes": changed}
     except (OSError, subprocess.SubprocessError):
         pass
     return state
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=GIT_S, check=True)
-    return done.stdout.strip()
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()

@@ -99,7 +99,7 @@ from rlhf.log.wandb_sink import WandbSink
 
 folder, first, last, kill, *resume = sys.argv[1:]
 config = WandbConfig(mode="offline", project="p", group="g", run_id="abc")
-about = {"git": {"commit": "0123"}}
+about = {"code": {"commit": "0123"}}
 resumed = (resume[0], int(resume[1])) if resume else None
 log = JsonlSink(Path(folder) / "metrics.jsonl", resume_step=resumed and resumed[1])
 sink = WandbSink(config, Path(folder), {"run": {"steps": 6}}, about, resume=resumed, warn=print)
@@ -167,5 +167,5 @@ def test_axes_summaries_histograms_a_table_config_group_and_alerts_are_in_the_fi
     run = next(record.run for record in found if record.HasField("run"))
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert (run.project, run.run_group, config["run"]["steps"]) == ("p", "g", 6)
-    assert config["about"]["git"]["commit"] == "0123"
+    assert config["about"]["code"]["commit"] == "0123"
     assert [record.alert.title for record in found if record.HasField("alert")] == ["much clipping"]

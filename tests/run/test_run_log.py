@@ -11,7 +11,7 @@ import pytest
 from worlds import make_config
 
 from rlhf.run.run_log import RunLog, about
-from rlhf.run.state import RunState
+from rlhf.run.state import RunState, code_state
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -31,5 +31,11 @@ def test_versions_and_the_commit_of_the_source_are_told() -> None:
     told = about()
     assert told["versions"]["torch"][0].isdigit()
     if (ROOT / ".git").exists():
-        assert re.fullmatch(r"[0-9a-f]{40}", told["git"]["commit"])
-        assert isinstance(told["git"]["changed"], bool)
+        assert re.fullmatch(r"[0-9a-f]{40}", told["code"]["commit"])
+        assert told["code"]["uncommitted changes"] in ("yes", "no")
+
+
+def test_a_commit_is_that_of_the_source_wherever_a_program_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = code_state.__wrapped__()
+    monkeypatch.chdir("/")
+    assert code_state.__wrapped__() == here
