@@ -35,13 +35,16 @@ TINY_MODEL = {"hidden_size": 64, "num_layers": 2, "num_heads": 2}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A `stack` test may start several programs, one after another, next to other jobs of the machine."""
+    """Limits and order; a `stack` test may start several programs, one after another, next to other jobs."""
     no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:
         if item.get_closest_marker("gpu") and not visible_gpus():
             item.add_marker(no_gpu)
         if item.get_closest_marker("stack"):
             item.add_marker(pytest.mark.timeout(3 * STACK_WAIT_S))
+    # The long ones first: with two workers, the quick ones fill what is left, and none waits for one long last test.
+    long = {item.path for item in items if item.get_closest_marker("stack")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session")
