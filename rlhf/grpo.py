@@ -5,7 +5,8 @@
 `train_step` is one training step, in the order in which it happens:
 
     take graded groups (a prompt, its responses and their rewards) -> one flat batch -> advantages -> minibatches ->
-    old and reference log-probs -> update -> new weights to the engines -> canary (do the engines hold them?) -> metrics
+    old and reference log-probs -> update, if all are finite -> new weights to the engines -> canary (do the engines
+    hold them?) -> metrics
 
 With the KL in the reward, advantages need the log-probs and are computed after them. A rollout whose advantage is 0
 has no gradient if the loss has no KL, entropy bonus or balancing loss: then, unless algo.log_kl asks for its log-probs,
@@ -35,7 +36,7 @@ async def train(run: TrainingRun) -> None:
         for step in range(run.first_step, run.config.run.steps):
             await train_step(run, step)
             await run.evaluate_if_due(step + 1)
-            await run.checkpoint_if_due(step + 1)  # a signal ends the run here, saved
+            await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
             run.signal_watch.check()  # ends it after run.max_useless_steps
         await run.finish()
 

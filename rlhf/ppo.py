@@ -37,7 +37,7 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
             await train_step(run, step, controller)
             run.state.kl_controller = {"coef": controller.coef}
             await run.evaluate_if_due(step + 1)
-            await run.checkpoint_if_due(step + 1)  # a signal ends the run here, saved
+            await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
             run.signal_watch.check()  # ends it after run.max_useless_steps
         await run.finish()
 
