@@ -150,6 +150,7 @@ class TrainingRun(Generic[C]):
             next(iter(self.prompts.prompts.values())),
             dtype=config.model.dtype,
             max_tokens=config.max_sequence_tokens,
+            noise_seed=config.noise_seed,
         )
         self.speed = LearnerSpeed(config, (await self.cluster.learners.call("device_name"))[0])
         await self.canary.measure_noise(self.cluster)  # before a checkpoint is loaded: both sides hold model.path now
@@ -171,6 +172,7 @@ class TrainingRun(Generic[C]):
             replacements=self.state.replacements,
             max_replacements=config.rollout.max_replacements if config.rollout.dynamic_sampling else 0,
             deciding_part=config.rollout.dynamic_sampling_part,
+            in_order=config.run.deterministic,
         )
         self._exit_stack.push_async_callback(self.buffer.close)
 
