@@ -35,7 +35,7 @@ def join_world(device: str, place: Place) -> torch.device:
         deepspeed.ops.__compatible_ops__[SHM_OP] = False
     if place.deterministic:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
     deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
     if device == "cpu":
         return torch.device("cpu")

@@ -52,6 +52,7 @@ def test_a_deterministic_engine_computes_prompts_whole_and_refuses_a_cache_in_wh
 
     monkeypatch.setattr(engine.AsyncLLM, "from_engine_args", start)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # longer than what vLLM computes at once by default
     for sequences in (8, 9):
         config = make_config(
             tiny_model_dir / "model",
