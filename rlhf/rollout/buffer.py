@@ -191,7 +191,14 @@ class RolloutBuffer:
 
     def outstanding(self) -> list[int]:
         """Stream positions of prompts that were dispatched and not trained on; a resumed run samples them again."""
-        return sorted(t.position for t in [*self._running.values(), *(ticket for ticket, _ in self._ready)])
+        return sorted(ticket.position for ticket in self._waiting_tickets())
+
+    def outstanding_prompts(self) -> list[Prompt]:
+        """The prompts at these positions."""
+        return [ticket.prompt for ticket in self._waiting_tickets()]
+
+    def _waiting_tickets(self) -> list[Ticket]:
+        return [*self._running.values(), *(ticket for ticket, _ in self._ready)]
 
     async def close(self) -> None:
         tasks = list(self._running)
