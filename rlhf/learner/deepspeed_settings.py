@@ -34,6 +34,7 @@ def join_world(device: str, place: Place) -> torch.device:
         # killed, its lock makes every later start wait forever. gloo does the same work.
         deepspeed.ops.__compatible_ops__[SHM_OP] = False
     if place.deterministic:
+        torch.manual_seed(0)  # by default each process has another
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
     deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
