@@ -135,7 +135,10 @@ def test_a_model_without_a_head_is_no_reward_model(tiny_model_dir: Path) -> None
 # --- the client ---
 
 
-def test_conversations_that_wait_while_the_model_is_busy_form_one_batch() -> None:
+@pytest.mark.parametrize(("by_group", "sizes"), [(False, [2, 4]), (True, [2, 2, 2])])
+def test_conversations_that_wait_while_the_model_is_busy_form_one_batch_or_one_per_group(
+    by_group: bool, sizes: list[int]
+) -> None:
     batches: list[int] = []
 
     async def score(conversations: list[list[dict[str, str]]]) -> list[float | None]:
@@ -144,14 +147,14 @@ def test_conversations_that_wait_while_the_model_is_busy_form_one_batch() -> Non
         return [float(c[-1]["content"].split()[1]) for c in conversations]
 
     async def run() -> list[RolloutGroup]:
-        client = RewardModelClient([score], weight=0.5)
+        client = RewardModelClient([score], weight=0.5, by_group=by_group)
         return await asyncio.gather(*(client.add_to(group(f"p{i}", (1.0, None))) for i in range(3)))
 
     for graded in asyncio.run(run()):
         # answer 0 scores 0; unscorable responses are unchanged
         assert [s.reward for s in graded.samples] == [1.0, None]
         assert [s.reward_parts[PART] for s in graded.samples] == [0.0, 1.0]
-    assert batches == [2, 4]
+    assert batches == sizes
 
 
 def test_a_response_that_the_model_cannot_hold_is_unscorable() -> None:

@@ -29,7 +29,7 @@ from rlhf.cluster.cluster import Cluster
 from rlhf.log.measure import ENGINE_KL_FROM
 from rlhf.log.reductions import Mean, StepMetrics, merge_metrics
 from rlhf.rollout.requests import SamplingSettings
-from rlhf.types import Prompt
+from rlhf.types import Prompt, Rollout
 
 SEQUENCES = 8
 CANDIDATES = 64  # prompts of which the shortest are taken
@@ -56,7 +56,9 @@ class Canary:
     that of the rollouts at temperature 1.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, dtype: str, max_tokens: int) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], *, dtype: str, max_tokens: int, noise_seed: int | None = None
+    ) -> None:
         self.sequences: list[np.ndarray] = []
         self.tolerance = TOLERANCE
         self.kl_bound = TOLERANCE**2
@@ -64,6 +66,7 @@ class Canary:
         self._rollouts: StepMetrics = {}  # KL by place, of the steps that have too few tokens there to be judged
         self._warned: set[str] = set()
         self._rounds = dtype != "float32"
+        self._noise_seed = noise_seed
         self._max_tokens = max_tokens - 1  # an engine scores a sequence while it samples one more token
         self._prompts = sorted(prompts[:CANDIDATES], key=lambda prompt: len(prompt.token_ids))[:SEQUENCES]
 
@@ -71,9 +74,12 @@ class Canary:
         """Write the sequences; measure what rounding costs on the weights of model.path, which both sides have loaded.
 
         Raises:
-            ClusterError: learner and engine differ by more than rounding.
+            ClusterError: learner and engine differ by more than rounding, or a deterministic run cannot be one.
         """
-        self.sequences = list(await asyncio.gather(*(self._written(cluster, prompt) for prompt in self._prompts)))
+        written = await asyncio.gather(*(self._written(cluster, prompt) for prompt in self._prompts))
+        self.sequences = [rollout.token_ids for rollout in written]
+        if self._noise_seed is not None:
+            _check_alike(written[0], await self._written(cluster, self._prompts[0]))
         by_engine = await cluster.engines.call("canary", self.sequences)
         exact, own = await self._exact(cluster)
         noise = _difference(exact, own)[0]
@@ -166,12 +172,13 @@ class Canary:
             "and the versions of vllm and transformers. Train on such rollouts with algo.importance_correction alone."
         )
 
-    async def _written(self, cluster: Cluster, prompt: Prompt) -> np.ndarray:
+    async def _written(self, cluster: Cluster, prompt: Prompt) -> Rollout:
         """A prompt's beginning, and what the first engine samples after it."""
         beginning = prompt.token_ids[: min(PROMPT_TOKENS, self._max_tokens - 1)]
-        settings = SamplingSettings(1.0, min(RESPONSE_TOKENS, self._max_tokens - len(beginning)))
+        tokens = min(RESPONSE_TOKENS, self._max_tokens - len(beginning))
+        settings = SamplingSettings(1.0, tokens, noise_seed=self._noise_seed)
         (rollout,) = await cluster.sample_group(0, dataclasses.replace(prompt, token_ids=beginning), 1, settings)
-        return rollout.token_ids
+        return rollout
 
     async def _exact(self, cluster: Cluster) -> tuple[Logprobs, Logprobs]:
         """The learner's log-probs in float32, and those in its own type."""
@@ -184,6 +191,18 @@ def _kl(sampled: Logprobs, other: Logprobs) -> float:
     """Mean KL per token from log-probs of both, the estimator k3 that policy/engine_kl is."""
     d = np.concatenate([a[1:] - b[1:] for a, b in zip(sampled, other, strict=True)]).astype(np.float64)
     return float((np.exp(-d) - 1 + d).mean())
+
+
+def _check_alike(together: Rollout, alone: Rollout) -> None:
+    """Raise ClusterError unless the engine sampled the same, bit for bit, next to other sequences and alone."""
+    tokens = [rollout.token_ids.tolist() for rollout in (together, alone)]
+    logprobs = [rollout.rollout_logprobs.tobytes() for rollout in (together, alone)]
+    if tokens[0] != tokens[1] or logprobs[0] != logprobs[1]:
+        raise ClusterError(
+            "run.deterministic=true: the engine sampled a response once next to others and once alone, with the same "
+            "noise, and got other tokens or log-probs. What it computes for this model depends on the batch, so two "
+            "runs would differ. Set run.deterministic=false."
+        )
 
 
 def _bound(noise: float) -> float:

@@ -24,6 +24,7 @@ from ray.util.placement_group import remove_placement_group
 
 from rlhf.cluster.actors import ActorGroup, LostError, start_call
 from rlhf.cluster.checkpoints import Checkpoints
+from rlhf.cluster.environment import environment_of
 from rlhf.cluster.heartbeat import Heartbeat
 from rlhf.cluster.placement import Placed, create, new_actor, rank_places, shared_gpus
 from rlhf.cluster.rank_group import RankGroup
@@ -144,14 +145,15 @@ class Cluster:
     async def _build(self, role: str) -> None:
         """Construct the hosted objects of a role."""
         placed, config = self._placed[role], self.config.cluster
-        environments = [self._environment() for _ in placed.locations]
+        environments = [self._environment(role) for _ in placed.locations]
         arguments: list[tuple[Any, ...]]
         if placed.role.training is not None:
             # policy and critic compute at the same time
             threads = config.threads_per_learner or max(
                 1, (os.cpu_count() or 1) // (config.learners * len(self.trained()))
             )
-            arguments = [(self.config, place) for place in rank_places(placed.locations, threads, config.device)]
+            places = rank_places(placed.locations, threads, config.device, deterministic=self.config.run.deterministic)
+            arguments = [(self.config, place) for place in places]
         elif role == REWARD_MODEL:
             arguments = [(self.config.reward_model, config.device, config.threads_per_learner or 1)] * placed.role.count
         else:
@@ -180,28 +182,9 @@ class Cluster:
             await self._leave_gpus(role)
         return results
 
-    def _environment(self) -> dict[str, str]:
-        level = self.config.logging.level.upper()
-        environment = {
-            "VLLM_LOGGING_LEVEL": level,
-            "TOKENIZERS_PARALLELISM": "false",
-            "TRANSFORMERS_VERBOSITY": "error",
-        }
-        if self.config.cluster.device == "cpu":
-            environment |= {
-                "VLLM_CPU_KVCACHE_SPACE": str(self.config.rollout.kv_cache_gib),
-                "DS_ACCELERATOR": "cpu",
-                # Threads that spin at a barrier take the core that another process needs: on a busy machine an update
-                # took ten times as long.
-                "OMP_WAIT_POLICY": "PASSIVE",
-                "CUDA_VISIBLE_DEVICES": "",
-            }
-        if self._session.temp:
-            environment["VLLM_RPC_BASE_PATH"] = self._session.temp  # its sockets are deleted with this folder
-        if self.transfer_backend == "ipc":
-            # vLLM's processes get handles of GPU memory pickled, which vLLM refuses by default.
-            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        return environment
+    def _environment(self, role: str) -> dict[str, str]:
+        sockets = self._session.temp  # they are deleted with this folder
+        return environment_of(role, self.config, transfer_backend=self.transfer_backend, sockets=sockets)
 
     # --- from disk ---
 
@@ -329,7 +312,7 @@ class Cluster:
         try:
             await new.locate(deadline_s=config.start_deadline_s)
             arguments = [self._engine_arguments(rank)]
-            await new.build([self._environment()], arguments, deadline_s=config.start_deadline_s)
+            await new.build([self._environment(ENGINE)], arguments, deadline_s=config.start_deadline_s)
         except BaseException:
             ray.kill(actor)
             raise

@@ -91,7 +91,7 @@ async def _start_actors(
     return Placed(role, group, locations, bundles, list(order))
 
 
-def rank_places(locations: Sequence[Location], threads: int, device: str) -> list[Place]:
+def rank_places(locations: Sequence[Location], threads: int, device: str, *, deterministic: bool) -> list[Place]:
     """The place of each rank of one world; ranks of a node are neighbours."""
     places, meeting = [], locations[0]
     for rank, location in enumerate(locations):
@@ -99,7 +99,8 @@ def rank_places(locations: Sequence[Location], threads: int, device: str) -> lis
         on_node = sum(other.node == location.node for other in locations)
         # A learner sees only its own GPU, as device 0; on CPU the ranks of a node are numbered.
         local_rank = 0 if device == "cuda" else before
-        places.append(Place(rank, len(locations), local_rank, meeting.host, meeting.port, threads, on_node))
+        meets = meeting.host, meeting.port
+        places.append(Place(rank, len(locations), local_rank, *meets, threads, on_node, deterministic))
     return places
 
 

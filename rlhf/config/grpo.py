@@ -121,6 +121,11 @@ class GRPOConfig(ProgramConfig):
         return max(1, 2 * sequences // self.evaluation.samples_per_prompt)
 
     @property
+    def noise_seed(self) -> int | None:
+        """What sampling noise follows from, with the prompt and the sample; None: from the order of arrival as well."""
+        return self.run.seed if self.run.deterministic else None
+
+    @property
     def needs_reference(self) -> bool:
         return self.algo.kl_coef > 0 or self.algo.log_kl
 
@@ -173,6 +178,8 @@ class GRPOConfig(ProgramConfig):
         yield from _sampling_problems(self)
         yield from _learner_problems(self)
         yield from _cluster_problems(self)
+        if self.run.deterministic:
+            yield from _nondeterministic_settings(self)
 
 
 def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
@@ -299,3 +306,18 @@ def _cluster_problems(config: GRPOConfig) -> Iterator[str]:
                 f"cluster.placement=colocated with rollout.max_policy_lag={config.rollout.max_policy_lag}: on shared "
                 "GPUs sampling and training take turns. Use separate placement or a lag of 0."
             )
+
+
+def _nondeterministic_settings(config: GRPOConfig) -> Iterator[str]:
+    """What makes two runs differ whatever engines and learners do."""
+    rollout = config.rollout
+    if rollout.max_policy_lag > 0:
+        yield (
+            f"run.deterministic=true with rollout.max_policy_lag={rollout.max_policy_lag}: which tokens new weights "
+            "sample depends on the speed of engines and learners. Use a lag of 0, or deterministic=false."
+        )
+    if config.reward_model is not None and config.reward_model.endpoint is not None:
+        yield (
+            f"run.deterministic=true with reward_model.endpoint={config.reward_model.endpoint}: nothing here can make "
+            "its scores the same in a second run. Set reward_model.path instead, or deterministic=false."
+        )

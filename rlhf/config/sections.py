@@ -32,6 +32,10 @@ class RunConfig(Section):
         description="training steps; one consumes prompts_per_step x samples_per_prompt rollouts"
     )
     seed: NonNegativeInt = Field(0, description="seeds prompt order, sampling and minibatches")
+    deterministic: bool = Field(
+        False,
+        description="two runs of one config on one machine, and a resumed run, are equal bit for bit; samples slower",
+    )
     export: bool = Field(True, description="write the final model in Hugging Face format")
     max_useless_steps: PositiveInt | None = Field(
         20,

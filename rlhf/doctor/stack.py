@@ -77,7 +77,12 @@ async def check_agreement(patient: Patient) -> Finding:
 
     cluster, config = started(patient), patient.config
     assert patient.prompts is not None
-    canary = Canary(patient.prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens)
+    canary = Canary(
+        patient.prompts,
+        dtype=config.model.dtype,
+        max_tokens=config.max_sequence_tokens,
+        noise_seed=config.noise_seed,
+    )
     await canary.measure_noise(cluster)
     metrics = await canary.check_start(cluster, 0)
     difference, patient.canary = metrics["sync/canary_difference"], canary

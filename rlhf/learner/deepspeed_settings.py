@@ -33,10 +33,15 @@ def join_world(device: str, place: Place) -> torch.device:
         # At the first start on a machine DeepSpeed would compile an all-reduce over shared memory here. If the build is
         # killed, its lock makes every later start wait forever. gloo does the same work.
         deepspeed.ops.__compatible_ops__[SHM_OP] = False
+    if place.deterministic:
+        torch.manual_seed(0)  # by default each process has another
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
     deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
     if device == "cpu":
         return torch.device("cpu")
-    use_flash_attention_3()
+    if not place.deterministic:  # torch says of version 2 alone how to make its backward pass deterministic
+        use_flash_attention_3()
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of a world; `threads` is for CPU, `ranks_on_node` counts those that share its memory."""
+    """One rank of a world.
+
+    Attributes:
+        threads: on CPU.
+        ranks_on_node: those that share its memory.
+        deterministic: whether torch may take only algorithms that give the same bits every time.
+    """
 
     rank: int
     world_size: int
@@ -17,6 +23,7 @@ class Place:
     master_port: int
     threads: int
     ranks_on_node: int = 1
+    deterministic: bool = False
 
 
 def free_port() -> int:

@@ -26,11 +26,13 @@ class RewardModelClient:
     Args:
         scorers: one per copy of the model: conversations -> scores; None, NaN and inf mean unscorable.
         weight: factor of the score in the reward.
+        by_group: send each group alone, so that the rounding of a score does not depend on what else has arrived.
     """
 
-    def __init__(self, scorers: Sequence[Score], *, weight: float) -> None:
+    def __init__(self, scorers: Sequence[Score], *, weight: float, by_group: bool = False) -> None:
         self._weight = weight
-        self._waiting: list[tuple[Conversation, asyncio.Future[float | None]]] = []
+        self._by_group = by_group
+        self._waiting: list[list[tuple[Conversation, asyncio.Future[float | None]]]] = []  # by group
         self._free = list(scorers)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -40,7 +42,7 @@ class RewardModelClient:
         replies = [[*prompt, {"role": "assistant", "content": sample.text}] for sample in group.samples]
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[float | None]] = [loop.create_future() for _ in replies]
-        self._waiting += zip(replies, futures, strict=True)
+        self._waiting.append(list(zip(replies, futures, strict=True)))
         self._start()
         scores = await asyncio.gather(*futures)
         samples = tuple(self._add(sample, score) for sample, score in zip(group.samples, scores, strict=True))
@@ -54,7 +56,9 @@ class RewardModelClient:
 
     def _start(self) -> None:
         while self._free and self._waiting:
-            batch, self._waiting = self._waiting, []
+            groups = 1 if self._by_group else len(self._waiting)
+            batch = [pair for group in self._waiting[:groups] for pair in group]
+            self._waiting = self._waiting[groups:]
             task = asyncio.ensure_future(self._run(self._free.pop(), batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -76,6 +76,7 @@ class Scorer:
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
         self.counters: Counter[str] = Counter()
+        self._counted: dict[tuple[int, str], Counter[str]] = {}  # by epoch and id of a prompt
         self._calls: Counter[str] = Counter()
         self._errors: dict[str, Counter[str]] = defaultdict(Counter)  # by part: error -> how often
         self._reported: dict[str, set[str]] = defaultdict(set)  # by part: errors that new_errors has returned
@@ -113,7 +114,10 @@ class Scorer:
         futures = [self._submit(part, texts, prompt.answer, prompt.columns, metadata) for part in parts]
         columns = [[await asyncio.wrap_future(future) for future in many] for many in futures]
         grades = [_of_each(column, len(responses)) for column in columns]
-        return [self._combine(parts, [column[row] for column in grades], prompt.id) for row in range(len(responses))]
+        before = self.counters.copy()
+        scores = [self._combine(parts, [column[row] for column in grades], prompt.id) for row in range(len(responses))]
+        self._counted[prompt.epoch, prompt.id] = self.counters - before
+        return scores
 
     def score_batch(self, responses: Sequence[str], golds: Sequence[str | Sequence[str]]) -> list[Graded]:
         """Grade responses against their gold answers with the parts of the config.
@@ -179,6 +183,12 @@ class Scorer:
         while waiting:
             bad += _bad_gold(*waiting.popleft())
         return bad
+
+    def counted_besides(self, prompts: Iterable[Prompt]) -> dict[str, int]:
+        """The counters without the responses to these prompts, which a resumed run grades again."""
+        keys = {(prompt.epoch, prompt.id) for prompt in prompts}
+        self._counted = {key: counted for key, counted in self._counted.items() if key in keys}  # forget the others
+        return dict(self.counters - sum(self._counted.values(), Counter()))
 
     def restore(self, counters: Mapping[str, int]) -> None:
         """Continue the counters of a resumed run."""

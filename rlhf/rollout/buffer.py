@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, fields
 
 from rlhf.types import Prompt, RolloutGroup
@@ -72,6 +72,8 @@ class RolloutBuffer:
             by groups of other prompts; further ones are trained on. 0 replaces none. (Dynamic sampling, DAPO,
             arXiv:2503.14476, sec. 3.2.)
         deciding_part: the part of the reward that must differ within a group; None: the whole reward.
+        in_order: replace groups when all have arrived, in the order of their prompts: those that arrive first would
+            otherwise use up `max_replacements`.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class RolloutBuffer:
         replacements: int = 0,
         max_replacements: int = 0,
         deciding_part: str | None = None,
+        in_order: bool = False,
     ) -> None:
         self.account = account or Account()
         self._sample = sample
@@ -102,6 +105,7 @@ class RolloutBuffer:
         self._max_replacements = max_replacements
         self.replacements = replacements
         self._deciding_part = deciding_part
+        self._in_order = in_order
         self._changed = asyncio.Condition()
 
     def dispatch(self) -> None:
@@ -121,15 +125,28 @@ class RolloutBuffer:
         else:
             self._remove_task()
             self.account.sampled += len(group.samples)
-            if self.replacements < self._max_replacements and not _rewards_differ(group, self._deciding_part):
+            self._ready.append((ticket, group))
+            self._ready.sort(key=lambda pair: pair[0].position)
+            if not self._in_order:
+                self._replace_equal({ticket.position})
+            elif not self._running:
+                self._replace_equal({ticket.position for ticket, _ in self._ready})
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _replace_equal(self, positions: Set[int]) -> None:
+        """Filter the groups at these positions whose rewards are all equal, and dispatch others, as far as allowed."""
+        kept = []
+        for ticket, group in self._ready:
+            can_replace = self.replacements < self._max_replacements and ticket.position in positions
+            if can_replace and not _rewards_differ(group, self._deciding_part):
                 self.replacements += 1
                 self.account.filtered += len(group.samples)
                 self._dispatched -= 1
-                self.dispatch()
             else:
-                self._ready.append((ticket, group))
-        async with self._changed:
-            self._changed.notify_all()
+                kept.append((ticket, group))
+        self._ready = kept
+        self.dispatch()
 
     def _remove_task(self) -> None:
         """Remove the running task before anyone is woken, so that no group is counted both as running and as ready."""
@@ -148,7 +165,6 @@ class RolloutBuffer:
                 raise self._failure
             self._drop_stale()
             if len(self._ready) >= self._groups_per_step:
-                self._ready.sort(key=lambda pair: pair[0].position)
                 taken, self._ready = self._ready[: self._groups_per_step], self._ready[self._groups_per_step :]
                 return [group for _, group in taken]
             if len(self._running) + len(self._ready) < self._groups_per_step:
@@ -175,7 +191,14 @@ class RolloutBuffer:
 
     def outstanding(self) -> list[int]:
         """Stream positions of prompts that were dispatched and not trained on; a resumed run samples them again."""
-        return sorted(t.position for t in [*self._running.values(), *(ticket for ticket, _ in self._ready)])
+        return sorted(ticket.position for ticket in self._waiting_tickets())
+
+    def outstanding_prompts(self) -> list[Prompt]:
+        """The prompts at these positions."""
+        return [ticket.prompt for ticket in self._waiting_tickets()]
+
+    def _waiting_tickets(self) -> list[Ticket]:
+        return [*self._running.values(), *(ticket for ticket, _ in self._ready)]
 
     async def close(self) -> None:
         tasks = list(self._running)

@@ -20,7 +20,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.rollout.requests import Completion, SamplingSettings, engine_arguments, to_rollout, truncate
+from rlhf.rollout.requests import Completion, SamplingSettings, engine_arguments, request_seed, to_rollout, truncate
 from rlhf.types import Prompt, Rollout, VersionSpan
 
 # Samples share the whole blocks of their prompt: with vLLM's 128 a shorter prompt is computed once per sample. Its CPU
@@ -46,6 +46,26 @@ class RolloutEngine:
         # default here, 2,048, is for many users that wait; after an update in flight every running request is
         # prefilled again.
         self._engine = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        if config.run.deterministic:
+            self._check_cache(config)
+
+    def _check_cache(self, config: GRPOConfig) -> None:
+        """Refuse a KV cache that may not hold all sequences: those that lose their place are computed again in a piece.
+
+        Raises:
+            ValueError: what it holds, and what to change.
+        """
+        held = self._engine.vllm_config.cache_config.kv_cache_max_concurrency
+        asked = config.rollout.max_concurrent_sequences
+        if held is not None and held < asked:
+            self._engine.shutdown()
+            larger = "kv_cache_gib" if config.cluster.device == "cpu" else "gpu_memory_utilization"
+            raise ValueError(
+                f"rollout.max_concurrent_sequences={asked} with run.deterministic=true: an engine's KV cache holds "
+                f"{int(held)} sequences of data.max_prompt_tokens + rollout.max_response_tokens = "
+                f"{config.max_sequence_tokens} tokens, and one that loses its place would be rounded differently. "
+                f"Use at most {int(held)}, or raise rollout.{larger}."
+            )
 
     # --- sampling ---
 
@@ -54,6 +74,7 @@ class RolloutEngine:
         token = settings.truncate_token
         params = SamplingParams(
             n=samples,
+            seed=request_seed(settings.noise_seed, prompt),
             temperature=settings.temperature,
             max_tokens=settings.max_tokens,
             stop=list(settings.stop) or None,

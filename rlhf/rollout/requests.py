@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ class SamplingSettings:
     Attributes:
         stop: strings that end a response, besides the eos ids of the generation config.
         truncate_token: id of the token at which `truncate` cuts; None: responses are not cut.
+        noise_seed: with it the noise of a token follows from this seed, the prompt, the sample and the token's place,
+            and from nothing else; None: from the engine's generator, in the order in which requests arrive.
     """
 
     temperature: float
@@ -37,13 +40,29 @@ class SamplingSettings:
     stop: tuple[str, ...] = ()
     truncate_token: int | None = None
     truncate_after: int = 0
+    noise_seed: int | None = None
+
+
+def request_seed(noise_seed: int | None, prompt: Prompt) -> int | None:
+    """The seed of a prompt's first sample; that of sample i is i more.
+
+    Epoch and id stand for the place of the prompt in the stream: an epoch holds every prompt once.
+    """
+    if noise_seed is None:
+        return None
+    key = f"{noise_seed}/{prompt.epoch}/{prompt.id}"
+    # 7 bytes: vLLM takes an int64, and adds the number of the sample
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest())
 
 
 def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
     """The arguments that vLLM gets for an engine of this run, besides the weight transfer."""
     rollout, cluster = config.rollout, config.cluster
     on_cpu = cluster.device == "cpu"
-    return {
+    # A prompt that is computed in other pieces than in the other run is rounded differently. On CPU an engine would
+    # even die of a piece: vLLM takes back a request's random number, which torch's CPU generators cannot do.
+    whole_prompts = {"enable_chunked_prefill": False} if config.run.deterministic else {}
+    return whole_prompts | {
         "model": config.model.path,
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
@@ -57,7 +76,7 @@ def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
         "enforce_eager": rollout.enforce_eager or on_cpu,
         # Log-probs of the distribution that is sampled from, after the temperature; the default is before it.
         "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": rollout.on_weight_update != "keep_kv",
+        "enable_prefix_caching": rollout.on_weight_update != "keep_kv" and not config.run.deterministic,
         "enable_sleep_mode": cluster.placement == "colocated",
         "disable_log_stats": True,
         "scheduling_policy": "priority",  # so that the canary does not wait behind a backlog of rollouts

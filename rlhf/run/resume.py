@@ -32,12 +32,22 @@ FREE = frozenset(
     )
 )  # fmt: skip
 KEPT = frozenset(("run.seed",))  # of the sections in FREE
+# Keys in FREE that change how sums are rounded: a run that is and was deterministic keeps them too.
+ROUNDING = frozenset(
+    (
+        "cluster.device", "cluster.learners", "cluster.threads_per_learner", "cluster.tensor_parallel",
+        "model.gradient_checkpointing", "rollout.enforce_eager",
+        "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
+        "critic.zero_stage", "critic.offload_optimizer", "reward_model.max_tokens_per_batch",
+    )
+)  # fmt: skip
 
 
-def is_free(key: str) -> bool:
+def is_free(key: str, *, deterministic: bool = False) -> bool:
     """Whether a resumed run may change a key."""
     parts = key.split(".")
-    return key not in KEPT and any(".".join(parts[:n]) in FREE for n in range(1, len(parts) + 1))
+    kept = KEPT | ROUNDING if deterministic else KEPT
+    return key not in kept and any(".".join(parts[:n]) in FREE for n in range(1, len(parts) + 1))
 
 
 def changed_keys(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -70,15 +80,17 @@ def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) 
             f"python -m rlhf.{other}, or start another run.dir from its model."
         )
     changes = [(key, before[key], now[key]) for key in before if before[key] != now[key]]
+    deterministic = config.run.deterministic and state.config.get("run", {}).get("deterministic", False)
     plan = before.keys()  # of these keys a null stands for another key's value
     changes += [
         change
         for change in changed_keys(state.config, config.model_dump(mode="json"))
-        if change[0] not in plan and not is_free(change[0])
+        if change[0] not in plan and not is_free(change[0], deterministic=deterministic)
     ]
     problems = [
-        f"{key}={_short(now)}: the run began with {_short(before)}. Resume with {key}={_short(before)}, or start "
-        "another run.dir from this one's model."
+        f"{key}={_short(now)}: the run began with {_short(before)}. Resume with {key}={_short(before)}, "
+        + ("or run.deterministic=false, " if key in ROUNDING else "")
+        + "or start another run.dir from this one's model."
         for key, before, now in sorted(changes)
     ]
     if problems := problems + list(_other_models(config, state)):

@@ -86,7 +86,9 @@ class Sampler:
 
     def _settings(self, temperature: float, max_tokens: int) -> SamplingSettings:
         rollout = self._config.rollout
-        return SamplingSettings(temperature, max_tokens, rollout.stop, self._truncate_token, rollout.truncate_after)
+        return SamplingSettings(
+            temperature, max_tokens, rollout.stop, self._truncate_token, rollout.truncate_after, self._config.noise_seed
+        )
 
     async def sample(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> RolloutGroup:
         """Sample a group on the engine with the fewest groups, and grade its responses."""
@@ -125,4 +127,4 @@ def _reward_model_client(config: GRPOConfig, cluster: Cluster) -> RewardModelCli
     if model.path is None:
         return RewardModelClient([endpoint_scorer(model)] * model.replicas, weight=model.weight)
     scorers = [partial(cluster.score_conversations, copy) for copy in range(model.replicas)]
-    return RewardModelClient(scorers, weight=model.weight)
+    return RewardModelClient(scorers, weight=model.weight, by_group=config.run.deterministic)

@@ -150,6 +150,7 @@ class TrainingRun(Generic[C]):
             next(iter(self.prompts.prompts.values())),
             dtype=config.model.dtype,
             max_tokens=config.max_sequence_tokens,
+            noise_seed=config.noise_seed,
         )
         self.speed = LearnerSpeed(config, (await self.cluster.learners.call("device_name"))[0])
         await self.canary.measure_noise(self.cluster)  # before a checkpoint is loaded: both sides hold model.path now
@@ -171,6 +172,7 @@ class TrainingRun(Generic[C]):
             replacements=self.state.replacements,
             max_replacements=config.rollout.max_replacements if config.rollout.dynamic_sampling else 0,
             deciding_part=config.rollout.dynamic_sampling_part,
+            in_order=config.run.deterministic,
         )
         self._exit_stack.push_async_callback(self.buffer.close)
 
@@ -255,7 +257,8 @@ class TrainingRun(Generic[C]):
             "data/epoch": self.tickets.stream.epochs,
         }
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
-        values |= {f"reward/status/{name}": count for name, count in self.scorer.counters.items()}
+        counted = self.scorer.counted_besides(self.buffer.outstanding_prompts())
+        values |= {f"reward/status/{name}": count for name, count in counted.items()}
         rows = rollout_rows(step, groups, advantages.tolist())
         every = -(-self.config.run.steps // TABLES)
         shown = [] if step % every else rows[: sum(len(group.samples) for group in groups[:GROUPS_IN_TABLE])]
@@ -334,7 +337,7 @@ class TrainingRun(Generic[C]):
             # a resumed run samples the waiting rollouts again
             account=replace(account, sampled=account.sampled - account.waiting),
             replacements=self.buffer.replacements,
-            reward_status=dict(self.scorer.counters),
+            reward_status=self.scorer.counted_besides(self.buffer.outstanding_prompts()),
             wandb_run_id=self.log.wandb_run_id,
             mlflow_run_id=self.log.mlflow_run_id,
             seconds=dict(self.clock.total),

@@ -387,9 +387,11 @@ def register_with_vllm() -> None:
     from vllm.platforms import current_platform
 
     from rlhf.weights.cpu_rotary import rotate_heads_on_cpu
+    from rlhf.weights.cpu_rows import round_rows_alike
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "rlhf.weights.cpu_receiver", "CPUReceiver")
     if current_platform.is_cpu():
         shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
         rotate_heads_on_cpu()
+        round_rows_alike()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
 
@@ -13,6 +16,7 @@ from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.canary import MIN_TOKENS, SEQUENCES, Canary
 from rlhf.log.measure import ENGINE_KL_FROM
 from rlhf.log.reductions import Mean, StepMetrics
+from rlhf.types import Rollout
 
 
 def make(transfer: Any, *, rounding: float = 0.0) -> tuple[FakeCluster, Canary]:
@@ -102,6 +106,32 @@ def test_the_sequences_are_the_shortest_prompts_each_with_a_response_that_the_en
     assert len(canary.sequences) == SEQUENCES
     assert all(len(s) == 39 for s in canary.sequences)
     assert canary.sequences[3].tolist() == [0, 1, 2, 3, 4, 5, *range(49, 16, -1)]
+
+
+# --- the noise of a deterministic run ---
+
+
+class DependsOnTheBatch(FakeCluster):
+    """What it samples first, next to others, has a last token that is rounded differently."""
+
+    async def sample_group(self, *arguments: Any) -> list[Rollout]:
+        (rollout,) = await super().sample_group(*arguments)
+        self.sampled += 1
+        last = np.arange(len(rollout.token_ids)) == len(rollout.token_ids) - 1
+        return [dataclasses.replace(rollout, rollout_logprobs=1e-8 * (last & (self.sampled == 1)))]
+
+    sampled = 0
+
+
+def test_a_deterministic_run_is_refused_where_a_response_depends_on_the_others_in_the_batch() -> None:
+    for kind, noise_seed in ((FakeCluster, 3), (DependsOnTheBatch, None), (DependsOnTheBatch, 3)):
+        cluster = kind(everything)
+        cluster.learners, cluster.engines = Side(cluster, cluster.trained), Side(cluster, cluster.served)  # type: ignore[assignment]
+        canary = Canary(PROMPTS, dtype="float32", max_tokens=40, noise_seed=noise_seed)
+        refused = kind is DependsOnTheBatch and noise_seed is not None
+        expected = pytest.raises(ClusterError, match=r"once alone, with the same noise.*Set run\.deterministic=false\.")
+        with expected if refused else contextlib.nullcontext():
+            asyncio.run(canary.measure_noise(cluster))  # type: ignore[arg-type]
 
 
 # --- the rollouts of a step ---

@@ -274,6 +274,14 @@ CONTRADICTIONS = [
         ["cluster.placement=colocated", "rollout.max_policy_lag=1"],
         ["cluster.placement=colocated", "rollout.max_policy_lag=1", "Use separate placement or a lag of 0"],
     ),
+    (
+        ["run.deterministic=true", "rollout.max_policy_lag=1"],
+        ["run.deterministic=true with rollout.max_policy_lag=1", "Use a lag of 0, or deterministic=false."],
+    ),
+    (
+        ["run.deterministic=true", "reward_model.endpoint=http://h/score"],
+        ["run.deterministic=true with reward_model.endpoint=http://h/score", "Set reward_model.path instead"],
+    ),
 ]
 
 

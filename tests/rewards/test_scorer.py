@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.rewards.registry import load_user_function
-from rlhf.rewards.scorer import Scorer
+from rlhf.rewards.scorer import Response, Scorer
 from rlhf.types import Prompt
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -160,3 +161,14 @@ def test_a_user_function_that_cannot_be_loaded_is_one_error_at_the_start() -> No
 def test_a_module_without_the_function_is_named_too() -> None:
     with pytest.raises(ValueError, match="posixpath has no function reward"):
         load_user_function(RewardPart(name="posixpath:reward").model_dump())
+
+
+def test_what_a_resumed_run_grades_again_is_not_counted_in_its_checkpoint() -> None:
+    with Scorer(RewardConfig.model_validate({"parts": [{"name": "math"}], "workers": 1})) as own:
+        trained, waiting = prompt(), replace(prompt(), epoch=1)
+        for asked, texts in ((trained, [r"\boxed{5}", r"\boxed{6}"]), (waiting, [r"\boxed{7}"])):
+            asyncio.run(own.score_group(asked, [Response(text, "stop", 9) for text in texts]))
+        assert own.counters == {"math/ok": 3}
+        assert own.counted_besides([waiting]) == {"math/ok": 2}
+        assert own.counted_besides([]) == {"math/ok": 3}  # it has been trained on
+        assert own.counted_besides([waiting]) == {"math/ok": 3}

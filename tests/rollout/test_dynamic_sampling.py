@@ -153,3 +153,32 @@ def test_with_a_lag_replacements_keep_to_the_staleness_rule() -> None:
         await buffer.close()
 
     asyncio.run(run())
+
+
+def test_in_order_the_groups_that_are_replaced_do_not_depend_on_which_arrive_first() -> None:
+    class InTurn(Task):
+        """Prompts are answered in `order`."""
+
+        def __init__(self, order: tuple[int, ...]) -> None:
+            super().__init__(differing={1, 4})
+            self.order = order
+
+        async def sample(self, prompt: Prompt) -> RolloutGroup:
+            for _ in range(self.order.index(int(prompt.id))):
+                await asyncio.sleep(0)
+            return await super().sample(prompt)
+
+    async def taken(order: tuple[int, ...], in_order: bool) -> list[str]:
+        task = InTurn(order)
+        stream = task.tickets()
+        buffer = RolloutBuffer(
+            task.sample, lambda: next(stream), groups_per_step=4, total_steps=1, staleness=Staleness(0),
+            max_replacements=2, in_order=in_order,
+        )  # fmt: skip
+        groups = await asyncio.wait_for(buffer.take(), WAIT_S)
+        assert (buffer.account.filtered, buffer.account.waiting) == (4, 8)
+        return [group.prompt.id for group in groups]
+
+    orders = ((0, 1, 2, 3, 4, 5), (5, 4, 3, 2, 1, 0), (3, 0, 1, 2, 5, 4))
+    assert [asyncio.run(taken(order, True)) for order in orders] == [["1", "3", "4", "5"]] * 3
+    assert len({tuple(asyncio.run(taken(order, False))) for order in orders}) > 1  # the first to arrive are replaced

@@ -15,7 +15,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
 from rlhf.log.sinks import JsonlSink
 from rlhf.run.folder import RunFolder
-from rlhf.run.resume import FREE, KEPT, check_resumed_state, is_free, model_fingerprints, resume_warnings
+from rlhf.run.resume import FREE, KEPT, ROUNDING, check_resumed_state, is_free, model_fingerprints, resume_warnings
 from rlhf.run.state import RunState
 
 
@@ -87,10 +87,26 @@ def test_where_and_how_fast_a_run_is_computed_is_free(model: Path, tmp_path: Pat
     resume(make_ppo_config(model), now, tmp_path)
 
 
+def test_a_deterministic_run_also_keeps_what_sums_are_rounded_by(model: Path, tmp_path: Path) -> None:
+    deterministic = {"run": {"deterministic": True}}
+    began, plain = make_config(model, **deterministic), make_config(model)
+    more_engines = {"device": "cpu", "engines": 2, "min_engines": 2}
+    resume(began, make_config(model, **deterministic, cluster=more_engines), tmp_path)
+    two = {"device": "cpu", "learners": 2}
+    message = (
+        r"cluster\.learners=2: the run began with 1\. Resume with cluster\.learners=1, or run\.deterministic=false,"
+    )
+    with pytest.raises(ValueError, match=message):
+        resume(began, make_config(model, **deterministic, cluster=two), tmp_path)
+    resume(began, make_config(model, cluster=two), tmp_path)
+    resume(plain, make_config(model, **deterministic, cluster=two), tmp_path)
+
+
 def test_every_key_of_the_table_is_a_key_or_a_section() -> None:
     keys = {key.name for schema in (GRPOConfig, PPOConfig) for key in describe_keys(schema)}
     sections = {".".join(key.split(".")[:n]) for key in keys for n in range(1, key.count(".") + 1)}
     assert FREE - keys - sections == set()
+    assert {key for key in keys if is_free(key) and not is_free(key, deterministic=True)} == ROUNDING
     kept = {key for key in keys if not is_free(key)}
     assert {"run.seed", "learner.optimizer.lr", "algo.clip_low", "rollout.temperature", "reward.parts"} <= kept
     assert not {"run.dir", "cluster.engines", "logging.level", "learner.zero_stage"} & kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,42 @@ def test_an_engine_prefills_as_many_tokens_at_once_as_vllm_does_offline(
     offline = AsyncEngineArgs.get_batch_defaults(1)[0][UsageContext.LLM_CLASS]
     assert chosen == [offline]
     assert offline > 2048
+
+
+def test_a_deterministic_engine_computes_prompts_whole_and_refuses_a_cache_in_which_a_sequence_may_lose_its_place(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf.rollout import engine
+
+    ended = []
+
+    def start(arguments: Any, usage_context: Any) -> Any:
+        started = arguments.create_engine_config(usage_context)
+        scheduler = started.scheduler_config
+        assert not scheduler.enable_chunked_prefill
+        assert not started.cache_config.enable_prefix_caching
+        assert scheduler.max_num_batched_tokens >= started.model_config.max_model_len
+        started.cache_config.kv_cache_max_concurrency = 8.5
+        return SimpleNamespace(vllm_config=started, shutdown=lambda: ended.append(True))
+
+    monkeypatch.setattr(engine.AsyncLLM, "from_engine_args", start)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # longer than what vLLM computes at once by default
+    for sequences in (8, 9):
+        config = make_config(
+            tiny_model_dir / "model",
+            run={"deterministic": True},
+            rollout={"max_response_tokens": 20_000, "max_concurrent_sequences": sequences},
+            learner={"max_tokens_per_microbatch": 32_768},
+        )
+        if sequences == 8:
+            engine.RolloutEngine(config, 0, transfer.BACKEND)
+            continue
+        with pytest.raises(
+            ValueError, match=r"max_concurrent_sequences=9 .* holds 8 seq.*20064 tok.*at most 8, .*kv_ca"
+        ):
+            engine.RolloutEngine(config, 0, transfer.BACKEND)
+    assert ended == [True]
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

@@ -1,0 +1,39 @@
+"""The environment variables of an actor's process, which the libraries read when they are imported."""
+
+from __future__ import annotations
+
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.roles import ENGINE
+from rlhf.weights import cpu_rows
+
+
+def environment_of(role: str, config: GRPOConfig, *, transfer_backend: str, sockets: str | None) -> dict[str, str]:
+    """The variables for an actor of a role.
+
+    Args:
+        sockets: the folder for vLLM's sockets; None: its own choice.
+    """
+    environment = {
+        "VLLM_LOGGING_LEVEL": config.logging.level.upper(),
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    if config.cluster.device == "cpu":
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.kv_cache_gib),
+            "DS_ACCELERATOR": "cpu",
+            # Threads that spin at a barrier take the core that another process needs: on a busy machine an update
+            # took ten times as long.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+    if sockets:
+        environment["VLLM_RPC_BASE_PATH"] = sockets
+    if transfer_backend == "ipc":
+        # vLLM's processes get handles of GPU memory pickled, which vLLM refuses by default.
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if config.run.deterministic and role == ENGINE:
+        environment |= cpu_rows.ENVIRONMENT if config.cluster.device == "cpu" else {"VLLM_BATCH_INVARIANT": "1"}
+    elif config.run.deterministic:
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch asks for it when its algorithms are deterministic
+    return environment

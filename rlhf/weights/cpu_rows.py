@@ -1,0 +1,44 @@
+"""Rows that come out of a CPU engine alike whatever else is in the batch (`run.deterministic`).
+
+Measured on AVX-512 with the kernels of vLLM 0.32, in float32 and bfloat16:
+
+    matrix products   on one thread, oneDNN rounds a row alike in every batch but that of a single float32 row, which
+                      goes to another kernel; with more threads the batch decides how the work is cut
+    attention         of a row is alike if its keys are not split over threads; in long sequences it also depends on how
+                      many rows of the sequence are computed at once, so prompts must be computed whole, once
+    everything else   works row by row
+
+The canary compares sequences that were sampled alone and together, so that another machine or model is not trusted.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import Tensor
+
+# Of an engine's processes. The plugin runs in each of them and reads the first one.
+ENVIRONMENT = {
+    "RLHF_EQUAL_ROWS": "1",
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM sets the number of threads by the cores of the machine
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def round_rows_alike() -> None:
+    """If this process is one of an engine that has ENVIRONMENT, a single row is multiplied as one of two equal rows."""
+    from vllm import _custom_ops as ops
+
+    module: Any = ops
+    product = module.onednn_mm
+    if "RLHF_EQUAL_ROWS" not in os.environ or product.__module__ == __name__:
+        return
+
+    def onednn_mm(handler: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        if x.numel() != x.shape[-1]:
+            return product(handler, x, bias)
+        return product(handler, x.reshape(1, -1).repeat(2, 1), bias)[:1].reshape(*x.shape[:-1], -1)
+
+    module.onednn_mm = onednn_mm

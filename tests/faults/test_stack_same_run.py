@@ -1,0 +1,75 @@
+"""A deterministic run, killed and resumed, equals the uninterrupted one: texts, metrics and weights, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_stack_grpo import read_log, run_grpo, write_config
+from test_stack_signals import run_with_signal
+
+pytestmark = pytest.mark.stack
+
+# Metrics of the clock; every other one is the same in the same run.
+OF_THE_CLOCK = re.compile(r"time(/.*)?|.*_per_second|.*seconds|learner/mfu")
+
+
+def write(folder: Path, data: Path) -> Path:
+    folder.mkdir()
+    path = write_config(
+        folder, data, run={"steps": 4, "deterministic": True}, checkpoint={"every": 1, "keep": 9},
+        evaluation={"every": 2, "at_start": False}, logging={"wandb": {"mode": "disabled"}, "token_values": True},
+    )  # fmt: skip
+    config = json.loads(path.read_text())
+    config["reward"].append({"name": "format", "pattern": "(?s).*[aeiou].*"})  # of random letters a third has it
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    done = run_grpo("--config", write(folder, tiny_model_dir))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "run"
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [{name: x for name, x in row.items() if not OF_THE_CLOCK.fullmatch(name)} for row in read_log(run)]
+
+
+def check_same(run: Path, other: Path) -> None:
+    for step in range(1, 5):
+        name = f"rollouts/step-{step:06d}.jsonl"
+        assert (run / name).read_text() == (other / name).read_text(), name
+    for row, other_row in zip(metrics(run), metrics(other), strict=True):
+        assert row == other_row
+    last = "checkpoints/step-000004"
+    files = sorted(path.relative_to(run) for path in (run / last).rglob("*.safetensors"))
+    assert len(files) >= 4  # weights, two moments, generators
+    for file in (*files, "model/model.safetensors"):
+        assert (run / file).read_bytes() == (other / file).read_bytes(), file
+
+
+@pytest.mark.parametrize(
+    ("phase", "nth"),
+    [
+        ("update", 3),
+        *(pytest.param(phase, nth, marks=pytest.mark.faults) for phase, nth in (
+            ("sampling", 2), ("logprobs", 4), ("transfer", 2), ("canary", 3), ("evaluation", 1), ("checkpoint", 3),
+        )),
+    ],
+)  # fmt: skip
+def test_a_run_that_was_killed_and_resumed_with_more_engines_is_the_same_run(
+    uninterrupted: Path, tiny_model_dir: Path, tmp_path: Path, phase: str, nth: int
+) -> None:
+    config = write(tmp_path / "run", tiny_model_dir)
+    killed = run_with_signal(config, phase, nth, "SIGKILL", more="run.steps=4")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    resumed = run_grpo("--config", config, "--resume", "cluster.engines=2")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    check_same(tmp_path / "run" / "run", uninterrupted)

@@ -1,0 +1,109 @@
+"""Rows of a CPU engine in a deterministic run: alike in every batch, and sampled with noise of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.rollout.requests import request_seed
+from rlhf.types import Prompt
+from rlhf.weights.cpu_rows import round_rows_alike
+
+VOCABULARY = 12
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in an engine of a deterministic run."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("vLLM was built for GPUs")
+    current_platform.import_kernels()
+    monkeypatch.setattr(ops, "onednn_mm", ops.onednn_mm)  # put back afterwards
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 1536), (384, 128), (262, 896)])
+def test_a_row_of_a_product_is_the_same_in_every_batch(
+    dtype: torch.dtype, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import _custom_ops as ops
+
+    monkeypatch.setenv("RLHF_EQUAL_ROWS", "1")
+    round_rows_alike()
+    round_rows_alike()  # the plugin runs more than once in some processes
+    handler = ops.create_onednn_mm((torch.randn(inputs, outputs) / inputs**0.5).to(dtype), 32)
+    x, bias = torch.randn(300, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    every_row = ops.onednn_mm(handler, x, bias)
+    for rows in (1, 2, 3, 5, 17, 63, 64, 129):
+        assert torch.equal(ops.onednn_mm(handler, x[:rows], bias), every_row[:rows]), rows
+        assert torch.equal(ops.onednn_mm(handler, x[-rows:], bias), every_row[-rows:]), rows
+    assert torch.equal(ops.onednn_mm(handler, x[0], bias), every_row[0])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_other_engines_keep_vllms_product() -> None:
+    from vllm import _custom_ops as ops
+
+    product = ops.onednn_mm
+    round_rows_alike()
+    assert ops.onednn_mm is product
+
+
+def generators(requests: int) -> list[torch.Generator]:
+    """As vLLM makes them of the seeds of two samples per prompt."""
+    prompts = [Prompt(f"p/{row}", 0, np.zeros(0, np.int32), (), "", "p") for row in range(requests // 2)]
+    return [torch.Generator().manual_seed((request_seed(0, prompt) or 0) + i) for prompt in prompts for i in (0, 1)]
+
+
+def draw(logits: Tensor, of: list[torch.Generator]) -> tuple[Tensor, Tensor]:
+    """A token for each row of logits and the log-probs that vLLM reports."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    tokens, logprobs = TopKTopPSampler("processed_logprobs")(logits.clone(), dict(enumerate(of)), None, None)
+    return tokens, logprobs
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_tokens_follow_the_softmax_and_those_of_a_response_or_a_group_are_independent() -> None:
+    requests = 6_000
+    logits = torch.randn(VOCABULARY).expand(requests, -1)
+    of = generators(requests)
+    first, logprobs = draw(logits, of)
+    assert torch.equal(logprobs, logits.log_softmax(-1))  # of the distribution itself, without the noise
+    second, _ = draw(logits, of)
+    p = logits[0].softmax(-1).double().numpy()
+
+    def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+        expected = counts.sum() * probabilities
+        return float(((counts - expected) ** 2 / expected).sum())
+
+    def pairs(a: Tensor, b: Tensor) -> np.ndarray:
+        return np.bincount((a * VOCABULARY + b).numpy(), minlength=VOCABULARY**2)
+
+    # the 0.999 quantiles of chi-square with 11 and 143 degrees of freedom
+    assert chi_square(np.bincount(first.numpy(), minlength=VOCABULARY), p) < 31.3
+    assert chi_square(pairs(first, second), np.outer(p, p).ravel()) < 199
+    assert chi_square(pairs(first[::2], first[1::2]), np.outer(p, p).ravel()) < 199
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_response_does_not_depend_on_the_others_in_the_batch() -> None:
+    logits = torch.randn(3, 64, VOCABULARY)  # three tokens of 64 responses
+    together, alone = generators(64), generators(64)
+    tokens = torch.stack([draw(step, together)[0] for step in logits])
+    for row in (40, 3):  # in another order, and among others
+        among = [row, 50 + row % 3]
+        own = [alone[i] for i in among]
+        assert [int(draw(step[among], own)[0][0]) for step in logits] == tokens[:, row].tolist()
