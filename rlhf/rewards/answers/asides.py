@@ -7,7 +7,7 @@ import re
 from rlhf.rewards.answers.words import IN_WORDS, number_in_words, unwrapped
 
 SAID_TWICE = re.compile(
-    rf"\b(?:({IN_WORDS})\s*\(\s*(\d[\d,]*)\s*\)|(\d[\d,]*)\s*\(\s*({IN_WORDS})\s*\))", re.IGNORECASE
+    rf"\b(?:({IN_WORDS})\s*\(\s*(\d[\d,]{{0,20}})\s*\)|(\d[\d,]{{0,20}})\s*\(\s*({IN_WORDS})\s*\))", re.IGNORECASE
 )
 REASON = re.compile(
     r"(?<![A-Za-z])(?:since|because)(?![A-Za-z])|[,(]\s*(?:\\text\s*\{\s*)?"

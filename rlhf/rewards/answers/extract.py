@@ -84,7 +84,7 @@ LEAD_IN = re.compile(
 IS_CORRECT = re.compile(
     r"\s+is (?:the )?(?:correct|right|best)(?: (?:answer|option|choice|one))?$|\s*(?:です|だ|입니다|이다|项|項)$"
 )
-FOREIGN_LABEL = re.compile(r"^[^\W\d_]*[^\x00-\u02ff\W][^\W\d_]*\s*[:：]\s*")
+FOREIGN_LABEL = re.compile(r"^[^\x00-\u02ff\W\d_]{2,20}\s?[:：]\s*")
 OPTION_ARTICLE = re.compile(
     r"^(?:la|le|el|die|der|the|an?|o)\s+(?:letter|letra|lettre|lettera)?\s*(?=\(?[A-J]\W*$)", re.IGNORECASE
 )
@@ -363,9 +363,10 @@ def _later_of_span_and_number(text: str) -> str | None:
 
 def _whole(text: str) -> str | None:
     """The response itself if it is only an answer: one short line of mathematics, or a few words without a digit."""
-    line = FOREIGN_LABEL.sub("", _without_lead_in(text.strip()).strip(" \t*"))
+    line = _without_lead_in(text.strip()).strip(" \t*")
     if not line or len(line) > 200 or "\n" in line or ("," in line and line.count("=") > 1):
         return None
+    line = FOREIGN_LABEL.sub("", line)
     words = [word for word in WORD.findall(line) if word.startswith("\\") is False and word not in MATH_WORDS]
     if not words:
         return line.rstrip(".!")

@@ -28,7 +28,7 @@ VALUES = {
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 WORD_OF_A_NUMBER = rf"(?:{'|'.join([*VALUES, *SCALES])})"
-IN_WORDS = rf"{WORD_OF_A_NUMBER}(?:(?: |-| and ){WORD_OF_A_NUMBER})*"
+IN_WORDS = rf"{WORD_OF_A_NUMBER}(?:(?: |-| and ){WORD_OF_A_NUMBER}){{0,12}}"
 
 # Words that make another value of the number next to them, or leave it open: they are never dropped.
 CHANGING_WRITTEN = (
