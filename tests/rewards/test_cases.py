@@ -682,6 +682,7 @@ ANSWERS = {
         ("C", "(C) since A and B are too small", RIGHT),
         ("C", "(C) because D is not wrong", WRONG),
         ("C", "(C) because A, or D", WRONG),
+        ("C", "(C) 42 since (D) 43", WRONG),
         ("C", "(C) is wrong", WRONG),
         ("B", r"\mathbf{B}", RIGHT),
         ("C", r"\text{(C) }A \cup B", RIGHT),
@@ -861,6 +862,9 @@ RESPONSES = {
         ("1250.75", "The path is 1,250.75m long.", RIGHT),
         ("90", "He drives at 90km/h.", RIGHT),
         ("9", "2**9**9", WRONG),
+        ("18", "He counts 3 rows.\n- Answer:\n- 18", RIGHT),
+        ("C", "So\n> C", RIGHT),
+        ("18", "Answer: <b>18</b>", RIGHT),
     ],
     "sentences and other languages": [
         ("18", "Answer: Natalia sold 18 clips altogether.", RIGHT),

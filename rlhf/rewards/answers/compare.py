@@ -24,7 +24,7 @@ from rlhf.rewards.answers.quantity import allowed, is_tolerant, same_quantity
 from rlhf.rewards.answers.region import same_region
 from rlhf.rewards.answers.tree import parse
 from rlhf.rewards.answers.value import equal, estimate_of
-from rlhf.rewards.answers.words import as_words, is_prose, meaning_of, same_clock_time, same_words, unwrapped
+from rlhf.rewards.answers.words import as_words, is_prose, meaning_of, same_clock_time, same_items, unwrapped
 
 REGION_KINDS = ("setop", "numbers", "builder")
 
@@ -119,7 +119,7 @@ def _as_words(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
     if (gold_is_prose or answer_is_prose) and as_words(answer) == as_words(gold):
         return True
     if gold_is_prose and answer_is_prose:
-        return same_words(answer, gold) or meaning_of(answer) == meaning_of(gold)
+        return same_items(answer, gold) or meaning_of(answer) == meaning_of(gold)
     if gold_is_prose and meaning_of(gold) == gold:
         return False
     if answer_is_prose and meaning_of(answer) == answer:

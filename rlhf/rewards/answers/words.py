@@ -88,7 +88,6 @@ PAIRS = re.compile(r"\W*(?:pairs?|couples?|gross)\b", re.IGNORECASE)  # 7 pairs 
 LONE_LETTER = re.compile(r"(?<![\w'.-])(?![aA]\b)[A-Za-z](?![\w'.-])")
 EXPONENT = re.compile(r"\^\s?\{?-?\d\}?")
 MODULUS = re.compile(r"\(?\s?mod(?:ulo)?\.?\s?\d+\s?\)?", re.IGNORECASE)
-JOINED = re.compile(r"\\text\s*\{[\s,]*(?:and|to|by)[\s,]*\}\s*\S")  # 1 \text{ and } 2
 DATE = re.compile(rf"(?:\d{{1,4}}[\s,./-]*)?\b(?:{MONTHS})\b(?:[\s,.]*\d{{1,4}}){{0,2}}", re.IGNORECASE)
 CLOCK = re.compile(r"(\d{1,2})(?:\s?:\s?(\d\d))?\s*(?:([ap])\.?\s?m\.?|o'clock)?", re.IGNORECASE)
 NOON = re.compile(r"^(?:12(?::00)?\s*)?(noon|midnight)$", re.IGNORECASE)
@@ -210,7 +209,7 @@ def with_words_marked(text: str) -> str:
     words = re.findall(r"[A-Za-z]+", COUNTING.sub("", after, count=1))
     if (before and not may_stand_before(before)) or (not is_unit and any(map(changes_a_number, words))):
         return f"\\text{{{plain}}}"
-    if not is_unit and (re.search(r"\d", after) or JOINED.search(text)):
+    if not is_unit and re.search(r"\d", after):
         return text
     if after and not may_stand_after(after):
         return f"\\text{{{plain}}}"
@@ -273,10 +272,8 @@ def as_words(text: str) -> tuple[str, ...]:
     return tuple(word for word in words if word not in ARTICLES) or tuple(words)
 
 
-def same_words(a: str, b: str) -> bool:
-    """Whether two texts have the same words, or list the same items in any order."""
-    if as_words(a) == as_words(b):
-        return True
+def same_items(a: str, b: str) -> bool:
+    """Whether two texts list the same items in any order."""
     items = [
         sorted(as_words(item) for item in re.split(r",|;|&|\band\b", unwrapped(text)) if item.strip())
         for text in (a, b)
