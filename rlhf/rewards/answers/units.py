@@ -40,7 +40,7 @@ UNITS = {
     for name in names.split()
 }
 # Symbols with a prefix, as they are written; in lower case most of them are products of variables.
-PREFIXES = {"k": 1000, "M": 10**6, "G": 10**9, "m": Fraction(1, 1000)}
+PREFIXES = {"k": Fraction(1000), "M": Fraction(10**6), "G": Fraction(10**9), "m": Fraction(1, 1000)}
 WITH_PREFIX = {
     prefix + unit: (UNITS[word][0], UNITS[word][1] * size)
     for prefix, size in PREFIXES.items()
