@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 
+from rlhf.rewards.answers.asides import without_asides
 from rlhf.rewards.answers.units import unit_of
 from rlhf.rewards.answers.words import VALUES, unwrapped, with_words_marked
 
@@ -31,12 +32,12 @@ GREEK = {
     "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "phi", "ω": "omega", "Δ": "Delta", "Ω": "Omega", "Σ": "Sigma",
 }  # fmt: skip
 
-OUTER = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")]
+OUTER = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**")]
 INVISIBLE = re.compile(
     r"(?<!\\)\\(?:left|right|[bB]igg?[lrm]?|middle)(?![a-zA-Z])\.?"
     r"|(?<!\\)\\(?:[,;:!> ]|(?:(?:display|text)style|tiny|small|normalsize|[lL]arge|LARGE|huge)"
     r"(?![a-zA-Z])|(?:limits|nolimits|rm|bf|it|tt)(?![a-zA-Z]))"
-    r"|\\(?:q?quad|enspace|thinspace|hfill|nobreakspace|newline|nonumber)(?![a-zA-Z])|\\[hv]space\*?\{[^{}]*\}"
+    r"|\\(?:q?quad|enspace|thinspace|hfill|nobreakspace|newline|nonumber)(?![a-zA-Z])|\\(?:[hv]space\*?|[hv]?phantom)\{[^{}]*\}"
     r"|\\(?:boxed|fbox|ensuremath|underline|mathstrut|checkmark|blacksquare)(?![a-zA-Z])|~"
 )
 FONT = re.compile(
@@ -44,6 +45,11 @@ FONT = re.compile(
 )
 TEXT_FONT = re.compile(r"\\(?:textbf|textit|textrm|textnormal|textsf|texttt|mbox|hbox|emph|textup|textsc)(?=\s*\{)")
 ROMAN = re.compile(r"\\(?:mathrm|operatorname|rm)\*?\s*\{([^{}]*)\}")
+UNIT_LETTER = re.compile(r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([A-Z])\s*\}(?=[\s.]*$)")  # 5 \mathrm{C}
+ROMAN_EXPONENT = re.compile(  # 3.6\mathrm{e}3
+    r"(?<=\d)\s*\\(?:mathrm|text)\s*\{\s*[eE]\s*([-+]?)\s*\}\s*(?:\{\s*([-+]?\d+)\s*\}|(-?\d+))"
+)
+DIGITS_OF_BASE = re.compile(r"^\(?(?:\\text\s*\{)?\s*([\dA-Z]+)\s*\}?\)?\s*(?=_)")  # \text{2E}_{16}
 ROMAN_AS_MATH = re.compile(r"\s*(?:[A-Za-z]|[-\d.,\s]+)\s*")
 TEXT_AS_MATH = re.compile(r"\\text\s*\{\s*((?:[A-Za-z]\s*=)?(?:[-+\d.,:/\s()=<>]|\\pct|\\degree)*)\}")
 PERCENT = re.compile(
@@ -58,7 +64,7 @@ ORDINAL = re.compile(
     r"|\{\s*(?:\\text\s*\{\s*)?(?:st|nd|rd|th)\s*\}(?:\s*\})?)"
 )
 TEMPERATURE = re.compile(
-    r"(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree|(?:\\text\s*\{\s*)?degrees?)\s*(?:\\text\s*\{\s*)?"
+    r"(?:\\text\s*\{\s*)?(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree|degrees?)\s*(?:\\text\s*\{\s*)?"
     r"(C(?:elsius)?|F(?:ahrenheit)?)(?![a-zA-Z])(?:\s*\})?",
     re.IGNORECASE,
 )
@@ -68,10 +74,12 @@ UNIT_FRACTION = re.compile(
 )
 NAME_OF_SEGMENT = re.compile(r"\\(?:overline|overleftrightarrow|widehat|overarc)\s*\{\s*([A-Z][A-Z']{0,3})\s*\}")
 LABELLED = re.compile(r"\\text\s*\{((?:\s*[A-Z][A-Za-z ]*[:=]\s*-?[\d.,/]*\d[,;]?(?: and)?){2,})\s*\}")
-HAS_WORDS = re.compile(r"\d\s?[^\x00-\x7f]|\\text|(?<![\\a-zA-Z])[A-Za-z]{2}|\d [a-zA-Z](?![a-zA-Z])")
-BRACED_COLON = re.compile(r"(?<=\d)\s*(?:\\text\s*)?\{\s*:\s*\}\s*(?=\d)")
+HAS_WORDS = re.compile(r"\d\s?[^\x00-\x7f]|\\text|(?<![\\a-zA-Z])[A-Za-z]{2}|[\d}] [a-zA-Z](?![a-zA-Z])")
+BRACED_MARK = re.compile(r"(?<=\d)\s*(?:\\text\s*)?\{\s*([:.])\s*\}\s*(?=\d)")
 CASES = re.compile(
-    r"(?:\\left\s*\\(?:\{|lbrace)\s*)?\\begin\s*\{(?:d?cases|aligned)\}(.*?)\\end\s*\{(?:d?cases|aligned)\}", re.DOTALL
+    r"(?:\\left\s*\\(?:\{|lbrace)\s*)?\\begin\s*\{(d?cases|aligned|split|(?:align|equation|gather)\*?)\}(.*?)"
+    r"\\end\s*\{\1\}",
+    re.DOTALL,
 )
 CONDITION = re.compile(r"^\s*(?:\\text\s*\{\s*)?(?:,?\s*(?:if|for|when)\b)?\s*\}?|\s*,\s*$")
 COLOR = re.compile(r"\\(?:text)?color(?:box)?\s*(?:\[\w*\])?\s*\{[\w!#]*\}")
@@ -93,12 +101,14 @@ NAME_OF_VALUE = re.compile(
 )
 MODULUS = re.compile(r"\(\s*\\text\s*\{\s*mod\s*\}\s*(\d+)\s*\)")
 APPROXIMATELY = re.compile(
-    r"\\text\s*\{\s*(?:\(\s*)?(?:or )?(?:approximately|approx\.?|about)\s*(?:\}|([\d.]+)\s*\)\s*\})"
+    r"\\text\s*\{\s*(?:\(\s*)?(?:or )?(?:approximately|approx\.?|about)\s*(?:\}|([\d.]+\s*(?:\\?%)?)\s*\)\s*\})"
 )
 ROUNDED_IN_BRACKETS = re.compile(r"\(\s*(\\approx[^()]*)\)$")
+NONZERO = r"(?:\*|\\(?:ast|star|times)(?![a-z]))"
 RELATION = re.compile(r"[<>]|\\(?:[lg]eq?|neq?)(?![a-z])")
 REALS = re.compile(
-    r"\\mathbb\s*\{?R\}?\s*[\^_]\s*(?:([-+])|\{\s*([-+]|[<>](?:\s*0)?|\\[gl]eq?(?:\s*0)?)\s*\})(?![\d^_{])"
+    rf"\\mathbb\s*\{{?R\}}?\s*[\^_]\s*(?:([-+]|{NONZERO})|\{{\s*([-+]|{NONZERO}|[<>](?:\s*0)?|\\[gl]eq?(?:\s*0)?)\s*\}})"
+    r"(?![\d^_{])"
 )
 OHMS = re.compile(r"(?<=[\d}])\s*(?:\\text\s*\{\s*(k?)\s*(?:\}\s*\\Omega|\\Omega\s*\})|(k?)\s*\\Omega)\s*$")
 STAR = r"(?:\*|\\(?:ast|star)(?![a-z]))"
@@ -111,19 +121,25 @@ REWRITES: tuple[
         re.compile(r"(?<![\w}])(?:\{\s*\})?\s*[\^_]\s*(?:(\d)|\{(\d+)\})\s*C\s*_\s*(?:(\d)|\{(\d+)\})"),
         r"\\binom{\1\2}{\3\4}",
     ),
+    (re.compile(r"(?<=\w)\s*\{\s*\}"), ""),
     (re.compile(r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\{([^{}]*)\\choose(?![a-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\([lr])brace(?![a-z])"), lambda match: "\\{" if match[1] == "l" else "\\}"),
+    (re.compile(r"\\text\s*\{\s*\(\s*(?:or )?(?:approximately|approx\.?|about)\s*\}([^()]*)\)"), r"\\approx \1"),
+    (re.compile(r"(?<=[\dA-F])(?:_\{?\d+\}?)?\s*\\text\s*\{\s*\(?(?:in )?base (\w+)\)?\s*\}$"), r"_\\text{\1}"),
+    (re.compile(r"\\big(cup|cap)(?![a-z])"), r"\\\1"),
     (re.compile(r"-\s*(?=\\\{)"), r"\\setminus "),  # all numbers but some: R - {0}
     (
         re.compile(r"(?:\\mu\s*\\text\s*\{|\\text\s*\{\s*\\mu)\s*([mgs])\s*\}"),
         lambda match: f"\\text{{ micro{MICRO[match[1]]}}}",
     ),
+    (re.compile(r"(\\text\s*\{[^{}]*[A-Za-z])\s*\}\s*\^\s*(?:\{\s*(-?\d)\s*\}|(\d))"), r"\1^\2\3}"),
     (
-        re.compile(r"(?<=\d)\s*\\text\s*\{\s*(\w+)\s*(?:\}\s*\\cdot\s*\\text\s*\{|\\cdot)\s*(\w+)\s*\}"),
+        re.compile(r"(?<=[\d}])\s*\\text\s*\{\s*([\w^-]+)\s*(?:\}\s*\\cdot\s*\\text\s*\{|\\cdot)\s*([\w^-]+)\s*\}"),
         r"\\text{ \1 \2}",
     ),
 )
-BASE_IN_WORDS = re.compile(r"(?<=\w)\s*_\s*\{?\s*\\text\s*\{\s*([a-z]+)\s*\}\s*\}?")
+BASE_IN_WORDS = re.compile(r"(?<=\w)\s*_\s*\{?\s*\\text\s*\{\s*(\w+)\s*\}\s*\}?")
 # The name of a point, P of P(4, -1); not of a distribution or binomial: B(5, 2), C(5, 2), N(0, 1), U(0, 1)
 POINT = re.compile(
     r"^(?:\\text\s*\{\s*(?:(?:the )?(?:point|center|vertex|focus))?\s*(?-i:[AD-MO-TV-Z])?\s*(?:is|at|:)?\s*\})?\s*"
@@ -135,7 +151,7 @@ WHOLE_PARAMETER = re.compile(  # the remark after pi/4 + k pi
     r"(?:\\in\s*\\mathbb\s*\{?[ZN]\}?|\\text\s*\{\s*is an(?:y)? integer\s*\})\s*\)?$"
 )
 DOTS = r"(?:\.\.\.|\\[lc]?dots(?![a-zA-Z]))"
-TRAILING_DOTS = re.compile(rf"(?<![\d.])(\d{{0,30}})\.(\d{{0,30}}?)(\d{{1,30}}?)\3{{2,30}}\s*{DOTS}")
+TRAILING_DOTS = re.compile(rf"(?<![\d.])(\d{{0,30}})\.(\d{{0,30}}?)(?:(\d)\3{{2,30}}|(\d{{2,30}}?)\4{{1,30}})\s*{DOTS}")
 RUPEES = re.compile(r"(?<![A-Za-z])Rs\.?\s?(?=\d)")
 OUTWARD_BRACKETS = re.compile(r"^([\[\]])([^\[\]]+,[^\[\]]+)([\[\]])$")  # ]0, 1[ is (0, 1)
 DOLLAR = re.compile(r"(?<!\\)\$")
@@ -154,12 +170,14 @@ def clean(text: str) -> str:
     text = INVISIBLE.sub(" ", text)
     text = COLOR.sub(" ", text)
     text = FRACTION_FONT.sub(r"\\frac", TEXT_FONT.sub(r"\\text", FONT.sub("", text)))
-    text = ROMAN.sub(_roman, text)
-    text = BASE_IN_WORDS.sub(_base, REALS.sub(_half_line, text))
+    text = UNIT_LETTER.sub(r"\\text{ \1}", ROMAN_EXPONENT.sub(r"e\1\2\3", text))
+    text = DIGITS_OF_BASE.sub(r"\1", ROMAN.sub(_roman, text))
+    text = REALS.sub(_half_line, text)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
+    text = BASE_IN_WORDS.sub(_base, text)
     text = OHMS.sub(r"\\text{ \1\2ohm}", text)
-    text = BRACED_COLON.sub(":", text)
+    text = BRACED_MARK.sub(r"\1", text)
     text = ORDINAL.sub("", text)
     text = TEMPERATURE.sub(_temperature, UNIT_FRACTION.sub(_unit_fraction, text))
     text = re.sub(r"\\([ij])math(?![a-z])", r"\1", text)
@@ -178,14 +196,14 @@ def clean(text: str) -> str:
     text = POINT.sub("", text)
     text = RUPEES.sub(r"\\$", DOLLAR.sub(r"\\$", text))
     if HAS_WORDS.search(text):
-        text = with_words_marked(text)
+        text = with_words_marked(without_asides(text))
     text = OUTWARD_BRACKETS.sub(lambda m: "(["[m[1] == "["] + m[2] + ")]"[m[3] == "]"], text)
     return text if text.endswith("...") else _peeled(text.rstrip(" .,;:\\"))
 
 
 def _peeled(text: str) -> str:
     """Remove brackets directly around brackets, ((((1)))) becomes (1), and braces around a letter."""
-    text = re.sub(r"^\{\s*([A-Za-z])\s*\}$", r"\1", text)
+    text = re.sub(r"^\{\s*(\([A-Z]\)|[A-Za-z](?=\s*\}$))\s*\}", r"\1", text)
     if text[:2] not in ("((", "{{"):
         return text
     closing: dict[int, int] = {}
@@ -261,6 +279,8 @@ def _roman(match: re.Match[str]) -> str:
 def _half_line(match: re.Match[str]) -> str:
     r"""The positive numbers as an interval, for `\\mathbb{R}^+`; R_{\\ge 0} has the 0."""
     sign = (match[1] or match[2]).rstrip("0 ")
+    if re.fullmatch(NONZERO, sign):
+        return r"(-\infty,0)\cup(0,\infty)"
     closed = "\\" in sign
     if sign in ("-", "<") or "l" in sign:
         return r"(-\infty,0" + ")]"[closed]
@@ -268,12 +288,18 @@ def _half_line(match: re.Match[str]) -> str:
 
 
 def _base(match: re.Match[str]) -> str:
-    return f"_{{{VALUES[match[1]]}}}" if match[1] in VALUES else match[0]
+    base = VALUES.get(match[1], match[1])
+    return f"_{{{base}}}" if str(base).isdigit() else match[0]
 
 
 def _cases(match: re.Match[str]) -> str:
     """The rows of a system as a list of equations; of a function defined by cases as pairs of value and condition."""
-    rows = [row.strip(" ,") for row in re.split(r"\\\\", match[1]) if row.strip(" ,")]
+    rows: list[str] = []
+    for row in re.split(r"\\\\", match[2]):
+        if rows and re.match(r"[\s&]*=", row):  # the next step of a calculation
+            rows[-1] += " " + row.strip(" ,")
+        elif row.strip(" ,"):
+            rows.append(row.strip(" ,"))
     if any("=" in row.partition("&")[0] or "&=" in row for row in rows):
         return ", ".join(row.replace("&", " ") for row in rows)
     pairs = [[CONDITION.sub("", part) for part in row.split("&")] for row in rows]
@@ -298,7 +324,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _trailing_dots(match: re.Match[str]) -> str:
-    return _as_fraction(match[1] or "0", match[2], match[3])
+    return _as_fraction(match[1] or "0", match[2], match[3] or match[4])
 
 
 def _as_fraction(whole: str, fixed: str, repeated: str) -> str:

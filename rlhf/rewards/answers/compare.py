@@ -17,20 +17,22 @@ from rlhf.rewards.answers.clean import clean, option_letter
 from rlhf.rewards.answers.equations import is_label, same_equation, same_inequality, unlabelled
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.evaluated import is_evaluated, is_number
+from rlhf.rewards.answers.forms import in_one_notation
 from rlhf.rewards.answers.node import Node
 from rlhf.rewards.answers.numbers import exact_number
 from rlhf.rewards.answers.quantity import allowed, is_tolerant, same_quantity
 from rlhf.rewards.answers.region import same_region
 from rlhf.rewards.answers.tree import parse
 from rlhf.rewards.answers.value import equal, estimate_of
-from rlhf.rewards.answers.words import as_words, is_prose, meaning_of, same_clock_time, same_words
+from rlhf.rewards.answers.words import as_words, is_prose, meaning_of, same_clock_time, same_items, unwrapped
 
 REGION_KINDS = ("setop", "numbers", "builder")
 
 TWO_FORMS = re.compile(  # 1/2 (or 0.5): both must be right
-    r"([^()]{1,100}?)(?:\\[ ,;!]|\s)*(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?or(?: equivalently)?"
+    r"([^()]{1,100}?)(?:\\[ ,;!]|\s)*(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?or(?: equivalently)?(?! about| approx)"
     r"(?:\s*\}|\s)(?:\\ )?([^()]{1,100}?)(?:\\text\s*\{\s*)?\)(?:\s*\})?"
 )
+DIGITS_WITH_LETTERS = re.compile(r"(\d*[A-F][\dA-F]+|\d+[A-F])_\{?1\d\}?")  # the base may be missing
 OPERATORS = re.compile(
     r"\\(?:i*int|oint|lim|sum|prod|d?frac\s*\{\s*(?:\\mathrm\s*\{d\}|d)\W*\}|partial)(?![a-zA-Z])|\\end\{.?matrix\}\s*\S"
 )
@@ -61,13 +63,15 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
         return False
     if _squeezed(a) == _squeezed(g):
         return True
+    if (lettered := DIGITS_WITH_LETTERS.fullmatch(g)) and unwrapped(a) == lettered[1]:
+        return True
     decided = _as_words(a, g, must_be_evaluated)
     if decided is not None:
         return decided
     undecided = False
     for thousands in (True, False):
         try:
-            wanted, given = (parse(meaning_of(text), thousands=thousands) for text in (g, a))
+            wanted, given = in_one_notation(*(parse(meaning_of(text), thousands=thousands) for text in (g, a)))
             if same(wanted, given):
                 return not must_be_evaluated or is_evaluated(given, wanted)
         except UndefinedError:
@@ -115,7 +119,7 @@ def _as_words(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
     if (gold_is_prose or answer_is_prose) and as_words(answer) == as_words(gold):
         return True
     if gold_is_prose and answer_is_prose:
-        return same_words(answer, gold) or meaning_of(answer) == meaning_of(gold)
+        return same_items(answer, gold) or meaning_of(answer) == meaning_of(gold)
     if gold_is_prose and meaning_of(gold) == gold:
         return False
     if answer_is_prose and meaning_of(answer) == answer:
@@ -195,7 +199,8 @@ def _collections(gold: Node, answer: Node) -> bool | None:
     if "group" in kinds or "matrix" in kinds:
         other = gold if gold.kind in ("group", "matrix") else answer
         listed = answer if other is gold else gold
-        if listed.kind == "list" and listed.name != "or" and other.kind == "group" and other.name == "()":
+        is_pair = listed.name == "," and other.kind == "group" and other.name == "()"
+        if is_pair and (other is gold or _name_different_things([_label(item) for item in gold.args])):
             return _in_order(_values(gold), _values(answer))
         return False
     labels = [[_label(item) for item in node.args] if node.kind in ("set", "list") else [] for node in (gold, answer)]
@@ -302,7 +307,8 @@ def _ratios(gold: Node, answer: Node) -> bool | None:
         return None
     if len(ratios) == 1:
         other = answer if gold.kind == "ratio" else gold
-        if len(ratios[0].args) != 2 or other.kind in ("group", "text", "unit"):
+        is_time = any(part.name.startswith("0") for part in ratios[0].args)
+        if is_time or len(ratios[0].args) != 2 or other.kind in ("group", "text", "unit"):
             return False
         return equal(Node("div", ratios[0].args), other)
     if len(gold.args) != len(answer.args):

@@ -8,7 +8,7 @@ from fractions import Fraction
 from rlhf.rewards.answers.arithmetic import Value, as_real, mpf, same_number
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import Node, free_symbols
-from rlhf.rewards.answers.value import LINE_POINTS, POINTS, estimate_of, evaluate, points
+from rlhf.rewards.answers.value import LINE_POINTS, POINTS, constant, estimate_of, evaluate, points
 
 Same = Callable[[Node, Node], bool]
 
@@ -54,11 +54,22 @@ def _without_rounded_side(node: Node, kinds: tuple[str, ...]) -> Sequence[Node]:
     """The sides before `\\approx`, if the last of them is an exact value: sqrt(2) of sqrt(2) ~ 1.414."""
     if not node.name.endswith("~") or is_label(node.args[-2], kinds=kinds):
         return node.args
-    exact, rounded = (estimate_of(side.args[0] if side.kind == "unit" else side) for side in node.args[-2:])
-    decimals = len(node.args[-1].name.partition(".")[2])  # 0.05 may be 3/56
+    exact, rounded = (_rough_value(side) for side in node.args[-2:])
+    last = node.args[-1]
+    shift = 2 if last.kind == "percent" else 0
+    decimals = len((last.args[0] if shift else last).name.partition(".")[2]) + shift  # 0.05 may be 3/56
     allowed = max(MAX_ROUNDING * abs(exact or 0), 0.5000001 / 10**decimals if decimals else 0)
     close = exact is not None and rounded is not None and abs(exact - rounded) <= allowed
     return node.args[:-1] if close else node.args
+
+
+def _rough_value(side: Node) -> complex | None:
+    if side.kind == "unit":
+        return _rough_value(side.args[0])
+    if side.kind in ("percent", "degree"):
+        value = constant(side)
+        return None if value is None else complex(as_real(value))
+    return estimate_of(side)
 
 
 def _names_a_function(node: Node) -> bool:
@@ -82,7 +93,7 @@ def same_equation(gold: Node, answer: Node, same: Same) -> bool:
         return False
     values = [unlabelled(node, same, of_gold=True) for node in (gold, answer)]
     if values[0] is not None and values[1] is not None:
-        if _agrees(same, gold.args[0], answer.args[0]):
+        if _agrees(same, gold.args[0], answer.args[0]) or _are_y_and_a_function(gold.args[0], answer.args[0]):
             return same(values[0], values[1])
         if all(
             node.args[0].kind in ("sym", "call", "text", "group") and not free_symbols(value)
@@ -99,6 +110,11 @@ def same_equation(gold: Node, answer: Node, same: Same) -> bool:
         return True
     # without a division, a factor that is not constant adds solutions: x(y-1) = 0 is not y = 1
     return (_divides_by_a_symbol(left) or _divides_by_a_symbol(right)) and _same_solution(left, right)
+
+
+def _are_y_and_a_function(a: Node, b: Node) -> bool:
+    """y = 2x and f(x) = 2x."""
+    return {a.kind, b.kind} == {"sym", "call"} and "y" in (a.name, b.name) and "?" in (a.name[0], b.name[0])
 
 
 def same_inequality(gold: Node, answer: Node) -> bool:

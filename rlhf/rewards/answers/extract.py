@@ -35,22 +35,25 @@ CONNECTOR = re.compile(
 
 MATH_SPAN = re.compile(
     r"\$\$(.{1,3000}?)\$\$|\\\[(.{1,3000}?)\\\]|\\\((.{1,2000}?)\\\)|(?<!\\)\$(?!\d[^$\n]{0,1000}\s\$)"
-    r"((?:\\\$|[^$\n]){1,1000})(?<!\\)\$(?!\d)",  # not between two amounts of money: $5 + 2 = $7
+    r"((?:\\\$|[^$\n]){1,1000})(?<!\\)\$(?!\d)"  # not between two amounts of money: $5 + 2 = $7
+    r"|(\\begin\{(?:align|equation|gather)\*?\}.{1,3000}?\\end\{(?:align|equation|gather)\*?\})",
     re.DOTALL,
 )
 ANSWER_WORDS = (
     r"\b(?:answer|ans|option|choice|réponse|respuesta|antwort|lösung|risposta|resposta|antwoord|svar|odpowiedź|cevap|"
-    r"jawaban|đáp án|ответ)s?\b|答案|答え|回答|解答|正解|答|정답|답|الجواب|الإجابة|उत्तर"
+    r"jawa[bp]an(?:nya)?|đáp án|ответ|opción|opção|opzione|vastaus|răspuns|válasz|odpověď|відповідь|απάντηση)s?\b"
+    "|答案|答え|回答|解答|正解|答|选项|選項|정답|답|الجواب|الإجابة|جواب|پاسخ|उत्तर|जवाब|উত্তর|คำตอบ|תשובה"
 )
-STARTS = "ans opt cho rép res ris ant lös sva odp cev jaw đáp отв"
+STARTS = "ans opt opc opç opz cho pic sel rép res ris ant lös sva odp cev jaw đáp отв vas răs vál від απά"
 ANSWER_START = re.compile(  # a fast search for the beginnings of these words; a set of literals needs no backtracking
-    "|".join([*STARTS.split(), *STARTS.title().split(), *STARTS.upper().split(), *"答回解正정답الउ"])
+    "|".join([*STARTS.split(), *STARTS.title().split(), *STARTS.upper().split(), *"答回解正정답اजउউ选選คתپج"])
 )
 ANSWER_IS = re.compile(
-    rf"(?:{ANSWER_WORDS})(?:\s+(?:to|for|of)\s[^.:\n]{{0,80}}?|\s+(?:finale?|final|correcte?|correcta))?\W{{0,4}}?\s*"
-    r"(?:\b(?:is|are|(?:would|should|must|will) be|comes out to|est|es|ist|é|è|jest|adalah|är)\b"
-    r"|[:：=]|\s[-–—]\s|是|为|為|は)"
-    r"[\s:：*]*|\b(?:option|choice)\s+(?=\(?[A-J]\)?(?:[\s.,;:!]|$))",
+    rf"(?:{ANSWER_WORDS})(?:\s+(?:to|for|of)\s[^.:\n]{{0,80}}?|\s+(?:finale?|corr?e[ct]t?[aeo]?|đúng|الصحيحة))?\W{{0,4}}?\s*"
+    r"(?:\b(?:is|are|(?:would|should|must|will) be|comes out to|est|es|ist|é|è|jest|adalah|är|là|هي)\b"
+    r"|[:：=]|\s[-–—]\s|是|为|為|は|은|는)"
+    r"[\s:：*]*|(?:\b(?:option|choice|choose|pick|select)\s+|(?<!不)[选選][择擇択]?[:：]?\s*)"
+    r"(?=\(?[A-J]\)?(?:[\s.,;:!。，项項]|$))",
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*\"')\]]|$)|。")
@@ -67,6 +70,9 @@ BOLD_ANSWER = re.compile(  # in the last line, with a number, and no heading suc
     r"\*\*(?![\s*]|Step\b)[^*\n:=]{0,60}\d[^*\n:=]{0,60}\*\*(?!\s*[=:])(?=(?:(?!\*\*)[^\n])*\s*\Z)"
 )
 AND_OR = re.compile(r"\s*,?\s*(?:and|or)\s+(?:\w+\s+)?")
+BOLD_WORDS = re.compile(  # the only bold words of the last line: the day is **Tuesday**
+    r"^([^*\n]*)\*\*([A-Za-z][A-Za-z'-]*(?: [A-Za-z][A-Za-z'-]*){0,3})\.?\*\*(?!:)([^*\n\d]*)\Z", re.MULTILINE
+)
 BOLD_FORMULA = re.compile(  # at the end of the last line: **2x + 3**
     r"^([^*\n]*)\*\*(?=[^*\n]*[a-z])(?=[^*\n]*[-+^²³<>])((?:(?![A-Za-z]{2})[^*\n$]){2,60})\*\*([\s.]*)\Z", re.MULTILINE
 )
@@ -75,6 +81,14 @@ LEAD_IN = re.compile(
     r"option|choice|the (?:final )?(?:value|number|answer|result) is)\b[\s,:]*)+",
     re.IGNORECASE,
 )
+IS_CORRECT = re.compile(
+    r"\s+is (?:the )?(?:correct|right|best)(?: (?:answer|option|choice|one))?$|\s*(?:です|だ|입니다|이다|项|項)$"
+)
+FOREIGN_LABEL = re.compile(r"^[^\x00-\u02ff\W\d_]{2,20}\s?[:：]\s*")
+OPTION_ARTICLE = re.compile(
+    r"^(?:la|le|el|die|der|the|an?|o)\s+(?:letter|letra|lettre|lettera)?\s*(?=\(?[A-J]\W*$)", re.IGNORECASE
+)
+ROUNDED = re.compile(r"\s*\(?\s*(?:≈|~|(?:or )?(?:about|approximately|approx\.))\s*")  # $4\\sqrt{3}$ ≈ 6.93
 COPULA = re.compile(r"\b(?:is|are|equals|equal to|be|becomes)\b\s*:?")
 PERCENT_WORD = re.compile(r"\s*(?:\\?%|percent(?:age)?\b|pct\b)", re.IGNORECASE)
 MARKDOWN = (  # a text that the mark needs, the mark around \1; 9**9 is a power, __import__ is code
@@ -139,7 +153,7 @@ def without_markdown(text: str) -> str:
     Of a text that is very long, only the end.
     """
     text = REMARK.sub("", text[-TAIL_CHARACTERS:])
-    text = BOLD_FORMULA.sub(r"\1$\2$\3", text)
+    text = BOLD_WORDS.sub(r"\1$\\text{\2}$\3", BOLD_FORMULA.sub(r"\1$\2$\3", text))
     if bold := BOLD_ANSWER.search(text, max(0, len(text) - LAST_LINE)):
         text = text[: bold.end()]
     for needed, mark in MARKDOWN:
@@ -264,7 +278,8 @@ def _without_lead_in(text: str) -> str:
 
 
 def _sentence(sentence: str) -> str | None:
-    sentence = _without_lead_in(sentence.strip(" \t*\"'"))
+    sentence = OPTION_ARTICLE.sub("", _without_lead_in(sentence.strip(" \t*\"'")).rstrip(".!* "))
+    sentence = IS_CORRECT.sub("", sentence)
     main = SUBORDINATE.sub("", sentence)
     if len(main.split()) <= 2 and (option_letter(main) or any(map(str.isdigit, main))):
         sentence = main
@@ -341,7 +356,7 @@ def _last_number(text: str) -> str | None:
 
 def _later_of_span_and_number(text: str) -> str | None:
     span, number = _last_span(text), last_number(text)
-    if span is not None and (number is None or number.start < span.end):
+    if span and (number is None or number.start < span.end or ROUNDED.fullmatch(text[span.end : number.start])):
         return span.content
     return number.content if number is not None else None
 
@@ -351,6 +366,7 @@ def _whole(text: str) -> str | None:
     line = _without_lead_in(text.strip()).strip(" \t*")
     if not line or len(line) > 200 or "\n" in line or ("," in line and line.count("=") > 1):
         return None
+    line = FOREIGN_LABEL.sub("", line)
     words = [word for word in WORD.findall(line) if word.startswith("\\") is False and word not in MATH_WORDS]
     if not words:
         return line.rstrip(".!")

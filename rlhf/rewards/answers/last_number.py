@@ -7,27 +7,31 @@ from typing import NamedTuple
 
 from rlhf.rewards.answers.clean import option_letter
 from rlhf.rewards.answers.units import GLUED
-from rlhf.rewards.answers.words import changes_a_number, may_stand_after
+from rlhf.rewards.answers.words import FOREIGN_SCALES, changes_a_number, may_stand_after
 
 NUMBER = re.compile(
     r"(?<![\w.^])(?:(?<![\d)\]}\w])[-+\u2212]\s?|(?<=\s)[-+\u2212])?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))"
     rf"(?:/\d+)?(?:(?P<unit>(?:{GLUED})(?:/(?:{GLUED}))?(?:\^\d)?)(?!\w)|(?!\w))(?!\*\*|\^)(?:\s*(?:\\?%|percent\b|pct\b))?"
 )
-OR_BEFORE = re.compile(r"\d[^\n.;]{0,20}\bor\s+\W{0,3}$")
-FOREIGN_UNIT = re.compile(r"([-+]?\d[\d,]*(?:\.\d+)?)\s*[^\x00-\x7F]+[.。]?")
+NO_ANSWER = re.compile(  # 17 or 18; more than 18
+    r"(?:\d[^\n.;]{0,20}\bor|\bnot|\b(?:more|less|fewer|greater|larger|smaller) than|\bat (?:least|most))\s+\W{0,3}$"
+)
+FOREIGN_UNIT = re.compile(r"[^\x00-\u2fff]*([-+]?\d[\d,]*(?:\.\d+)?)\s*(?:[^\x00-\u03ff\W]|[€₽₹¥£])+[.。]?")
 WORD = re.compile(r"\\?[A-Za-z]{2,}")
 ENTRY = r"[-+\u2212]?[\d./√π∞]{1,20}"
 AROUND = re.compile(  # a tuple, not the number (1,000); ratio, time, roots, inequality, list after `are`, line
     rf"(?<![\w\\])(?!\([-+\u2212]?\d{{1,3}}(?:,\d{{3}})+\))[(\[]\s*{ENTRY}(?:\s*,\s*{ENTRY}){{1,9}}\s*[)\]]"
     r"|(?<![\w:.])\d{1,4}(?::\d{1,4}){1,3}(?![\d:])(?:\s?[AaPp]\.?[Mm]\b)?"
     rf"|\b(?P<root>[A-Za-z]\w?\s?=)\s?{ENTRY}(?:(?:\s?,)?\s?(?:,|and|or)\s(?P=root)\s?{ENTRY}){{1,9}}(?![\w/])"
-    rf"|(?:{ENTRY}\s?[<≤]=?\s?)?\b[a-z]\s?[<>≤≥]=?\s?{ENTRY}(?![\w/])"
-    rf"|(?<=\bare ){ENTRY}(?:,\s{ENTRY}){{1,9}}(?:,?\sand\s{ENTRY})?(?![\w/])"
+    rf"|(?:{ENTRY}\s?[<≤]=?\s?)?\b[a-z]\s?[<>≤≥≠]=?\s?{ENTRY}(?![\w/])"
+    rf"|(?<=\bare ){ENTRY}(?:(?:,\s{ENTRY}){{0,9}},?\sand\s{ENTRY}|(?:,\s{ENTRY}){{1,9}})(?![\w/])"
+    rf"|{ENTRY}%?\s\(or\s{ENTRY}%?\)"
     r"|\b(?:y|[fgh]\(x\))\s?=\s?[-+\d./*^()²³ ]{0,30}x[-+\d./*^()x²³ ]{0,60}"
 )
 AFTER = re.compile(
     r" after (?:the|an?|his|her|their|its|all|[a-z]+ing)\b[^.\n]{0,100}[.!]?\s*\Z"
 )  # 18 left after the 2 trips
+CONTRAST = re.compile(r",?\s(?:and\s)?(?:not|instead of|rather than)\s[^.\n]{0,60}[.!]?\s*\Z")  # 5 bolts, not 3
 AROUND_CHARACTERS = 200
 TERM = r"(?:\d[\d./]{0,20})?(?:√\(?\d{1,20}\)?|π)(?:/\d{1,20})?"
 SURD = re.compile(  # 1 + √2, 12π, π/4
@@ -46,7 +50,7 @@ class Span(NamedTuple):
 def only_number(sentence: str) -> str | None:
     """The number in a sentence that begins with words, if it holds one number and no word that changes it."""
     if foreign := FOREIGN_UNIT.fullmatch(sentence):
-        return foreign[1]
+        return None if FOREIGN_SCALES.search(sentence) else foreign[1]
     numbers = [match for match in NUMBER.finditer(sentence) if any(map(str.isdigit, match[0]))]
     if len(WORD.findall(sentence)) < 2 or len(numbers) != 1 or not sentence[0].isalpha() or option_letter(sentence):
         return None
@@ -61,17 +65,20 @@ def with_unit(number: re.Match[str]) -> str:
 
 
 def last_number(text: str) -> Span | None:
-    after = AFTER.search(text, max(0, len(text) - AROUND_CHARACTERS))
-    if after and any(map(str.isdigit, text[: after.start()].rpartition("\n")[2])):
-        text = text[: after.start()]
+    for addition in (AFTER, CONTRAST):
+        found = addition.search(text, max(0, len(text) - AROUND_CHARACTERS))
+        if found and any(map(str.isdigit, text[: found.start()].rpartition("\n")[2])):
+            text = text[: found.start()]
     matches = [m for m in NUMBER.finditer(text) if any(c.isdigit() for c in m[0])]
     surds = list(SURD.finditer(text)) if "√" in text or "π" in text else []
     if surds and (not matches or surds[-1].end() >= matches[-1].end()):
         return Span(surds[-1].start(), surds[-1].end(), surds[-1][0])
-    if not matches or OR_BEFORE.search(text, max(0, matches[-1].start() - 40), matches[-1].start()):
-        return None  # 17 or 18 is no answer
+    if not matches:
+        return None
     start, end = matches[-1].span()
     for around in AROUND.finditer(text, max(0, start - AROUND_CHARACTERS), end + 20):
         if around.start() <= start and end <= around.end():
             return Span(around.start(), around.end(), around[0])
+    if NO_ANSWER.search(text, max(0, start - 40), start):
+        return None
     return Span(matches[-1].start(), matches[-1].end(), with_unit(matches[-1]))

@@ -158,7 +158,7 @@ SYMBOLS = frozenset(
 )  # fmt: skip
 CLOSING_COMMANDS = frozenset(
     [
-        "}", "rangle", "rfloor", "rceil", "rvert", "vert", "mid", "colon", "cup", "cap", "setminus", "backslash",
+        "}", "rangle", "rfloor", "rceil", "rvert", "vert", "mid", "cup", "cap", "setminus", "backslash",
         "cdot", "times", "ast", "div", "bmod", "mod", "pm", "mp", "pct", "degree", "to", "ldots", "dots", "cdots",
         "implies", "iff", "quad", "rbrace", "&", "\\", "pmod", "$",
     ]

@@ -13,9 +13,9 @@ from rlhf.rewards.answers.errors import UndefinedError
 from rlhf.rewards.answers.node import MONEY, Node, free_symbols, number
 from rlhf.rewards.answers.units import unit_of
 from rlhf.rewards.answers.value import constant, equal
-from rlhf.rewards.answers.words import may_stand_after, may_stand_before
+from rlhf.rewards.answers.words import SCALES, may_stand_after, may_stand_before
 
-SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+RADIANS = unit_of("radian")
 MIN_ROUNDED_DIGITS = 6  # a decimal of so many significant digits may be a rounded repeating decimal
 
 
@@ -36,6 +36,8 @@ def same_quantity(gold: Node, answer: Node) -> bool:
             return False
         if factor != 1:
             return _same_value(gold_value, Node("mul", (answer_value, number(factor))))
+    if RADIANS in (unit_of(gold_unit), unit_of(answer_unit)):
+        return equal(gold_value, answer_value)
     for unit, plain in ((gold_unit, answer), (answer_unit, gold)):
         if len(unit) == 1 and free_symbols(plain) == {unit}:  # 3 m and 3m
             value = gold_value if unit == gold_unit else answer_value
@@ -84,6 +86,8 @@ def _same_value(gold: Node, answer: Node) -> bool:
         plain = answer if gold.kind == "base" else gold
         if plain.kind == "num" and plain.name == bases[0].args[0].name:
             return True
+    if {gold.kind, answer.kind} == {"percent", "degree"}:
+        return False
     for kind in ("percent", "degree"):
         marked = [node.kind == kind for node in (gold, answer)]
         if any(marked):

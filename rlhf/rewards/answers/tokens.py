@@ -103,6 +103,8 @@ def _add(tokens: list[Token], kind: str, value: str, inside: str, spaced: bool) 
     elif kind == "cmd":
         if value in RELATIONS:
             tokens.append(Token("rel", RELATIONS[value], spaced))
+        elif value == "\\colon":
+            tokens.append(Token("op", ":", spaced))
         elif value in ("\\lor", "\\vee", "\\land", "\\wedge"):
             tokens.append(Token("sep", "or" if value in ("\\lor", "\\vee") else "and", spaced))
         else:

@@ -349,7 +349,7 @@ class Parser:
         bars, self.bars = self.bars, 1
         inner = self.listing()
         self.bars = bars
-        if self.at("op", ":", "|") or self.at("cmd", "mid", "colon"):
+        if self.at("op", ":", "|") or self.at("cmd", "mid"):
             self.take()
             condition = self.listing()
             inner = Node("builder", (inner, condition))

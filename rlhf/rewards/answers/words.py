@@ -14,21 +14,27 @@ TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 MEANINGS = {
     r"(?:there (?:is|are) )?no (?:real |integer |valid )?solutions?(?: exists?)?|(?:the )?empty set": r"\emptyset",
     r"all real(?: numbers?| values?)?s?|any real number|all reals|every real number": r"\mathbb{R}",
+    r"none": r"\emptyset",
     r"infinitely many(?: solutions?)?|infinite(?:ly)?|infinity": r"\infty",
 }
+EXCEPT = re.compile(
+    r"(?:all|any|every) real(?: numbers?| values?)?(?: of [a-z])?(?: [a-z])? except(?: for)? (?:[a-z] ?= ?)?(.+)"
+)
 ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 VALUES = {
     **{word: value for value, word in enumerate([*ONES.split(), "seventeen", "eighteen", "nineteen"])},
     **{"twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90},
 }
-SCALES = {"hundred": 100, "thousand": 1_000, "million": 1_000_000}
-LARGE = frozenset([*SCALES, "dozen", "billion", "trillion"])  # 2.5 million people
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+
+WORD_OF_A_NUMBER = rf"(?:{'|'.join([*VALUES, *SCALES])})"
+IN_WORDS = rf"{WORD_OF_A_NUMBER}(?:(?: |-| and ){WORD_OF_A_NUMBER}){{0,12}}"
 
 # Words that make another value of the number next to them, or leave it open: they are never dropped.
 CHANGING_WRITTEN = (
     "or nor not no never none neither either nobody nothing except without unless if maybe perhaps possibly probably "
     "almost nearly least most more less fewer than greater over under above below up between beyond exceeds exceeding "
-    "only half halves halved third thirds quarter quarters fourth fourths fifth fifths tenth tenths double doubled "
+    "half halves halved third thirds quarter quarters fourth fourths fifth fifths tenth tenths double doubled "
     "triple tripled twice thrice squared cubed factorial root plus minus negative negated times power raised choose "
     "divided multiplied increased decreased complement reciprocal inverse inverted opposite log sin cos tan wrong "
     "incorrect false impossible undefined unknown point mil mille tausend millones millionen milliards "
@@ -52,7 +58,9 @@ JOINING = re.compile(
     r"|\band\W*(?:$|\b(?:an?|the|some|several|many|few|any|each|every|all|both|others?|counting|change|so|then|yet)\b)",
     re.IGNORECASE,
 )
-FOREIGN_SCALES = re.compile("[十百千万萬亿億兆半余餘多倍]|以上|以下|以内|左右|тысяч|миллион|миллиард|дюжин|половин")
+FOREIGN_SCALES = re.compile(
+    "[十百千万萬亿億兆半余餘多倍不至非或少超]|以上|以下|以内|左右|тысяч|миллион|миллиард|дюжин|половин"
+)
 # Words that may stand before a number. Any other words must end in "is", "are" or a colon.
 LEADING_WRITTEN = (
     "a about all altogether an and angle answer approximately are area around average box case chapter circumference "
@@ -80,9 +88,9 @@ PAIRS = re.compile(r"\W*(?:pairs?|couples?|gross)\b", re.IGNORECASE)  # 7 pairs 
 LONE_LETTER = re.compile(r"(?<![\w'.-])(?![aA]\b)[A-Za-z](?![\w'.-])")
 EXPONENT = re.compile(r"\^\s?\{?-?\d\}?")
 MODULUS = re.compile(r"\(?\s?mod(?:ulo)?\.?\s?\d+\s?\)?", re.IGNORECASE)
-JOINED = re.compile(r"\\text\s*\{[\s,]*(?:and|to|by)[\s,]*\}\s*\S")  # 1 \text{ and } 2
 DATE = re.compile(rf"(?:\d{{1,4}}[\s,./-]*)?\b(?:{MONTHS})\b(?:[\s,.]*\d{{1,4}}){{0,2}}", re.IGNORECASE)
 CLOCK = re.compile(r"(\d{1,2})(?:\s?:\s?(\d\d))?\s*(?:([ap])\.?\s?m\.?|o'clock)?", re.IGNORECASE)
+NOON = re.compile(r"^(?:12(?::00)?\s*)?(noon|midnight)$", re.IGNORECASE)
 AMOUNT = (
     r"(?:\\?\$)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d+|\s?\\frac\s*\{\d+\}\s*\{\d+\}|\s\d+/\d+)?"
     r"(?:\s?(?:\\times|\\cdot)\s?10\s?\^\s?(?:\{-?\d+\}|\d))?|\\frac\s*\{\d+\}\s*\{\d+\}"
@@ -99,11 +107,10 @@ VALUE_AND_WORDS = re.compile(
     r"(?:[\s)}!.,]|\\(?:pi|degree|pct)(?![a-zA-Z]))*((?:\s*\\text\s*\{[^{}]*\})+)"
 )
 NUMBER_WORDS = re.compile(  # of at least one; words after it follow: eighteen dollars
-    r"\b(?:a (?=hundred|thousand|million))?(?:{0})(?:(?: |-| and )(?:{0}))*\b(?=[ ][\w\\])".format(
-        "|".join([*VALUES, *SCALES])
-    ),
-    re.IGNORECASE,
+    rf"\b(?:(?:half )?a (?=hundred|thousand|million|dozen))?{IN_WORDS}\b(?=[ ][\w\\])", re.IGNORECASE
 )
+ALTERNATIVES = re.compile(rf"-?(?:{AMOUNT})(?:,? or -?(?:{AMOUNT}))+")  # the roots of an equation
+LABELLED_VALUE = re.compile(r"([A-Za-z](?:_\w)?\s*(?:=|\\approx)\s*)(?=[-.\d])([^=,;]*)")
 AND_A_HALF = re.compile(r"(?<![\d.,])(\d+) and a half\b")
 
 
@@ -122,7 +129,7 @@ def may_stand_after(words: str) -> bool:
     if unit_of(words) is not None or MODULUS.fullmatch(words.strip()):
         return True
     first, _, rest = words.strip().partition(" ")
-    counted = rest if first.lower() in LARGE else COUNTING.sub("", EXPONENT.sub("", words), count=1)
+    counted = rest if first.lower() in SCALES else COUNTING.sub("", EXPONENT.sub("", words), count=1)
     given = re.findall(r"[a-z]+", counted.lower())
     return not (
         re.search(r"\d", counted)
@@ -137,12 +144,12 @@ def may_stand_after(words: str) -> bool:
 
 def _is_number_word(word: str) -> bool:
     """Whether a word is a number or a part in any form: ten, tens, sixes, twenties, hundredths. Zeros are counted."""
-    if word in VALUES or word in LARGE:
+    if word in VALUES or word in SCALES:
         return True
     forms = {word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("ies") + "y"} - {"zero", "second"}
     stems = {form.removesuffix("th") for form in forms if form.endswith("th")}
     stems |= {form.removesuffix("ieth") + "y" for form in forms if form.endswith("ieth")}
-    return any(form in VALUES or form in LARGE or form in PARTS for form in forms | stems)
+    return any(form in VALUES or form in SCALES or form in PARTS for form in forms | stems)
 
 
 def may_stand_before(words: str) -> bool:
@@ -172,10 +179,14 @@ def with_words_marked(text: str) -> str:
         return f"\\text{{{' '.join(words)}}}"
     if (two := TWO_AMOUNTS.fullmatch(plain)) and (added := _added(two)):
         return added
+    if ALTERNATIVES.fullmatch(plain):
+        return text
     if AND_A_HALF.search(plain):
         plain = AND_A_HALF.sub(r"\1.5", plain)
     elif (worded := VALUE_AND_WORDS.fullmatch(text)) and not may_stand_after(unwrapped(worded[1])):
         return f"\\text{{{plain}}}"
+    if labelled := LABELLED_VALUE.fullmatch(text):
+        return labelled[1] + with_words_marked(labelled[2])
     quantity = QUANTITY.fullmatch(plain)
     if quantity is None or not (quantity["before"] or quantity["after"]):
         return plain if quantity else text
@@ -188,12 +199,17 @@ def with_words_marked(text: str) -> str:
         return text  # 2x, 5 ab
     if before and ("=" in before or not re.search(r"[A-Za-z]{2}", before)):
         return text  # x = 5
-    if is_unit and len(after) == 1 and not (quantity["after"] or "").startswith(" ") and "\\text" not in text:
+    if (
+        is_unit
+        and (len(after) == 1 or after == "nm")
+        and not (quantity["after"] or "").startswith(" ")
+        and "\\text" not in text
+    ):
         return text  # 5m may be a product
     words = re.findall(r"[A-Za-z]+", COUNTING.sub("", after, count=1))
     if (before and not may_stand_before(before)) or (not is_unit and any(map(changes_a_number, words))):
         return f"\\text{{{plain}}}"
-    if not is_unit and (re.search(r"\d", after) or JOINED.search(text)):
+    if not is_unit and re.search(r"\d", after):
         return text
     if after and not may_stand_after(after):
         return f"\\text{{{plain}}}"
@@ -214,9 +230,13 @@ def _added(two: re.Match[str]) -> str | None:
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}\\text{{ {two[2]}}}"
 
 
+def _twelve(time: re.Match[str]) -> str:
+    return "12:00 pm" if time[1].lower() == "noon" else "12:00 am"
+
+
 def same_clock_time(a: str, b: str) -> bool | None:
     """Whether two texts are the same time of day; None if they are not both times, or neither says a.m. or p.m."""
-    first, second = (CLOCK.fullmatch(" ".join(unwrapped(text).split())) for text in (a, b))
+    first, second = (CLOCK.fullmatch(NOON.sub(_twelve, " ".join(unwrapped(text).split()))) for text in (a, b))
     if first is None or second is None or not (first[3] or second[3]):
         return None
     if not first[3]:
@@ -248,14 +268,12 @@ def is_prose(text: str) -> bool:
 
 def as_words(text: str) -> tuple[str, ...]:
     """The words in lower case, without punctuation and articles."""
-    words = re.findall(r"[a-z0-9']+", unwrapped(text).replace("-", " ").casefold())
+    words = re.findall(r"(?<![\w)}])-\d+|[a-z0-9']+", unwrapped(text).casefold())
     return tuple(word for word in words if word not in ARTICLES) or tuple(words)
 
 
-def same_words(a: str, b: str) -> bool:
-    """Whether two texts have the same words, or list the same items in any order."""
-    if as_words(a) == as_words(b):
-        return True
+def same_items(a: str, b: str) -> bool:
+    """Whether two texts list the same items in any order."""
     items = [
         sorted(as_words(item) for item in re.split(r",|;|&|\band\b", unwrapped(text)) if item.strip())
         for text in (a, b)
@@ -269,6 +287,8 @@ def meaning_of(text: str) -> str:
     for phrase, meaning in MEANINGS.items():
         if re.fullmatch(phrase, plain):
             return meaning
+    if excepted := EXCEPT.fullmatch(plain):
+        return rf"\mathbb{{R}}\setminus\{{{excepted[1]}\}}"
     number = number_in_words(plain)
     return text if number is None else f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
 
@@ -282,6 +302,8 @@ def number_in_words(text: str) -> Fraction | None:
     sign, words = 1, text.replace("-", " ").removeprefix("a ").split()
     if words[:1] in (["minus"], ["negative"]):
         sign, words = -1, words[1:]
+    if words[:2] == ["half", "a"] and words[2:3] and words[2] in SCALES:
+        return sign * Fraction(SCALES[words[2]], 2) if len(words) == 3 else None
     divisor = PARTS.get(words[-1].removesuffix("s")) if words else None
     if divisor is None:
         whole = _whole_in_words(words)
