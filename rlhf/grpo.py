@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     from rlhf.run.restarts import Restarts
 
-    restarts = Restarts(config, resume=arguments.resume)
+    restarts = Restarts(config, resume=arguments.resume, start_at=arguments.resume_from)
     cli.run_async(restarts.train(train), on_signal=restarts.on_signal)
 
 

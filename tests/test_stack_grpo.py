@@ -96,7 +96,8 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_
     assert [row["step"] for row in steps] == [1, 2, 3]
     check_account(steps)
     has = {"", "GRPO", "reference", "the reward reads answers", "algo.importance_correction", "peak known"}
-    check_documented(read_log(run), logged=has | {"there was one", "evaluation", "rewards besides a model"})
+    has |= {"evaluation", "evaluation, the reward reads answers"}
+    check_documented(read_log(run), logged=has | {"there was one", "rewards besides a model"})
 
     # The policy that sampled the first rollouts is the reference, whatever the updates on them do; the next one is not.
     assert steps[0]["policy/kl_k3"] == 0.0
@@ -142,7 +143,7 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_
     evaluated = subprocess.run(command, capture_output=True, text=True, timeout=STACK_WAIT_S, check=False)
     assert evaluated.returncode == 0, evaluated.stderr[-3000:]
     assert {"eval/test/avg@2", "eval/test/pass@2"} <= json.loads((tmp_path / "evaluation.json").read_text()).keys()
-    assert len(read_responses(tmp_path / "responses.jsonl", samples_per_prompt=2)) == 2 * 16
+    assert len(read_responses(tmp_path / "responses.jsonl", samples_per_prompt={2})) == 2 * 16
 
 
 def test_a_first_hour_a_start_that_fails_no_wandb_no_signal_and_a_damaged_checkpoint(

@@ -120,7 +120,7 @@ def needed_gib(config: GRPOConfig) -> float | None:
     checkpoint = checkpoint_bytes(config, policy)
     if checkpoint is None or policy is None:
         return None
-    checkpoints = config.checkpoint.keep + 1 if config.checkpoint_every is not None else 0
+    checkpoints = config.checkpoint.most if config.checkpoint_every is not None else 0
     written = checkpoints * checkpoint + config.run.export * BYTES[config.model.dtype] * policy.parameters
     return written / GIB + ROLLOUTS_GIB
 

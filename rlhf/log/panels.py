@@ -30,6 +30,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Accuracy", ("eval/*/avg@*", "eval/*/pass@*", "eval/*/maj@*")),
         Panel("Response length", ("eval/*/response_length",), "tokens"),
         Panel("Responses that stopped", ("eval/*/stopped_fraction",)),
+        Panel("Responses with an answer", ("eval/*/answered_fraction",)),
     ),
     "Responses": (
         Panel("Length", ("rollout/response_length/mean", "rollout/response_length/p95"), "tokens"),

@@ -70,7 +70,7 @@ def _check_run_folder(config: GRPOConfig) -> None:
     size = checkpoint_bytes(config, shape) if config.checkpoint_every else 0
     # while a checkpoint is written, the earlier ones are still there; a resumed run has written some already
     written = len(list((run_dir / "checkpoints").glob("step-*[0-9]")))
-    needed = (size or 0) * max(1, config.checkpoint.keep + 1 - written)
+    needed = (size or 0) * max(1, config.checkpoint.most - written)
     free = shutil.disk_usage(exists).free
     if needed > free:
         raise ValueError(

@@ -21,13 +21,13 @@ from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.log.diagnosis import EQUAL_REWARDS, NO_ANSWERS, Diagnosis
 from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
 from rlhf.log.reductions import Mean, StepMetrics, mean_over_updates, to_histograms, to_values
-from rlhf.log.sinks import Details, summary_table
+from rlhf.log.sinks import Details, evaluation_table
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.grade import count_answers
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness
 from rlhf.run.evaluation import evaluate, evaluation_metrics
-from rlhf.run.folder import RunFolder, rollout_rows
+from rlhf.run.folder import RunFolder, best_step, rollout_rows
 from rlhf.run.mirror import Mirror
 from rlhf.run.model_card import model_card
 from rlhf.run.prompts import PromptTickets
@@ -61,11 +61,11 @@ class TrainingRun(Generic[C]):
         restored: the checkpoint that a resumed run goes on from.
     """
 
-    def __init__(self, config: C, *, resume: bool) -> None:
+    def __init__(self, config: C, *, resume: bool, start_at: str | None = None) -> None:
         self.config = config
         mirror = config.checkpoint.mirror
         self.mirror = None if mirror is None else Mirror(mirror)
-        self.folder = RunFolder(config.run.dir, resume=resume, mirror=self.mirror)
+        self.folder = RunFolder(config.run.dir, resume=resume, mirror=self.mirror, start_at=start_at)
         self.restored = self.folder.restored
         self.state = RunState() if self.restored is None else RunFolder.read_state(self.restored)
         check_resumed_state(config, self.folder, self.state)
@@ -293,12 +293,14 @@ class TrainingRun(Generic[C]):
             await self.cluster.learners.call("blend_reference", 0.0)
 
     async def checkpoint_if_due(self, step: int) -> None:
-        """Write a checkpoint every `checkpoint_every` steps, and after the last step where checkpoints are on.
+        """Write a checkpoint every `checkpoint_every` steps, and after the last step and the best where they are on.
 
         If a signal asks the run to end, write one of this step and end it.
         """
         every, last = self.config.checkpoint_every, step == self.config.run.steps
-        is_due = every is not None and (step % every == 0 or last or self.stop.requested)
+        metric = self.config.checkpoint.best
+        best = metric is not None and best_step(self.state.evaluations, metric) == step
+        is_due = every is not None and (step % every == 0 or last or best or self.stop.requested)
         with self.clock.phase("checkpoint"), self.stop.saving():
             if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.failure:
                 await self.saver.save(await self._state_after(step))
@@ -374,7 +376,8 @@ class TrainingRun(Generic[C]):
         if after:
             untrained = ("start", "evaluation")
             training_s = sum(seconds for phase, seconds in self.clock.total.items() if phase not in untrained)
-            self.log.console.print(summary_table(before, after, training_s))
+            title = f"evaluation, {training_s:.0f} s of training"
+            self.log.console.print(evaluation_table(title, {"before": before, "after": after}))
         self.log.print(f"run folder: {self.folder.path}")
         if self.saver.failure:
             raise RuntimeError(f"{self.saver.failure} Make room, and repeat the last steps with --resume.")

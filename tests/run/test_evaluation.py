@@ -43,6 +43,21 @@ def test_avg_pass_and_maj_by_hand() -> None:
         assert 0.0 <= metrics[f"{name}/low"] <= metrics[name] <= metrics[f"{name}/high"] <= 1.0
 
 
+def test_lengths_responses_that_were_cut_off_and_those_without_an_answer_by_hand() -> None:
+    (group,) = graded([[(1.0, "7"), (0.0, ""), (0.0, ""), (0.0, "3")]])
+    ends, statuses = ("stop", "length", "length", "stop"), ("ok", "no_answer", "no_answer", "ok")
+    samples = tuple(
+        dataclasses.replace(sample, status=status, rollout=dataclasses.replace(sample.rollout, finish_reason=end))
+        for sample, end, status in zip(group.samples, ends, statuses, strict=True)
+    )
+    metrics = group_metrics([dataclasses.replace(group, samples=samples)])
+    lengths = [sample.rollout.response_length for sample in samples]
+    assert metrics["response_length"] == pytest.approx(sum(lengths) / 4)
+    assert (metrics["stopped_fraction"], metrics["answered_fraction"]) == (0.5, 0.5)
+    asked_for_none = [dataclasses.replace(sample, status="ok", extracted="") for sample in samples]
+    assert "answered_fraction" not in group_metrics([dataclasses.replace(group, samples=tuple(asked_for_none))])
+
+
 def test_intervals_over_problems_hold_the_truth_about_95_times_in_100() -> None:
     rng, problems, samples = np.random.default_rng(1), 100, 4
     chances = rng.beta(1.0, 2.0, size=(400, problems))  # problems differ: samples of one are alike
