@@ -269,6 +269,8 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _learner_problems(config: GRPOConfig) -> Iterator[str]:
     learner, algo = config.learner, config.algo
+    if later := [step for step in config.logging.profile_steps if step > config.run.steps]:
+        yield f"logging.profile_steps={later}: the run ends at run.steps={config.run.steps}. Name steps up to that."
     if learner.max_tokens_per_microbatch < config.max_sequence_tokens:
         yield (
             f"learner.max_tokens_per_microbatch={learner.max_tokens_per_microbatch}: one sequence may have "

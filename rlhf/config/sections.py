@@ -244,6 +244,9 @@ class LoggingConfig(Section):
         description="write each token of these rollouts with its advantage and learner minus engine log-prob, which "
         "the report shows as colours; rollouts/ becomes several times as large",
     )
+    profile_steps: tuple[PositiveInt, ...] = Field(
+        (), description="training steps of which learner 0 writes a torch profiler trace to profile/ in the run folder"
+    )
     level: Literal["debug", "info", "warning"] = Field("warning", description="log level of the libraries")
 
 

@@ -75,6 +75,10 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Waiting", ("time/engine_idle", "time/learner_idle"), "s"),
         Panel("Microbatches", ("learner/packing_efficiency", "learner/*_fraction")),
     ),
+    "Memory": (
+        Panel("Resident", ("memory/driver", "memory/graders", "memory/*/[0-9]*[0-9]", "memory/*/[0-9]"), "GiB"),
+        Panel("GPUs", ("memory/*/gpu",), "GiB"),
+    ),
     "Rollouts, counted": (
         Panel("Not trained on", ("account/filtered", "account/stale", "account/failed"), "rollouts"),
         Panel("Outcomes of grading", ("reward/status/*",), "responses"),

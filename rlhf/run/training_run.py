@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -141,6 +141,7 @@ class TrainingRun(Generic[C]):
             f"{config.cluster.device} ..."
         )
         self.cluster = await self._exit_stack.enter_async_context(Cluster(config, first_step=self.first_step))
+        self.cluster.heartbeat.others = lambda: {"graders": self.scorer.process}
         self.saver = CheckpointSaver(
             config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, self.mirror, self.log.warn
         )
@@ -175,6 +176,19 @@ class TrainingRun(Generic[C]):
         self._exit_stack.push_async_callback(self.buffer.close)
 
     # --- around a step ---
+
+    @contextlib.asynccontextmanager
+    async def profiled(self, step: int) -> AsyncIterator[None]:
+        """A training step, of which learner 0 writes a trace if `logging.profile_steps` names it."""
+        if step not in self.config.logging.profile_steps:
+            yield
+            return
+        from rlhf.learner import profile
+
+        file = str(self.folder.path.resolve() / "profile" / f"step-{step:06d}.json.gz")
+        await self.cluster.learners.call_one(0, "apply", profile.start, what="profiling")
+        yield
+        await self.cluster.learners.call_one(0, "apply", profile.stop, file, what=f"writing {file}")
 
     async def take_groups(self, step: int) -> Sequence[RolloutGroup]:
         """The graded groups of the step after `step` training steps; a signal meanwhile saves and ends the run."""
@@ -244,7 +258,7 @@ class TrainingRun(Generic[C]):
         learned = mean_over_updates(updates)
         metrics = sampled | learned
         values = to_values(metrics)
-        values |= measured | self.buffer.account.metrics()
+        values |= measured | self.buffer.account.metrics() | self.cluster.heartbeat.memory
         values["time/step"] = self.clock.step_seconds()
         phases, window_s = self.clock.take()
         rate, engines_busy_s = self.sampler.meter.take()

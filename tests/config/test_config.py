@@ -274,6 +274,7 @@ CONTRADICTIONS = [
         ["data.eval={path: a.jsonl, max_response_tokens: 99}"],
         ["evaluation.max_response_tokens=99 with rollout.max_response_tokens=28", "Raise it to at least"],
     ),
+    (["logging.profile_steps=[2,99]"], ["logging.profile_steps=[99]: the run ends at run.steps=10", "up to that"]),
     (["cluster.min_engines=2"], ["cluster.min_engines=2 with cluster.engines=1", "Use at most cluster.engines"]),
     (
         ["cluster.placement=colocated", "cluster.device=cpu"],
