@@ -49,6 +49,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("KL to the reference", ("policy/kl_k[1234]",), "nats per token"),
         Panel("KL of the step's updates", ("policy/kl_old",), "nats per token"),
         Panel("Engine against learner", ("policy/engine_kl",), "nats per token", log=True),
+        Panel("Engine against learner, over its bound", ("policy/engine_kl_excess",), log=True),
         Panel("Engine against learner, |difference|", ("policy/engine_logprob_difference",), "nats", log=True),
         Panel("KL of a response", ("policy/kl_response",), "nats"),
         Panel("KL coefficient", ("policy/kl_coef",)),

@@ -18,7 +18,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
-from rlhf.log.diagnosis import EQUAL_REWARDS, NO_ANSWERS, Diagnosis
+from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
 from rlhf.log.reductions import Mean, StepMetrics, mean_over_updates, to_histograms, to_values
 from rlhf.log.sinks import Details, evaluation_table
@@ -72,8 +72,8 @@ class TrainingRun(Generic[C]):
         self.first_step = self.state.step
         self.clock = Clock(self.state.seconds)
         self.log = RunLog(config, first_step=self.first_step, state=self.state)
-        self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
         self.diagnosis = Diagnosis(flat_keys(config.model_dump(mode="json")))
+        self.signal_watch = SignalWatch(config.run, self.diagnosis)
         self.skipped = SkippedBatches(self.folder.path / "skipped", self.log.warn)
         self.stop = Stop(config.run.grace_s, self.log.print)
         self.tokenizer = load_tokenizer(config.model)
@@ -268,6 +268,8 @@ class TrainingRun(Generic[C]):
             "rollout/tokens_per_second": rate,
             "data/epoch": self.tickets.stream.epochs,
         }
+        rollout = self.config.rollout
+        values |= self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
         values |= {f"reward/status/{name}": count for name, count in self.scorer.counters.items()}
         rows = rollout_rows(step, groups, advantages.tolist())
@@ -282,17 +284,9 @@ class TrainingRun(Generic[C]):
         for error in self.scorer.new_errors():
             self.log.warn(error)
         trained, taken = int(batch.trained.sum()), updates_taken(updates)
-        warning = self.signal_watch.after_step(groups, advantages, trained=trained, updates_taken=taken)
-        if warning is not None:
-            self.log.warn(warning)
-        rollout = self.config.rollout
-        drift = self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
-        if drift is not None:
-            self.log.alert("engines and learner disagree beyond rounding", drift, in_terminal=True)
+        self.signal_watch.after_step(groups, advantages, trained=trained, updates_taken=taken)
         for finding in self.diagnosis.after_step(step, values):
-            # the signal watch says these two in the terminal, from the responses themselves
-            in_terminal = finding.title not in (NO_ANSWERS, EQUAL_REWARDS)
-            self.log.alert(finding.title, finding.text, in_terminal=in_terminal)
+            self.log.alert(finding.title, finding.text)
 
     async def _count_updates(self) -> None:
         counts = await self.cluster.learners.call("update_counts")
