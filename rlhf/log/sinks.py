@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,6 +169,12 @@ class TerminalSink:
 
     def warn(self, message: str) -> None:
         self._console.print(f"[yellow]warning:[/yellow] {escape(message)}", highlight=False)
+
+
+def printable(value: Any) -> str:
+    """Text of a model for a terminal: control characters, which could move the cursor or turn the text, are spelled."""
+    text = value if isinstance(value, str) else repr(value)
+    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else f"\\u{ord(c):04x}" for c in text)
 
 
 def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -> Table:
