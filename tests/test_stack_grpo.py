@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import math
 import os
@@ -89,9 +90,11 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path, tiny_model_dir, cluster={"learners": 2, "peak_tflops": 1.0})
-    done = run_grpo("--config", config)
+    done = run_grpo("--config", config, "logging.profile_steps=[2]")
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "run"
+    (trace,) = (run / "profile").iterdir()
+    assert "aten::mm" in {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     steps = read_steps(run)
     assert [row["step"] for row in steps] == [1, 2, 3]
     check_account(steps)

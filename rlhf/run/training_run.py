@@ -300,15 +300,16 @@ class TrainingRun(Generic[C]):
         elif algo.ref_update == "replace" and done % algo.ref_every == 0:
             await self.cluster.learners.call("blend_reference", 0.0)
 
-    async def checkpoint_if_due(self, step: int) -> None:
-        """Write a checkpoint every `checkpoint_every` steps, and after the last step and the best where they are on.
+    def checkpoint_is_due(self, step: int) -> bool:
+        """Every `checkpoint_every` steps, after the last and the best, and at a signal; never where they are off."""
+        every, best = self.config.checkpoint_every, self.config.checkpoint.best
+        is_best = best is not None and best_step(self.state.evaluations, best) == step
+        is_last = step == self.config.run.steps
+        return every is not None and (step % every == 0 or is_last or is_best or self.stop.requested)
 
-        If a signal asks the run to end, write one of this step and end it.
-        """
-        every, last = self.config.checkpoint_every, step == self.config.run.steps
-        metric = self.config.checkpoint.best
-        best = metric is not None and best_step(self.state.evaluations, metric) == step
-        is_due = every is not None and (step % every == 0 or last or best or self.stop.requested)
+    async def checkpoint_if_due(self, step: int) -> None:
+        """Write a checkpoint if one is due. If a signal asks the run to end, write one of this step and end it."""
+        is_due = self.checkpoint_is_due(step)
         with self.clock.phase("checkpoint"), self.stop.saving():
             if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.failure:
                 await self.saver.save(await self._state_after(step))
