@@ -77,7 +77,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Microbatches", ("learner/packing_efficiency", "learner/*_fraction")),
     ),
     "Memory": (
-        Panel("Resident", ("memory/driver", "memory/graders", "memory/*/[0-9]*[0-9]", "memory/*/[0-9]"), "GiB"),
+        Panel("Resident", ("memory/driver", "memory/graders", "memory/*[0-9]"), "GiB"),
         Panel("GPUs", ("memory/*/gpu",), "GiB"),
     ),
     "Rollouts, counted": (
