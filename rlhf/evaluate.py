@@ -4,10 +4,12 @@
     python -m rlhf.evaluate --program ppo --config runs/mine/config.yaml model.path=runs/mine/model
     python -m rlhf.evaluate --config mine.yaml --responses before.jsonl
     python -m rlhf.evaluate --config mine.yaml model.path=runs/mine/model --compare-with before.jsonl
+    python -m rlhf.evaluate --config mine.yaml model.path=runs/mine/model --also runs/other/model
 
 Uses the sections model, data.eval, reward, rollout and evaluation of a training config, so that the numbers mean the
-same as during training. Prints avg@k, pass@k and maj@k; --output writes them to a file. --compare-with takes the graded
-responses of an earlier evaluation of the same problems, and prints how many changed and a p-value.
+same as during training. Prints avg@k, pass@k and maj@k with their intervals, a column per model; --output writes them
+to a file. --compare-with takes the graded responses of an earlier evaluation of the same problems, and prints for each
+model how many changed and a p-value.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
@@ -56,10 +58,15 @@ def problems(config: GRPOConfig) -> Iterator[str]:
     yield from evaluation_problems(config)
 
 
+def with_model(config: GRPOConfig, path: str) -> GRPOConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     def add_flags(parser: argparse.ArgumentParser) -> None:
         cli.program_flag(parser)
-        parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON")
+        parser.add_argument("--also", action="append", metavar="MODEL", help="a further model; may be repeated")
+        parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON; of several models, by model")
         parser.add_argument("--responses", metavar="FILE", help="write every response with its grade, as JSON lines")
         parser.add_argument(
             "--compare-with",
@@ -69,23 +76,35 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     schema = cli.program_schema(argv)
     config, arguments = cli.parse("rlhf.evaluate", DESCRIPTION, schema, argv, add_flags=add_flags, check=problems)
+    from rich.console import Console
+
+    from rlhf.log.sinks import evaluation_table
     from rlhf.run.comparison import compare, graded_responses, read_responses
     from rlhf.run.evaluation import evaluation_metrics
 
+    models = dict.fromkeys([config.model.path, *(arguments.also or ())])
+    configs = {path: with_model(config, path) for path in models}
+    if unfit := dict.fromkeys(problem for each in configs.values() for problem in problems(each)):
+        raise ValueError("\n".join(unfit))
     earlier = None
     if arguments.compare_with is not None:
-        earlier = read_responses(Path(arguments.compare_with), samples_per_prompt=config.evaluation.samples_per_prompt)
-    groups = cli.run_async(sample_and_grade(config))
-    metrics = evaluation_metrics(groups)
-    for name, value in metrics.items():
-        print(f"{name.removeprefix('eval/'):<40} {value:.4f}")
+        samples = {each.samples_per_prompt for each in config.evaluations.values()}
+        earlier = read_responses(Path(arguments.compare_with), samples_per_prompt=samples)
+    metrics: dict[str, dict[str, float]] = {}
+    responses: dict[str, list[dict[str, Any]]] = {}
+    for path, each in configs.items():
+        groups = cli.run_async(sample_and_grade(each))
+        metrics[path], responses[path] = evaluation_metrics(groups), graded_responses(groups)
+    Console(soft_wrap=True).print(evaluation_table("evaluation", metrics))
     if arguments.output:
-        Path(arguments.output).write_text(json.dumps(metrics, indent=2) + "\n")
-    responses = graded_responses(groups)
+        written = metrics if len(metrics) > 1 else metrics[path]
+        Path(arguments.output).write_text(json.dumps(written, indent=2) + "\n")
     if arguments.responses:
-        Path(arguments.responses).write_text("".join(json.dumps(row) + "\n" for row in responses))
+        rows = [row | {"model": path} for path, rows in responses.items() for row in rows]
+        Path(arguments.responses).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if earlier is not None:
-        print(compare(earlier, responses))
+        for path, rows in responses.items():
+            print(f"{path}: {compare(earlier, rows)}")
 
 
 if __name__ == "__main__":

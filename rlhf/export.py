@@ -1,6 +1,6 @@
 """Program: a checkpoint of a run as a model folder in Hugging Face format.
 
-    python -m rlhf.export RUN[/checkpoints/step-000020] DIR [--push-to-hub USER/NAME]
+    python -m rlhf.export RUN[/checkpoints/step-000020 | /checkpoints/best] DIR [--push-to-hub USER/NAME]
 
 It needs the checkpoint and no more: neither DeepSpeed nor the start model, and host memory for one tensor. The folder
 holds safetensors, config, tokenizer, and a model card with what the run was.
@@ -39,7 +39,7 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         ValueError: it is damaged, or the run has none.
     """
-    from rlhf.run.folder import RunFolder
+    from rlhf.run.folder import BEST, RunFolder
     from rlhf.run.manifest import MANIFEST, find_damage
 
     if (path / "checkpoints").is_dir():
@@ -48,6 +48,8 @@ def find_checkpoint(path: Path) -> Path:
             print(f"warning: {warning}", file=sys.stderr)
         assert folder.restored is not None
         return folder.restored
+    if path.name == BEST and path.is_file():
+        path = path.with_name(path.read_text().strip())
     if not (path / MANIFEST).is_file():
         raise ValueError(f"{path}: neither a run (no checkpoints/) nor a checkpoint (no {MANIFEST}). Name one of them.")
     if damage := find_damage(path):

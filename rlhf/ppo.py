@@ -34,7 +34,8 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
     async with run:
         await run.evaluate_if_due(run.first_step)
         for step in range(run.first_step, run.config.run.steps):
-            await train_step(run, step, controller)
+            async with run.profiled(step + 1):
+                await train_step(run, step, controller)
             run.state.kl_controller = {"coef": controller.coef}
             await run.evaluate_if_due(step + 1)
             await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     from rlhf.run.restarts import Restarts
 
-    restarts = Restarts(config, resume=arguments.resume)
+    restarts = Restarts(config, resume=arguments.resume, start_at=arguments.resume_from)
     cli.run_async(restarts.train(train), on_signal=restarts.on_signal)
 
 

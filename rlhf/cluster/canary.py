@@ -27,7 +27,7 @@ import numpy as np
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
 from rlhf.log.measure import ENGINE_KL_FROM
-from rlhf.log.reductions import Mean, StepMetrics, merge_metrics
+from rlhf.log.reductions import Mean, Metric, StepMetrics, merge_metrics
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.types import Prompt, Rollout
 
@@ -44,6 +44,8 @@ BLOCK_TENSORS = 36  # perturbed at a time; about four layers
 KL_FACTOR = LATER_FACTOR**2
 MIN_TOKENS = 1024
 LAG_FACTOR = 4.0  # with a policy lag the policy moves between sampling and training, at no place this much more
+MOVED_FAR = 0.05  # nats per token; further, and the importance weights no longer mend it
+FAR = 1e6
 MOVED = 5.0  # the perturbation must move log-probs by this many tolerances, or following it would prove nothing
 
 Logprobs = Sequence[np.ndarray]
@@ -64,7 +66,6 @@ class Canary:
         self.kl_bound = TOLERANCE**2
         self._expected: Logprobs = []
         self._rollouts: StepMetrics = {}  # KL by place, of the steps that have too few tokens there to be judged
-        self._warned: set[str] = set()
         self._rounds = dtype != "float32"
         self._noise_seed = noise_seed
         self._max_tokens = max_tokens - 1  # an engine scores a sequence while it samples one more token
@@ -144,33 +145,30 @@ class Canary:
         by_engine = await cluster.engines.call("canary", self.sequences)
         _compare(self._expected, by_engine, "has joined and does not hold the current weights", self.tolerance)
 
-    def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> str | None:
-        """A warning if the engines' log-probs of the trained rollouts differ from the learner's by more than rounding.
+    def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> dict[str, float]:
+        """How far the engines' log-probs of the trained rollouts are from the learner's, over what rounding explains.
 
-        Each place is warned of once. With a policy lag a place is compared with the first places, since the policy has
-        moved everywhere.
+        With a policy lag a place is compared with the first places, since the policy has moved everywhere.
 
         Args:
             metrics: of a step; those of ENGINE_KL_FROM are read.
+
+        Returns:
+            policy/engine_kl_excess, of the worst place; empty until a place has MIN_TOKENS.
         """
         places = {name: metrics[name] for name in ENGINE_KL_FROM.values() if name in metrics}
         self._rollouts = merge_metrics([self._rollouts, places])
-        seen = {name: metric for name, metric in self._rollouts.items() if cast(Mean, metric).weight >= MIN_TOKENS}
+        seen = {name: metric.value() for name, metric in self._rollouts.items() if _tokens(metric) >= MIN_TOKENS}
         self._rollouts = {name: metric for name, metric in self._rollouts.items() if name not in seen}
+        if not seen:
+            return {}
         bound = self.kl_bound / min(1.0, temperature) ** 2  # dividing logits by it also divides what rounding costs
-        if max_lag and seen:
+        bounds = dict.fromkeys(seen, bound)
+        if max_lag:
             first = next(iter(seen))
-            bound += LAG_FACTOR * seen.pop(first).value()
-        drifted = {name: metric.value() for name, metric in seen.items() if not metric.value() <= bound}
-        if not drifted.keys() - self._warned:
-            return None
-        self._warned |= drifted.keys()
-        named = ", ".join(f"{name}={kl:.2g}" for name, kl in drifted.items())
-        return (
-            f"{named}: tokens from these places of their sequences on, engines and learner disagree by more than "
-            f"rounding explains ({bound:.2g}). Do they compute the same model there? Look at rotary scaling, windows, "
-            "and the versions of vllm and transformers. Train on such rollouts with algo.importance_correction alone."
-        )
+            bounds = {name: bound + LAG_FACTOR * seen[first] for name in seen} | {first: max(bound, MOVED_FAR)}
+        ratios = [kl / bounds[name] for name, kl in seen.items()]
+        return {"policy/engine_kl_excess": max(ratio if ratio < FAR else FAR for ratio in ratios)}  # NaN is far
 
     async def _written(self, cluster: Cluster, prompt: Prompt) -> Rollout:
         """A prompt's beginning, and what the first engine samples after it."""
@@ -185,6 +183,11 @@ class Canary:
         await cluster.sleep_colocated_engines()  # the float32 pass holds an embedding more
         own = (await cluster.learners.call("canary", self.sequences))[0]
         return (await cluster.learners.call("canary", self.sequences, True))[0] if self._rounds else own, own
+
+
+def _tokens(metric: Metric) -> float:
+    weight: float = cast(Mean, metric).weight
+    return weight
 
 
 def _kl(sampled: Logprobs, other: Logprobs) -> float:

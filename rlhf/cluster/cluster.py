@@ -90,8 +90,8 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         try:
             await self._start()
-            groups = [placed.group for placed in self._placed.values()]
-            self._watching.append(asyncio.ensure_future(Heartbeat(groups).watch()))
+            self.heartbeat = Heartbeat([placed.group for placed in self._placed.values()])
+            self._watching.append(asyncio.ensure_future(self.heartbeat.watch()))
         except BaseException as error:
             self._session.keep_logs(error, Path(self.config.run.dir))
             await self._stop()

@@ -1,81 +1,152 @@
-"""Looks every few seconds whether a process of an actor has been stopped, and kills it: its death is then noticed.
+"""Looks every few seconds at the processes of all actors: a stopped one is killed, and their memory is measured.
 
 A dead process breaks the calls that wait for it within seconds. A stopped one (SIGSTOP, a frozen container) breaks
-none: whoever waits for it would do so until `cluster.step_deadline_s`. Processes of the driver's own node are looked
-at directly, those of other nodes by a small Ray task there.
+none: whoever waits for it would do so until `cluster.step_deadline_s`. Killed, its death is noticed. Processes of the
+driver's own node are looked at directly, those of other nodes by a small Ray task there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import subprocess
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhf.cluster.actors import ActorGroup
+from rlhf.plan.memory import GIB
 
 PERIOD_S = 5.0
 ANSWER_S = 30.0  # for a node; one that is gone is noticed by Ray
 LOOKS = 2  # in a row; a terminal may stop a whole run for a moment
 
 
-def stopped_processes(actors: Sequence[int], kill: Sequence[int] = ()) -> list[int]:
-    """The stopped processes of these actors of this node, those below them too; and kill some that were found before.
+class Look(NamedTuple):
+    """What was seen on one node: stopped processes; bytes by process, those below it included; bytes used by GPU."""
+
+    stopped: Sequence[int] = ()
+    resident: Mapping[int, int] = {}
+    gpus: Mapping[str, int] = {}
+
+
+def look(actors: Sequence[int], kill: Sequence[int] = (), *, others: Sequence[int] = ()) -> Look:
+    """Look at this node, and kill some of the processes that were found stopped before.
 
     Args:
-        actors: the ids of their processes.
+        actors: the ids of their processes; those below them are looked at too.
+        others: processes of which only the memory is asked.
     """
     processes = {process.pid: process for process in psutil.process_iter(["ppid", "status"])}
-    family = set(actors) & processes.keys()
-    while children := {pid for pid, process in processes.items() if process.info["ppid"] in family} - family:
-        family |= children
-    stopped = [pid for pid in sorted(family) if processes[pid].info["status"] == psutil.STATUS_STOPPED]
-    for pid in stopped:
-        if pid in kill:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                processes[pid].kill()
-    return stopped
+    below = defaultdict(list)
+    for pid, process in processes.items():
+        below[process.info["ppid"]].append(pid)
+
+    def family(pid: int) -> list[int]:
+        return [pid, *(member for child in below[pid] for member in family(child))] if pid in processes else []
+
+    stopped = []
+    for pid in sorted({member for actor in actors for member in family(actor)}):
+        if processes[pid].info["status"] == psutil.STATUS_STOPPED:
+            stopped.append(pid)
+            if pid in kill:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    processes[pid].kill()
+    resident = {pid: sum(map(_resident, map(processes.__getitem__, family(pid)))) for pid in (*actors, *others)}
+    return Look(stopped, resident, _gpu_bytes())
+
+
+def _resident(process: psutil.Process) -> int:
+    try:
+        size: int = process.memory_info().rss
+    except psutil.Error:  # it has just ended
+        return 0
+    return size
+
+
+def _gpu_bytes() -> dict[str, int]:
+    """Bytes in use on each GPU of this node, by its number and by its id; empty without GPUs."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True).stdout
+        rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
+        return {name: int(used) * 2**20 for number, uuid, used in rows for name in (number, uuid)}
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+
+
+def memory_metrics(
+    groups: Sequence[ActorGroup], looks: Mapping[str, Look], others: Mapping[str, int]
+) -> dict[str, float]:
+    """memory/<role>/<rank> and, of actors with GPUs, memory/<role>/<rank>/gpu, in GiB.
+
+    Args:
+        looks: by node.
+        others: bytes of further processes, by name.
+    """
+    sizes = dict(others)
+    for group in groups:
+        role = group.name.replace(" ", "_")
+        for rank, location in enumerate(group.locations):
+            seen = looks.get(location.node, Look())
+            sizes[f"{role}/{rank}"] = seen.resident.get(location.process, 0)
+            sizes[f"{role}/{rank}/gpu"] = sum(seen.gpus.get(gpu, 0) for gpu in location.gpu_ids)
+    return {f"memory/{name}": size / GIB for name, size in sizes.items() if size}
 
 
 class Heartbeat:
-    """Watches the processes of all actors until it is cancelled."""
+    """Watches the processes of all actors until it is cancelled.
+
+    Attributes:
+        memory: metrics of `memory_metrics`, as of the last look.
+        others: names and ids of further processes of the driver, whose memory is measured.
+    """
 
     def __init__(self, groups: Sequence[ActorGroup]) -> None:
+        self.memory: dict[str, float] = {}
+        self.others: Callable[[], Mapping[str, int]] = dict
         self._groups = groups
         self._seen: dict[tuple[str, int], int] = {}  # (node, process) -> looks in a row that found it stopped
 
     async def watch(self) -> None:
         while True:
-            await asyncio.sleep(PERIOD_S)
             await self._look()
+            await asyncio.sleep(PERIOD_S)
 
     async def _look(self) -> None:
-        actors: dict[str, list[int]] = defaultdict(list)
+        here = ray.get_runtime_context().get_node_id()
+        actors: dict[str, list[int]] = {here: []}
         for group in self._groups:
             for location in group.locations:
-                actors[location.node].append(location.process)
-        answers = await asyncio.gather(*(self._look_at(node, processes) for node, processes in actors.items()))
-        stopped = {(node, process) for node, found in zip(actors, answers, strict=True) for process in found}
+                actors.setdefault(location.node, []).append(location.process)
+        others = dict(self.others())
+        answers = await asyncio.gather(
+            *(self._look_at(node, pids, [*others.values()] if node == here else []) for node, pids in actors.items())
+        )
+        looks = dict(zip(actors, answers, strict=True))
+        stopped = {(node, process) for node, seen in looks.items() for process in seen.stopped}
         self._seen = {key: self._seen.get(key, 0) + 1 for key in stopped}
+        own = {name: looks[here].resident[process] for name, process in others.items()}
+        self.memory = memory_metrics(self._groups, looks, {"driver": _resident(psutil.Process()), **own})
 
-    async def _look_at(self, node: str, actors: list[int]) -> list[int]:
+    async def _look_at(self, node: str, actors: list[int], others: list[int]) -> Look:
         kill = [process for (where, process), looks in self._seen.items() if where == node and looks == LOOKS]
         for process in kill:
             print(f"heartbeat: process {process} on node {node[:8]} is stopped; it is killed", flush=True)
         if node == ray.get_runtime_context().get_node_id():
-            return stopped_processes(actors, kill)
-        there: Any = ray.remote(stopped_processes).options(
+            return await asyncio.to_thread(look, actors, kill, others=others)
+        there: Any = ray.remote(look).options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         )
         try:
-            found: list[int] = await asyncio.wait_for(
-                asyncio.wrap_future(there.remote(actors, kill).future()), ANSWER_S
-            )
+            found: Look = await asyncio.wait_for(asyncio.wrap_future(there.remote(actors, kill).future()), ANSWER_S)
         except (TimeoutError, ray.exceptions.RayError):
-            return []
+            return Look()
         return found

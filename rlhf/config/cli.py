@@ -44,6 +44,9 @@ REWARD_HEADER = "reward options, next to name and weight of a part: reward=[{nam
 def training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="print the run's arithmetic, layout and memory, and stop")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
+    parser.add_argument(
+        "--resume-from", metavar="NAME", help="continue from `best` or from step-000020, and remove newer checkpoints"
+    )
 
 
 PROGRAMS: dict[str, type[GRPOConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
@@ -106,7 +109,7 @@ def _remedy(argument: str, schema: type[Section]) -> str:
     """How to write what an unknown flag may mean."""
     name, _, given = argument.lstrip("-").partition("=")
     name, value = name.replace("-", "_"), given or "VALUE"
-    keys = [key.name for key in describe_keys(schema)]
+    keys = [key.name for key in describe_keys(schema) if "[]" not in key.name]
     meant = (
         [NAMES_ELSEWHERE[name]] if name in NAMES_ELSEWHERE else [key for key in keys if f".{key}".endswith(f".{name}")]
     )

@@ -52,6 +52,22 @@ class SourceConfig(Section):
         None, description="this source's own data.answer_format; null: the section's"
     )
 
+    samples_per_prompt: int | None = Field(
+        None, ge=1, description="data.eval: this set's own evaluation.samples_per_prompt; null: the section's"
+    )
+    temperature: float | None = Field(
+        None, ge=0, description="data.eval: this set's own evaluation.temperature; null: the section's"
+    )
+    max_response_tokens: int | None = Field(
+        None, ge=1, description="data.eval: this set's own evaluation.max_response_tokens; null: the section's"
+    )
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What an evaluation set has of its own in place of the keys of `evaluation`."""
+        given = self.model_dump(include={"samples_per_prompt", "temperature", "max_response_tokens"})
+        return {name: value for name, value in given.items() if value is not None}
+
     @model_validator(mode="after")
     def _one_way_of_mixing(self) -> SourceConfig:
         if self.weight is not None and self.rows is not None:
@@ -143,6 +159,12 @@ class DataConfig(Section):
                 f"data.train: {unweighted[0]} has no weight while other sources have one, so its share is not defined. "
                 "Give every source a weight, or none."
             )
+        for source in self.train:
+            for name, value in source.sampling.items():
+                raise ValueError(
+                    f"data.train: {source.path} has {name}={value:g}, which is for evaluation sets. Remove it, or set "
+                    f"rollout.{name}."
+                )
         for source in self.eval:
             if source.weight is not None:
                 raise ValueError(

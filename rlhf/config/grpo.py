@@ -115,10 +115,16 @@ class GRPOConfig(ProgramConfig):
         return math.ceil(self.run.steps / 10) if every == "auto" else every
 
     @property
+    def evaluations(self) -> dict[str, EvaluationConfig]:
+        """The `evaluation` section of each set of data.eval, by its label, with what the set has of its own."""
+        return {source.label: self.evaluation.model_copy(update=source.sampling) for source in self.data.eval}
+
+    @property
     def evaluation_groups_at_once(self) -> int:
         """Prompts that an evaluation keeps in the engines: twice what they run at once, so that they never wait."""
         sequences = self.cluster.engines * self.rollout.max_concurrent_sequences
-        return max(1, 2 * sequences // self.evaluation.samples_per_prompt)
+        samples = [each.samples_per_prompt for each in self.evaluations.values()]
+        return max(1, 2 * sequences // max(samples, default=1))
 
     @property
     def noise_seed(self) -> int | None:
@@ -168,14 +174,16 @@ class GRPOConfig(ProgramConfig):
                 f"evaluation.every={self.evaluation.every} without data.eval: there is nothing to evaluate on. "
                 "Name a data set, or leave it out."
             )
-        if self.evaluation.temperature == 0 and self.evaluation.samples_per_prompt > 1:
-            yield (
-                f"evaluation.samples_per_prompt={self.evaluation.samples_per_prompt} with evaluation.temperature=0: "
-                "greedy samples of a prompt are all the same. Take one sample, or a temperature."
-            )
+        for evaluation in self.evaluations.values() or [self.evaluation]:
+            if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
+                yield (
+                    f"evaluation.samples_per_prompt={evaluation.samples_per_prompt} with evaluation.temperature=0: "
+                    "greedy samples of a prompt are all the same. Take one sample, or a temperature."
+                )
 
     def contradictions(self) -> Iterator[str]:
         yield from _sampling_problems(self)
+        yield from _evaluation_problems(self)
         yield from _learner_problems(self)
         yield from _cluster_problems(self)
         if self.run.deterministic:
@@ -230,13 +238,6 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             f"algo.importance_correction=none with rollout.max_policy_lag={rollout.max_policy_lag}: lagging rollouts "
             "need a correction. Use truncated or masked, or a lag of 0."
         )
-    longest = config.evaluation.max_response_tokens
-    if longest is not None and longest > rollout.max_response_tokens:
-        yield (
-            f"evaluation.max_response_tokens={longest} with rollout.max_response_tokens={rollout.max_response_tokens}: "
-            "the engines would cut evaluation responses off at the latter. Raise it to at "
-            "least the former."
-        )
     if algo.kl_place == "reward" and algo.kl_estimator == "k4":
         yield (
             "algo.kl_estimator=k4 with algo.kl_place=reward: in the reward k4 equals k1 (the ratio is 1 there). Use k1."
@@ -248,8 +249,35 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
         )
 
 
+def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
+    rollout, best = config.rollout, config.checkpoint.best
+    for each in config.evaluations.values() or [config.evaluation]:
+        longest = each.max_response_tokens
+        if longest is not None and longest > rollout.max_response_tokens:
+            yield (
+                f"evaluation.max_response_tokens={longest} with rollout.max_response_tokens="
+                f"{rollout.max_response_tokens}: the engines would cut evaluation responses off at the latter. Raise "
+                "it to at least the former."
+            )
+    if best is None:
+        return
+    names = [
+        f"eval/{label}/{name}@{each.samples_per_prompt}"
+        for label, each in config.evaluations.items()
+        for name in (("avg", "pass", "maj") if each.samples_per_prompt > 1 else ("avg",))
+    ]
+    if best not in names:
+        yield f"checkpoint.best={best}: no evaluation measures it. Use {' or '.join(names) or 'it with data.eval'}."
+    elif config.evaluation.every is None:
+        yield f"checkpoint.best={best} without evaluation.every: only the last step is measured. Set it, or null here."
+    if config.checkpoint.every is None:
+        yield f"checkpoint.best={best} with checkpoint.every=null: no checkpoint is saved. Set every, or null here."
+
+
 def _learner_problems(config: GRPOConfig) -> Iterator[str]:
     learner, algo = config.learner, config.algo
+    if later := [step for step in config.logging.profile_steps if step > config.run.steps]:
+        yield f"logging.profile_steps={later}: the run ends at run.steps={config.run.steps}. Name steps up to that."
     if learner.max_tokens_per_microbatch < config.max_sequence_tokens:
         yield (
             f"learner.max_tokens_per_microbatch={learner.max_tokens_per_microbatch}: one sequence may have "

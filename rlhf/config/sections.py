@@ -188,6 +188,11 @@ class CheckpointConfig(Section):
         description="training steps between checkpoints; auto is a tenth of run.steps, rounded up; null saves none",
     )
     keep: PositiveInt = Field(2, description="newest complete checkpoints that are kept")
+    best: str | None = Field(
+        None,
+        description="metric of an evaluation, such as eval/math/avg@8: a checkpoint is written whenever it is highest, "
+        "and the highest one is kept besides the newest; null: none",
+    )
     mirror: str | None = Field(
         None,
         min_length=1,
@@ -200,6 +205,11 @@ class CheckpointConfig(Section):
         if value is None or value == "auto" or (type(value) is int and value > 0):
             return value
         raise ValueError(f"checkpoint.every={value}: set a whole number of steps above 0, auto or null.")
+
+    @property
+    def most(self) -> int:
+        """Checkpoints on the disk at once: the newest, the best, and the one that is being written."""
+        return self.keep + (self.best is not None) + 1
 
 
 class EvaluationConfig(Section):
@@ -237,6 +247,9 @@ class LoggingConfig(Section):
         False,
         description="write each token of these rollouts with its advantage and learner minus engine log-prob, which "
         "the report shows as colours; rollouts/ becomes several times as large",
+    )
+    profile_steps: tuple[PositiveInt, ...] = Field(
+        (), description="training steps of which learner 0 writes a torch profiler trace to profile/ in the run folder"
     )
     level: Literal["debug", "info", "warning"] = Field("warning", description="log level of the libraries")
 

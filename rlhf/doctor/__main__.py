@@ -59,6 +59,7 @@ def checks(config: GRPOConfig) -> tuple[Check, ...]:
         Check("collective", stack.check_collective, 300.0, f"NCCL_DEBUG=INFO; {same_network}"),
         Check("transfer", stack.check_transfer, 600.0, _HANGS),
         Check("agreement", stack.check_agreement, 600.0, canary),
+        Check("responses", grading.check_responses, 600.0, "rollout.max_response_tokens is long for this machine"),
         Check("update", training.check_update, 600.0, _HANGS),
         Check("cycle", training.check_cycle, 600.0, canary),
         Check("microbatch", training.check_microbatch, 600.0, "lower learner.max_tokens_per_microbatch"),
@@ -104,14 +105,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the results as one JSON array")
 
 
-async def diagnose(config: GRPOConfig, *, as_json: bool) -> list[Result]:
-    """The results of all checks. Each is printed at once, and all at the end as a table, unless JSON is asked for."""
+async def diagnose(config: GRPOConfig, *, as_json: bool, tiny: bool) -> list[Result]:
+    """The results of all checks. Each is printed at once, and all at the end as a table, unless JSON is asked for.
+
+    Args:
+        tiny: the config is that of `tiny_run`.
+    """
 
     def report(result: Result) -> None:
         if not as_json:
             print("\n".join(lines(result)), flush=True)
 
-    patient = Patient(config)
+    patient = Patient(config, tiny)
     results = await examine_all(checks(config), patient, report)
     if not as_json:
         print("\n".join(table(results, _described(patient))))
@@ -137,13 +142,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         _run(arguments)
         return
     with tiny_run() as config:
-        _run([*config, *arguments])
+        _run([*config, *arguments], tiny=True)
 
 
-def _run(argv: Sequence[str]) -> None:
+def _run(argv: Sequence[str], *, tiny: bool = False) -> None:
     schema = cli.program_schema(argv)
     config, flags = cli.parse("rlhf.doctor", DESCRIPTION, schema, argv, add_flags=add_flags)
-    results = cli.run_async(diagnose(config, as_json=flags.json))
+    results = cli.run_async(diagnose(config, as_json=flags.json, tiny=tiny))
     if flags.json:
         print(json.dumps([asdict(result) for result in results], indent=2))
     if failed := [result.name for result in results if result.status == "fail"]:

@@ -27,12 +27,19 @@ Status = Literal["ok", "warn", "fail", "skip"]  # skip: the check needs what thi
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check; `remedy` says what to do about a warning or a failure, `numbers` are for programs."""
+    """The result of a check.
+
+    Attributes:
+        remedy: what to do about a warning or a failure.
+        numbers: for programs.
+        examples: lines from the run's data, which the table for reports leaves out.
+    """
 
     status: Status
     text: str
     remedy: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
+    examples: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,7 @@ class Patient:
     """The run that is examined, and results of checks that later checks use; None if they failed."""
 
     config: GRPOConfig
+    tiny: bool = False  # the model is one that the doctor has made
     prompts: list[Prompt] | None = None  # the first of each source, tokenized
     nodes: dict[str, dict[str, Any]] | None = None  # by name: `report` of the node, its `gpus`
     cluster: Cluster | None = None
@@ -120,11 +128,11 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def lines(result: Result) -> Iterator[str]:
-    """`ok    versions     20 packages ...  [0.1 s]`, and the remedy on a line below."""
+    """`ok    versions     20 packages ...  [0.1 s]`; examples and the remedy on lines below."""
     status = _shown(result)
     first, *rest = result.text.splitlines() or [""]
     yield f"{status:<5} {result.name:<11} {first}  [{result.seconds:.1f} s]"
-    yield from (f"{'':<18}{line}" for line in rest)
+    yield from (f"{'':<18}{line}" for line in (*rest, *result.examples))
     if result.remedy:
         yield f"{'':<18}-> {result.remedy}"
 

@@ -1,17 +1,26 @@
-"""Checks of the scorer: it grades correctly, it kills a grader that hangs, and the config's rewards return."""
+"""Checks of the scorer and of what the run's model answers: hanging graders, gold answers, eight sampled prompts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import flat_keys
 from rlhf.config.reward import RewardConfig
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient, Status, in_thread
-from rlhf.rewards.grade import OK, TIMEOUT
+from rlhf.doctor.stack import started
+from rlhf.log.diagnosis import RULES, View
+from rlhf.log.measure import rollout_metrics
+from rlhf.log.reductions import Mean, to_values
+from rlhf.log.sinks import printable
+from rlhf.rewards.grade import OK, TIMEOUT, count_answers
 from rlhf.rewards.scorer import Scorer
-from rlhf.types import Prompt
+from rlhf.types import Prompt, RolloutGroup
 
+SAMPLED_PROMPTS, SHOWN = 8, 2
 HANGING = "rlhf.doctor.hang:forever"
 HANG_S = 1.0  # then the hanging grader is killed
 
@@ -70,3 +79,64 @@ def _try_rewards(config: GRPOConfig, prompts: Sequence[Prompt]) -> Finding:
         remedy = "repair these rows, or leave them out with reward.bad_gold=skip"
         return Finding(status, f"{len(bad_rows)} of {len(prompts)} gold answers cannot be graded:\n{rows}", remedy)
     return Finding("ok", f"{names}: {len(prompts)} rows graded")
+
+
+async def check_responses(patient: Patient) -> Finding:
+    """Sample and grade eight prompts as a step would, judge them by the rules of the diagnosis, and show two."""
+    from rlhf.data.model_files import load_tokenizer
+    from rlhf.run.sample_and_grade import Sampler
+
+    cluster, config = started(patient), patient.config
+    if patient.canary is None:
+        raise NotCheckedError("engines and learners do not agree")
+    assert patient.prompts is not None
+    prompts = patient.prompts[:: max(1, len(patient.prompts) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]  # of all sources
+    tokenizer = await in_thread(load_tokenizer, config.model)
+    with await in_thread(Scorer, config.reward) as scorer:
+        sampler = Sampler(config, cluster, scorer, tokenizer)
+        groups = await asyncio.gather(*map(sampler.for_training, prompts))
+        statuses = {f"reward/status/{name}": float(count) for name, count in scorer.counters.items()}
+    return judge_responses(config, groups, statuses, tiny=patient.tiny)
+
+
+def judge_responses(
+    config: GRPOConfig, groups: Sequence[RolloutGroup], statuses: dict[str, float], *, tiny: bool = False
+) -> Finding:
+    """What a run would be told after this step.
+
+    Args:
+        statuses: counters of the grading.
+        tiny: the model is the doctor's own, which knows no answer.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    metrics = rollout_metrics(groups, np.zeros(len(samples)), version=0, asynchronous=False)
+    metrics["reward/answered_fraction"] = Mean(*count_answers(samples))
+    values = to_values(metrics)
+    shown = {"mean reward": "reward/mean", "with an answer": "reward/answered_fraction"}
+    shown |= {"stopped": "rollout/stopped_fraction", "groups of equal rewards": "reward/equal_group_fraction"}
+    numbers = {name: values[name] for name in shown.values() if name in values}
+    described = ", ".join(f"{text} {values[name]:.2g}" for text, name in shown.items() if name in values)
+    text = f"{len(samples)} responses to {len(groups)} prompts: {described}"
+    examples = tuple(line for group in groups[:SHOWN] for line in _example(group))
+    view = View([values | statuses], [{}], [], [], flat_keys(config.model_dump(mode="json")))
+    found = [found for _, check in RULES if (found := check(view)) is not None]
+    if tiny or not found:
+        return Finding("ok", text, numbers=numbers, examples=examples)
+    text = "\n".join([text, *(seen for seen, _ in found)])
+    return Finding("warn", text, " ".join(advice for _, advice in found), numbers, examples)
+
+
+def _example(group: RolloutGroup) -> Iterator[str]:
+    """A prompt, one response and its grade, each cut to a line of a terminal."""
+    sample = group.samples[0]
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.reward_parts.items() if value is not None)
+    yield f"prompt    {_line(group.prompt.messages[-1]['content'] if group.prompt.messages else '')}"
+    yield f"response  {_line(sample.text)}"
+    graded = f"extracted {_line(sample.extracted, 16) or 'nothing'}, gold {_line(group.prompt.answer, 16)}"
+    yield f"graded    {parts or 'no reward'}; {sample.status}; {graded}; {sample.rollout.finish_reason}"
+
+
+def _line(text: str, width: int = 52) -> str:
+    """The beginning and the end of a text, which usually has the answer, on one line."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= width else f"{line[: width // 2 - 3]} ... {line[3 - width // 2 :]}"

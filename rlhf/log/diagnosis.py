@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
@@ -20,19 +21,26 @@ HISTORY = 20  # steps before them, for the usual size of a gradient
 FEW_ANSWERS = 0.1
 CUT_OFF, EQUAL_GROUPS = 0.9, 0.95
 HIGH_KL = 1.0  # nats per token, for the policy against the reference; runs that learn stay below 0.2
-HIGH_ENGINE_KL = 0.05  # nats per token; bfloat16 alone gives 0.005
 HIGH_CLIP_FRACTION = 0.2  # runs that learn clip less than 0.02 of the tokens
 COLLAPSED = 0.1  # of the first entropy
 SPIKE = 10.0  # times the median gradient norm
 TOO_STALE, UNGRADED = 0.05, 0.02  # of the rollouts; of the grades
+KEPT_ROWS = 64  # of the whole run, evenly spaced, at most; half as many at least, if the run has them
+GROWN, GROWN_GIB = 0.2, 0.25  # of the memory of a process in the second half of the run so far; caches fill up before
 
 
 class View(NamedTuple):
-    """What a rule sees: the first steps, up to HISTORY steps before the last ones, the last STEPS, and the config."""
+    """What a rule sees of a run.
 
-    first: Sequence[Row]
-    before: Sequence[Row]
+    Attributes:
+        last: the last STEPS steps. before: up to HISTORY steps before them. first: the first STEPS.
+        whole: steps of the whole run, evenly spaced.
+    """
+
     last: Sequence[Row]
+    before: Sequence[Row]
+    first: Sequence[Row]
+    whole: Sequence[Row]
     config: Mapping[str, Any]
 
     def mean(self, name: str, rows: Sequence[Row] | None = None) -> float | None:
@@ -68,11 +76,18 @@ def few_answers(view: View) -> Found | None:
 
 def equal_groups(view: View) -> Found | None:
     share = view.mean("reward/equal_group_fraction")
-    if share is None or share < EQUAL_GROUPS or view.config.get("algo.advantage") == "gae":
-        return None
     mean, low, high = (view.mean(f"reward/{name}") for name in ("mean", "min", "max"))
+    # with a critic, groups of equal rewards have advantages, unless all groups have the same reward
+    if share is None or share < EQUAL_GROUPS or (view.config.get("algo.advantage") == "gae" and low != high):
+        return None
+    if few_answers(view) is not None:
+        return None  # that is the reason
+    if mean is None:
+        failed = [name for name in view.last[-1] if name.startswith("reward/status/") and view.rise(name) > 0]
+        names = ", ".join(name.removeprefix("reward/status/") for name in failed if not name.endswith("/ok"))
+        return Found(f"No response could be scored ({names}).", "Repair the reward, or the data that it reads.")
     seen = f"In {share:.0%} of the groups all rewards were equal, so they had no advantage; the mean reward was {mean}."
-    if mean is None or low is None or high is None or low == high:
+    if low is None or high is None or low == high:
         return Found(
             seen,
             "All responses have the same reward: read some (rlhf.show). Does the reward read the answers, "
@@ -93,7 +108,8 @@ def cut_off(view: View) -> Found | None:
         return None
     return Found(
         f"{1 - share:.0%} of the responses did not stop by themselves.",
-        f"Raise {view.key('rollout.max_response_tokens')}, or give a stop string (rollout.stop).",
+        f"Raise {view.key('rollout.max_response_tokens')}, or give a stop string (rollout.stop)"
+        f"{', or set algo.mask_truncated=false' if view.config.get('algo.mask_truncated') else ''}.",
     )
 
 
@@ -136,13 +152,22 @@ def much_clipping(view: View) -> Found | None:
 
 
 def engine_drift(view: View) -> Found | None:
-    kl = view.mean("policy/engine_kl")
-    if kl is None or kl < HIGH_ENGINE_KL:
+    """The bound is what rounding costs this model, measured when the run started (cluster/canary.py)."""
+    excess = max((row["policy/engine_kl_excess"] for row in view.last if "policy/engine_kl_excess" in row), default=0.0)
+    if excess <= 1:
         return None
-    remedy = "Set model.dtype=float32 to see whether rounding is the reason, and run rlhf.doctor."
+    places = [f"{name}={kl:.2g}" for name, kl in view.last[-1].items() if name.startswith("policy/engine_kl/from_")]
+    remedy = (
+        "Do they compute the same model? Look at rotary scaling, windows, and the versions of vllm and transformers; "
+        "run rlhf.doctor. Train on such rollouts with algo.importance_correction alone."
+    )
     if view.config.get("rollout.max_policy_lag"):
         remedy = f"Lower {view.key('rollout.max_policy_lag')}. If it stays at a lag of 0: {remedy}"
-    return Found(f"The engines sample {kl:.2g} nats per token away from what the learner computes.", remedy)
+    return Found(
+        f"What the engines sample is {excess:.2g} times as far from the learner as rounding explains "
+        f"({', '.join(places)} nats per token).",
+        remedy,
+    )
 
 
 def gradient_spike(view: View) -> Found | None:
@@ -163,7 +188,8 @@ def skipped_updates(view: View) -> Found | None:
         return None
     return Found(
         f"{skipped:.0f} updates were skipped, because a gradient was not finite.",
-        f"Lower {view.key('learner.optimizer.lr')}; if it happens at the first steps, run rlhf.doctor.",
+        f"Lower {view.key('learner.optimizer.lr')}, or go back to an earlier checkpoint (--resume-from). skipped/ "
+        "in the run folder has the batches; if it happens at the first steps, run rlhf.doctor.",
     )
 
 
@@ -200,16 +226,41 @@ def grader_failures(view: View) -> Found | None:
     )
 
 
+def growing_memory(view: View) -> Found | None:
+    """Some process takes more in each quarter of the second half of the run; what only fills up slows down."""
+    rows = view.whole[len(view.whole) // 2 :]
+    if len(rows) < KEPT_ROWS // 4:
+        return None
+    bounds = [len(rows) * quarter // 4 for quarter in range(5)]
+    grown = {}
+    for name in (name for name in rows[0] if name.startswith("memory/")):
+        quarters = [view.mean(name, rows[start:end]) for start, end in pairwise(bounds)]
+        sizes = [size for size in quarters if size is not None]
+        growth = sizes[-1] - sizes[0] if len(sizes) == 4 else 0.0
+        # on CPU an engine uses one part of its cache after the other
+        cache = view.config.get("rollout.kv_cache_gib", 0) if name.startswith("memory/engine/") else 0
+        if growth <= max(GROWN * sizes[0], GROWN_GIB) or sizes[-1] - view.whole[0].get(name, sizes[0]) <= cache:
+            continue
+        if min(b - a for a, b in pairwise(sizes)) > growth / 6:
+            grown[name] = (growth, sizes)
+    if not grown:
+        return None
+    name, (_, sizes) = max(grown.items(), key=lambda item: item[1][0])
+    return Found(
+        f"{name} rose from {sizes[0]:.2f} to {sizes[-1]:.2f} GiB since step {rows[0]['step']}, and goes on.",
+        "Look at what code of your own keeps, a reward most of all (reward.memory_mb bounds it). A restart with "
+        "--resume gives the memory back.",
+    )
+
+
 class Rule(NamedTuple):
     title: str
     check: Callable[[View], Found | None]
 
 
-NO_ANSWERS, EQUAL_REWARDS = "no answers", "equal rewards in almost all groups"
-
 RULES = (
-    Rule(NO_ANSWERS, few_answers),
-    Rule(EQUAL_REWARDS, equal_groups),
+    Rule("no answers", few_answers),
+    Rule("equal rewards in almost all groups", equal_groups),
     Rule("responses are cut off", cut_off),
     Rule("KL to the reference is running away", high_kl),
     Rule("entropy collapsed", entropy_collapse),
@@ -219,6 +270,7 @@ RULES = (
     Rule("updates were skipped", skipped_updates),
     Rule("lag at its bound", stale_rollouts),
     Rule("grades are missing", grader_failures),
+    Rule("memory keeps growing", growing_memory),
 )
 
 
@@ -249,25 +301,35 @@ class Diagnosis:
         self._config = config
         self._first: list[Row] = []
         self._rows: list[Row] = []
+        self._whole: list[Row] = []
+        self._steps, self._every = 0, 1  # steps seen; each `every`-th is in _whole
 
     def after_step(self, step: int, row: Row) -> list[Finding]:
         """The findings of rules that had found nothing before."""
+        row = {**row, "step": step}
         if len(self._first) < STEPS:
             self._first.append(row)
         self._rows = [*self._rows, row][-HISTORY - STEPS :]
+        if self._steps % self._every == 0:
+            self._whole.append(row)
+        self._steps += 1
+        if len(self._whole) > KEPT_ROWS:
+            self._whole, self._every = self._whole[::2], 2 * self._every
         if len(self._rows) < min(STEPS, self._config["run.steps"]):
             return []
-        view = View(self._first, self._rows[:-STEPS], self._rows[-STEPS:], self._config)
         new = []
-        for title, check in RULES:
-            if (found := check(view)) is None:
-                continue
-            earlier = self.findings.get(title)
-            finding = Finding(title, step, step, *found)
-            self.findings[title] = finding if earlier is None else replace(finding, first=earlier.first)
+        for finding in self.now():
+            earlier = self.findings.get(finding.title)
+            self.findings[finding.title] = finding if earlier is None else replace(finding, first=earlier.first)
             if earlier is None:
                 new.append(finding)
         return new
+
+    def now(self) -> list[Finding]:
+        """What the rules find after the last step, however few there were."""
+        view = View(self._rows[-STEPS:], self._rows[:-STEPS], self._first, self._whole, self._config)
+        step = self._rows[-1]["step"]
+        return [Finding(title, step, step, *found) for title, check in RULES if (found := check(view)) is not None]
 
 
 def diagnose_run(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Finding]:

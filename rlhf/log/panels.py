@@ -30,6 +30,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Accuracy", ("eval/*/avg@*", "eval/*/pass@*", "eval/*/maj@*")),
         Panel("Response length", ("eval/*/response_length",), "tokens"),
         Panel("Responses that stopped", ("eval/*/stopped_fraction",)),
+        Panel("Responses with an answer", ("eval/*/answered_fraction",)),
     ),
     "Responses": (
         Panel("Length", ("rollout/response_length/mean", "rollout/response_length/p95"), "tokens"),
@@ -48,6 +49,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("KL to the reference", ("policy/kl_k[1234]",), "nats per token"),
         Panel("KL of the step's updates", ("policy/kl_old",), "nats per token"),
         Panel("Engine against learner", ("policy/engine_kl",), "nats per token", log=True),
+        Panel("Engine against learner, over its bound", ("policy/engine_kl_excess",), log=True),
         Panel("Engine against learner, |difference|", ("policy/engine_logprob_difference",), "nats", log=True),
         Panel("KL of a response", ("policy/kl_response",), "nats"),
         Panel("KL coefficient", ("policy/kl_coef",)),
@@ -73,6 +75,10 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Model FLOPs utilization", ("learner/mfu",)),
         Panel("Waiting", ("time/engine_idle", "time/learner_idle"), "s"),
         Panel("Microbatches", ("learner/packing_efficiency", "learner/*_fraction")),
+    ),
+    "Memory": (
+        Panel("Resident", ("memory/driver", "memory/graders", "memory/*[0-9]"), "GiB"),
+        Panel("GPUs", ("memory/*/gpu",), "GiB"),
     ),
     "Rollouts, counted": (
         Panel("Not trained on", ("account/filtered", "account/stale", "account/failed"), "rollouts"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,18 +171,24 @@ class TerminalSink:
         self._console.print(f"[yellow]warning:[/yellow] {escape(message)}", highlight=False)
 
 
-def summary_table(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Table:
-    """Evaluation before and after training, printed at the end of a run."""
-    table = Table(title=f"evaluation, {seconds:.0f} s of training")
-    for column in ("metric", "before", "after"):
-        table.add_column(column, justify="left" if column == "metric" else "right")
+def printable(value: Any) -> str:
+    """Text of a model for a terminal: control characters, which could move the cursor or turn the text, are spelled."""
+    text = value if isinstance(value, str) else repr(value)
+    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else f"\\u{ord(c):04x}" for c in text)
+
+
+def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -> Table:
+    """Evaluations side by side, with their intervals: before and after training, or of several models."""
+    table = Table("metric", title=title)
+    for column in by_column:
+        table.add_column(escape(column), justify="right")
 
     def cell(values: Mapping[str, float], name: str) -> str:
         bounds = [f"{values[name + bound]:.3f}" for bound in BOUNDS if name + bound in values]
         interval = f" ({' to '.join(bounds)})" if bounds else ""
         return f"{values[name]:.3f}{interval}" if name in values else "-"
 
-    for name in after:
+    for name in dict.fromkeys(name for values in by_column.values() for name in values):
         if not name.endswith(BOUNDS):
-            table.add_row(name, cell(before, name), cell(after, name))
+            table.add_row(name, *(cell(values, name) for values in by_column.values()))
     return table

@@ -77,7 +77,7 @@ def run_bytes(config: GRPOConfig, *, written: int = 0) -> int | None:
     checkpoint = checkpoint_bytes(config, policy)
     if checkpoint is None or policy is None:
         return None
-    checkpoints = 0 if config.checkpoint_every is None else max(1, config.checkpoint.keep + 1 - written)
+    checkpoints = 0 if config.checkpoint_every is None else max(1, config.checkpoint.most - written)
     return checkpoints * checkpoint + config.run.export * BYTES[config.model.dtype] * policy.parameters
 
 

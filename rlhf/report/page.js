@@ -12,7 +12,8 @@ const shownRuns = new Set();
 let data, rollouts, matches = [], firstRow = 0, openGroup = null, texts;
 
 async function unpack(id) {
-  const bytes = Uint8Array.from(atob($(id).textContent), (c) => c.charCodeAt(0));
+  const packed = atob($(id).textContent), bytes = new Uint8Array(packed.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = packed.charCodeAt(i);
   $(id).remove();
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
@@ -282,7 +283,7 @@ function showGroup(group) {
     element("h3", {}, `sample ${c.sample[i]}`, element("small", { textContent: `reward ${short(c.reward[i])}, advantage ${short(c.advantage[i])}` })),
     response(i, shade),
     element("p", { className: isRight(i) ? "good" : "bad", textContent: texts[c.extracted[i]] === "" ? "no answer was extracted" : `extracted ${texts[c.extracted[i]]}` }),
-    element("p", { className: "soft", textContent: [...Object.entries(c.parts[i]).map(([name, value]) => `${name} ${short(value)}`),
+    element("p", { className: "soft", textContent: [...Object.entries(JSON.parse(texts[c.parts[i]])).map(([name, value]) => `${name} ${short(value)}`),
       texts[c.status[i]], `end: ${texts[c.finish_reason[i]]}`, `${c.response_tokens[i]} tokens`, `weights of step ${short(c.version[i])}`].join(", ") }))));
   $("shade-label").hidden = !rows.some((i) => c.tokens[i]);
   if (!$("group").open) $("group").showModal();

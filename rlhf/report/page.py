@@ -146,7 +146,7 @@ def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, 
     cells |= {key: _number(row[key]) for key in ("reward", "advantage")}
     cells |= {key: text(row[key]) for key in ("prompt_id", "prompt", "answer", "text", "extracted")}
     cells |= {key: text(row[key]) for key in ("status", "finish_reason")}
-    cells["parts"] = row["reward_parts"]
+    cells["parts"] = text(json.dumps(row["reward_parts"]))
     cells["version"] = min((span[2] for span in row["versions"]), default=None)
     cells["tokens"] = {key: row[key] for key in TOKEN_KEYS if key in row} or 0
     for key, value in cells.items():

@@ -91,6 +91,11 @@ class Scorer:
             user_functions=functions,
         )
 
+    @property
+    def process(self) -> int:
+        """The process that is above every worker."""
+        return self.pool._keeper.pid
+
     def close(self) -> None:
         """End every process of the pool."""
         self.pool.close()

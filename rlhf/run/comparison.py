@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,14 @@ def graded_responses(groups: Mapping[str, Sequence[RolloutGroup]]) -> Rows:
     ]
 
 
-def read_responses(file: Path, *, samples_per_prompt: int) -> Rows:
+def read_responses(file: Path, *, samples_per_prompt: Collection[int]) -> Rows:
     """Rows of `graded_responses`, one per line.
 
+    Args:
+        samples_per_prompt: of each data set.
+
     Raises:
-        ValueError: the file is not one of these, or has another number of responses per problem.
+        ValueError: the file is not one of these, or has other numbers of responses per problem.
     """
     try:
         rows: Rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -59,11 +62,11 @@ def read_responses(file: Path, *, samples_per_prompt: int) -> Rows:
         raise ValueError(
             f"{file}: does not hold graded responses ({error}). Write it with rlhf.evaluate --responses."
         ) from None
-    if counts != {samples_per_prompt}:
-        numbers = " or ".join(map(str, sorted(counts))) or "no"
+    if counts != set(samples_per_prompt):
+        numbers, asked = (" or ".join(map(str, sorted(n))) or "no" for n in (counts, set(samples_per_prompt)))
         raise ValueError(
-            f"{file}: it has {numbers} responses per problem, and evaluation.samples_per_prompt={samples_per_prompt}. "
-            "Evaluate both models with the same config."
+            f"{file}: it has {numbers} responses per problem, and evaluation.samples_per_prompt={asked}. Evaluate both "
+            "models with the same config; a file of several models is none to compare with."
         )
     return rows
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 
+from rlhf.rewards.grade import count_answers
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 
 RIGHT = 0.5  # an answer with a higher score counts as right
@@ -60,6 +61,9 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     for name, values in by_problem.items():
         low, high = bootstrap_interval(values)
         metrics |= {f"{name}@{k}": float(values.mean()), f"{name}@{k}/low": low, f"{name}@{k}/high": high}
+    answered, asked = count_answers(sample for group in groups for sample in group.samples)
+    if asked:
+        metrics["answered_fraction"] = answered / asked
     return metrics | {"response_length": float(np.mean(lengths)), "stopped_fraction": float(np.mean(stopped))}
 
 

@@ -10,7 +10,7 @@ import fcntl
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from rlhf.types import RolloutGroup, ScoredRollout, WrittenFile
 
 STATE_FILE = "driver.json"
 LATEST = "latest"  # in the folder of the checkpoints: the name of the newest complete one
+BEST = "best"  # and of the one with the highest checkpoint.best
 NEW = ".new"  # of a file that is being written
 FILE_OF_A_STEP = re.compile(r"step-(\d{6,})\.jsonl")
 # Files of a run that has not finished a step; besides them it has empty folders and metrics of step 0.
@@ -45,7 +46,8 @@ class RunFolder:
     """Paths and files of one run.
 
     Attributes:
-        restored: the newest undamaged checkpoint of a resumed run, its files verified.
+        restored: the checkpoint that a resumed run goes on from, its files verified: the newest undamaged one, or the
+            one that `start_at` names.
         damaged: newer checkpoints that are damaged or incomplete, with the reason.
         saved_step: the step of the newest complete checkpoint; 0 if there is none.
         not_removed: why older checkpoints are still there after the last save.
@@ -54,7 +56,9 @@ class RunFolder:
         ValueError: the folder already holds a run and `resume` is False, or there is nothing to resume.
     """
 
-    def __init__(self, path: str | Path, *, resume: bool, mirror: Mirror | None = None) -> None:
+    def __init__(
+        self, path: str | Path, *, resume: bool, mirror: Mirror | None = None, start_at: str | None = None
+    ) -> None:
         self.path = Path(path)
         self.metrics = self.path / "metrics.jsonl"
         self.rollouts = self.path / "rollouts"
@@ -66,6 +70,7 @@ class RunFolder:
         self.damaged: dict[str, str] = {}
         self.saved_step = 0
         self.not_removed: tuple[str, ...] = ()
+        self._start_at, self._mirror = start_at, mirror
         if resume:
             self._find_undamaged(mirror)
         elif self.path.is_dir() and any(self.path.iterdir()) and not self._has_no_finished_step():
@@ -124,6 +129,12 @@ class RunFolder:
             remove(left)
         if self.restored is not None:
             self._remove_rollouts_after(self.saved_step)
+        if self.restored is not None and self._start_at is not None:
+            for newer in all_checkpoints(self.checkpoints):
+                if newer.name > self.restored.name:
+                    remove(newer)
+            if self._mirror is not None:
+                self._mirror.remove([name for name in self._mirror.checkpoints() if name > self.restored.name])
         text = resolved_yaml(config)
         file = self.path / ("config.resumed.yaml" if self.resume else "config.yaml")
         if file.exists() and file.read_text() != text:
@@ -167,7 +178,7 @@ class RunFolder:
                 there = set(mirror.checkpoints())
             except OSError as error:
                 self.damaged["the mirror"] = str(error)
-        for name in sorted(here | there, reverse=True):
+        for name in self._candidates(sorted(here | there, reverse=True)):
             path = self.checkpoints / name
             damage = find_damage(path) if name in here else ""
             if mirror is not None and name in there and (damage or name not in here):
@@ -182,6 +193,22 @@ class RunFolder:
             f"run.dir={self.path}: --resume finds no complete, undamaged checkpoint in {self.checkpoints}.{reasons}\n"
             f"{remedy}, or start anew without --resume in another folder."
         )
+
+    def _candidates(self, names: list[str]) -> list[str]:
+        """The checkpoints to try: all, newest first, or the one that `start_at` names."""
+        if self._start_at is None:
+            return names
+        file = self.checkpoints / self._start_at
+        if self._start_at == BEST and self._mirror is not None and not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._mirror.fetch_file(file)
+        name = file.read_text().strip() if file.is_file() else self._start_at
+        if name not in names:
+            raise ValueError(
+                f"--resume-from {self._start_at}: {self.checkpoints} has {', '.join(reversed(names)) or 'none'}. Name "
+                "one of them; `best` needs a run with checkpoint.best."
+            )
+        return [name]
 
     def _fetch(self, mirror: Mirror, name: str) -> str:
         """Copy a checkpoint from the mirror, in place of a damaged one; "" or how that is damaged too."""
@@ -203,7 +230,13 @@ class RunFolder:
         return folder
 
     def finish_checkpoint(
-        self, folder: Path, state: RunState, *, keep: int, written: Mapping[str, WrittenFile] | None = None
+        self,
+        folder: Path,
+        state: RunState,
+        *,
+        keep: int,
+        best: str | None = None,
+        written: Mapping[str, WrittenFile] | None = None,
     ) -> Path:
         """Write the driver's state and the manifest, rename the folder, then point `latest` to it.
 
@@ -211,6 +244,7 @@ class RunFolder:
         the name of a checkpoint is whole. Older checkpoints beyond `keep` are removed at last.
 
         Args:
+            best: metric of the evaluations, whose highest checkpoint is kept too, and named in the file `best`.
             written: what the learners have written, by path in the folder.
 
         Raises:
@@ -229,7 +263,12 @@ class RunFolder:
         self.damaged.pop(final.name, None)
         self.saved_step = state.step
         complete = [path for path in complete_checkpoints(self.checkpoints) if path.name not in self.damaged]
-        self.not_removed = tuple(filter(None, map(remove, complete[:-keep])))
+        kept = complete[-keep:]
+        step = None if best is None else best_step(state.evaluations, best, among=[_step_of(path) for path in complete])
+        if step is not None:
+            kept.append(self.checkpoints / f"step-{step:06d}")
+            replace_synced(self.checkpoints / BEST, f"{kept[-1].name}\n")
+        self.not_removed = tuple(filter(None, (remove(path) for path in complete if path not in kept)))
         return final
 
     @staticmethod
@@ -256,6 +295,23 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def best_step(
+    evaluations: Mapping[int, Mapping[str, float]], metric: str, *, among: Collection[int] | None = None
+) -> int | None:
+    """The step with the highest value of a metric, the first of equal ones; None if none of them has it.
+
+    Args:
+        among: steps to choose from; None: all but step 0, of which there is no checkpoint.
+    """
+    steps = evaluations.keys() - {0} if among is None else evaluations.keys() & among
+    scored = {step: evaluations[step][metric] for step in sorted(steps) if metric in evaluations[step]}
+    return max(scored, key=scored.__getitem__, default=None)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def rollout_rows(step: int, groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> list[dict[str, Any]]:

@@ -64,8 +64,8 @@ class Mirror:
                 "another address."
             )
 
-    def send(self, checkpoint: Path, others: Sequence[Path], *, latest: str, keep: int) -> None:
-        """Copy a checkpoint and other files of the run, then remove checkpoints beyond `keep`.
+    def send(self, checkpoint: Path, others: Sequence[Path], *, latest: str, keep: int, best: str = "") -> None:
+        """Copy a checkpoint and other files of the run, then remove checkpoints beyond `keep`, but not the best.
 
         Raises:
             OSError: the place does not take them.
@@ -77,8 +77,12 @@ class Mirror:
         for local, remote in pairs:
             self._tries(self._put, local, remote)
         self._tries(self._fs.pipe_file, f"{self._root}/{latest}", f"{checkpoint.name}\n".encode())
-        for old in self.checkpoints()[:-keep]:
-            self._tries(self._fs.rm, f"{self._root}/{old}", True)
+        self.remove([old for old in self.checkpoints()[:-keep] if old != best])
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove checkpoints."""
+        for name in names:
+            self._tries(self._fs.rm, f"{self._root}/{name}", True)
 
     def _put(self, local: Path, remote: str) -> None:
         self._fs.makedirs(remote.rpartition("/")[0], exist_ok=True)

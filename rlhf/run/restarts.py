@@ -16,8 +16,8 @@ C = TypeVar("C", bound=GRPOConfig)
 class Restarts(Generic[C]):
     """Trains, and starts again after a failure, at most `run.max_restarts` times in a row without a new checkpoint."""
 
-    def __init__(self, config: C, *, resume: bool) -> None:
-        self._run: TrainingRun[C] = TrainingRun(config, resume=resume)
+    def __init__(self, config: C, *, resume: bool, start_at: str | None = None) -> None:
+        self._run: TrainingRun[C] = TrainingRun(config, resume=resume or start_at is not None, start_at=start_at)
         self._first = True
 
     def on_signal(self, name: str, cancel: Callable[[], object]) -> None:

@@ -69,10 +69,9 @@ class RunLog:
         for sink in self._sinks:
             sink.log(step, values, details)
 
-    def alert(self, title: str, text: str, *, in_terminal: bool) -> None:
+    def alert(self, title: str, text: str) -> None:
         """Say what looks wrong, in the terminal and on wandb."""
-        if in_terminal:
-            self.warn(f"{title}: {text}")
+        self.warn(f"{title}: {text}")
         if self._wandb is not None:
             self._wandb.alert(title, text)
 

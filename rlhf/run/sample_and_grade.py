@@ -75,9 +75,9 @@ class Sampler:
         return RolloutGroup(group.prompt, samples)
 
     async def for_evaluation(self, prompt: Prompt) -> RolloutGroup:
-        """Sample a group by the `evaluation` section; the verifiers grade it, or, without any, the reward model."""
-        evaluation, rollout = self._config.evaluation, self._config.rollout
-        longest = evaluation.max_response_tokens or rollout.max_response_tokens
+        """Sample a group as its evaluation set asks; the verifiers grade it, or, without any, the reward model."""
+        evaluation = self._config.evaluations[prompt.source]
+        longest = evaluation.max_response_tokens or self._config.rollout.max_response_tokens
         settings = self._settings(evaluation.temperature, longest)
         group = await self.sample(prompt, evaluation.samples_per_prompt, settings)
         if self._reward_model is not None and not self._config.reward.parts_of(prompt.source):

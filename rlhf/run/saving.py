@@ -12,7 +12,7 @@ from typing import Any
 from rlhf.cluster.checkpoints import Checkpoints
 from rlhf.config.sections import CheckpointConfig
 from rlhf.learner.checkpoint import MODEL_FOLDER
-from rlhf.run.folder import LATEST, RunFolder
+from rlhf.run.folder import BEST, LATEST, RunFolder
 from rlhf.run.manifest import reason
 from rlhf.run.mirror import Mirror
 from rlhf.run.state import RunState
@@ -63,9 +63,11 @@ class CheckpointSaver:
     async def _complete(self, partial: Path, state: RunState) -> None:
         try:
             written = await self._checkpoints.saved()
-            keep = self._config.keep
+            keep, best = self._config.keep, self._config.best
             # In a thread: engines must be served meanwhile.
-            final = await asyncio.to_thread(self._folder.finish_checkpoint, partial, state, keep=keep, written=written)
+            final = await asyncio.to_thread(
+                self._folder.finish_checkpoint, partial, state, keep=keep, best=best, written=written
+            )
         except OSError as error:
             self._fail(state.step, partial, error)
             return
@@ -75,9 +77,12 @@ class CheckpointSaver:
             await self._send(self._mirror, final)
 
     async def _send(self, mirror: Mirror, checkpoint: Path) -> None:
-        others = [self._folder.path / "config.yaml", self._folder.metrics]
+        named = self._folder.checkpoints / BEST
+        others, best = [self._folder.path / "config.yaml", self._folder.metrics], ""
+        if named.is_file():
+            others, best = [*others, named], named.read_text().strip()
         try:
-            await asyncio.to_thread(mirror.send, checkpoint, others, latest=LATEST, keep=self._config.keep)
+            await asyncio.to_thread(mirror.send, checkpoint, others, latest=LATEST, keep=self._config.keep, best=best)
         except OSError as error:
             self._warn(f"{checkpoint.name} was not copied: {error}. The next checkpoint will be.")
 

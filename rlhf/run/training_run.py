@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -18,16 +18,16 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
-from rlhf.log.diagnosis import EQUAL_REWARDS, NO_ANSWERS, Diagnosis
+from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
 from rlhf.log.reductions import Mean, StepMetrics, mean_over_updates, to_histograms, to_values
-from rlhf.log.sinks import Details, summary_table
+from rlhf.log.sinks import Details, evaluation_table
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.grade import count_answers
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness
 from rlhf.run.evaluation import evaluate, evaluation_metrics
-from rlhf.run.folder import RunFolder, rollout_rows
+from rlhf.run.folder import RunFolder, best_step, rollout_rows
 from rlhf.run.mirror import Mirror
 from rlhf.run.model_card import model_card
 from rlhf.run.prompts import PromptTickets
@@ -61,19 +61,19 @@ class TrainingRun(Generic[C]):
         restored: the checkpoint that a resumed run goes on from.
     """
 
-    def __init__(self, config: C, *, resume: bool) -> None:
+    def __init__(self, config: C, *, resume: bool, start_at: str | None = None) -> None:
         self.config = config
         mirror = config.checkpoint.mirror
         self.mirror = None if mirror is None else Mirror(mirror)
-        self.folder = RunFolder(config.run.dir, resume=resume, mirror=self.mirror)
+        self.folder = RunFolder(config.run.dir, resume=resume, mirror=self.mirror, start_at=start_at)
         self.restored = self.folder.restored
         self.state = RunState() if self.restored is None else RunFolder.read_state(self.restored)
         check_resumed_state(config, self.folder, self.state)
         self.first_step = self.state.step
         self.clock = Clock(self.state.seconds)
         self.log = RunLog(config, first_step=self.first_step, state=self.state)
-        self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
         self.diagnosis = Diagnosis(flat_keys(config.model_dump(mode="json")))
+        self.signal_watch = SignalWatch(config.run, self.diagnosis)
         self.skipped = SkippedBatches(self.folder.path / "skipped", self.log.warn)
         self.stop = Stop(config.run.grace_s, self.log.print)
         self.tokenizer = load_tokenizer(config.model)
@@ -141,6 +141,7 @@ class TrainingRun(Generic[C]):
             f"{config.cluster.device} ..."
         )
         self.cluster = await self._exit_stack.enter_async_context(Cluster(config, first_step=self.first_step))
+        self.cluster.heartbeat.others = lambda: {"graders": self.scorer.process}
         self.saver = CheckpointSaver(
             config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, self.mirror, self.log.warn
         )
@@ -177,6 +178,19 @@ class TrainingRun(Generic[C]):
         self._exit_stack.push_async_callback(self.buffer.close)
 
     # --- around a step ---
+
+    @contextlib.asynccontextmanager
+    async def profiled(self, step: int) -> AsyncIterator[None]:
+        """A training step, of which learner 0 writes a trace if `logging.profile_steps` names it."""
+        if step not in self.config.logging.profile_steps:
+            yield
+            return
+        from rlhf.learner import profile
+
+        file = str(self.folder.path.resolve() / "profile" / f"step-{step:06d}.json.gz")
+        await self.cluster.learners.call_one(0, "apply", profile.start, what="profiling")
+        yield
+        await self.cluster.learners.call_one(0, "apply", profile.stop, file, what=f"writing {file}")
 
     async def take_groups(self, step: int) -> Sequence[RolloutGroup]:
         """The graded groups of the step after `step` training steps; a signal meanwhile saves and ends the run."""
@@ -246,7 +260,7 @@ class TrainingRun(Generic[C]):
         learned = mean_over_updates(updates)
         metrics = sampled | learned
         values = to_values(metrics)
-        values |= measured | self.buffer.account.metrics()
+        values |= measured | self.buffer.account.metrics() | self.cluster.heartbeat.memory
         values["time/step"] = self.clock.step_seconds()
         phases, window_s = self.clock.take()
         rate, engines_busy_s = self.sampler.meter.take()
@@ -256,6 +270,8 @@ class TrainingRun(Generic[C]):
             "rollout/tokens_per_second": rate,
             "data/epoch": self.tickets.stream.epochs,
         }
+        rollout = self.config.rollout
+        values |= self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
         counted = self.scorer.counted_besides(self.buffer.outstanding_prompts())
         values |= {f"reward/status/{name}": count for name, count in counted.items()}
@@ -271,17 +287,9 @@ class TrainingRun(Generic[C]):
         for error in self.scorer.new_errors():
             self.log.warn(error)
         trained, taken = int(batch.trained.sum()), updates_taken(updates)
-        warning = self.signal_watch.after_step(groups, advantages, trained=trained, updates_taken=taken)
-        if warning is not None:
-            self.log.warn(warning)
-        rollout = self.config.rollout
-        drift = self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
-        if drift is not None:
-            self.log.alert("engines and learner disagree beyond rounding", drift, in_terminal=True)
+        self.signal_watch.after_step(groups, advantages, trained=trained, updates_taken=taken)
         for finding in self.diagnosis.after_step(step, values):
-            # the signal watch says these two in the terminal, from the responses themselves
-            in_terminal = finding.title not in (NO_ANSWERS, EQUAL_REWARDS)
-            self.log.alert(finding.title, finding.text, in_terminal=in_terminal)
+            self.log.alert(finding.title, finding.text)
 
     async def _count_updates(self) -> None:
         counts = await self.cluster.learners.call("update_counts")
@@ -295,13 +303,16 @@ class TrainingRun(Generic[C]):
         elif algo.ref_update == "replace" and done % algo.ref_every == 0:
             await self.cluster.learners.call("blend_reference", 0.0)
 
-    async def checkpoint_if_due(self, step: int) -> None:
-        """Write a checkpoint every `checkpoint_every` steps, and after the last step where checkpoints are on.
+    def checkpoint_is_due(self, step: int) -> bool:
+        """Every `checkpoint_every` steps, after the last and the best, and at a signal; never where they are off."""
+        every, best = self.config.checkpoint_every, self.config.checkpoint.best
+        is_best = best is not None and best_step(self.state.evaluations, best) == step
+        is_last = step == self.config.run.steps
+        return every is not None and (step % every == 0 or is_last or is_best or self.stop.requested)
 
-        If a signal asks the run to end, write one of this step and end it.
-        """
-        every, last = self.config.checkpoint_every, step == self.config.run.steps
-        is_due = every is not None and (step % every == 0 or last or self.stop.requested)
+    async def checkpoint_if_due(self, step: int) -> None:
+        """Write a checkpoint if one is due. If a signal asks the run to end, write one of this step and end it."""
+        is_due = self.checkpoint_is_due(step)
         with self.clock.phase("checkpoint"), self.stop.saving():
             if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.failure:
                 await self.saver.save(await self._state_after(step))
@@ -377,7 +388,8 @@ class TrainingRun(Generic[C]):
         if after:
             untrained = ("start", "evaluation")
             training_s = sum(seconds for phase, seconds in self.clock.total.items() if phase not in untrained)
-            self.log.console.print(summary_table(before, after, training_s))
+            title = f"evaluation, {training_s:.0f} s of training"
+            self.log.console.print(evaluation_table(title, {"before": before, "after": after}))
         self.log.print(f"run folder: {self.folder.path}")
         if self.saver.failure:
             raise RuntimeError(f"{self.saver.failure} Make room, and repeat the last steps with --resume.")

@@ -13,7 +13,7 @@ import pytest
 from fake_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
 
 from rlhf.cluster.actors import ClusterError
-from rlhf.cluster.canary import MIN_TOKENS, SEQUENCES, Canary
+from rlhf.cluster.canary import FAR, MIN_TOKENS, MOVED_FAR, SEQUENCES, TOLERANCE, Canary
 from rlhf.log.measure import ENGINE_KL_FROM
 from rlhf.log.reductions import Mean, StepMetrics
 from rlhf.types import Rollout
@@ -141,8 +141,8 @@ def kl_by_place(*kls: float, tokens: int = MIN_TOKENS) -> StepMetrics:
     return {name: Mean(kl * tokens, tokens) for name, kl in zip(ENGINE_KL_FROM.values(), kls, strict=False)}
 
 
-def warning(canary: Canary, metrics: StepMetrics, *, temperature: float = 1.0, max_lag: int = 0) -> str:
-    return canary.check_rollouts(metrics, temperature=temperature, max_lag=max_lag) or ""
+def excess(canary: Canary, metrics: StepMetrics, *, temperature: float = 1.0, max_lag: int = 0) -> float | None:
+    return canary.check_rollouts(metrics, temperature=temperature, max_lag=max_lag).get("policy/engine_kl_excess")
 
 
 def measured(rounding: float) -> Canary:
@@ -155,34 +155,32 @@ def test_rollouts_may_differ_by_nine_times_the_kl_of_the_measured_rounding() -> 
     canary = measured(0.07)
     noise = (math.exp(0.07) + math.exp(-0.07)) / 2 - 1  # the rounding's sign alternates
     assert canary.kl_bound == pytest.approx(9 * noise, rel=0.02)
-    assert warning(canary, kl_by_place(0.9 * canary.kl_bound, 0.9 * canary.kl_bound)) == ""
-    assert "policy/engine_kl/from_0=0.5" in warning(measured(0.0), kl_by_place(0.5))
+    assert excess(canary, kl_by_place(0.9 * canary.kl_bound, 0.8 * canary.kl_bound)) == pytest.approx(0.9)
+    assert excess(measured(0.0), kl_by_place(0.5)) == pytest.approx(0.5 / TOLERANCE**2)
 
 
-def test_a_drift_in_long_contexts_is_named_once_with_its_place_and_the_bound() -> None:
+def test_a_drift_in_long_contexts_alone_is_seen_and_nan_is_a_drift() -> None:
     canary = measured(0.07)
-    text = warning(canary, kl_by_place(0.001, 0.001, 0.2, 0.3))
-    assert text.startswith("policy/engine_kl/from_1024=0.2, policy/engine_kl/from_4096=0.3: tokens from these places")
-    assert f"({canary.kl_bound:.2g})" in text
-    assert warning(canary, kl_by_place(0.001, 0.001, 0.2, 0.3)) == ""
-    assert "from_64=" in warning(canary, kl_by_place(0.001, 0.2, 0.2))  # another place
-    assert "from_0=nan" in warning(measured(0.07), kl_by_place(math.nan))
+    assert excess(canary, kl_by_place(0.001, 0.001, 0.2, 0.3)) == pytest.approx(0.3 / canary.kl_bound)
+    assert excess(canary, kl_by_place(0.001, math.nan, 0.001)) == FAR
+    assert excess(canary, {}) is None
 
 
 def test_few_tokens_are_judged_with_those_of_the_next_steps() -> None:
     canary = measured(0.07)
-    assert warning(canary, kl_by_place(9.0, tokens=MIN_TOKENS // 2)) == ""
-    assert "from_0=4.5" in warning(canary, kl_by_place(0.0, tokens=MIN_TOKENS // 2))
+    assert excess(canary, kl_by_place(9.0, tokens=MIN_TOKENS // 2)) is None
+    assert excess(canary, kl_by_place(0.0, tokens=MIN_TOKENS // 2)) == pytest.approx(4.5 / canary.kl_bound)
 
 
 def test_with_a_lag_a_place_is_compared_with_the_first_where_the_policy_has_moved_too() -> None:
     canary = measured(0.0)
-    assert warning(canary, kl_by_place(0.01, 0.02, 0.03), max_lag=1) == ""
-    assert "from_1024=0.05" in warning(canary, kl_by_place(0.01, 0.02, 0.05), max_lag=1)
+    assert excess(canary, kl_by_place(0.01, 0.02, 0.03), max_lag=1) == pytest.approx(0.03 / 0.04, rel=1e-3)
+    assert excess(canary, kl_by_place(0.01, 0.02, 0.05), max_lag=1) == pytest.approx(0.05 / 0.04, rel=1e-3)
+    assert excess(canary, kl_by_place(0.2, 0.02), max_lag=1) == pytest.approx(0.2 / MOVED_FAR)
 
 
 def test_a_low_temperature_makes_more_of_the_rounding() -> None:
     canary = measured(0.07)
-    metrics = kl_by_place(3.9 * canary.kl_bound)
-    assert warning(canary, metrics, temperature=0.5) == ""
-    assert "from_0" in warning(canary, metrics, temperature=0.6)
+    metrics = kl_by_place(3.6 * canary.kl_bound)
+    assert excess(canary, metrics, temperature=0.5) == pytest.approx(0.9)
+    assert excess(canary, metrics, temperature=0.6) == pytest.approx(3.6 * 0.36)

@@ -16,6 +16,7 @@ from worlds import make_config, make_ppo_config
 
 from rlhf import evaluate, grpo
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import resolved_yaml
 from rlhf.plan import start_problems
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
@@ -206,3 +207,17 @@ def test_an_evaluation_reads_the_config_of_a_ppo_run() -> None:
         evaluate.main(["--program", "ppo", *flags])
     with pytest.raises(ValueError, match=r"^(algo\.gamma|critic)"):
         evaluate.main(flags)
+
+
+def test_a_checkpoint_to_resume_from_that_is_not_there_is_refused_with_those_that_are(
+    model: Path, tmp_path: Path
+) -> None:
+    config = make_config(model, run={"dir": str(tmp_path / "run")})
+    folder = RunFolder(tmp_path / "run", resume=False)
+    folder.finish_checkpoint(folder.begin_checkpoint(1), RunState(step=1), keep=1)
+    (tmp_path / "mine.yaml").write_text(resolved_yaml(config))
+    flags = ["--config", str(tmp_path / "mine.yaml"), "--resume-from"]
+    with pytest.raises(ValueError, match=r"--resume-from best: .*checkpoints has step-000001\. Name one of them"):
+        grpo.main([*flags, "best"])
+    with pytest.raises(ValueError, match=r"--resume-from step-000002: "):
+        grpo.main([*flags, "step-000002"])

@@ -261,6 +261,20 @@ CONTRADICTIONS = [
         ["learner.zero_stage=0", "model.dtype=bfloat16"],
         ["learner.zero_stage=0", "model.dtype=bfloat16", "stage 1 or higher"],
     ),
+    (["checkpoint.best=eval/x/avg@1"], ["checkpoint.best=eval/x/avg@1: no evaluation measures it", "data.eval"]),
+    (
+        ["data.eval=a.jsonl", "evaluation.samples_per_prompt=2", "checkpoint.best=accuracy", "evaluation.every=1"],
+        ["checkpoint.best=accuracy: no evaluation measures it. Use eval/a/avg@2 or eval/a/pass@2 or eval/a/maj@2."],
+    ),
+    (
+        ["data.eval=a.jsonl", "checkpoint.best=eval/a/avg@1", "checkpoint.every=null"],
+        ["checkpoint.best=eval/a/avg@1 without evaluation.every: only", "with checkpoint.every=null: no checkpoint is"],
+    ),
+    (
+        ["data.eval={path: a.jsonl, max_response_tokens: 99}"],
+        ["evaluation.max_response_tokens=99 with rollout.max_response_tokens=28", "Raise it to at least"],
+    ),
+    (["logging.profile_steps=[2,99]"], ["logging.profile_steps=[99]: the run ends at run.steps=10", "up to that"]),
     (["cluster.min_engines=2"], ["cluster.min_engines=2 with cluster.engines=1", "Use at most cluster.engines"]),
     (
         ["cluster.placement=colocated", "cluster.device=cpu"],
@@ -317,6 +331,20 @@ def test_a_warm_up_is_a_number_of_optimizer_steps_or_a_fraction_of_all_rounded_u
     total: int, settings: dict[str, Any], expected: int
 ) -> None:
     assert ScheduleConfig(**settings).warmup_updates(total) == expected
+
+
+def test_each_evaluation_set_has_the_sampling_of_the_section_or_its_own(base: str) -> None:
+    sets = "data.eval=[a.jsonl, {path: b.jsonl, samples_per_prompt: 8, temperature: 0.6, max_response_tokens: 7}]"
+    config = load_config(GRPOConfig, [base], [sets, "evaluation.temperature=0"])
+    drawn = {
+        label: (each.samples_per_prompt, each.temperature, each.max_response_tokens)
+        for label, each in config.evaluations.items()
+    }
+    assert drawn == {"a": (1, 0.0, None), "b": (8, 0.6, 7)}
+    assert config.evaluation_groups_at_once == 2 * config.rollout.max_concurrent_sequences // 8
+    assert list(config.warnings()) == []
+    refused = refusal(base, "data.train={path: a.jsonl, temperature: 0.5}")
+    assert "a.jsonl has temperature=0.5, which is for evaluation sets. Remove it, or set rollout.temp" in refused
 
 
 # --- warnings ---

@@ -21,6 +21,7 @@ import pytest
 from fake_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
 from installed import seems_installed
 from waiting import STACK_WAIT_S
+from worlds import make_groups
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
@@ -30,7 +31,7 @@ from rlhf.doctor.examination import Check, Finding, Patient, Result, examine_all
 from rlhf.log.reductions import Max, Mean
 from rlhf.plan import visible_gpus
 from rlhf.plan.memory import GIB
-from rlhf.types import Rollout
+from rlhf.types import Rollout, RolloutGroup, ScoredRollout
 
 
 @pytest.fixture
@@ -236,6 +237,59 @@ def test_a_reward_that_raises_is_reported_with_its_line(make: Any, monkeypatch: 
         rf"  \1 x {re.escape(str(file))}:{line}: KeyError: 'value'",
         result.text,
     )
+
+
+# --- what the model answers ---
+
+
+def sampled(text: str, *, reward: float, extracted: str, status: str = "ok") -> list[RolloutGroup]:
+    groups = make_groups(groups=8, samples=2, vocabulary=9, longest=20, seed=0)
+    prompts = [replace(g.prompt, messages=({"role": "user", "content": "What is 1 + 1?"},), answer="2") for g in groups]
+
+    def graded(sample: ScoredRollout, value: float) -> ScoredRollout:
+        sample = replace(sample, rollout=replace(sample.rollout, finish_reason="stop"), text=text, status=status)
+        return replace(sample, reward=value, reward_parts={"math": value}, extracted=extracted)
+
+    return [
+        replace(group, prompt=prompt, samples=tuple(map(graded, group.samples, (reward, 0.0))))
+        for group, prompt in zip(groups, prompts, strict=True)
+    ]
+
+
+def test_responses_that_can_be_learned_from_are_ok_and_two_are_shown_on_lines_of_a_terminal(make: Any) -> None:
+    groups = sampled("First I think. " * 30 + "\x1b[2J It is \\boxed{2}.", reward=1.0, extracted="2")
+    result = grading.judge_responses(make().config, groups, {"reward/status/math/ok": 16.0})
+    assert (result.status, result.numbers["reward/mean"], result.numbers["reward/answered_fraction"]) == ("ok", 0.5, 1)
+    assert result.text.startswith("16 responses to 8 prompts: mean reward 0.5, with an answer 1, stopped 1, groups")
+    prompt, response, graded = result.examples[:3]
+    assert prompt == "prompt    What is 1 + 1?"
+    assert response.startswith("response  First I think.")
+    assert response.endswith(r" It is \boxed{2}.")
+    assert graded == "graded    math 1; ok; extracted 2, gold 2; stop"
+    assert len(result.examples) == 6
+    shown = list(lines(Result(**vars(result), name="responses", seconds=1.0)))
+    assert all(len(line) <= 80 and line.isprintable() for line in shown[1:])
+    assert not any("First I think" in row for row in table([Result(**vars(result), name="r", seconds=1.0)], []))
+
+
+@pytest.mark.parametrize(
+    ("made", "advice"),
+    [
+        ({"text": "two", "reward": 0.0, "extracted": "", "status": "no_answer"}, "data.prompt_suffix"),
+        ({"text": "2", "reward": 0.0, "extracted": "3"}, "Does the reward read the answers"),
+        ({"text": "2", "reward": 1.0, "extracted": "2", "status": "timeout"}, "reward.wall_seconds=10.0"),
+    ],
+    ids=["no answer", "all wrong", "time-outs"],
+)
+def test_responses_that_teach_nothing_are_a_warning_with_the_key_to_change(
+    make: Any, made: dict[str, Any], advice: str
+) -> None:
+    groups = sampled(**made)
+    statuses = {f"reward/status/math/{made.get('status', 'ok')}": 16.0}
+    result = grading.judge_responses(make().config, groups, statuses)
+    assert result.status == "warn"
+    assert advice in result.remedy
+    assert grading.judge_responses(make().config, groups, statuses, tiny=True).status == "ok"
 
 
 # --- nodes and GPUs ---
@@ -491,7 +545,18 @@ def test_a_config_that_is_not_valid_is_the_users_error() -> None:
 
 
 NAMES = ["versions", "disk", "wandb", "data", "scorer", "rewards", "nodes", "gpu", "imports", "start-up", "attention"]
-NAMES += ["head", "models", "collective", "transfer", "agreement", "update", "cycle", "microbatch", "sampling"]
+NAMES += [
+    "head",
+    "models",
+    "collective",
+    "transfer",
+    "agreement",
+    "responses",
+    "update",
+    "cycle",
+    "microbatch",
+    "sampling",
+]
 NAMES += ["checkpoint", "memory"]
 
 
@@ -514,6 +579,8 @@ def test_a_healthy_machine_passes_with_two_learners_and_an_engine() -> None:
     assert "GB/s" in results["collective"]["text"]
     assert "GB/s" in results["transfer"]["text"]
     assert "engines followed weights that were all perturbed" in results["agreement"]["text"]
+    assert results["responses"]["text"].startswith("32 responses to 8 prompts: mean reward ")
+    assert [line.split()[0] for line in results["responses"]["examples"]] == ["prompt", "response", "graded"] * 2
 
 
 # vLLM loads it in each of its processes: weights arrive, and the packed head of tied embeddings stays as it was.
@@ -540,13 +607,13 @@ def test_everything_that_is_broken_at_once_is_named_and_the_rest_is_fine(tmp_pat
     assert "8 x timeout: over 1 seconds by the clock" in completed.stdout  # it sleeps
     assert "engine 0 does not hold the perturbed weights" in completed.stdout
     warned = [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("warn")]
-    assert warned == ["cycle", "sampling", "checkpoint"]  # they need the canary, or room on the disk
+    assert warned == ["responses", "cycle", "sampling", "checkpoint"]  # they need the canary, or room on the disk
     assert [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("ok")] == [
         name for name in NAMES if name not in [*failed, *warned, "gpu"]
     ]
     rows = [line.split(" | ") for line in completed.stdout.splitlines() if line.startswith("| ")]
     assert [row[0].removeprefix("| ") for row in rows] == ["check", *NAMES]  # the table, for a report
-    assert completed.stderr.splitlines()[-1] == "error: 4 of 22 checks failed: versions, disk, rewards, agreement"
+    assert completed.stderr.splitlines()[-1] == "error: 4 of 23 checks failed: versions, disk, rewards, agreement"
 
 
 @pytest.mark.gpu

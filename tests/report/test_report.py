@@ -39,7 +39,9 @@ def write_run(path: Path, *, steps: int = 4, text: str = "an answer", **sections
         groups = make_groups(groups=2, samples=4, vocabulary=9, longest=20, seed=step)
         samples = [tuple(dataclasses.replace(s, text=text) for s in group.samples) for group in groups]
         groups = [dataclasses.replace(g, samples=s) for g, s in zip(groups, samples, strict=True)]
-        folder.write_rollouts(step, rollout_rows(step, groups, np.linspace(-1, 1, 8).tolist()))
+        kept = {"tokens": ["2", "+"], "token_advantages": [0.5, -0.25], "token_differences": [0.0, 0.1]}
+        rows = rollout_rows(step, groups, np.linspace(-1, 1, 8).tolist())
+        folder.write_rollouts(step, [row | (kept if config.logging.token_values else {}) for row in rows])
     log.log(steps, {"eval/test/avg@1": 0.75, "eval/test/avg@1/low": 0.7, "eval/test/avg@1/high": 0.8})
     log.close()
     return path
@@ -156,6 +158,12 @@ const filled = setInterval(async () => {
   tell(`filtered ${$("count").textContent}`);
   document.querySelector("#rows button").click();
   tell(`group ${$("samples").children.length} of ${$("group-title").textContent}`);
+  for (const shade of ["token_advantages", "token_differences"]) {
+    $("shade").value = shade;
+    $("shade").dispatchEvent(new Event("change"));
+    const tokens = document.querySelectorAll("#samples article:first-child .token");
+    tell(`${shade} ${[...tokens].map((token) => token.title)}`);
+  }
   $("group").close();
   $("filters").reset();
   await new Promise((done) => setTimeout(done, 50));
@@ -168,7 +176,9 @@ const filled = setInterval(async () => {
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
 def test_a_browser_draws_the_charts_filters_the_rollouts_and_opens_a_group_without_an_error(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / name, text=HOSTILE)) for name in ("one", "two")]
+    runs = [
+        read_run(write_run(tmp_path / name, text=HOSTILE, logging={"token_values": True})) for name in ("one", "two")
+    ]
     rows = [row for file in runs[1].rollout_files().values() for group in read_groups(file) for row in group]
     file = tmp_path / "report.html"
     file.write_text(write_page(runs).replace("<body>", f"<body>{CLICKS}"), errors="replace")
@@ -180,6 +190,8 @@ def test_a_browser_draws_the_charts_filters_the_rollouts_and_opens_a_group_witho
     expected = sum(row["step"] >= 2 and row["reward"] is not None and row["reward"] >= 0.5 for row in rows)
     assert told["filtered"] == f"{expected} of 64 rollouts, 1 to {expected}"
     assert told["group"].startswith("4 of two step ")
+    assert told["token_advantages"] == "token advantages: 0.5,token advantages: -0.25"
+    assert told["token_differences"] == "token differences: 0,token differences: 0.1"
     assert told["errors"] == "."
 
 

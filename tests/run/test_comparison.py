@@ -69,7 +69,7 @@ def test_evaluations_of_different_problems_are_not_compared(after: list[dict[str
 def test_responses_come_back_from_their_file(tmp_path: Path) -> None:
     graded = rows([[True], [False]])
     (tmp_path / "before.jsonl").write_text("".join(json.dumps(row) + "\n" for row in graded))
-    assert read_responses(tmp_path / "before.jsonl", samples_per_prompt=1) == graded
+    assert read_responses(tmp_path / "before.jsonl", samples_per_prompt={1}) == graded
 
 
 @pytest.mark.parametrize(("text", "number"), [("", "no"), (json.dumps(rows([[True]])[0]) + "\n", "1")])
@@ -78,7 +78,7 @@ def test_a_file_with_another_number_of_responses_is_refused_before_the_evaluatio
 ) -> None:
     (tmp_path / "before.jsonl").write_text(text)
     with pytest.raises(ValueError, match=rf"it has {number} responses per problem, .*samples_per_prompt=4"):
-        read_responses(tmp_path / "before.jsonl", samples_per_prompt=4)
+        read_responses(tmp_path / "before.jsonl", samples_per_prompt={4})
 
 
 @pytest.mark.parametrize("text", ['{"prompt_id": 1}\n', "not JSON\n", "[1]\n", None])
@@ -87,7 +87,7 @@ def test_a_file_without_graded_responses_is_named(tmp_path: Path, text: str | No
     if text is not None:
         file.write_text(text)
     with pytest.raises(ValueError, match=r"before\.jsonl: does not hold graded responses .* --responses"):
-        read_responses(file, samples_per_prompt=1)
+        read_responses(file, samples_per_prompt={1})
 
 
 def graded_group(name: str, grades: list[float]) -> RolloutGroup:

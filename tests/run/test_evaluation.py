@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
-from worlds import make_groups
+from worlds import make_config, make_groups
 
+from rlhf import evaluate
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import resolved_yaml
 from rlhf.run.evaluation import bootstrap_interval, group_metrics
 from rlhf.types import RolloutGroup
 
@@ -43,6 +49,21 @@ def test_avg_pass_and_maj_by_hand() -> None:
         assert 0.0 <= metrics[f"{name}/low"] <= metrics[name] <= metrics[f"{name}/high"] <= 1.0
 
 
+def test_lengths_responses_that_were_cut_off_and_those_without_an_answer_by_hand() -> None:
+    (group,) = graded([[(1.0, "7"), (0.0, ""), (0.0, ""), (0.0, "3")]])
+    ends, statuses = ("stop", "length", "length", "stop"), ("ok", "no_answer", "no_answer", "ok")
+    samples = tuple(
+        dataclasses.replace(sample, status=status, rollout=dataclasses.replace(sample.rollout, finish_reason=end))
+        for sample, end, status in zip(group.samples, ends, statuses, strict=True)
+    )
+    metrics = group_metrics([dataclasses.replace(group, samples=samples)])
+    lengths = [sample.rollout.response_length for sample in samples]
+    assert metrics["response_length"] == pytest.approx(sum(lengths) / 4)
+    assert (metrics["stopped_fraction"], metrics["answered_fraction"]) == (0.5, 0.5)
+    asked_for_none = [dataclasses.replace(sample, status="ok", extracted="") for sample in samples]
+    assert "answered_fraction" not in group_metrics([dataclasses.replace(group, samples=tuple(asked_for_none))])
+
+
 def test_intervals_over_problems_hold_the_truth_about_95_times_in_100() -> None:
     rng, problems, samples = np.random.default_rng(1), 100, 4
     chances = rng.beta(1.0, 2.0, size=(400, problems))  # problems differ: samples of one are alike
@@ -54,3 +75,33 @@ def test_intervals_over_problems_hold_the_truth_about_95_times_in_100() -> None:
 
 def test_equal_problems_leave_no_doubt() -> None:
     assert bootstrap_interval(np.ones(8)) == (1.0, 1.0)
+
+
+def test_several_models_stand_side_by_side_and_their_responses_in_one_file(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model_dir / "model", other)
+    right = {str(tiny_model_dir / "model"): 0.0, str(other): 1.0}
+
+    async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:  # without engines
+        return {"test": graded([[(right[config.model.path], "7"), (0.0, "8")]] * 2)}
+
+    monkeypatch.setattr(evaluate, "sample_and_grade", sample_and_grade)
+    data = {"train": str(tiny_model_dir / "train.jsonl"), "eval": str(tiny_model_dir / "test.jsonl")}
+    config = make_config(tiny_model_dir / "model", data=data, evaluation={"samples_per_prompt": 2})
+    (tmp_path / "mine.yaml").write_text(resolved_yaml(config))
+    flags = ["--config", str(tmp_path / "mine.yaml"), "--also", str(other)]
+    files = ["--output", str(tmp_path / "m.json"), "--responses", str(tmp_path / "r.jsonl")]
+    monkeypatch.setenv("COLUMNS", "400")
+    evaluate.main([*flags, *files])
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "eval/test/avg@2" in line]
+    assert [cell.split()[0] for cell in rows[0][2:4]] == ["0.000", "0.500"]
+    metrics = json.loads((tmp_path / "m.json").read_text())
+    assert {model: values["eval/test/avg@2"] for model, values in metrics.items()} == {
+        str(tiny_model_dir / "model"): 0.0, str(other): 0.5,
+    }  # fmt: skip
+    responses = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [row["model"] for row in responses] == [str(tiny_model_dir / "model")] * 4 + [str(other)] * 4
+    with pytest.raises(ValueError, match=r"model\.path=/nowhere: there is no such folder"):
+        evaluate.main([*flags, "--also", "/nowhere"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +14,13 @@ from pathlib import Path
 import pytest
 from worlds import make_config, make_groups
 
+from rlhf.export import find_checkpoint
 from rlhf.run.folder import RunFolder, rollout_rows
+from rlhf.run.mirror import Mirror
 from rlhf.run.state import RunState
 from rlhf.types import RolloutGroup
+
+CONFIG = make_config(Path("x/model"))
 
 
 def test_a_response_with_any_line_separator_stays_on_one_line(tmp_path: Path) -> None:
@@ -115,9 +120,63 @@ def test_damaged_checkpoints_do_not_count_as_kept_ones(tmp_path: Path) -> None:
     assert RunFolder(tmp_path, resume=True).restored == resumed.checkpoints / "step-000008"
 
 
-# --- a folder that is not empty ---
+# --- the best checkpoint ---
 
-CONFIG = make_config(Path("x/model"))
+METRIC = "eval/test/avg@1"
+
+
+def write_scored(folder: RunFolder, scores: dict[int, float], *, steps: list[int], keep: int) -> None:
+    """A checkpoint at each of these steps, and an evaluation at those of `scores`."""
+    for step in steps:
+        done = {at: {METRIC: score} for at, score in scores.items() if at <= step}
+        state = RunState(step=step, evaluations=done)
+        folder.finish_checkpoint(folder.begin_checkpoint(step), state, keep=keep, best=METRIC)
+
+
+def names(folder: RunFolder) -> list[int]:
+    return sorted(int(path.name[-1]) for path in folder.checkpoints.glob("step-*"))
+
+
+def test_the_checkpoint_with_the_highest_metric_is_kept_besides_the_newest_and_can_be_gone_on_from(
+    tmp_path: Path,
+) -> None:
+    scores = {0: 0.9, 2: 0.1, 3: 0.5, 4: 0.5, 6: 0.2, 7: 0.3}
+    folder = RunFolder(tmp_path, resume=False)
+    write_scored(folder, scores, steps=[1, 2, 3, 4, 5, 6, 7], keep=2)
+    assert names(folder) == [3, 6, 7]  # step 0 has no checkpoint, and the first of equal ones counts
+    assert find_checkpoint(folder.checkpoints / "best") == folder.checkpoints / "step-000003"
+    assert RunFolder(tmp_path, resume=True).saved_step == 7
+    with pytest.raises(
+        ValueError, match=r"--resume-from step-000004: .* has step-000003, step-000006, step-000007\. Name"
+    ):
+        RunFolder(tmp_path, resume=True, start_at="step-000004")
+
+    resumed = RunFolder(tmp_path, resume=True, start_at="best")
+    assert (resumed.restored, names(resumed)) == (folder.checkpoints / "step-000003", [3, 6, 7])
+    resumed.create(CONFIG)
+    assert names(resumed) == [3]  # a later --resume must not take those of the part that is left behind
+    write_scored(resumed, {2: 0.1, 3: 0.5, 5: 0.6}, steps=[5, 6], keep=1)
+    assert names(resumed) == [5, 6]
+
+
+def test_the_mirror_keeps_the_best_checkpoint_too_and_loses_those_that_are_left_behind(tmp_path: Path) -> None:
+    mirror, far = Mirror(f"file://{tmp_path}/far", waits_s=()), tmp_path / "far"
+    folder = RunFolder(tmp_path / "run", resume=False, mirror=mirror)
+    for step, score in ((1, 0.2), (2, 0.8), (3, 0.1), (4, 0.3)):
+        write_scored(folder, {2: 0.8, step: score}, steps=[step], keep=1)
+        best = folder.checkpoints / "best"
+        others = [best] if best.is_file() else []
+        name = best.read_text().strip()
+        mirror.send(folder.checkpoints / f"step-00000{step}", others, latest="latest", keep=1, best=name)
+    assert sorted(path.name for path in far.glob("step-*")) == ["step-000002", "step-000004"]
+    shutil.rmtree(tmp_path / "run")
+    resumed = RunFolder(tmp_path / "run", resume=True, mirror=mirror, start_at="best")
+    resumed.create(CONFIG)
+    assert resumed.saved_step == 2
+    assert sorted(path.name for path in far.glob("step-*")) == ["step-000002"]
+
+
+# --- a folder that is not empty ---
 
 
 def test_a_folder_without_a_finished_step_is_used_again_and_loses_no_file(tmp_path: Path) -> None:

@@ -21,13 +21,14 @@ def play(
     allowed: int = 2,
     started: bool = True,
     stopping: bool = False,
-) -> list[bool]:
-    """Train by a script (newest checkpoint when a run ends, and how it ends); `resume` of each run that was made."""
+    start_at: str | None = None,
+) -> list[bool | str]:
+    """Train by a script (newest checkpoint when a run ends, and how it ends); from what each run resumed."""
     remaining = iter(script)
-    made: list[bool] = []
+    made: list[bool | str] = []
 
-    def make(config: Any, *, resume: bool) -> Any:
-        made.append(resume)
+    def make(config: Any, *, resume: bool, start_at: str | None = None) -> Any:
+        made.append(start_at or resume)
         return SimpleNamespace(
             config=config,
             stop=SimpleNamespace(can_save=started or len(made) > 1, requested=stopping),
@@ -42,7 +43,7 @@ def play(
 
     monkeypatch.setattr(restarts, "TrainingRun", make)
     config: Any = SimpleNamespace(run=SimpleNamespace(max_restarts=allowed))
-    asyncio.run(Restarts(config, resume=False).train(train))
+    asyncio.run(Restarts(config, resume=False, start_at=start_at).train(train))
     return made
 
 
@@ -51,6 +52,7 @@ LOST = LostError("engine 0 is lost")
 
 def test_a_lost_process_is_followed_by_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert play(monkeypatch, [(2, LOST), (4, None)]) == [False, True]
+    assert play(monkeypatch, [(2, LOST), (4, None)], start_at="best") == ["best", True]  # then from the newest
 
 
 def test_only_restarts_without_a_new_checkpoint_use_up_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,3 +44,20 @@ def test_a_resumed_run_does_not_evaluate_the_start_again(tiny_model_dir: Path, t
     folder.finish_checkpoint(folder.begin_checkpoint(2), RunState(step=2, updates=config.update_plan), keep=1)
     run = TrainingRun(config, resume=True)
     assert [step for step in range(6) if run.evaluation_is_due(step)] == [5]
+
+
+def test_a_checkpoint_is_due_at_its_interval_at_the_end_and_where_the_evaluation_is_best(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        tiny_model_dir / "model",
+        run={"dir": str(tmp_path / "run"), "steps": 9},
+        data={"eval": str(tiny_model_dir / "test.jsonl")},
+        evaluation={"every": 1},
+        checkpoint={"every": 4, "best": "eval/test/avg@1"},
+    )
+    run, due = TrainingRun(config, resume=False), []
+    for step, score in enumerate((0.9, 0.2, 0.1, 0.2, 0.1, 0.5, 0.6, 0.6, 0.0, 0.1)):
+        run.state.evaluations[step] = {"eval/test/avg@1": score}
+        due += [step] if step and run.checkpoint_is_due(step) else []
+    assert due == [1, 4, 5, 6, 8, 9]

@@ -1,0 +1,33 @@
+"""A torch profiler trace of what one rank computes, for chrome://tracing or Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import profiler
+
+if TYPE_CHECKING:
+    from rlhf.learner.rank import TrainedRank
+
+_running: list[profiler.profile] = []  # the one of this process, between `start` and `stop`
+
+
+def start(rank: TrainedRank) -> None:
+    """Record operations, their shapes and, on a GPU, its kernels from now on."""
+    activities = [profiler.ProfilerActivity.CPU]
+    if rank.device.type == "cuda":
+        activities.append(profiler.ProfilerActivity.CUDA)
+    _running.append(profiler.profile(activities=activities, record_shapes=True))
+    _running[0].start()
+
+
+def stop(rank: TrainedRank, file: str) -> None:
+    """Write what was recorded since `start`."""
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize(rank.device)
+    trace = _running.pop()
+    trace.stop()
+    Path(file).parent.mkdir(exist_ok=True)
+    trace.export_chrome_trace(file)
