@@ -12,6 +12,7 @@ import os
 import re
 import ssl
 import struct
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -20,6 +21,7 @@ from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlhf.config.secrets import hide
 from rlhf.config.sections import WandbConfig
 from rlhf.log.sinks import NO_DETAILS, STEP, Details
 
@@ -56,6 +58,7 @@ class WandbSink:
         import wandb
 
         run_id = config.run_id if resume is None else resume[0]
+        sys.argv[1:] = map(hide, sys.argv[1:])  # wandb stores them
 
         def start(mode: Literal["online", "offline"], *, rewind: bool = False) -> wandb.Run:
             if rewind and resume is not None:
@@ -71,7 +74,8 @@ class WandbSink:
                 name=config.name or run_dir.name,
                 tags=list(config.tags) or None,
                 config={**resolved, "about": dict(about)},
-                settings=wandb.Settings(silent=True, init_timeout=WANDB_START_S),
+                # of a git repository wandb would store its remote's address and every uncommitted change
+                settings=wandb.Settings(silent=True, init_timeout=WANDB_START_S, disable_git=True),
                 **going_on,
             )
 
@@ -108,7 +112,7 @@ class WandbSink:
         self._run.log(shown, step=step)
 
     def alert(self, title: str, text: str) -> None:
-        self._run.alert(title, text, level="WARN")
+        self._run.alert(hide(title), hide(text), level="WARN")
 
     def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=1 if failed else 0)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
@@ -73,7 +74,7 @@ def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) 
     plan = before.keys()  # of these keys a null stands for another key's value
     changes += [
         change
-        for change in changed_keys(state.config, config.model_dump(mode="json"))
+        for change in changed_keys(hidden(state.config), hidden(config.model_dump(mode="json")))
         if change[0] not in plan and not is_free(change[0])
     ]
     problems = [

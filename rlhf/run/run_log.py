@@ -14,6 +14,7 @@ from rich.console import Console
 
 from rlhf.cluster.node_report import report
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.secrets import hidden, hide_in_output
 from rlhf.log.sinks import NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink, TerminalSink
 from rlhf.log.wandb_sink import WandbSink
 from rlhf.run.folder import RunFolder
@@ -47,7 +48,7 @@ class RunLog:
         jsonl = JsonlSink(folder.metrics, resume_step=resume_step)
         exit_stack.callback(jsonl.close)
         self._sinks.append(jsonl)
-        logging, resolved = self._config.logging, self._config.model_dump(mode="json")
+        logging, resolved = self._config.logging, hidden(self._config.model_dump(mode="json"))
         if logging.wandb.mode != "disabled":
             run_id = self.wandb_run_id
             resume = None if run_id is None or resume_step is None else (run_id, resume_step)
@@ -56,6 +57,7 @@ class RunLog:
             self.wandb_run_id = wandb.run_id
             self._sinks.append(wandb)
             self._wandb = wandb
+            exit_stack.enter_context(hide_in_output())  # wandb now stores what is printed
         if logging.tensorboard:
             tensorboard = TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step)
             exit_stack.callback(tensorboard.close)

@@ -16,6 +16,7 @@ from rlhf.cluster.canary import Canary
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys
+from rlhf.config.secrets import hidden
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.log.diagnosis import EQUAL_REWARDS, NO_ANSWERS, Diagnosis
@@ -73,7 +74,7 @@ class TrainingRun(Generic[C]):
         self.clock = Clock(self.state.seconds)
         self.log = RunLog(config, first_step=self.first_step, state=self.state)
         self.signal_watch = SignalWatch(config, steps=config.run.steps - self.first_step)
-        self.diagnosis = Diagnosis(flat_keys(config.model_dump(mode="json")))
+        self.diagnosis = Diagnosis(flat_keys(hidden(config.model_dump(mode="json"))))
         self.skipped = SkippedBatches(self.folder.path / "skipped", self.log.warn)
         self.stop = Stop(config.run.grace_s, self.log.print)
         self.tokenizer = load_tokenizer(config.model)
@@ -326,7 +327,7 @@ class TrainingRun(Generic[C]):
         return replace(
             self.state,
             step=step,
-            config=self.config.model_dump(mode="json"),
+            config=hidden(self.config.model_dump(mode="json")),
             code=await asyncio.to_thread(code_state),
             updates=self.config.update_plan,
             stream=self.tickets.stream.state(),
