@@ -303,8 +303,7 @@ def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_no_
     )  # fmt: skip
     wait_for_step(tmp_path / "run", 1, program)
     started = running(below({program.pid}))
-    # docs/security.md names the learners' meeting place in torch.distributed
-    assert [found for found in reachable_from_outside(started) if not found.startswith("ray::HostedActor:")] == []
+    assert reachable_from_outside(started) == []
     (worker,) = [process for process, command in started.items() if "VLLM::Worker" in command]
     os.kill(worker.pid, signal.SIGKILL)
     stdout, stderr = program.communicate(timeout=STACK_WAIT_S)
