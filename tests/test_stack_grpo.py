@@ -294,10 +294,10 @@ def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_no_
     secrets = {"environment": "fake-env-key-123", "argument": "fake-argument-59", "wandb": "0fake" * 8}
     judge = tmp_path / "judge.py"
     judge.write_text("def score(response, *, api_key, **_): raise RuntimeError(f'no answer with {api_key}')\n")
-    reward = f"[{{name: '{judge}:score', api_key: {secrets['argument']}}}, {{name: math}}]"
+    parts = f"[{{name: '{judge}:score', api_key: {secrets['argument']}}}, {{name: math}}]"
+    reward = f"reward={{parts: {parts}, failure_fraction: 1}}"
     program = subprocess.Popen(
-        [sys.executable, "-m", "rlhf.grpo", "--config", str(config)]
-        + [f"reward={{parts: {reward}, failure_fraction: 1.0}}"],
+        [sys.executable, "-m", "rlhf.grpo", "--config", str(config), reward],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"FAKE_API_KEY": secrets["environment"], "WANDB_API_KEY": secrets["wandb"]},
     )  # fmt: skip

@@ -123,6 +123,8 @@ class TrainingRun(Generic[C]):
         self.scorer = Scorer(config.reward)
         self._exit_stack.callback(self.scorer.close)
         self.scorer.restore(self.state.reward_status)
+        for warning in self.scorer.warnings:
+            self.log.warn(warning)
 
         def check_gold() -> None:
             console = self.log.console
