@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rlhf.log.patient_files import PatientFiles
 from rlhf.log.reductions import Counts
 
 STEP = "step"
@@ -45,17 +46,14 @@ class Sink(Protocol):
 class JsonlSink:
     """`metrics.jsonl`: one object per line. Resuming at a step removes the lines of later steps."""
 
-    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, path: Path, files: PatientFiles, *, resume_step: int | None = None) -> None:
         if resume_step is not None:
             keep_lines_up_to(path, resume_step)
-        self._file = path.open("a")
+        path.touch()
+        self._path, self._files = path, files
 
     def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
-        self._file.write(json.dumps({STEP: step, "time": round(time.time(), 3), **values}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        self._files.append(self._path, json.dumps({STEP: step, "time": round(time.time(), 3), **values}) + "\n")
 
 
 def keep_lines_up_to(path: Path, step: int) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rlhf.cluster.node_report import report
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.secrets import hidden, hide_in_output
+from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink, TerminalSink
 from rlhf.log.wandb_sink import WandbSink
 from rlhf.run.folder import RunFolder
@@ -28,6 +29,7 @@ class RunLog:
         ValueError: the config asks for one whose package is not installed.
 
     Attributes:
+        files: writes metrics.jsonl and the rollouts.
         wandb_run_id, mlflow_run_id: of the run there, which a resumed run continues; None without it.
     """
 
@@ -35,6 +37,7 @@ class RunLog:
         self.console = Console(soft_wrap=True)
         self.terminal = TerminalSink(self.console, total_steps=config.run.steps, first_step=first_step)
         self.warn = self.terminal.warn
+        self.files = PatientFiles(self.warn)
         self.wandb_run_id, self.mlflow_run_id = state.wandb_run_id, state.mlflow_run_id
         _check_packages(config)
         self._config = config
@@ -45,9 +48,8 @@ class RunLog:
     def open(self, folder: RunFolder, exit_stack: contextlib.AsyncExitStack) -> None:
         """Open every sink; `exit_stack` closes them, and tells them whether the run failed."""
         resume_step = self._first_step if folder.restored is not None else None
-        jsonl = JsonlSink(folder.metrics, resume_step=resume_step)
-        exit_stack.callback(jsonl.close)
-        self._sinks.append(jsonl)
+        self._sinks.append(JsonlSink(folder.metrics, self.files, resume_step=resume_step))
+        exit_stack.push(self._write_what_waits)
         logging, resolved = self._config.logging, hidden(self._config.model_dump(mode="json"))
         if logging.wandb.mode != "disabled":
             run_id = self.wandb_run_id
@@ -69,6 +71,12 @@ class RunLog:
             self.mlflow_run_id = mlflow.run_id
             self._sinks.append(mlflow)
         self._sinks.append(self.terminal)
+
+    def _write_what_waits(self, *failure: Any) -> None:
+        try:
+            self.files.check()
+        except OSError as error:
+            self.warn(f"the end of the log is lost: {error}")
 
     def write(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
         for sink in self._sinks:

@@ -21,6 +21,9 @@ from rlhf.run.state import RunState
 class CheckpointSaver:
     """Saves one checkpoint at a time.
 
+    Args:
+        write_log: writes what of the log waits for room on the disk; raises OSError if there is none.
+
     Attributes:
         failure: why the newest checkpoint could not be written; "" if it was. The run goes on and tries again after
             the next step: the checkpoint before it is whole, and an ended run would lose as much.
@@ -35,12 +38,13 @@ class CheckpointSaver:
         tokenizer: Any,
         mirror: Mirror | None,
         warn: Callable[[str], None],
+        write_log: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure = ""
         self.writing_step = 0
         self._tokenizer = _files_of(tokenizer)
         self._config, self._folder, self._mirror, self._warn = config, folder, mirror, warn
-        self._checkpoints = checkpoints
+        self._checkpoints, self._write_log = checkpoints, write_log
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, state: RunState) -> None:
@@ -50,6 +54,7 @@ class CheckpointSaver:
         partial: Path | None = None
         try:
             partial = await asyncio.to_thread(self._folder.begin_checkpoint, state.step)
+            self._write_log()  # a resumed run would not make up for rows before its checkpoint
             self._check_space(await self._checkpoints.bytes())
             (partial / MODEL_FOLDER).mkdir()
             for name, content in self._tokenizer.items():

@@ -145,8 +145,9 @@ class TrainingRun(Generic[C]):
         )
         self.cluster = await self._exit_stack.enter_async_context(Cluster(config, first_step=self.first_step))
         self.saver = CheckpointSaver(
-            config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, self.mirror, self.log.warn
-        )
+            config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, self.mirror, self.log.warn,
+            self.log.files.check,
+        )  # fmt: skip
         self._exit_stack.push_async_callback(self.saver.close, within_s=SAVE_S)
         self.sampler = Sampler(config, self.cluster, self.scorer, self.tokenizer)
         self.canary = Canary(
@@ -267,7 +268,7 @@ class TrainingRun(Generic[C]):
             if self.config.logging.token_values:
                 of_tokens = token_values(batch, targets, self.tokenizer)
                 rows = [row | values for row, values in zip(rows, of_tokens, strict=True)]
-            self.folder.write_rollouts(step, rows)
+            self.folder.write_rollouts(step, rows, self.log.files)
         for error in self.scorer.new_errors():
             self.log.warn(error)
         trained, taken = int(batch.trained.sum()), updates_taken(updates)
@@ -350,6 +351,7 @@ class TrainingRun(Generic[C]):
         """Export the model and write the summary.
 
         Raises:
+            OSError: the disk does not take the end of the log.
             RuntimeError: the last checkpoint could not be written; the export and the summary are.
         """
         config, state = self.config, self.state
@@ -379,5 +381,6 @@ class TrainingRun(Generic[C]):
             training_s = sum(seconds for phase, seconds in self.clock.total.items() if phase not in untrained)
             self.log.console.print(summary_table(before, after, training_s))
         self.log.print(f"run folder: {self.folder.path}")
+        self.log.files.check()
         if self.saver.failure:
             raise RuntimeError(f"{self.saver.failure} Make room, and repeat the last steps with --resume.")

@@ -94,6 +94,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from rlhf.config.sections import WandbConfig
+from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import Details, JsonlSink
 from rlhf.log.wandb_sink import WandbSink
 
@@ -101,7 +102,7 @@ folder, first, last, kill, *resume = sys.argv[1:]
 config = WandbConfig(mode="offline", project="p", group="g", run_id="abc")
 about = {"git": {"commit": "0123"}}
 resumed = (resume[0], int(resume[1])) if resume else None
-log = JsonlSink(Path(folder) / "metrics.jsonl", resume_step=resumed and resumed[1])
+log = JsonlSink(Path(folder) / "metrics.jsonl", PatientFiles(print), resume_step=resumed and resumed[1])
 sink = WandbSink(config, Path(folder), {"run": {"steps": 6}}, about, resume=resumed, warn=print)
 row = {"step": 2, "prompt": "1 + 1?", "answer": "2", "text": "2", "extracted": "2", "reward": 1.0, "advantage": 0.5,
        "status": "ok", "finish_reason": "stop", "reward_parts": {"math": 1.0}}

@@ -13,6 +13,7 @@ from worlds import make_config, make_ppo_config
 from rlhf.config.describe import describe_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
+from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import JsonlSink
 from rlhf.run.folder import RunFolder
 from rlhf.run.resume import FREE, KEPT, check_resumed_state, is_free, model_fingerprints, resume_warnings
@@ -138,9 +139,8 @@ def test_metrics_are_cut_by_rename_so_that_another_reader_keeps_its_file(tmp_pat
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     with file.open() as reader:
-        sink = JsonlSink(file, resume_step=2)
+        sink = JsonlSink(file, PatientFiles(print), resume_step=2)
         sink.log(3, {"a": 1})
-        sink.close()
         assert len(reader.read().splitlines()) == 4
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
