@@ -15,6 +15,7 @@ from rich.console import Console
 from rlhf.cluster.node_report import report
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.secrets import hidden, hide_in_output
+from rlhf.log.background import BackgroundSink, ClosingSink
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink, TerminalSink
 from rlhf.log.wandb_sink import WandbSink
@@ -61,16 +62,20 @@ class RunLog:
             self._wandb = wandb
             exit_stack.enter_context(hide_in_output())  # wandb now stores what is printed
         if logging.tensorboard:
-            tensorboard = TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step)
-            exit_stack.callback(tensorboard.close)
-            self._sinks.append(tensorboard)
+            self._add_in_background(
+                TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step), "logging.tensorboard", exit_stack
+            )
         if logging.mlflow.uri is not None:
             name, run_id = folder.path.name, self.mlflow_run_id
             mlflow = MlflowSink(logging.mlflow.uri, logging.mlflow.experiment, name, resolved, run_id=run_id)
-            exit_stack.push(lambda kind, *_: mlflow.close(failed=kind is not None))
             self.mlflow_run_id = mlflow.run_id
-            self._sinks.append(mlflow)
+            self._add_in_background(mlflow, "logging.mlflow", exit_stack)
         self._sinks.append(self.terminal)
+
+    def _add_in_background(self, sink: ClosingSink, key: str, exit_stack: contextlib.AsyncExitStack) -> None:
+        background = BackgroundSink(sink, key, self.warn)
+        exit_stack.push(lambda kind, *_: background.close(failed=kind is not None))
+        self._sinks.append(background)
 
     def _write_what_waits(self, *failure: Any) -> None:
         try:
