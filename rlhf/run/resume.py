@@ -32,12 +32,15 @@ FREE = frozenset(
         "critic.path", "critic.zero_stage", "critic.offload_optimizer",
     )
 )  # fmt: skip
+GRANTS = ("env", "network", "files")  # of a part of the reward: what it may reach
 KEPT = frozenset(("run.seed",))  # of the sections in FREE
 
 
 def is_free(key: str) -> bool:
     """Whether a resumed run may change a key."""
     parts = key.split(".")
+    if parts[0] == "reward" and parts[-1] in GRANTS and parts[-2].isdigit():
+        return True
     return key not in KEPT and any(".".join(parts[:n]) in FREE for n in range(1, len(parts) + 1))
 
 
@@ -46,8 +49,15 @@ def changed_keys(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, An
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for name in before.keys() & now.keys():
             yield from changed_keys(before[name], now[name], f"{key}.{name}" if key else name)
+    elif _are_sections(before) and _are_sections(now) and len(before) == len(now):
+        for number, pair in enumerate(zip(before, now, strict=True)):
+            yield from changed_keys(*pair, f"{key}.{number}")
     elif before != now:
         yield key, before, now
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
 def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) -> None:

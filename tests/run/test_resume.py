@@ -48,7 +48,7 @@ def resume(began: GRPOConfig, now: GRPOConfig, tmp_path: Path) -> None:
         ),
         (
             {"reward": {"parts": [{"name": "multiple_choice"}]}},
-            [r"reward\.parts=\[\{.*choice.*the run began with \[\{.*math"],
+            [r"reward\.parts\.0\.name=multiple_choice: the run began with math"],
         ),
         (
             {"algo": {"kl_coef": 0.1}, "rollout": {"temperature": 0.7}},
@@ -96,6 +96,8 @@ def test_every_key_of_the_table_is_a_key_or_a_section() -> None:
     assert {"run.seed", "learner.optimizer.lr", "algo.clip_low", "rollout.temperature", "reward.parts"} <= kept
     assert not {"run.dir", "cluster.engines", "logging.level", "learner.zero_stage"} & kept
     assert "run.seed" in KEPT
+    assert is_free("reward.parts.0.network")
+    assert not is_free("reward.parts.0.options.network")
 
 
 def test_a_longer_run_is_the_same_run_with_a_warning_where_its_schedule_spans_it(model: Path) -> None:
