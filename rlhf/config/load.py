@@ -92,7 +92,7 @@ def stored_values(file: Path) -> dict[str, Any]:
 
     text = re.sub(r"(?<!\\)\$\{oc\.env:[^}]*\}", HIDDEN, file.read_text())
     values: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-    return values  # type: ignore[no-any-return]
+    return values
 
 
 def flat_keys(values: Any, prefix: str = "") -> dict[str, Any]:
