@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import socket
@@ -14,12 +15,16 @@ import pytest
 from waiting import WAIT_S
 
 from rlhf.config.reward import RewardConfig
-from rlhf.rewards.confinement import MACHINES, NO_FILE, NO_NETWORK
+from rlhf.rewards.confinement import ABI_SCOPES, CREATE_RULESET, MACHINES, NO_FILE, NO_NETWORK
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.scorer import Scorer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+pytestmark = pytest.mark.skipif(
+    ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1) < ABI_SCOPES,
+    reason="this kernel has no or an older Landlock",
+)
 LOOKS, JUDGE = "curious_rewards:looks", "curious_rewards:judge"
 
 
