@@ -7,16 +7,11 @@ rewound to the step of a checkpoint: by the server, or, offline, by cutting the 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
-import ssl
 import struct
 import sys
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
@@ -24,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.config.secrets import hide
 from rlhf.config.sections import WandbConfig
+from rlhf.log.reachable import ANSWER_S, no_answer
 from rlhf.log.sinks import NO_DETAILS, STEP, Details
 
 if TYPE_CHECKING:
     import wandb
 
-WANDB_ANSWER_S = 10.0  # for the server to answer at all; wandb itself would wait 90 s
 WANDB_START_S = 20.0  # for a server that answers to accept the run
 WANDB_RETRIES = 3  # of an alert, say, which holds up the end of the run; rows are sent until they arrive
 WANDB_FINISH_S = 60.0  # to upload the rest at the end of a run; wandb itself would try for days
@@ -84,7 +79,7 @@ class WandbSink:
                     init_timeout=WANDB_START_S,
                     finish_timeout=WANDB_FINISH_S,
                     finish_timeout_raises=True,
-                    x_graphql_timeout_seconds=WANDB_ANSWER_S,
+                    x_graphql_timeout_seconds=ANSWER_S,
                     x_graphql_retry_max=WANDB_RETRIES,
                     disable_git=True,
                 ),
@@ -176,29 +171,6 @@ def _start_online(
         f"{run_dir / 'wandb'}; `wandb sync` uploads them later."
     )
     return start("offline")
-
-
-def no_answer(url: str) -> str:
-    """Why the server does not answer within WANDB_ANSWER_S, name look-up included; "" if it answers anything."""
-    reasons = [f"no answer within {WANDB_ANSWER_S:.0f} s"]
-
-    def ask() -> None:
-        reason = ""
-        try:
-            urllib.request.urlopen(url, timeout=WANDB_ANSWER_S).close()
-        except urllib.error.HTTPError:
-            pass
-        except urllib.error.URLError as error:
-            if not isinstance(error.reason, ssl.SSLError):  # wandb may know certificates that Python does not
-                reason = str(error.reason)
-        except (OSError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
-        reasons.append(reason)
-
-    asking = threading.Thread(target=ask, daemon=True)  # a name look-up has no time limit of its own
-    asking.start()
-    asking.join(WANDB_ANSWER_S)
-    return reasons[-1]
 
 
 def has_wandb_key() -> bool:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
-from rlhf.log.wandb_sink import WANDB_ANSWER_S, WANDB_START_S, no_answer, records
+from rlhf.log.reachable import ANSWER_S, no_answer
+from rlhf.log.wandb_sink import WANDB_START_S, records
 
 LOAD_S = 20.0  # importing wandb, its service and the end of both, on a busy machine
 PROGRAM = """
@@ -56,7 +57,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, float]]:
         listener.bind(("127.0.0.1", 0))
         if request.param == "silent":
             listener.listen(64)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", WANDB_ANSWER_S if request.param == "silent" else 0.0
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", ANSWER_S if request.param == "silent" else 0.0
 
 
 @pytest.mark.scripts

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+KEY = "0fake" * 8
 PROGRAM = """
 import sys, time
 from pathlib import Path
@@ -89,7 +90,7 @@ def start(
     url = f"http://127.0.0.1:{server.server_port}"
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, mode, str(folder), str(finish_s)],
-        env=os.environ | {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40},
+        env=os.environ | {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert program.stdout is not None
@@ -122,6 +123,7 @@ def test_a_server_that_fails_half_of_the_time_gets_every_row(
     out, err = program.communicate("\n", timeout=200)
     assert (program.returncode, out) == (0, ""), err
     assert [row["step"] for _, row in sorted(handler.rows.items())] == [1, 2, 3, 4, 5, 6]
+    assert [file for file in tmp_path.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()] == []
 
 
 def test_a_service_that_is_killed_is_one_message_and_the_run_goes_on(
