@@ -86,6 +86,7 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
     if cluster.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[rank]
     from rlhf.learner.reward_trainer import RewardTrainer, count_updates
+    from rlhf.log.patient_files import PatientFiles
     from rlhf.log.reductions import to_values
     from rlhf.log.sinks import JsonlSink
 
@@ -94,7 +95,7 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
     trainer = RewardTrainer(config, Place(rank, cluster.learners, local_rank, "127.0.0.1", port, threads), train)
     total = count_updates(config, len(train))
     folder = Path(config.run.dir)
-    sink = JsonlSink(folder / "metrics.jsonl") if rank == 0 else None
+    sink = JsonlSink(folder / "metrics.jsonl", PatientFiles(print)) if rank == 0 else None
     for update, metrics in enumerate(trainer.train(), start=1):
         if sink is None:
             continue
@@ -116,7 +117,6 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
         )
     trainer.write(str(folder / "model"), config.model.path, mean, std)
     if sink is not None:
-        sink.close()
         print(f"model: {folder / 'model'}, scores of mean {mean:.3f} and std {std:.3f}")
     trainer.close()
 

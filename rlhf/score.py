@@ -39,7 +39,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--answer-key", default="ground_truth", help="column of the answer (default: ground_truth)")
     parser.add_argument("--output", help="JSONL to write: every row with score, extracted and status")
     parser.add_argument(
-        "--reward", default="math", help="math, gsm8k, multiple_choice, exact, f1, format, ... or module:function"
+        "--reward",
+        default="math",
+        help="math, gsm8k, multiple_choice, exact, f1, format, ... or module:function, or a part of a config: "
+        "'{name: module:function, network: true}'",
     )
     parser.add_argument("--strict", action="store_true", help="math: boxed answers only, the default of a run")
     parser.add_argument("--workers", type=int, help="grading processes (default: the cores, at most 8)")
@@ -54,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rlhf.rewards.scorer import Scorer
 
     with Scorer(config) as scorer:
+        for warning in scorer.warnings:
+            print(warning, file=sys.stderr)
         started = time.perf_counter()
         try:
             with _output(options.output) as output:
@@ -106,12 +111,24 @@ def _output(path: str | None) -> Iterator[TextIO | None]:
 def _reward_config(options: argparse.Namespace) -> RewardConfig:
     from rlhf.config.load import validated
     from rlhf.config.reward import RewardConfig
+    from rlhf.config.secrets import remember
 
-    part = {"name": options.reward}
+    part = _yaml(options.reward) if options.reward.startswith("{") else {"name": options.reward}
     if options.reward == "math":
         part["mode"] = "strict" if options.strict else "lenient"
     values = {"parts": [part], "workers": options.workers, "cpu_seconds": options.cpu_seconds}
+    remember(values)
     return validated(RewardConfig, values)
+
+
+def _yaml(text: str) -> Any:
+    """The mapping that --reward gives; `${oc.env:NAME}` stands for a variable, as in a config."""
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    except Exception as error:  # the YAML parser raises many types
+        raise ValueError(f"--reward {text}: not readable as YAML ({str(error).splitlines()[0]}).") from None
 
 
 def _grade(

@@ -181,6 +181,7 @@ def test_a_score_that_is_no_number_makes_its_response_unscorable_and_no_other(sc
 class Endpoint(BaseHTTPRequestHandler):
     failures = 0
     seen: list[Any] = []  # noqa: RUF012
+    authorization: str | None = None
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -189,6 +190,7 @@ class Endpoint(BaseHTTPRequestHandler):
             self.send_error(503)
             return
         Endpoint.seen.append(body)
+        Endpoint.authorization = self.headers["Authorization"]
         contents = [c[-1]["content"] for c in body["conversations"]]
         reply = json.dumps({"scores": ["1.0" if content == "text" else len(content) for content in contents]}).encode()
         self.send_response(200)
@@ -213,6 +215,17 @@ def test_a_request_that_fails_is_tried_again_and_scores_are_normalized(endpoint:
     Endpoint.failures = 2
     score = endpoint_scorer(RewardModelConfig(endpoint=endpoint, retries=2, mean=1.0, std=2.0))
     assert asyncio.run(score([[{"role": "assistant", "content": "12345"}]])) == [2.0]
+
+
+def test_an_endpoint_may_ask_for_a_password_which_no_message_shows(endpoint: str) -> None:
+    Endpoint.failures = 1
+    with_password = endpoint.replace("://", "://me:fake-p%40ss@")
+    score = endpoint_scorer(RewardModelConfig(endpoint=with_password, retries=0))
+    with pytest.raises(RuntimeError) as failure:
+        asyncio.run(score([[{"role": "assistant", "content": "x"}]]))
+    assert "fake-p" not in str(failure.value)
+    assert asyncio.run(score([[{"role": "assistant", "content": "12345"}]])) == [5.0]
+    assert Endpoint.authorization == "Basic bWU6ZmFrZS1wQHNz"  # me:fake-p@ss
 
 
 def test_an_endpoint_that_never_answers_is_an_error_with_address_and_reason(endpoint: str) -> None:

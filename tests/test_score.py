@@ -66,6 +66,9 @@ def test_another_reward_and_other_columns(tmp_path: Path, monkeypatch: pytest.Mo
     keys = ["--response-key", "text", "--answer-key", "gold", "--output", str(output)]
     assert run([str(file), *keys, "--reward", "hostile_rewards:length", "--workers", "1"]) == 0
     assert json.loads(output.read_text())["score"] == 4.0
+    part = "{name: 'hostile_rewards:length', scale: 2.0, network: true}"
+    assert run([str(file), *keys, "--reward", part, "--workers", "1"]) == 0
+    assert json.loads(output.read_text())["score"] == 8.0
 
 
 def fixture_line(code: str) -> str:

@@ -21,6 +21,7 @@ from ray._private import ray_constants
 from rlhf.cluster import guard
 from rlhf.cluster.actors import ClusterError, check_address
 from rlhf.cluster.node_report import ask_nodes, differences, node_names, report
+from rlhf.config.secrets import hide
 
 START_TRIES = 3
 # Of a line such as "(EngineCore pid=7) ERROR 11-22 11:29:20 [core.py:1] RuntimeError: out of memory"
@@ -129,7 +130,9 @@ class RaySession:
         for log in Path(self.temp).glob("session_latest/logs/worker-*"):
             if log.stat().st_size:
                 saved.mkdir(exist_ok=True)
-                logs.append(Path(shutil.copy2(log, saved)))
+                logs.append(saved / log.name)
+                logs[-1].write_text(hide(log.read_text(errors="replace")))
+                shutil.copystat(log, logs[-1])
         if cause := error_in_logs(logs):
             error.add_note(cause)
         if logs:

@@ -10,6 +10,7 @@ import signal
 import sys
 import textwrap
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import NAMES_ELSEWHERE, load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
+from rlhf.config.secrets import hide_in_output
 
 C = TypeVar("C", bound=Section)
 R = TypeVar("R")
@@ -179,7 +181,16 @@ def run_async(
 
 
 def run_program(main: Callable[[], None]) -> int:
-    """Call `main`; print an expected error as one message and return the exit status."""
+    """Call `main`; print an expected error as one message and return the exit status. No secret is printed."""
+    with hide_in_output():
+        try:
+            return _exit_status(main)
+        except Exception:  # a defect of the program: its traceback may hold secrets too
+            traceback.print_exc()
+            return RUN_ERROR
+
+
+def _exit_status(main: Callable[[], None]) -> int:
     try:
         main()
     except ValueError as error:

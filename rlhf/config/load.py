@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from rlhf.config.base import Section, suggest
 from rlhf.config.describe import Key, describe_keys
+from rlhf.config.secrets import HIDDEN, missing_secrets, remember, with_references
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -72,16 +73,26 @@ def load_config(
         raise ValueError(
             f"{_first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} where it is text."
         ) from None
+    remember(values)
+    if missing := "\n".join(missing_secrets(values)):
+        raise ValueError(missing)
     return validated(schema, values, check)
 
 
 def resolved_yaml(config: Section) -> str:
-    """The whole config with every default, as YAML that loads to the same config."""
+    """The whole config with every default, as YAML that loads to the same config; secrets are left out."""
     from omegaconf import OmegaConf
 
-    # Text with ${ must not become a reference when it is read back; a backslash is two in JSON.
-    text = config.model_dump_json().replace("${", r"\\${")
-    return OmegaConf.to_yaml(OmegaConf.create(json.loads(text)))
+    return OmegaConf.to_yaml(OmegaConf.create(with_references(json.loads(config.model_dump_json()))))
+
+
+def stored_values(file: Path) -> dict[str, Any]:
+    """The values of a file that `resolved_yaml` wrote, for a reader who needs no secrets: they may be gone by now."""
+    from omegaconf import OmegaConf
+
+    text = re.sub(r"(?<!\\)\$\{oc\.env:[^}]*\}", HIDDEN, file.read_text())
+    values: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    return values
 
 
 def flat_keys(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -133,6 +133,7 @@ OPTIONS_OF_REWARD: dict[str, type[Section]] = {
     "repetition": RepetitionOptions,
 }
 
+USER_FIELDS = ("group", "concurrency", "env", "network", "files")
 USER_FUNCTION = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
 
@@ -147,6 +148,11 @@ class RewardPart(Section):
     group: bool = Field(False, description="your function gets all responses to a prompt at once, and returns a list")
     concurrency: int = Field(
         128, ge=1, description="calls of your `async def` function that wait at the same time in one worker"
+    )
+    env: tuple[str, ...] = Field((), strict=False, description="environment variables that your function gets")
+    network: bool = Field(False, description="let your function open network connections")
+    files: tuple[str, ...] = Field(
+        (), strict=False, description="files and folders that your function may read and write, besides its code"
     )
 
     @property
@@ -247,8 +253,8 @@ def _part(value: Any, key: str) -> RewardPart:
     is_built_in = name in OPTIONS_OF_REWARD
     fields = {
         field: value[field]
-        for field in ("group", "concurrency")  # of a user function; a dumped config has the defaults for all
-        if field in value and not (is_built_in and value[field] != RewardPart.model_fields[field].default)
+        for field in USER_FIELDS  # of a user function; a dumped config has the defaults for all
+        if field in value and not (is_built_in and value[field] not in (RewardPart.model_fields[field].default, []))
     }
     if isinstance(options, dict):
         options = {**options, **{k: v for k, v in value.items() if k not in ("name", "weight", "options", *fields)}}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.sections import ModelConfig, RolloutConfig
+from rlhf.log.reachable import no_answer
 
 
 def looks_local(path: str) -> bool:
@@ -45,18 +47,36 @@ def _cached_folder(name: str) -> Path:
     return repository / "snapshots" / revision
 
 
+def use_cache_if_hub_is_silent() -> str:
+    """If the hub does not answer, use what is in its cache, here and in processes that this one starts.
+
+    Returns:
+        Why it does not answer; "" if it does, or is not to be asked.
+    """
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return ""
+    reason = no_answer(constants.ENDPOINT)
+    if reason:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+    return reason and f"{constants.ENDPOINT} does not answer ({reason}), and it is not in the cache"
+
+
 def load_tokenizer(model: ModelConfig) -> Any:
     """Load the model's tokenizer.
 
     Raises:
         ValueError: neither the folder nor the hub has it.
     """
+    silent = "" if looks_local(model.path) else use_cache_if_hub_is_silent()
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = silent or str(error).strip().splitlines()[0]
         raise ValueError(
             f"model.path={model.path}: its tokenizer cannot be loaded ({reason}). Give a folder in Hugging Face format "
             "or the name of a hub model that this machine can reach."

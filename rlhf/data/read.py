@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf.config.data import FILE_SUFFIXES, DataConfig, SourceConfig
-from rlhf.data.model_files import looks_local
+from rlhf.data.model_files import looks_local, use_cache_if_hub_is_silent
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the beginning
 DEFAULT_SPLIT = {"train": "train", "eval": "test"}
@@ -169,6 +169,8 @@ def _read_parquet(source: SourceConfig, path: Path, key: str) -> list[Row]:
 
 def _read_dataset(source: SourceConfig, folder: Path | None, split: str, key: str) -> list[Row]:
     """A hub data set, a folder of data files, or a folder that `datasets` saved."""
+    if folder is None:
+        use_cache_if_hub_is_silent()
     import datasets
 
     try:

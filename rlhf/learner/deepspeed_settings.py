@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 
 from rlhf.config.sections import TrainedConfig
 from rlhf.learner.attention import use_flash_attention_3
@@ -16,6 +18,8 @@ from rlhf.learner.rank_place import Place
 
 BUCKET = 250_000_000  # elements that GPUs reduce at once, and that ZeRO-3 gathers ahead: about one layer of 7 B
 SHM_OP = "deepspeed_shm_comm"
+
+_meeting_places: list[dist.TCPStore] = []  # they last as long as their process
 
 
 def join_world(device: str, place: Place) -> torch.device:
@@ -27,6 +31,8 @@ def join_world(device: str, place: Place) -> torch.device:
         MASTER_ADDR=place.master_host,
         MASTER_PORT=str(place.master_port),
     )
+    if place.master_host == "localhost" or place.master_host.startswith("127."):
+        _meet_on_loopback(place)
     if device == "cpu":
         torch.set_num_threads(place.threads)
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -43,6 +49,18 @@ def join_world(device: str, place: Place) -> torch.device:
     if not place.deterministic:  # torch says of version 2 alone how to make its backward pass deterministic
         use_flash_attention_3()
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _meet_on_loopback(place: Place) -> None:
+    """Let the ranks of one machine listen on its loopback interface alone; by default they do on every interface."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    # The key of torchrun, whose agent holds the meeting place: every rank then connects to one that is there.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if place.rank == 0:
+        listener = socket.create_server((place.master_host, place.master_port))
+        host, port, fd = place.master_host, place.master_port, listener.detach()
+        _meeting_places.append(dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
 
 
 def frozen_settings(place: Place, *, dtype: str) -> dict[str, Any]:

@@ -18,9 +18,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rlhf.log.patient_files import PatientFiles
 from rlhf.log.reductions import Counts
 
 STEP = "step"
+# For a server to answer; MLflow itself would try for half an hour.
+MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 BOUNDS = ("/low", "/high")  # of the interval of an evaluation; they end its names
 
 
@@ -46,17 +49,14 @@ class Sink(Protocol):
 class JsonlSink:
     """`metrics.jsonl`: one object per line. Resuming at a step removes the lines of later steps."""
 
-    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, path: Path, files: PatientFiles, *, resume_step: int | None = None) -> None:
         if resume_step is not None:
             keep_lines_up_to(path, resume_step)
-        self._file = path.open("a")
+        path.touch()
+        self._path, self._files = path, files
 
     def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
-        self._file.write(json.dumps({STEP: step, "time": round(time.time(), 3), **values}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        self._files.append(self._path, json.dumps({STEP: step, "time": round(time.time(), 3), **values}) + "\n")
 
 
 def keep_lines_up_to(path: Path, step: int) -> None:
@@ -101,23 +101,39 @@ class TensorBoardSink:
                 global_step=step,
             )
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._writer.close()
 
 
 class MlflowSink:
-    """A run of an MLflow experiment; `run_id` goes on with an earlier one."""
+    """A run of an MLflow experiment; `run_id` goes on with an earlier one.
+
+    Raises:
+        ValueError: the server does not take the run.
+    """
 
     def __init__(self, uri: str, experiment: str, name: str, config: Mapping[str, Any], *, run_id: str | None) -> None:
+        for name, value in MLFLOW_PATIENCE.items():
+            os.environ.setdefault(name, value)
         from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
 
         self._client = MlflowClient(uri)
-        if run_id is None:
-            found = self._client.get_experiment_by_name(experiment)
-            number = self._client.create_experiment(experiment) if found is None else found.experiment_id
-            run_id = self._client.create_run(number, run_name=name).info.run_id
-            self._client.log_dict(run_id, dict(config), "config.json")
-        self.run_id: str = run_id
+        try:
+            self.run_id: str = self._start(experiment, name, config) if run_id is None else run_id
+        except MlflowException as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"logging.mlflow.uri={uri}: the server does not take the run ({reason}). Start it, correct the "
+                "address, or set it to null."
+            ) from None
+
+    def _start(self, experiment: str, name: str, config: Mapping[str, Any]) -> str:
+        found = self._client.get_experiment_by_name(experiment)
+        number = self._client.create_experiment(experiment) if found is None else found.experiment_id
+        run_id: str = self._client.create_run(number, run_name=name).info.run_id
+        self._client.log_dict(run_id, dict(config), "config.json")
+        return run_id
 
     def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
         from mlflow.entities import Metric

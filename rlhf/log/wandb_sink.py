@@ -6,28 +6,28 @@ rewound to the step of a checkpoint: by the server, or, offline, by cutting the 
 
 from __future__ import annotations
 
-import http.client
+import contextlib
 import json
 import os
 import re
-import ssl
 import struct
-import threading
-import urllib.error
-import urllib.request
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlhf.config.secrets import hide
 from rlhf.config.sections import WandbConfig
+from rlhf.log.reachable import ANSWER_S, no_answer
 from rlhf.log.sinks import NO_DETAILS, STEP, Details
 
 if TYPE_CHECKING:
     import wandb
 
-WANDB_ANSWER_S = 10.0  # for the server to answer at all; wandb itself would wait 90 s
 WANDB_START_S = 20.0  # for a server that answers to accept the run
+WANDB_RETRIES = 3  # of an alert, say, which holds up the end of the run; rows are sent until they arrive
+WANDB_FINISH_S = 60.0  # to upload the rest at the end of a run; wandb itself would try for days
 BEST = re.compile(r"eval/.+/(avg|pass|maj)@\d+")  # of which the summary keeps the highest value too
 COLUMNS = ("step", "prompt", "answer", "text", "extracted", "reward", "advantage", "status", "finish_reason")
 FILE_HEADER, BLOCK, RECORD_HEADER = 7, 32768, struct.Struct("<IHB")  # of a .wandb file: LevelDB's log format
@@ -55,7 +55,9 @@ class WandbSink:
     ) -> None:
         import wandb
 
+        self._lost, self._warn = False, warn
         run_id = config.run_id if resume is None else resume[0]
+        sys.argv[1:] = map(hide, sys.argv[1:])  # wandb stores them
 
         def start(mode: Literal["online", "offline"], *, rewind: bool = False) -> wandb.Run:
             if rewind and resume is not None:
@@ -71,7 +73,16 @@ class WandbSink:
                 name=config.name or run_dir.name,
                 tags=list(config.tags) or None,
                 config={**resolved, "about": dict(about)},
-                settings=wandb.Settings(silent=True, init_timeout=WANDB_START_S),
+                # of a git repository wandb would store its remote's address and every uncommitted change
+                settings=wandb.Settings(
+                    silent=True,
+                    init_timeout=WANDB_START_S,
+                    finish_timeout=WANDB_FINISH_S,
+                    finish_timeout_raises=True,
+                    x_graphql_timeout_seconds=ANSWER_S,
+                    x_graphql_retry_max=WANDB_RETRIES,
+                    disable_git=True,
+                ),
                 **going_on,
             )
 
@@ -92,6 +103,23 @@ class WandbSink:
                 self.log(row[STEP], {name: value for name, value in row.items() if name not in (STEP, "time")})
 
     def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
+        self._unless_lost(lambda: self._log(step, values, details))
+
+    def _unless_lost(self, call: Callable[[], Any]) -> None:
+        """Call wandb; if its service, a process of its own, is lost, go on without it."""
+        if self._lost:
+            return
+        try:
+            call()
+        except Exception as error:  # of many types, some of them wandb's own
+            self._lost = True
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self._warn(
+                f"logging.wandb: it failed ({reason}). The run goes on without it; metrics.jsonl has all metrics, and "
+                "`wandb sync` sends what wandb has kept in the run folder."
+            )
+
+    def _log(self, step: int, values: Mapping[str, Any], details: Details) -> None:
         import wandb
 
         for name in values:
@@ -108,10 +136,15 @@ class WandbSink:
         self._run.log(shown, step=step)
 
     def alert(self, title: str, text: str) -> None:
-        self._run.alert(title, text, level="WARN")
+        self._unless_lost(lambda: self._run.alert(hide(title), hide(text), level="WARN"))
 
     def close(self, *, failed: bool = False) -> None:
-        self._run.finish(exit_code=1 if failed else 0)
+        self._unless_lost(lambda: self._run.finish(exit_code=1 if failed else 0))
+        if self._lost:
+            import wandb
+
+            with contextlib.suppress(Exception):  # else it fails, with a traceback, when the program exits
+                wandb.teardown()
 
 
 def _start_online(
@@ -138,29 +171,6 @@ def _start_online(
         f"{run_dir / 'wandb'}; `wandb sync` uploads them later."
     )
     return start("offline")
-
-
-def no_answer(url: str) -> str:
-    """Why the server does not answer within WANDB_ANSWER_S, name look-up included; "" if it answers anything."""
-    reasons = [f"no answer within {WANDB_ANSWER_S:.0f} s"]
-
-    def ask() -> None:
-        reason = ""
-        try:
-            urllib.request.urlopen(url, timeout=WANDB_ANSWER_S).close()
-        except urllib.error.HTTPError:
-            pass
-        except urllib.error.URLError as error:
-            if not isinstance(error.reason, ssl.SSLError):  # wandb may know certificates that Python does not
-                reason = str(error.reason)
-        except (OSError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
-        reasons.append(reason)
-
-    asking = threading.Thread(target=ask, daemon=True)  # a name look-up has no time limit of its own
-    asking.start()
-    asking.join(WANDB_ANSWER_S)
-    return reasons[-1]
 
 
 def has_wandb_key() -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.load import flat_keys, load_config
+from rlhf.config.load import flat_keys, stored_values, validated
 from rlhf.config.ppo import PPOConfig
 
 Row = dict[str, Any]
@@ -60,7 +60,7 @@ class RunFiles:
         """By training step, the rate of the policy's last update in it; empty if the config is of another version."""
         schema = PPOConfig if self.program == "ppo" else GRPOConfig
         try:
-            training = load_config(schema, [str(_config_file(self.path))]).training
+            training = validated(schema, stored_values(_config_file(self.path))).training
         except ValueError:
             return {}
         form = training.section.schedule.model_dump(exclude={"warmup_steps", "warmup_fraction"})
@@ -79,14 +79,12 @@ def read_run(folder: str | Path) -> RunFiles:
     Raises:
         ValueError: the folder holds no run.
     """
-    from omegaconf import OmegaConf
-
     path = Path(folder)
     if not (path / "metrics.jsonl").is_file() or not _config_file(path).is_file():
         raise ValueError(
             f"{path}: not a run folder, which has config.yaml and metrics.jsonl. Name the folder that run.dir gave."
         )
-    config = OmegaConf.to_container(OmegaConf.load(_config_file(path)), resolve=True)
+    config = stored_values(_config_file(path))
     rows: dict[int, Row] = {}
     for row in read_rows(path / "metrics.jsonl"):
         rows.setdefault(row["step"], {}).update(row)

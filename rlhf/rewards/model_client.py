@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import json
 import math
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.rewards.patience import patiently
@@ -78,13 +80,20 @@ class RewardModelClient:
 
 
 def endpoint_scorer(config: RewardModelConfig) -> Score:
-    """Scores over HTTP; each request has a time limit, and the wait doubles before each retry."""
-    url = config.endpoint
-    assert url is not None
+    """Scores over HTTP; each request has a time limit, and the wait doubles before each retry.
+
+    User and password of the address, https://user:password@host, are sent as basic authentication.
+    """
+    assert config.endpoint is not None
+    parts = urlsplit(config.endpoint)
+    credentials, _, host = parts.netloc.rpartition("@")
+    url, headers = urlunsplit(parts._replace(netloc=host)), {"Content-Type": "application/json"}
+    if credentials:
+        headers["Authorization"] = f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}"
     mean, std = config.mean or 0.0, config.std or 1.0
 
     def fetch(body: bytes, count: int) -> list[float | None]:
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(url, body, headers)
         with urllib.request.urlopen(request, timeout=config.timeout_s) as reply:
             scores = json.load(reply)["scores"]
         if len(scores) != count:

@@ -20,10 +20,12 @@ import itertools
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import OrderedDict, deque
@@ -33,6 +35,7 @@ from typing import Any
 
 from rlhf.config.reward import RewardPart
 from rlhf.rewards.answers.extract import alternatives
+from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.jobs import Batch, Job, Queue, Slot, Worker
 from rlhf.rewards.processes import count_below
@@ -55,10 +58,13 @@ class Pool:
         spares: further processes that are loaded and wait to replace a killed one.
         cpu_seconds, wall_seconds: limits of one job.
         memory_mb: MiB that a worker may allocate beyond the memory that it starts with.
-        user_functions: parts of the reward whose function every worker imports before its first job.
+        user_functions: parts of the reward, all with the same grants, whose functions every worker imports first.
+
+    Attributes:
+        unconfined: what this kernel cannot keep the workers from.
 
     Raises:
-        ValueError: a user function cannot be imported, or not be called as it would be.
+        ValueError: a user function cannot be imported, or not be called as it would be; a variable is not set.
         RuntimeError: the processes did not start within START_S.
     """
 
@@ -75,8 +81,12 @@ class Pool:
         self.size, self.full_size = workers, workers + spares
         self._cpu_seconds, self._wall_seconds = cpu_seconds, wall_seconds
         functions = [part.model_dump() for part in user_functions]
-        limits = {"memory_mb": memory_mb, "wall_seconds": wall_seconds}
+        (grants,) = {Grants.of(part) for part in user_functions} or {Grants()}
+        self._environment = grants.environment()
+        self._folder = tempfile.mkdtemp(prefix="rlhf-rewards-")
+        limits = {"memory_mb": memory_mb, "wall_seconds": wall_seconds, "grants": grants, "folder": self._folder}
         self._hello = {**limits, "user_functions": functions, "path": sys.path}
+        self.unconfined: tuple[str, ...] = ()
         self._cache: OrderedDict[tuple[str, ...], Grade] = OrderedDict()
         self._incoming: deque[Job] = deque()
         self._queue = Queue(workers, {part.name: part.concurrency for part in user_functions})
@@ -181,12 +191,11 @@ class Pool:
     def _start_keeper(self) -> None:
         """Start the process that forks workers; PDEATHSIG ends it with this thread, which lives as long as the pool."""
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         self._keeper = subprocess.Popen(
             [sys.executable, "-m", "rlhf.rewards.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.PIPE,
-            env=environment,
+            env=self._environment,
             start_new_session=True,
         )
         theirs.close()
@@ -256,6 +265,7 @@ class Pool:
             if worker.ready:
                 raise ValueError("ready twice")
             worker.ready, worker.watch.cpu = True, float(message["cpu"])
+            self.unconfined = tuple(map(str, message["unconfined"]))
             self._expect_waiting_calls(message["waits"])
             if not self._started.done() and len(self.worker_pids()) >= self.size:
                 self._started.set_result(None)
@@ -313,7 +323,7 @@ class Pool:
                 self._kill(worker, "died")
             if not worker.jobs or worker.doomed or elapsed < min(POLL_S, self._wall_seconds):
                 continue
-            if _has_too_many_processes(worker):
+            if ":" in worker.first.request["name"] and count_below(worker.pid, MAX_PROCESSES) > MAX_PROCESSES:
                 self._kill(worker, "died", f"over {MAX_PROCESSES} processes")
                 continue
             limits = {"cpu_seconds": self._cpu_seconds, "wall_seconds": self._wall_seconds}
@@ -384,16 +394,7 @@ class Pool:
         for worker in self._workers.values():
             worker.channel.close()
         self._workers.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._selector.close()
         self._wake_read.close()
         self._wake_write.close()
-
-
-def _has_too_many_processes(worker: Worker) -> bool:
-    runs_user_function = ":" in worker.first.request["name"]
-    return runs_user_function and count_below(worker.pid, MAX_PROCESSES) > MAX_PROCESSES
-
-
-def default_workers() -> int:
-    """One worker per core that this process may use, at most 8: each grades thousands of answers per second."""
-    return max(1, min(8, len(os.sched_getaffinity(0))))

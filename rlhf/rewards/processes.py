@@ -49,6 +49,11 @@ def kill_children(*, spared: Collection[int]) -> None:
                 os.waitpid(pid, 0)
 
 
+def default_workers() -> int:
+    """One worker per core that this process may use, at most 8: each grades thousands of answers per second."""
+    return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
 def adopt_orphans() -> None:
     """Become the parent of processes below whose own parent ends."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)

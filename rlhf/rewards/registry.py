@@ -17,6 +17,7 @@ from typing import Any
 
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.rewards.answers.extract import alternatives, gold_answer
+from rlhf.rewards.confinement import NO_FILE
 from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward, preload
 from rlhf.rewards.sandbox import confined
@@ -101,7 +102,7 @@ def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
     except BaseException as error:  # a module may raise anything, SystemExit too
         raise ValueError(
             f"reward name={name!r}: {module_name} cannot be imported: {type(error).__name__}: {error}. "
-            "Install the package, or start the run from the folder that holds it."
+            f"{_remedy(error) or 'Install the package, or start the run from the folder that holds it'}."
         ) from None
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -222,8 +223,15 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _remedy(error: BaseException | None) -> str:
+    """How to get what the confinement of a worker refused; "" for other errors."""
+    return NO_FILE if isinstance(error, PermissionError) else ""
+
+
 def _failed(function: Callable[..., Any], problem: str, error: BaseException | None = None) -> Grade:
     """`file:line: problem`, with the innermost line in the package of the function, or the line of its definition."""
+    if remedy := _remedy(error):
+        problem += f". {remedy}"
     locations = []
     if error is not None:
         package = str(function.__module__).partition(".")[0]

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rlhf.config.reward import RewardConfig, RewardPart
+from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.jobs import Batch
-from rlhf.rewards.pool import Pool, default_workers
+from rlhf.rewards.pool import Pool
+from rlhf.rewards.processes import default_workers
 from rlhf.types import Prompt
 
 MAX_WAITING_CHECKS = 4096  # gold answers in the pool at the same time: a data set may have millions
@@ -69,7 +71,7 @@ class Scorer:
     """Scores responses in processes that can be killed; `counters` counts the outcomes by `part/status`.
 
     Raises:
-        ValueError: a user function cannot be imported.
+        ValueError: a user function cannot be imported, or a variable that it is to get is not set.
         RuntimeError: by every `score` after the user functions have failed more often than the config allows.
     """
 
@@ -81,14 +83,37 @@ class Scorer:
         self._errors: dict[str, Counter[str]] = defaultdict(Counter)  # by part: error -> how often
         self._reported: dict[str, set[str]] = defaultdict(set)  # by part: errors that new_errors has returned
         self._over_budget = ""
-        functions = [part for part in config.all_parts if part.is_user_function]
-        self.pool = Pool(
-            workers=config.workers or default_workers(),
-            spares=config.spares,
-            cpu_seconds=config.cpu_seconds,
-            wall_seconds=config.wall_seconds,
-            memory_mb=config.memory_mb,
-            user_functions=functions,
+        by_grants: dict[Grants, list[RewardPart]] = {Grants(): []}
+        for part in config.all_parts:
+            by_grants.setdefault(Grants.of(part), []).extend([part] if part.is_user_function else [])
+        for grants in by_grants:
+            grants.environment()  # raises ValueError, before anything is started
+        self._pools: dict[Grants, Pool] = {}
+        try:
+            for grants, functions in by_grants.items():
+                self._pools[grants] = Pool(
+                    workers=config.workers or default_workers(),
+                    spares=config.spares,
+                    cpu_seconds=config.cpu_seconds,
+                    wall_seconds=config.wall_seconds,
+                    memory_mb=config.memory_mb,
+                    user_functions=functions,
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pool(self) -> Pool:
+        """The processes that are granted nothing; built-in rewards run there."""
+        return self._pools[Grants()]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What this kernel cannot keep the grading processes from."""
+        reached = dict.fromkeys(name for pool in self._pools.values() for name in pool.unconfined)
+        return tuple(
+            f"reward: this kernel cannot keep rewards from your {what} (docs/security.md)." for what in reached
         )
 
     @property
@@ -97,8 +122,12 @@ class Scorer:
         return self.pool._keeper.pid
 
     def close(self) -> None:
-        """End every process of the pool."""
-        self.pool.close()
+        """End every process."""
+        for pool in self._pools.values():
+            pool.close()
+
+    def _pool_of(self, part: RewardPart) -> Pool:
+        return self._pools[Grants.of(part)]
 
     def __enter__(self) -> Scorer:
         return self
@@ -142,7 +171,9 @@ class Scorer:
         if self._over_budget:
             raise RuntimeError(self._over_budget)
         rows = list(zip(responses, golds, columns or [{}] * len(golds), strict=True))
-        return [self.pool.submit_many([self._file_job(part, *row) for row in rows]) for part in self.config.parts]
+        return [
+            self._pool_of(part).submit_many([self._file_job(part, *row) for row in rows]) for part in self.config.parts
+        ]
 
     def graded_batch(self, batches: Sequence[Batch], *, first_row: int = 0) -> list[Graded]:
         """Wait for the results of `submit_batch`; the row is named in the error if a user function fails on it."""
@@ -161,7 +192,8 @@ class Scorer:
         Args:
             gold: the answer, or a list of acceptable answers.
         """
-        return [self.pool.submit(self._file_job(part, response, gold, columns or {})) for part in self.config.parts]
+        parts = self.config.parts
+        return [self._pool_of(part).submit(self._file_job(part, response, gold, columns or {})) for part in parts]
 
     def _file_job(
         self, part: RewardPart, response: str, gold: str | Sequence[str], columns: dict[str, Any]
@@ -244,9 +276,10 @@ class Scorer:
         if self._over_budget:
             raise RuntimeError(self._over_budget)
         if part.group:
-            return [self.pool.submit({**_job(part, answer, columns, metadata), "responses": texts})]
+            return [self._pool_of(part).submit({**_job(part, answer, columns, metadata), "responses": texts})]
         jobs = [_job(part, answer, columns, about) for about in metadata]
-        return [self.pool.submit({**job, "response": text}) for text, job in zip(texts, jobs, strict=True)]
+        pool = self._pool_of(part)
+        return [pool.submit({**job, "response": text}) for text, job in zip(texts, jobs, strict=True)]
 
     def _combine(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> Score:
         values: dict[str, float | None] = {}

@@ -12,13 +12,16 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any, NoReturn
 
+from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import DIED, Grade
 from rlhf.rewards.processes import adopt_orphans, children_of, die_with_parent, kill_children
 from rlhf.rewards.protocol import QUICK_REWARDS, Channel
@@ -96,6 +99,8 @@ class Keeper:
             self._control.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
+            for other in self._fds:
+                os.close(other)
             _serve(Channel(socket.socket(fileno=fd)), self._hello)
         os.close(fd)
         self._pids[number] = pid
@@ -103,18 +108,27 @@ class Keeper:
 
     def _reap_workers(self) -> None:
         numbers = {pid: number for number, pid in self._pids.items()}
-        gone = [numbers[pid] for pid in _reap() if pid in numbers]
+        ended = [pid for pid in _reap() if pid in numbers]
+        gone = [numbers[pid] for pid in ended]
         for number in gone:
             del self._pids[number]
         if gone:
             kill_children(spared=self._pids.values())
+        for pid in ended:
+            shutil.rmtree(_own_folder(self._hello, pid), ignore_errors=True)
         for number in gone:
             self._control.send({"gone": number})
 
     def _end(self) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         kill_children(spared=())
+        shutil.rmtree(self._hello["folder"], ignore_errors=True)
         os._exit(0)
+
+
+def _own_folder(hello: dict[str, Any], pid: int) -> Path:
+    """What a worker may write to."""
+    return Path(hello["folder"], str(pid))
 
 
 def _reap() -> list[int]:
@@ -144,6 +158,8 @@ def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
     from rlhf.rewards import registry
 
     functions = {}
+    names = [part["name"] for part in hello["user_functions"]]
+    unconfined = Grants(*hello["grants"]).confine(names, _own_folder(hello, os.getpid()))
     for part in hello["user_functions"]:
         try:
             functions[part["name"]] = registry.load_user_function(part)
@@ -155,7 +171,7 @@ def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
     _limit_memory(hello["memory_mb"])
     own = children_of(os.getpid())  # started by the modules of the functions; they last as long as the worker
     waiting = [name for name, function in functions.items() if registry.waits(function)]
-    channel.send({"ready": True, "cpu": time.process_time(), "waits": waiting})
+    channel.send({"ready": True, "cpu": time.process_time(), "waits": waiting, "unconfined": unconfined})
     replies = Replies(channel)
 
     async def call(job: dict[str, Any]) -> dict[str, Any]:

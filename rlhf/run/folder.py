@@ -16,6 +16,7 @@ from typing import Any
 
 from rlhf.config.base import Section
 from rlhf.config.load import resolved_yaml
+from rlhf.log.patient_files import NEW, PatientFiles
 from rlhf.run.manifest import (
     PARTIAL,
     all_checkpoints,
@@ -36,7 +37,6 @@ from rlhf.types import RolloutGroup, ScoredRollout, WrittenFile
 STATE_FILE = "driver.json"
 LATEST = "latest"  # in the folder of the checkpoints: the name of the newest complete one
 BEST = "best"  # and of the one with the highest checkpoint.best
-NEW = ".new"  # of a file that is being written
 FILE_OF_A_STEP = re.compile(r"step-(\d{6,})\.jsonl")
 # Files of a run that has not finished a step; besides them it has empty folders and metrics of step 0.
 FIRST_FILES = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|tensorboard|logs|report\.html|\.lock")
@@ -286,12 +286,10 @@ class RunFolder:
 
     # --- results ---
 
-    def write_rollouts(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+    def write_rollouts(self, step: int, rows: Sequence[dict[str, Any]], files: PatientFiles) -> None:
         """One file per step and one line per rollout."""
-        path = self.rollouts / f"step-{step:06d}.jsonl"
-        with path.with_suffix(NEW).open("w") as file:
-            file.writelines(_escape_line_ends(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows)
-        path.with_suffix(NEW).replace(path)
+        lines = (_escape_line_ends(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows)
+        files.replace(self.rollouts / f"step-{step:06d}.jsonl", "".join(lines))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")

@@ -7,15 +7,19 @@ A checkpoint is there once its manifest.json is, which is sent after its other f
 
 from __future__ import annotations
 
+import queue
 import shutil
-import time
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.secrets import hide
 from rlhf.run.manifest import MANIFEST, PARTIAL, find_damage, manifest_files
 
 WAITS_S = (1.0, 5.0, 25.0)  # before each further try of a failed request
+ANSWER_S = 60.0  # that a request may take; a file longer, by its size
+SLOWEST = 2**20  # bytes per second
 
 
 class Mirror:
@@ -25,11 +29,13 @@ class Mirror:
         ValueError: the address is of a kind that fsspec does not know, or whose package is not installed.
     """
 
-    def __init__(self, url: str, *, waits_s: Sequence[float] = WAITS_S) -> None:
+    def __init__(self, url: str, *, waits_s: Sequence[float] = WAITS_S, answer_s: float = ANSWER_S) -> None:
         import fsspec
 
         self.url = url
-        self._waits_s = waits_s
+        self._waits_s, self._answer_s = waits_s, answer_s
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closed = threading.Event()
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -75,7 +81,7 @@ class Mirror:
         pairs = [(path, f"{self._root}/{path.name}") for path in others if path.is_file()]
         pairs += [(checkpoint / name, f"{target}/{name}") for name in (*names, MANIFEST)]
         for local, remote in pairs:
-            self._tries(self._put, local, remote)
+            self._tries(self._put, local, remote, size=local.stat().st_size)
         self._tries(self._fs.pipe_file, f"{self._root}/{latest}", f"{checkpoint.name}\n".encode())
         self.remove([old for old in self.checkpoints()[:-keep] if old != best])
 
@@ -100,10 +106,10 @@ class Mirror:
             files = manifest_files(manifest)
         except ValueError as error:
             return str(error)
-        for file in files:
+        for file, of_file in files.items():
             (partial / file).parent.mkdir(parents=True, exist_ok=True)
             try:
-                self._tries(self._fs.get_file, f"{self._root}/{name}/{file}", str(partial / file))
+                self._tries(self._fs.get_file, f"{self._root}/{name}/{file}", str(partial / file), size=of_file.bytes)
             except FileNotFoundError:
                 return f"{file} is missing"
         (partial / MANIFEST).write_bytes(manifest)
@@ -120,19 +126,44 @@ class Mirror:
         if self._tries(self._fs.exists, remote):
             self._tries(self._fs.get_file, remote, str(file))
 
-    def _tries(self, request: Callable[..., Any], *arguments: Any) -> Any:
+    def close(self) -> None:
+        """Let a request that is under way fail at once: the run ends."""
+        self._closed.set()
+        self._answers.put(OSError("the run ended"))
+
+    def _tries(self, request: Callable[..., Any], *arguments: Any, size: int = 0) -> Any:
         """The answer to a request; a failed one is tried again after growing waits. Clients raise many types.
+
+        Args:
+            size: bytes that the request moves.
 
         Raises:
             FileNotFoundError: it is not there. OSError: any other failure, after the last try.
         """
         for wait_s in (*self._waits_s, None):
-            try:
-                return request(*arguments)
-            except FileNotFoundError:
-                raise
-            except Exception as error:
-                if wait_s is None:
-                    raise OSError(f"checkpoint.mirror={self.url}: {' '.join(str(error).split())}") from error
-                time.sleep(wait_s)
+            answer = self._answer(lambda: request(*arguments), self._answer_s + size / SLOWEST)
+            if not isinstance(answer, Exception):
+                return answer
+            if isinstance(answer, FileNotFoundError):
+                raise answer
+            if wait_s is None or self._closed.wait(wait_s):
+                raise OSError(f"checkpoint.mirror={hide(self.url)}: {' '.join(str(answer).split())}") from answer
         raise AssertionError
+
+    def _answer(self, request: Callable[[], Any], seconds: float) -> Any:
+        """What a request returns or raises; not every client has time limits of its own."""
+        if self._closed.is_set():
+            return OSError("the run ended")
+        answers = self._answers = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put(request())
+            except Exception as error:
+                answers.put(error)
+
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            return answers.get(timeout=seconds)
+        except queue.Empty:
+            return TimeoutError(f"no answer within {seconds:.0f} s")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
@@ -31,6 +32,7 @@ FREE = frozenset(
         "critic.path", "critic.zero_stage", "critic.offload_optimizer",
     )
 )  # fmt: skip
+GRANTS = ("env", "network", "files")  # of a part of the reward: what it may reach
 KEPT = frozenset(("run.seed",))  # of the sections in FREE
 # Keys in FREE that change how sums are rounded: a run that is and was deterministic keeps them too.
 ROUNDING = frozenset(
@@ -46,6 +48,8 @@ ROUNDING = frozenset(
 def is_free(key: str, *, deterministic: bool = False) -> bool:
     """Whether a resumed run may change a key."""
     parts = key.split(".")
+    if parts[0] == "reward" and parts[-1] in GRANTS and parts[-2].isdigit():
+        return True
     kept = KEPT | ROUNDING if deterministic else KEPT
     return key not in kept and any(".".join(parts[:n]) in FREE for n in range(1, len(parts) + 1))
 
@@ -55,8 +59,15 @@ def changed_keys(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, An
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for name in before.keys() & now.keys():
             yield from changed_keys(before[name], now[name], f"{key}.{name}" if key else name)
+    elif _are_sections(before) and _are_sections(now) and len(before) == len(now):
+        for number, pair in enumerate(zip(before, now, strict=True)):
+            yield from changed_keys(*pair, f"{key}.{number}")
     elif before != now:
         yield key, before, now
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
 def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) -> None:
@@ -84,7 +95,7 @@ def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) 
     plan = before.keys()  # of these keys a null stands for another key's value
     changes += [
         change
-        for change in changed_keys(state.config, config.model_dump(mode="json"))
+        for change in changed_keys(hidden(state.config), hidden(config.model_dump(mode="json")))
         if change[0] not in plan and not is_free(change[0], deterministic=deterministic)
     ]
     problems = [

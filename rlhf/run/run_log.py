@@ -11,6 +11,9 @@ from rich.console import Console
 
 from rlhf.cluster.node_report import report
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.secrets import hidden, hide_in_output
+from rlhf.log.background import BackgroundSink, ClosingSink
+from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink, TerminalSink
 from rlhf.log.wandb_sink import WandbSink
 from rlhf.run.folder import RunFolder
@@ -24,6 +27,7 @@ class RunLog:
         ValueError: the config asks for one whose package is not installed.
 
     Attributes:
+        files: writes metrics.jsonl and the rollouts.
         wandb_run_id, mlflow_run_id: of the run there, which a resumed run continues; None without it.
     """
 
@@ -31,6 +35,7 @@ class RunLog:
         self.console = Console(soft_wrap=True)
         self.terminal = TerminalSink(self.console, total_steps=config.run.steps, first_step=first_step)
         self.warn = self.terminal.warn
+        self.files = PatientFiles(self.warn)
         self.wandb_run_id, self.mlflow_run_id = state.wandb_run_id, state.mlflow_run_id
         _check_packages(config)
         self._config = config
@@ -41,10 +46,9 @@ class RunLog:
     def open(self, folder: RunFolder, exit_stack: contextlib.AsyncExitStack) -> None:
         """Open every sink; `exit_stack` closes them, and tells them whether the run failed."""
         resume_step = self._first_step if folder.restored is not None else None
-        jsonl = JsonlSink(folder.metrics, resume_step=resume_step)
-        exit_stack.callback(jsonl.close)
-        self._sinks.append(jsonl)
-        logging, resolved = self._config.logging, self._config.model_dump(mode="json")
+        self._sinks.append(JsonlSink(folder.metrics, self.files, resume_step=resume_step))
+        exit_stack.push(self._write_what_waits)
+        logging, resolved = self._config.logging, hidden(self._config.model_dump(mode="json"))
         if logging.wandb.mode != "disabled":
             run_id = self.wandb_run_id
             resume = None if run_id is None or resume_step is None else (run_id, resume_step)
@@ -53,17 +57,28 @@ class RunLog:
             self.wandb_run_id = wandb.run_id
             self._sinks.append(wandb)
             self._wandb = wandb
+            exit_stack.enter_context(hide_in_output())  # wandb now stores what is printed
         if logging.tensorboard:
-            tensorboard = TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step)
-            exit_stack.callback(tensorboard.close)
-            self._sinks.append(tensorboard)
+            self._add_in_background(
+                TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step), "logging.tensorboard", exit_stack
+            )
         if logging.mlflow.uri is not None:
             name, run_id = folder.path.name, self.mlflow_run_id
             mlflow = MlflowSink(logging.mlflow.uri, logging.mlflow.experiment, name, resolved, run_id=run_id)
-            exit_stack.push(lambda kind, *_: mlflow.close(failed=kind is not None))
             self.mlflow_run_id = mlflow.run_id
-            self._sinks.append(mlflow)
+            self._add_in_background(mlflow, "logging.mlflow", exit_stack)
         self._sinks.append(self.terminal)
+
+    def _add_in_background(self, sink: ClosingSink, key: str, exit_stack: contextlib.AsyncExitStack) -> None:
+        background = BackgroundSink(sink, key, self.warn)
+        exit_stack.push(lambda kind, *_: background.close(failed=kind is not None))
+        self._sinks.append(background)
+
+    def _write_what_waits(self, *failure: Any) -> None:
+        try:
+            self.files.check()
+        except OSError as error:
+            self.warn(f"the end of the log is lost: {error}")
 
     def write(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
         for sink in self._sinks:

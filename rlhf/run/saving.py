@@ -21,6 +21,9 @@ from rlhf.run.state import RunState
 class CheckpointSaver:
     """Saves one checkpoint at a time.
 
+    Args:
+        write_log: writes what of the log waits for room on the disk; raises OSError if there is none.
+
     Attributes:
         failure: why the newest checkpoint could not be written; "" if it was. The run goes on and tries again after
             the next step: the checkpoint before it is whole, and an ended run would lose as much.
@@ -35,21 +38,25 @@ class CheckpointSaver:
         tokenizer: Any,
         mirror: Mirror | None,
         warn: Callable[[str], None],
+        write_log: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure = ""
         self.writing_step = 0
         self._tokenizer = _files_of(tokenizer)
         self._config, self._folder, self._mirror, self._warn = config, folder, mirror, warn
-        self._checkpoints = checkpoints
+        self._checkpoints, self._write_log = checkpoints, write_log
         self._writing: asyncio.Task[None] | None = None
+        self._sending: asyncio.Task[None] | None = None
+        self._to_send: Path | None = None
 
     async def save(self, state: RunState) -> None:
         """Begin to save; returns when the run may change its weights again."""
-        await self.finish()
+        await self._finish_writing()
         self.failure, self.writing_step = "", state.step
         partial: Path | None = None
         try:
             partial = await asyncio.to_thread(self._folder.begin_checkpoint, state.step)
+            self._write_log()  # a resumed run would not make up for rows before its checkpoint
             self._check_space(await self._checkpoints.bytes())
             (partial / MODEL_FOLDER).mkdir()
             for name, content in self._tokenizer.items():
@@ -74,17 +81,23 @@ class CheckpointSaver:
         for why in self._folder.not_removed:
             self._warn(f"an old checkpoint is still there: {why}. Remove it by hand.")
         if self._mirror is not None:
-            await self._send(self._mirror, final)
+            self._to_send = final
+            if self._sending is None or self._sending.done():
+                self._sending = asyncio.create_task(self._send(self._mirror))
 
-    async def _send(self, mirror: Mirror, checkpoint: Path) -> None:
-        named = self._folder.checkpoints / BEST
-        others, best = [self._folder.path / "config.yaml", self._folder.metrics], ""
-        if named.is_file():
-            others, best = [*others, named], named.read_text().strip()
-        try:
-            await asyncio.to_thread(mirror.send, checkpoint, others, latest=LATEST, keep=self._config.keep, best=best)
-        except OSError as error:
-            self._warn(f"{checkpoint.name} was not copied: {error}. The next checkpoint will be.")
+    async def _send(self, mirror: Mirror) -> None:
+        """Copy the newest checkpoint, and again while newer ones are written meanwhile; the run does not wait."""
+        while self._to_send is not None:
+            checkpoint, self._to_send = self._to_send, None
+            named = self._folder.checkpoints / BEST
+            others, best = [self._folder.path / "config.yaml", self._folder.metrics], ""
+            if named.is_file():
+                others, best = [*others, named], named.read_text().strip()
+            keep = self._config.keep
+            try:
+                await asyncio.to_thread(mirror.send, checkpoint, others, latest=LATEST, keep=keep, best=best)
+            except OSError as error:
+                self._warn(f"{checkpoint.name} was not copied: {error}. The next checkpoint will be.")
 
     def _check_space(self, needed: int) -> None:
         free = shutil.disk_usage(self._folder.checkpoints).free
@@ -99,24 +112,35 @@ class CheckpointSaver:
             shutil.rmtree(partial, ignore_errors=True)
 
     async def finish(self) -> None:
-        """Wait until the save that is under way is complete.
+        """Wait until the save that is under way is complete, and copied.
 
         Raises:
             ClusterError: a learner is lost.
         """
+        await self._finish_writing()
+        if self._sending is not None:
+            await asyncio.shield(self._sending)
+
+    async def _finish_writing(self) -> None:
         if self._writing is not None:
             await asyncio.shield(self._writing)  # if this wait is cancelled, the save goes on, and `close` completes it
             self._writing = None
 
     async def close(self, within_s: float) -> None:
-        """At the end of a run, also of one that failed: complete the save that is under way, if that is possible."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            done, _ = await asyncio.wait({writing}, timeout=within_s)
-            writing.cancel()
-            error = writing.exception() if done else f"it took longer than {within_s:g} s"
-            if error is not None:
-                self._warn(f"the last checkpoint was not completed: {error}")
+        """At the end of a run, also of one that failed: complete the save and the copy, if that is possible."""
+        await self._end(self._writing, "completed", within_s)
+        await self._end(self._sending, "copied", within_s)
+        if self._mirror is not None:
+            self._mirror.close()
+
+    async def _end(self, task: asyncio.Task[None] | None, what: str, within_s: float) -> None:
+        if task is None:
+            return
+        done, _ = await asyncio.wait({task}, timeout=within_s)
+        task.cancel()
+        error = task.exception() if done else f"it took longer than {within_s:g} s"
+        if error is not None:
+            self._warn(f"the last checkpoint was not {what}: {error}")
 
 
 def _files_of(tokenizer: Any) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhf.log.reductions import StepMetrics
+from rlhf.run.manifest import reason
 from rlhf.run.signal_watch import updates_taken
 from rlhf.types import StepBatch
 
@@ -53,9 +54,12 @@ class SkippedBatches:
         text += " and ".join(reasons) if reasons else "a gradient"
         if self._kept < MAX_KEPT:
             self._kept += 1
-            self._folder.mkdir(exist_ok=True)
             file = self._folder / f"step-{step:06d}.npz"
             arrays: dict[str, Any] = {**vars(batch.tokens), "rewards": batch.rewards, **columns}
-            np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
-            text += f"; the batch is in {file}"
+            try:
+                self._folder.mkdir(exist_ok=True)
+                np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
+                text += f"; the batch is in {file}"
+            except OSError as error:
+                text += f"; the batch could not be written ({reason(error)})"
         self._warn(text)

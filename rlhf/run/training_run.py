@@ -16,6 +16,7 @@ from rlhf.cluster.canary import Canary
 from rlhf.cluster.cluster import Cluster
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys
+from rlhf.config.secrets import hidden
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.log.diagnosis import Diagnosis
@@ -72,7 +73,7 @@ class TrainingRun(Generic[C]):
         self.first_step = self.state.step
         self.clock = Clock(self.state.seconds)
         self.log = RunLog(config, first_step=self.first_step, state=self.state)
-        self.diagnosis = Diagnosis(flat_keys(config.model_dump(mode="json")))
+        self.diagnosis = Diagnosis(flat_keys(hidden(config.model_dump(mode="json"))))
         self.signal_watch = SignalWatch(config.run, self.diagnosis)
         self.skipped = SkippedBatches(self.folder.path / "skipped", self.log.warn)
         self.stop = Stop(config.run.grace_s, self.log.print)
@@ -122,6 +123,8 @@ class TrainingRun(Generic[C]):
         self.scorer = Scorer(config.reward)
         self._exit_stack.callback(self.scorer.close)
         self.scorer.restore(self.state.reward_status)
+        for warning in self.scorer.warnings:
+            self.log.warn(warning)
 
         def check_gold() -> None:
             console = self.log.console
@@ -143,8 +146,9 @@ class TrainingRun(Generic[C]):
         self.cluster = await self._exit_stack.enter_async_context(Cluster(config, first_step=self.first_step))
         self.cluster.heartbeat.others = lambda: {"graders": self.scorer.process}
         self.saver = CheckpointSaver(
-            config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, self.mirror, self.log.warn
-        )
+            config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, self.mirror, self.log.warn,
+            self.log.files.check,
+        )  # fmt: skip
         self._exit_stack.push_async_callback(self.saver.close, within_s=SAVE_S)
         self.sampler = Sampler(config, self.cluster, self.scorer, self.tokenizer)
         self.canary = Canary(
@@ -283,7 +287,7 @@ class TrainingRun(Generic[C]):
             if self.config.logging.token_values:
                 of_tokens = token_values(batch, targets, self.tokenizer)
                 rows = [row | values for row, values in zip(rows, of_tokens, strict=True)]
-            self.folder.write_rollouts(step, rows)
+            self.folder.write_rollouts(step, rows, self.log.files)
         for error in self.scorer.new_errors():
             self.log.warn(error)
         trained, taken = int(batch.trained.sum()), updates_taken(updates)
@@ -340,7 +344,7 @@ class TrainingRun(Generic[C]):
         return replace(
             self.state,
             step=step,
-            config=self.config.model_dump(mode="json"),
+            config=hidden(self.config.model_dump(mode="json")),
             code=await asyncio.to_thread(code_state),
             updates=self.config.update_plan,
             stream=self.tickets.stream.state(),
@@ -361,6 +365,7 @@ class TrainingRun(Generic[C]):
         """Export the model and write the summary.
 
         Raises:
+            OSError: the disk does not take the end of the log.
             RuntimeError: the last checkpoint could not be written; the export and the summary are.
         """
         config, state = self.config, self.state
@@ -391,5 +396,6 @@ class TrainingRun(Generic[C]):
             title = f"evaluation, {training_s:.0f} s of training"
             self.log.console.print(evaluation_table(title, {"before": before, "after": after}))
         self.log.print(f"run folder: {self.folder.path}")
+        self.log.files.check()
         if self.saver.failure:
             raise RuntimeError(f"{self.saver.failure} Make room, and repeat the last steps with --resume.")

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Ranks, write_checkpoint
+from fsspec.implementations.local import LocalFileSystem
 from transformers import AutoTokenizer
+from waiting import WAIT_S
 from worlds import make_config
 
 from rlhf.config.sections import CheckpointConfig
@@ -440,8 +443,6 @@ def test_a_lost_mirror_is_a_warning_while_the_run_goes_on_and_a_message_where_it
 
 
 def test_a_mirror_that_fails_half_of_the_time_gets_every_file(tmp_path: Path, model: Path) -> None:
-    from fsspec.implementations.local import LocalFileSystem
-
     class Flaky(LocalFileSystem):
         requests = 0
 
@@ -458,3 +459,63 @@ def test_a_mirror_that_fails_half_of_the_time_gets_every_file(tmp_path: Path, mo
     assert saves.warnings == []
     assert Flaky.requests > 10
     assert find_damage(tmp_path / "far" / "step-000004") == ""
+
+
+class Stuck(LocalFileSystem):
+    """Object storage that takes no file until `released` is set."""
+
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def put_file(self, *arguments: Any, **options: Any) -> None:
+        self.released.wait(WAIT_S)
+        super().put_file(*arguments, **options)
+
+
+def test_the_run_does_not_wait_for_a_slow_mirror_which_gets_the_newest_checkpoint(tmp_path: Path, model: Path) -> None:
+    mirror = Mirror(f"file://{tmp_path}/far")
+    mirror._fs = Stuck()
+    run = tmp_path / "run"
+    saves = Saves(run_with(run, 2), model, mirror)
+
+    async def save_three_times() -> None:
+        for step in (4, 5, 6):
+            await saves.saver.save(RunState(step=step))
+        await saves.saver._finish_writing()
+        assert names(run) == ["step-000005", "step-000006"]
+        assert not (tmp_path / "far" / "step-000006").exists()
+        mirror._fs.released.set()
+        await saves.saver.finish()
+
+    asyncio.run(save_three_times())
+    assert find_damage(tmp_path / "far" / "step-000006") == ""
+    assert (tmp_path / "far" / "latest").read_text() == "step-000006\n"
+
+
+def test_a_mirror_that_never_answers_is_given_up_within_its_time(tmp_path: Path, model: Path) -> None:
+    mirror = Mirror(f"file://{tmp_path}/far", waits_s=(0.0,), answer_s=0.05)
+    mirror._fs = Stuck()
+    saves = Saves(run_with(tmp_path / "run", 2), model, mirror)
+    assert saves.save(4) == ""
+    assert "step-000004 was not copied: checkpoint.mirror=file://" in saves.warnings[0]
+    assert "no answer within 0 s. The next checkpoint will be." in saves.warnings[0]
+    mirror._fs.released.set()
+
+
+def test_a_run_that_ends_leaves_a_request_to_its_mirror(tmp_path: Path, model: Path) -> None:
+    mirror = Mirror(f"file://{tmp_path}/far")
+    mirror._fs = Stuck()
+    saves = Saves(run_with(tmp_path / "run", 2), model, mirror)
+
+    async def save_and_end() -> None:
+        await saves.saver.save(RunState(step=4))
+        await saves.saver._finish_writing()
+        await saves.saver.close(within_s=0.05)
+
+    asyncio.run(save_and_end())  # joins the thread of the copy
+    assert saves.warnings[0] == "the last checkpoint was not copied: it took longer than 0.05 s"
+    assert not mirror._fs.released.is_set()
+    mirror._fs.released.set()

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
-from rlhf.log.wandb_sink import WANDB_ANSWER_S, WANDB_START_S, no_answer, records
+from rlhf.log.reachable import ANSWER_S, no_answer
+from rlhf.log.wandb_sink import WANDB_START_S, records
 
 LOAD_S = 20.0  # importing wandb, its service and the end of both, on a busy machine
 PROGRAM = """
@@ -56,7 +57,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, float]]:
         listener.bind(("127.0.0.1", 0))
         if request.param == "silent":
             listener.listen(64)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", WANDB_ANSWER_S if request.param == "silent" else 0.0
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", ANSWER_S if request.param == "silent" else 0.0
 
 
 @pytest.mark.scripts
@@ -94,6 +95,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from rlhf.config.sections import WandbConfig
+from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import Details, JsonlSink
 from rlhf.log.wandb_sink import WandbSink
 
@@ -101,7 +103,7 @@ folder, first, last, kill, *resume = sys.argv[1:]
 config = WandbConfig(mode="offline", project="p", group="g", run_id="abc")
 about = {"code": {"commit": "0123"}}
 resumed = (resume[0], int(resume[1])) if resume else None
-log = JsonlSink(Path(folder) / "metrics.jsonl", resume_step=resumed and resumed[1])
+log = JsonlSink(Path(folder) / "metrics.jsonl", PatientFiles(print), resume_step=resumed and resumed[1])
 sink = WandbSink(config, Path(folder), {"run": {"steps": 6}}, about, resume=resumed, warn=print)
 row = {"step": 2, "prompt": "1 + 1?", "answer": "2", "text": "2", "extracted": "2", "reward": 1.0, "advantage": 0.5,
        "status": "ok", "finish_reason": "stop", "reward_parts": {"math": 1.0}}
@@ -169,3 +171,57 @@ def test_axes_summaries_histograms_a_table_config_group_and_alerts_are_in_the_fi
     assert (run.project, run.run_group, config["run"]["steps"]) == ("p", "g", 6)
     assert config["about"]["code"]["commit"] == "0123"
     assert [record.alert.title for record in found if record.HasField("alert")] == ["much clipping"]
+
+
+WITH_SECRETS = """
+import contextlib, sys
+from pathlib import Path
+from rlhf.config.cli import run_program
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import load_config
+from rlhf.run.folder import RunFolder
+from rlhf.run.run_log import RunLog
+from rlhf.run.state import RunState
+
+def main():
+    config = load_config(GRPOConfig, [sys.argv[1]], sys.argv[2:])
+    folder = RunFolder(config.run.dir, resume=False)
+    log = RunLog(config, first_step=0, state=RunState())
+    folder.create(config)
+
+    async def run():
+        async with contextlib.AsyncExitStack() as stack:
+            log.open(folder, stack)
+            log.write(1, {"reward/mean": 0.5})
+            log.print(f"the judge refused {config.reward.parts[0].options}")
+            log.alert("judge", config.reward_model.endpoint, in_terminal=True)
+            raise RuntimeError(f"no answer with {config.reward.parts[0].options}")
+
+    import asyncio
+    asyncio.run(run())
+
+sys.exit(run_program(main))
+"""
+
+
+@pytest.mark.scripts
+def test_no_secret_is_in_any_file_of_a_run_or_in_its_output(tmp_path: Path) -> None:
+    secrets = ["fake-env-key-123", "fake-argument-59", "fake-password-41", "0fake" * 8]
+    base = Path(__file__).parents[2] / "configs/quickstart.yaml"
+    overrides = [
+        f"run.dir={tmp_path / 'run'}",
+        "logging.wandb.mode=offline",
+        f"reward=[{{name: 'a.b:c', api_key: {secrets[1]}, other: '${{oc.env:FAKE_KEY}}'}}]",
+        f"reward_model.endpoint=http://me:{secrets[2]}@127.0.0.1:1/score",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_SECRETS, str(base), *overrides],
+        env=os.environ | {"FAKE_KEY": secrets[0], "WANDB_API_KEY": secrets[3]},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "error: no answer with {'api_key': '<secret>', 'other': '<secret>'}" in done.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    contents = {"output": (done.stdout + done.stderr).encode()} | {str(path): path.read_bytes() for path in files}
+    assert [(name, s) for name, text in contents.items() for s in secrets if s.encode() in text] == []

@@ -17,6 +17,7 @@ import pytest
 from worlds import make_config, make_groups
 
 from rlhf import show
+from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import JsonlSink
 from rlhf.report.page import write_page
 from rlhf.report.run_files import RunFiles, differing_keys, read_groups, read_run, sample_groups
@@ -31,7 +32,8 @@ def write_run(path: Path, *, steps: int = 4, text: str = "an answer", **sections
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path), "steps": steps})})
     folder = RunFolder(path, resume=False)
     folder.create(config)
-    log = JsonlSink(folder.metrics)
+    files = PatientFiles(print)
+    log = JsonlSink(folder.metrics, files)
     log.log(0, {"eval/test/avg@1": 0.25})
     for step in range(1, steps + 1):
         values = {"reward/mean": step / 10, "learner/lr": config.learner.optimizer.lr, "time/step": 1.0}
@@ -41,9 +43,8 @@ def write_run(path: Path, *, steps: int = 4, text: str = "an answer", **sections
         groups = [dataclasses.replace(g, samples=s) for g, s in zip(groups, samples, strict=True)]
         kept = {"tokens": ["2", "+"], "token_advantages": [0.5, -0.25], "token_differences": [0.0, 0.1]}
         rows = rollout_rows(step, groups, np.linspace(-1, 1, 8).tolist())
-        folder.write_rollouts(step, [row | (kept if config.logging.token_values else {}) for row in rows])
+        folder.write_rollouts(step, [row | (kept if config.logging.token_values else {}) for row in rows], files)
     log.log(steps, {"eval/test/avg@1": 0.75, "eval/test/avg@1/low": 0.7, "eval/test/avg@1/high": 0.8})
-    log.close()
     return path
 
 

@@ -15,6 +15,7 @@ import pytest
 from worlds import make_config, make_groups
 
 from rlhf.export import find_checkpoint
+from rlhf.log.patient_files import PatientFiles
 from rlhf.run.folder import RunFolder, rollout_rows
 from rlhf.run.mirror import Mirror
 from rlhf.run.state import RunState
@@ -29,7 +30,7 @@ def test_a_response_with_any_line_separator_stays_on_one_line(tmp_path: Path) ->
     sample = dataclasses.replace(group.samples[0], text=text)
     folder = RunFolder(tmp_path / "run", resume=False)
     folder.rollouts.mkdir(parents=True)
-    folder.write_rollouts(1, rollout_rows(1, [RolloutGroup(group.prompt, (sample,))], [0.5]))
+    folder.write_rollouts(1, rollout_rows(1, [RolloutGroup(group.prompt, (sample,))], [0.5]), PatientFiles(print))
     content = (folder.rollouts / "step-000001.jsonl").read_text()
     assert "三" in content
     (line,) = content.splitlines()

@@ -13,6 +13,7 @@ from worlds import make_config, make_ppo_config
 from rlhf.config.describe import describe_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
+from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import JsonlSink
 from rlhf.run.folder import RunFolder
 from rlhf.run.resume import FREE, KEPT, ROUNDING, check_resumed_state, is_free, model_fingerprints, resume_warnings
@@ -47,7 +48,7 @@ def resume(began: GRPOConfig, now: GRPOConfig, tmp_path: Path) -> None:
         ),
         (
             {"reward": {"parts": [{"name": "multiple_choice"}]}},
-            [r"reward\.parts=\[\{.*choice.*the run began with \[\{.*math"],
+            [r"reward\.parts\.0\.name=multiple_choice: the run began with math"],
         ),
         (
             {"algo": {"kl_coef": 0.1}, "rollout": {"temperature": 0.7}},
@@ -111,6 +112,8 @@ def test_every_key_of_the_table_is_a_key_or_a_section() -> None:
     assert {"run.seed", "learner.optimizer.lr", "algo.clip_low", "rollout.temperature", "reward.parts"} <= kept
     assert not {"run.dir", "cluster.engines", "logging.level", "learner.zero_stage"} & kept
     assert "run.seed" in KEPT
+    assert is_free("reward.parts.0.network")
+    assert not is_free("reward.parts.0.options.network")
 
 
 def test_a_longer_run_is_the_same_run_with_a_warning_where_its_schedule_spans_it(model: Path) -> None:
@@ -154,9 +157,8 @@ def test_metrics_are_cut_by_rename_so_that_another_reader_keeps_its_file(tmp_pat
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     with file.open() as reader:
-        sink = JsonlSink(file, resume_step=2)
+        sink = JsonlSink(file, PatientFiles(print), resume_step=2)
         sink.log(3, {"a": 1})
-        sink.close()
         assert len(reader.read().splitlines()) == 4
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -62,3 +62,10 @@ def test_a_skipped_step_is_named_and_its_batch_kept_in_a_bounded_number_of_files
         skipped.keep(step, batch, [{}], {"values": np.arange(7)})
     assert "values of 7 responses (rows 0, 1, 2, 3, 4, ...)" in warnings[-1]
     assert len(list((tmp_path / "skipped").iterdir())) == MAX_KEPT
+
+
+def test_a_batch_that_the_disk_does_not_take_costs_no_run(batch: StepBatch, tmp_path: Path) -> None:
+    warnings: list[str] = []
+    (tmp_path / "skipped").write_text("no folder")
+    SkippedBatches(tmp_path / "skipped", warnings.append).keep(2, batch, [{}], {})
+    assert warnings[0].endswith(f"; the batch could not be written ({tmp_path / 'skipped'}: File exists)")

@@ -1,0 +1,158 @@
+"""What a secret is, and the only place that keeps secrets out of files and output.
+
+Secret are
+
+- the value of an environment variable or of a config key with a name such as OPENAI_API_KEY or password;
+- the password in an address: https://user:password@host.
+
+`config.yaml` names the environment variable in place of a value, so that the same run can start from it again. Where no
+variable has the value, and everywhere else, `<secret>` stands for it. The config of a program itself has the true
+values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TextIO
+
+HIDDEN = "<secret>"
+# A word of a name; TOKEN is not a word of TOKENIZERS_PARALLELISM. What a name ending in _FILE has is no secret itself.
+NAME = re.compile(
+    r"(?!.*_(?:path|file|dir|name)$).*(?:key|token|secret|password|passwd|passphrase|credential|authorization"
+    r"|(?<![a-z])pass)s?(?![a-z])",
+    re.IGNORECASE,
+)
+PLAIN_NAMES = frozenset(("truncate_token", "stop_token", "answer_key", "prompt_key", "response_key"))
+MIN_LENGTH = 8  # characters; replacing shorter values in a text would destroy other words of it
+# Groups: what stays, and the secret. A user name as long as a token is taken for one, as in https://TOKEN@github.com.
+IN_ADDRESS = re.compile(
+    r"(://(?:[^/\s:@]*:)?)((?<=:)(?<!://)[^/\s@]+(?=@)|[^/\s:@]{20,}(?=@))"
+    r"|([?&][\w-]*(?:key|token|secret|password|signature)=)([^&#\s\"']+)",
+    re.IGNORECASE,
+)
+
+_of_config: set[str] = set()
+
+
+def is_secret_name(name: str) -> bool:
+    return name not in PLAIN_NAMES and NAME.match(name) is not None
+
+
+def remember(values: Any) -> None:
+    """Take the secrets of a config, so that `hide` knows them, until this program ends."""
+    _of_config.update(text for text in _secrets_in(values) if len(text) >= MIN_LENGTH)
+
+
+def hide(text: str) -> str:
+    """The text with `<secret>` in place of every known secret, and of the password in every address."""
+    for secret in sorted({*_of_config, *_of_environment()}, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return _hide_in_addresses(text)
+
+
+def hidden(values: Any) -> Any:
+    """A config, or any JSON, with `<secret>` in place of every secret."""
+    return _replaced(values, hide, lambda _: HIDDEN)
+
+
+def with_references(values: Any) -> Any:
+    """A config for a YAML file: `${oc.env:NAME}` in place of a secret of the environment, `<secret>` of any other."""
+    variables = {value: name for name, value in sorted(os.environ.items(), reverse=True)}
+
+    def refer(text: str) -> str:
+        text = text.replace("${", r"\${")  # text must not become a reference when it is read back
+        for secret in sorted(_of_environment(), key=len, reverse=True):
+            text = text.replace(secret, f"${{oc.env:{variables[secret]}}}")
+        return _hide_in_addresses(text)
+
+    def refer_or_hide(text: str) -> str:
+        if text in variables:
+            return f"${{oc.env:{variables[text]}}}"
+        return refer(text) if any(secret in text for secret in _of_environment()) else HIDDEN
+
+    return _replaced(values, refer, refer_or_hide)
+
+
+def missing_secrets(values: Any, key: str = "") -> Iterator[str]:
+    """A message for each value that a file was written without."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from missing_secrets(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(values, list | tuple):
+        for index, value in enumerate(values):
+            yield from missing_secrets(value, f"{key}.{index}")
+    elif isinstance(values, str) and HIDDEN in values:
+        yield (
+            f"{key}={values}: a secret stood here, which is stored nowhere. Set an environment variable to it, and "
+            f"write ${{oc.env:VARIABLE}} in its place."
+        )
+
+
+@contextlib.contextmanager
+def hide_in_output() -> Iterator[None]:
+    """A context in which this process prints no secret: its output may be a file."""
+    before = sys.stdout, sys.stderr
+    hiding: Any = _Hiding(sys.stdout), _Hiding(sys.stderr)
+    sys.stdout, sys.stderr = hiding
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Hiding:
+    """A text stream whose `write` hides secrets."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(hide(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _hide_in_addresses(text: str) -> str:
+    def replacement(found: re.Match[str]) -> str:
+        kept, secret = (found[1], found[2]) if found[2] else (found[3], found[4])
+        return kept + (secret if secret.startswith("${oc.env:") else HIDDEN)
+
+    return IN_ADDRESS.sub(replacement, text) if "://" in text else text
+
+
+def _of_environment() -> set[str]:
+    return {value for name, value in os.environ.items() if len(value) >= MIN_LENGTH and is_secret_name(name)}
+
+
+def _secrets_in(values: Any, *, named: bool = False) -> Iterator[str]:
+    """Every secret text of a config; `named`: the name of the section, or one above it, makes all text in it secret."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from _secrets_in(value, named=named or is_secret_name(str(name)))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _secrets_in(value, named=named)
+    elif isinstance(values, str):
+        yield from (values,) if named else (found[2] or found[4] for found in IN_ADDRESS.finditer(values))
+
+
+def _replaced(values: Any, text: Callable[[str], str], secret: Callable[[str], str]) -> Any:
+    """The values with every text replaced: by `secret` where its name says that it is one, else by `text`."""
+    if isinstance(values, Mapping):
+        return {
+            name: _replaced(value, secret if is_secret_name(str(name)) else text, secret)
+            for name, value in values.items()
+        }
+    if isinstance(values, list | tuple):
+        return [_replaced(value, text, secret) for value in values]
+    return text(values) if isinstance(values, str) else values

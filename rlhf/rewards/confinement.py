@@ -1,0 +1,218 @@
+"""What a grading process may reach: by default its code, the system's files, a folder of its own, and no network.
+
+Three mechanisms of Linux, which any process may use on itself, and which hold for all processes below it:
+
+    Landlock    files: whatever is not named cannot be opened, nor another process examined or sent a signal
+    seccomp     network: no socket can be made, and so nothing be connected to
+    audit hook  network: the same in Python, for a message that names the remedy
+
+What a kernel lacks is left out and reported. The worker confines itself when it has been forked, before it imports a
+function of the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import platform
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf.config.reward import RewardPart
+
+# Of the environment, what a program needs to start; a part's `env` names more.
+KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
+SYSTEM = (
+    *(
+        "/usr",
+        "/bin",
+        "/sbin",
+        "/lib",
+        "/lib32",
+        "/lib64",
+        "/etc",
+        "/opt",
+        "/nix/store",
+        "/sys",
+        "/run/systemd/resolve",
+    ),
+    *("/var/lib/ca-certificates", "/proc/self", "/proc/sys", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat"),
+)
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+# linux/landlock.h; the numbers of the calls are the same on every architecture
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+WRITE_FILE, READ_FILE, CHANGE_FOLDERS, REFER, TRUNCATE = 1 << 1, 1 << 2, 0x1FF0, 1 << 13, 1 << 14
+ABSTRACT_SOCKETS, SIGNALS = 1, 2
+ABI_TRUNCATE, ABI_REFER, ABI_SCOPES = 3, 2, 6
+PATH_BENEATH = 1
+
+# linux/seccomp.h, linux/prctl.h, and by machine: its AUDIT_ARCH and the number of socket()
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+MACHINES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
+IO_URING_SETUP, X32 = 425, 0x40000000  # another way to a socket; another numbering of the calls
+LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 13  # with EACCES
+
+NO_NETWORK = "this reward has no network. If it needs one, set `network: true` next to its name"
+NO_FILE = (
+    "A reward reads its own code and the system's files, and writes to its temporary folder. Name other files and "
+    "folders next to it: `files: [PATH]`"
+)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class NoNetworkError(BaseException):
+    """A grading process tried to connect. No Exception, so that no client tries again until its time is over."""
+
+
+class Grants(NamedTuple):
+    """What the parts of one pool get beyond the default."""
+
+    env: tuple[str, ...] = ()
+    network: bool = False
+    files: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, part: RewardPart) -> Grants:
+        return cls(part.env, part.network, part.files)
+
+    def environment(self) -> dict[str, str]:
+        """The whole environment of the processes.
+
+        Raises:
+            ValueError: a named variable is not set.
+        """
+        for name in self.env:
+            if name not in os.environ:
+                raise ValueError(
+                    f"reward env={name}: there is no such environment variable. Set it where the run starts, or "
+                    "remove the name."
+                )
+        kept = {name: os.environ[name] for name in (*KEPT_VARIABLES, *self.env) if name in os.environ}
+        return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+
+    def confine(self, functions: Sequence[str], folder: Path) -> list[str]:
+        """Confine this process for good; returns what this kernel cannot forbid, of `files` and `network`.
+
+        Args:
+            functions: names of user functions, whose code may be read.
+            folder: what it may write to, and the place of its temporary files.
+        """
+        folder.mkdir()
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        paths = [os.path.expanduser(path) for path in self.files]
+        missing = []
+        if not _forbid_files([*SYSTEM, *_code(functions)], [*DEVICES, str(folder), *paths]):
+            missing.append("files")
+        if not self.network:
+            if functions:
+                sys.addaudithook(_refuse_network)
+            if not _forbid_sockets():
+                missing.append("network")
+        return missing
+
+
+def _code(functions: Iterable[str]) -> Iterator[str]:
+    """The interpreter, and of each folder that modules are imported from its modules and packages, not its other files.
+
+    Runs are often started in the folder that holds both the code and the run folders.
+    """
+    yield from {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(__file__).parents[1])}
+    for function in functions:
+        name = function.rpartition(":")[0]
+        if name.endswith(".py"):
+            yield str(Path(name).absolute().parent)
+            continue
+        with contextlib.suppress(ValueError, ImportError):  # the message about it comes with its import
+            if spec := importlib.util.find_spec(name.partition(".")[0]):
+                yield from spec.submodule_search_locations or [spec.origin or ""]
+    roots = (*SYSTEM, sys.prefix, sys.base_prefix)
+    for entry in (entry or "." for entry in sys.path):
+        if os.path.isdir(entry) and not any(Path(entry).is_relative_to(root) for root in roots):
+            yield from (
+                file.path for file in os.scandir(entry) if file.name.endswith((".py", ".so")) or _holds_code(file)
+            )
+
+
+def _holds_code(folder: os.DirEntry[str]) -> bool:
+    try:
+        return any(name.endswith(".py") for name in os.listdir(folder.path))
+    except OSError:
+        return False
+
+
+def _forbid_files(readable: Sequence[str], writable: Sequence[str]) -> bool:
+    """Open no file but those in these folders; False if the kernel has no Landlock."""
+    abi = _call(CREATE_RULESET, None, 0, 1)
+    if abi < 1:
+        return False
+    handled = READ_FILE | WRITE_FILE | CHANGE_FOLDERS
+    handled |= (REFER if abi >= ABI_REFER else 0) | (TRUNCATE if abi >= ABI_TRUNCATE else 0)
+    attributes = struct.pack("=QQQ", handled, 0, ABSTRACT_SOCKETS | SIGNALS)
+    ruleset = _call(CREATE_RULESET, attributes, len(attributes) if abi >= ABI_SCOPES else 8, 0)
+    for paths, rights in ((readable, READ_FILE), (writable, handled)):
+        for path in paths:
+            try:
+                fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                continue  # it is not on this machine
+            of_this = rights if os.path.isdir(path) else rights & (READ_FILE | WRITE_FILE | TRUNCATE)
+            _call(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", of_this, fd), 0)
+            os.close(fd)
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    is_confined = _call(RESTRICT_SELF, ruleset, 0) == 0
+    os.close(ruleset)
+    return is_confined
+
+
+def _forbid_sockets() -> bool:
+    """Make no socket but pairs of connected ones; False if the kernel has no seccomp, or on an unknown machine."""
+    if platform.machine() not in MACHINES:
+        return False
+    machine, make_socket = MACHINES[platform.machine()]
+    return forbid_calls(machine, (make_socket, IO_URING_SETUP))
+
+
+def forbid_calls(machine: int, numbers: Sequence[int]) -> bool:
+    """Have the kernel refuse these system calls from now on; False if it cannot."""
+    # (operation, steps to skip if true, if false, value); the last step refuses
+    last = len(numbers) + 5
+    tests = [(LOAD, 0, 0, 4), (EQUAL, 0, last - 2, machine), (LOAD, 0, 0, 0), (AT_LEAST, last - 4, 0, X32)]
+    tests += [(EQUAL, last - i - 1, 0, number) for i, number in enumerate(numbers, start=len(tests))]
+    program = b"".join(struct.pack("=HBBI", *step) for step in (*tests, (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)))
+    return _install(program)
+
+
+def _install(program: bytes) -> bool:
+    held = ctypes.create_string_buffer(program, len(program))
+    head = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(held)))
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    return _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head) == 0
+
+
+def _call(number: int, *arguments: Any) -> int:
+    """A system call; -1 if the kernel refuses it."""
+    return int(_libc.syscall(ctypes.c_long(number), *map(_word, arguments)))
+
+
+def _prctl(option: int, *arguments: Any) -> int:
+    return int(_libc.prctl(option, *map(_word, (*arguments, 0, 0, 0)[:4])))
+
+
+def _word(value: Any) -> Any:
+    return ctypes.c_long(value) if isinstance(value, int) else value
+
+
+def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
+    is_socket = event == "socket.__new__" and arguments[1] in (socket.AF_INET, socket.AF_INET6)
+    if is_socket or event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
+        raise NoNetworkError(NO_NETWORK)

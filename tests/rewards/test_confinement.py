@@ -1,0 +1,169 @@
+"""What a grading process can reach: its code, a folder of its own, and what its reward is granted by name."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import WAIT_S
+
+from rlhf.config.reward import RewardConfig
+from rlhf.rewards.confinement import ABI_SCOPES, CREATE_RULESET, MACHINES, NO_FILE, NO_NETWORK
+from rlhf.rewards.grade import Grade
+from rlhf.rewards.pool import Pool
+from rlhf.rewards.scorer import Scorer
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+pytestmark = pytest.mark.skipif(
+    ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1) < ABI_SCOPES,
+    reason="this kernel has no or an older Landlock",
+)
+LOOKS, JUDGE = "curious_rewards:looks", "curious_rewards:judge"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this user, with files in it."""
+    made = tmp_path_factory.mktemp("files")
+    for name in ("mine", "granted"):
+        (made / name).write_text("text")
+    return made
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def scorer(folder: Path) -> Iterator[Scorer]:
+    """One part with grants, and two parts without, in one config; ends with a look at what is left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FIXTURES))
+        patch.setenv("FAKE_API_KEY", "fake-env-key-123")
+        patch.setattr("tempfile.tempdir", str(folder / "temporary"))
+        (folder / "temporary").mkdir()
+        part = {"name": LOOKS, "env": ["FAKE_API_KEY"], "network": True, "files": [str(folder / "granted")]}
+        values = {"parts": [part], "by_source": {"other": [LOOKS, JUDGE]}, "workers": 1, "spares": 0}
+        with Scorer(RewardConfig.model_validate(values)) as running:
+            assert len(list((folder / "temporary").glob("rlhf-rewards-*/*"))) >= 2
+            yield running
+        assert list((folder / "temporary").iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def plain(scorer: Scorer) -> Pool:
+    """The processes that are granted nothing."""
+    return scorer.pool
+
+
+def look(pool: Pool, action: str, target: object, name: str = LOOKS) -> Grade:
+    job = {"name": name, "options": {}, "response": str(target), "answer": action, "columns": {}, "metadata": {}}
+    return pool.submit(job).result(timeout=WAIT_S)
+
+
+def look_with_grants(scorer: Scorer, action: str, target: object) -> Grade:
+    (future,) = scorer.submit(str(target), action)
+    return future.result(timeout=WAIT_S)
+
+
+def test_this_kernel_confines(plain: Pool) -> None:
+    assert plain.unconfined == ()
+
+
+@pytest.mark.parametrize("action", ["read", "write", "remove"])
+def test_files_are_out_of_reach_and_the_message_says_what_to_do(plain: Pool, folder: Path, action: str) -> None:
+    grade = look(plain, action, folder / "mine")
+    assert (grade.value, grade.status) == (None, "failed")
+    assert "Permission denied" in grade.detail
+    assert grade.detail.endswith(NO_FILE)
+    assert (folder / "mine").read_text() == "text"
+
+
+@pytest.mark.parametrize("file", ["environ", "mem", "maps", "cmdline"])
+def test_other_processes_are_out_of_reach(plain: Pool, file: str) -> None:
+    assert look(plain, "read", f"/proc/{os.getpid()}/{file}").status == "failed"
+    assert file == "mem" or look(plain, "read", f"/proc/self/{file}").status == "ok"
+
+
+def test_other_processes_get_no_signal(plain: Pool) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert look(plain, "stop", other.pid).status == "failed"
+    other.communicate(b"\n", timeout=WAIT_S)
+    assert other.returncode == 0
+
+
+def test_code_system_files_and_a_temporary_folder_are_within_reach(plain: Pool) -> None:
+    for file in (__file__.replace(Path(__file__).name, "__init__.py"), os.__file__, "/etc/passwd"):
+        if os.path.exists(file):
+            assert look(plain, "read", file).status == "ok"
+    assert look(plain, "temporary file", "x").status == "ok"
+
+
+def test_the_environment_is_empty_but_for_what_the_part_names(scorer: Scorer, plain: Pool) -> None:
+    assert look(plain, "variables", "FAKE_API_KEY HOME USER").value == 0.0
+    assert look_with_grants(scorer, "variables", "FAKE_API_KEY HOME USER").value == 1.0
+
+
+@pytest.mark.parametrize("action", ["fetch", "look up a name"])
+def test_without_the_network_a_call_fails_at_once_and_says_how_to_get_it(plain: Pool, server: int, action: str) -> None:
+    grade = look(plain, action, f"http://127.0.0.1:{server}" if action == "fetch" else "localhost")
+    assert (grade.value, grade.status) == (None, "failed")
+    assert grade.detail.endswith(NO_NETWORK)
+    assert "network: true" in NO_NETWORK
+
+
+def test_a_client_that_tries_again_with_growing_waits_fails_at_once_too(plain: Pool, server: int) -> None:
+    assert look(plain, "", f"127.0.0.1:{server}", JUDGE).detail.endswith(NO_NETWORK)
+
+
+def test_the_kernel_refuses_what_does_not_ask_python_and_what_runs_below(plain: Pool) -> None:
+    assert look(plain, "connect without Python", "").value == 0.0
+    assert look(plain, "a program below", "").value == 0.0
+
+
+def test_what_is_granted_is_within_reach_and_nothing_else(scorer: Scorer, folder: Path, server: int) -> None:
+    assert look_with_grants(scorer, "connect without Python", "").value == 1.0
+    assert look_with_grants(scorer, "", f"127.0.0.1:{server}").status == "ok"
+    assert look_with_grants(scorer, "write", folder / "granted").status == "ok"
+    assert (folder / "granted").read_text() == "textx"
+    assert look_with_grants(scorer, "read", folder / "mine").status == "failed"
+    assert look_with_grants(scorer, "read", f"/proc/{os.getpid()}/environ").status == "failed"
+
+
+def test_a_variable_that_is_not_set_is_named_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match=r"reward env=NOT_SET_ANYWHERE: there is no such .* Set it"):
+        Scorer(RewardConfig.model_validate({"parts": [{"name": LOOKS, "env": ["NOT_SET_ANYWHERE"]}]}))
+
+
+def test_a_built_in_reward_takes_no_grants() -> None:
+    with pytest.raises(ValueError, match=r"reward\[0\]\.options\.network=True: there is no such option|network=True"):
+        RewardConfig.model_validate([{"name": "math", "network": True}])
+
+
+WITHOUT = """
+import os, sys
+from rlhf.config.reward import RewardConfig
+from rlhf.rewards.confinement import CREATE_RULESET, forbid_calls
+from rlhf.rewards.scorer import Scorer
+assert forbid_calls(int(sys.argv[1]), [CREATE_RULESET])
+with Scorer(RewardConfig.model_validate({"parts": ["math"], "workers": 1, "spares": 0})) as scorer:
+    print(*scorer.warnings)
+    print(scorer.score_batch([r"\\boxed{5}"], ["5"])[0].score)
+"""
+
+
+def test_a_kernel_without_landlock_is_a_warning() -> None:
+    command = [sys.executable, "-c", WITHOUT, str(MACHINES[platform.machine()][0])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    warning, score = done.stdout.splitlines()
+    assert warning == "reward: this kernel cannot keep rewards from your files (docs/security.md)."
+    assert score == "1.0"
