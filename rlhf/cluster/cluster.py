@@ -64,6 +64,7 @@ class Cluster:
         self._connected: list[Any] = []  # the engines that the learners can send to
         self._transfer_lock = asyncio.Lock()
         self._replacements: Replacements | None = None
+        self._groups: list[ActorGroup] = []  # all actors, those that are starting too
         self._watching: list[asyncio.Task[None]] = []
 
     def group(self, role: str) -> ActorGroup:
@@ -88,9 +89,8 @@ class Cluster:
 
     async def __aenter__(self) -> Cluster:
         try:
+            self._watching.append(asyncio.ensure_future(Heartbeat(self._groups).watch()))
             await self._start()
-            groups = [placed.group for placed in self._placed.values()]
-            self._watching.append(asyncio.ensure_future(Heartbeat(groups).watch()))
         except BaseException as error:
             self._session.keep_logs(error, Path(self.config.run.dir))
             await self._stop()
@@ -119,6 +119,7 @@ class Cluster:
                 raise failure
         for guest in guests:
             self._placed[guest.name] = await create(guest, config, learners=self._placed[LEARNER])
+        self._groups += [placed.group for placed in self._placed.values()]
         if self._shares_gpus:
             await self._build_one_after_another()
         else:
@@ -181,12 +182,8 @@ class Cluster:
         return results
 
     def _environment(self) -> dict[str, str]:
-        level = self.config.logging.level.upper()
-        environment = {
-            "VLLM_LOGGING_LEVEL": level,
-            "TOKENIZERS_PARALLELISM": "false",
-            "TRANSFORMERS_VERBOSITY": "error",
-        }
+        environment = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+        environment["VLLM_LOGGING_LEVEL"] = self.config.logging.level.upper()
         if self.config.cluster.device == "cpu":
             environment |= {
                 "VLLM_CPU_KVCACHE_SPACE": str(self.config.rollout.kv_cache_gib),
@@ -326,13 +323,15 @@ class Cluster:
         assert placed.bundles is not None
         actor = new_actor(placed.role, placed.role.cpus, placed.bundles, placed.order[rank])
         new = ActorGroup(f"{ENGINE} {rank}, a new one,", [actor], deadline_s=config.step_deadline_s)
+        self._groups.append(new)
         try:
             await new.locate(deadline_s=config.start_deadline_s)
-            arguments = [self._engine_arguments(rank)]
-            await new.build([self._environment()], arguments, deadline_s=config.start_deadline_s)
+            await new.build([self._environment()], [self._engine_arguments(rank)], deadline_s=config.start_deadline_s)
         except BaseException:
             ray.kill(actor)
             raise
+        finally:
+            self._groups.remove(new)
         return new
 
     def _replaces(self, rank: int, error: LostError) -> bool:
