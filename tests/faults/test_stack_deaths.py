@@ -103,9 +103,10 @@ def test_a_process_is_lost_and_the_run_goes_on(
     rows = [row for row in run.trace if row["step"] == faults[0].step]
     assert [row["fault"] for row in rows] == json.loads(json.dumps(faults)), run.errors[-3000:]
     assert any(notice in run.around_step(faults[0].step) for notice in notices), run.output[-6000:]
-    recovery_s = min(row["time"] for row in read_steps(folder) if row["time"] > rows[-1]["time"]) - rows[-1]["time"]
+    (recovered,) = [row["time"] for row in read_steps(folder) if row["step"] == faults[0].step + 1]
+    recovery_s = recovered - rows[-1]["time"]
     record_property("recovery_s", round(recovery_s, 1))
-    print(f"{name}, {case}: the next step ended {recovery_s:.1f} s after the fault")
+    print(f"{name}, {case}: the step after it ended {recovery_s:.1f} s after the fault")
 
 
 @pytest.mark.parametrize("name", RUNS)
