@@ -273,14 +273,16 @@ class Endpoint(BaseHTTPRequestHandler):
             case 3:
                 self.answer("not JSON")
             case 5:
-                self.connection.shutdown(socket.SHUT_RDWR)
+                self.answer("", announced=100)
             case 7:
                 time.sleep(self.SLOW_S)
             case _:
                 self.answer(json.dumps({"scores": scores}))
 
-    def answer(self, text: str) -> None:
+    def answer(self, text: str, announced: int = 0) -> None:
         self.send_response(200)
+        if announced:
+            self.send_header("Content-Length", str(announced))
         self.end_headers()
         self.wfile.write(text.encode())
 
