@@ -36,30 +36,21 @@ def read_rollouts(run: Path) -> list[dict[str, Any]]:
 
 # --- rewards ---
 
-# what the reward does with a response -> the status of that response, and what the user is told
-REWARDS = {
-    "raise": ("failed", "KeyError: 'a key'"),
-    "exit": ("failed", "SystemExit"),
-    "nan": ("failed", "nan"),
-    "text": ("failed", "returned str"),
-    "two": ("failed", "returned 2 values"),
-    "none": ("unscorable", ""),
-    "sleep": ("timeout", "seconds by the clock"),
-    "spin": ("timeout", "CPU seconds"),
-    "fork": ("timeout", "CPU seconds"),
-    "crash": ("died", ""),
-    "allocate": ("died", ""),
-    "detach": ("ok", ""),
-    "print": ("ok", ""),
-}
+REWARDS = {  # what the reward does with a response -> the status of that response
+    "raise": "failed", "exit": "failed", "nan": "failed", "text": "failed", "two": "failed",
+    "none": "unscorable",
+    "sleep": "timeout", "spin": "timeout", "fork": "timeout",
+    "crash": "died", "allocate": "died",
+    "detach": "ok",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def hostile_run(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
-    """One prompt for each fault, and three that are graded as usual; two steps take all 16."""
+    """One prompt for each fault, and four that are graded as usual; two steps take all 16."""
     folder = tmp_path_factory.mktemp("rewards")
     rows = [json.loads(line) for line in (tiny_model_dir / "train.jsonl").read_text().splitlines()[:16]]
-    faults = [*REWARDS, "one", "one", "one"]
+    faults = [*REWARDS, *["one"] * 4]
     data = folder / "train.jsonl"
     data.write_text("".join(json.dumps({**row, "fault": f}) + "\n" for row, f in zip(rows, faults, strict=True)))
     length = {"name": "length", "max_tokens": 24, "buffer_tokens": 20}
@@ -76,19 +67,19 @@ def hostile_run(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
 def test_a_hostile_reward_costs_its_own_responses_alone(hostile_run: tuple[Ended, Path], fault: str) -> None:
     ended, run = hostile_run
     assert ended.status == 0, ended.errors[-3000:]
-    status, told = REWARDS[fault]
     row_number = [*REWARDS].index(fault) + 1
     samples = [row for row in read_rollouts(run) if row["prompt_id"] == f"train/{row_number}"]
-    assert [row["status"] for row in samples] == [status] * 2
-    assert all((row["reward"] is None) == (status != "ok") for row in samples)
+    assert [row["status"] for row in samples] == [REWARDS[fault]] * 2
+    assert all((row["reward"] is None) == (REWARDS[fault] != "ok") for row in samples)
     assert all(row["advantage"] == 0 for row in samples if row["reward"] is None)
-    assert told in ended.output
 
 
 def test_after_hostile_rewards_the_others_were_trained_and_no_process_is_left(hostile_run: tuple[Ended, Path]) -> None:
     ended, run = hostile_run
     steps, statuses = read_steps(run), Counter(row["status"] for row in read_rollouts(run))
     check_account(steps)
+    told = [line for line in ended.output.splitlines() if "by_column: " in line and " calls failed with " in line]
+    assert len(told) == 5  # distinct errors of a function, whatever their number
     assert statuses == Counter(ok=2 * 5, failed=2 * 5, unscorable=2, timeout=2 * 3, died=2 * 2)
     assert (steps[-1]["account/trained"], steps[-1]["account/failed"]) == (10, 22)
     assert outliving(ended.processes) == []
