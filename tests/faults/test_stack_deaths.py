@@ -14,6 +14,7 @@ import pytest
 from faulty_run import Ended, Fault, run_with_faults
 from processes import outliving
 from test_stack_grpo import CANARY_BOUND, check_account, read_steps, seen_prompts, write_config
+from waiting import STACK_WAIT_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.faults]
 
@@ -151,3 +152,15 @@ def test_a_run_goes_on_without_an_engine_until_a_third_one_in_its_place_has_join
     assert tuple(row["step"] for row in steps) == numbers
     prompts = seen_prompts(tmp_path / "run", numbers)
     assert len(set(prompts[:256])) == min(256, len(prompts))  # of an epoch of 256 rows
+
+
+def test_an_engine_that_is_stopped_while_the_run_starts_ends_it_long_before_the_deadline_of_the_start(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, tiny_model_dir, cluster={"start_deadline_s": 3 * STACK_WAIT_S})
+    ended = run_with_faults(config, [hit(0, ".build", CORE, "SIGSTOP")])
+    assert ended.status == 1, ended.errors[-3000:]
+    assert "is stopped; it is killed" in ended.output
+    assert "engine" in ended.errors
+    assert "Traceback" not in ended.errors
+    assert outliving(ended.processes) == []
