@@ -19,11 +19,11 @@ shell_scripts = $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
 export VENV
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-fast test-faults test-gpu bench bench-training lint format clean
+.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-fast test-faults soak test-gpu bench bench-training lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  variables: SEED (quickstart, real-model), PYTEST_ARGS (tests), DEVICE, QUICK (benchmarks), VENV, PYTHON (interpreter that makes VENV)"
+	@echo "  variables: SEED (quickstart, real-model), STEPS (soak), PYTEST_ARGS (tests), DEVICE, QUICK (benchmarks), VENV, PYTHON (interpreter that makes VENV)"
 
 setup:  ## environment in .venv with everything for CPU
 	@tools/setup.sh cpu
@@ -84,6 +84,9 @@ test: environment  ## every test, including those on Ray, vLLM and DeepSpeed
 
 test-faults: environment  ## kill, stop and signal the processes of whole runs; under an hour on two cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 tests/faults $(PYTEST_ARGS)
+
+soak: environment $(quickstart_data)/test.jsonl  ## the quickstart for STEPS=500 steps while engines and learners are killed; memory, counters, accuracy
+	OMP_NUM_THREADS=1 $(PY) tests/faults/soak.py --data $(quickstart_data) --steps $(or $(STEPS),500)
 
 test-gpu: environment  ## the tests that need a GPU: kernels, and the doctor with each placement
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)

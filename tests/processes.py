@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +75,15 @@ def outliving(processes: Collection[Process], *, grace_s: float = GRACE_S) -> li
     while (left := running(processes)) and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY_S)
     return sorted(left.values())
+
+
+def shared_memory(processes: Iterable[Process]) -> set[Path]:
+    """The files in shared memory that these processes map; those of one that has ended meanwhile are left out."""
+    maps = ""
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps += Path(f"/proc/{process.pid}/maps").read_text()
+    return {path for path in Path("/dev/shm").iterdir() if f" {path}\n" in maps}
 
 
 class Watch:

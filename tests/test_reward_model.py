@@ -187,7 +187,12 @@ class Endpoint(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if Endpoint.failures:
             Endpoint.failures -= 1
-            self.send_error(503)
+            if Endpoint.failures % 2:
+                self.send_error(503)
+            else:  # the connection breaks within the answer
+                self.send_response(200)
+                self.send_header("Content-Length", "100")
+                self.end_headers()
             return
         Endpoint.seen.append(body)
         Endpoint.authorization = self.headers["Authorization"]
@@ -229,7 +234,7 @@ def test_an_endpoint_may_ask_for_a_password_which_no_message_shows(endpoint: str
 
 
 def test_an_endpoint_that_never_answers_is_an_error_with_address_and_reason(endpoint: str) -> None:
-    Endpoint.failures = 3
+    Endpoint.failures = 4
     score = endpoint_scorer(RewardModelConfig(endpoint=endpoint, retries=2))
     with pytest.raises(RuntimeError, match=r"reward_model\.endpoint=http.*3 tries failed.*503"):
         asyncio.run(score([[{"role": "assistant", "content": "x"}]]))

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.stack
 CANARY_BOUND = 1e-4  # float32; measured: at most 2e-5
 
 
-def write_config(folder: Path, data: Path, **overrides: Any) -> Path:
+def write_config(folder: Path, data: Path, /, **overrides: Any) -> Path:
     config: dict[str, Any] = {
         "run": {"dir": str(folder / "run"), "steps": 3, "seed": 1},
         "model": {"path": str(data / "model"), "dtype": "float32"},

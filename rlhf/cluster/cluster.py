@@ -65,6 +65,7 @@ class Cluster:
         self._connected: list[Any] = []  # the engines that the learners can send to
         self._transfer_lock = asyncio.Lock()
         self._replacements: Replacements | None = None
+        self._groups: list[ActorGroup] = []  # all actors, those that are starting too
         self._watching: list[asyncio.Task[None]] = []
 
     def group(self, role: str) -> ActorGroup:
@@ -89,9 +90,9 @@ class Cluster:
 
     async def __aenter__(self) -> Cluster:
         try:
-            await self._start()
-            self.heartbeat = Heartbeat([placed.group for placed in self._placed.values()])
+            self.heartbeat = Heartbeat(self._groups)
             self._watching.append(asyncio.ensure_future(self.heartbeat.watch()))
+            await self._start()
         except BaseException as error:
             self._session.keep_logs(error, Path(self.config.run.dir))
             await self._stop()
@@ -120,6 +121,7 @@ class Cluster:
                 raise failure
         for guest in guests:
             self._placed[guest.name] = await create(guest, config, learners=self._placed[LEARNER])
+        self._groups += [placed.group for placed in self._placed.values()]
         if self._shares_gpus:
             await self._build_one_after_another()
         else:
@@ -309,6 +311,7 @@ class Cluster:
         assert placed.bundles is not None
         actor = new_actor(placed.role, placed.role.cpus, placed.bundles, placed.order[rank])
         new = ActorGroup(f"{ENGINE} {rank}, a new one,", [actor], deadline_s=config.step_deadline_s)
+        self._groups.append(new)
         try:
             await new.locate(deadline_s=config.start_deadline_s)
             arguments = [self._engine_arguments(rank)]
@@ -316,6 +319,8 @@ class Cluster:
         except BaseException:
             ray.kill(actor)
             raise
+        finally:
+            self._groups.remove(new)
         return new
 
     def _replaces(self, rank: int, error: LostError) -> bool:

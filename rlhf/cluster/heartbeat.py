@@ -94,6 +94,8 @@ def memory_metrics(
     sizes = dict(others)
     for group in groups:
         role = group.name.replace(" ", "_")
+        if "," in role:  # an engine that will be one of its role's
+            continue
         for rank, location in enumerate(group.locations):
             seen = looks.get(location.node, Look())
             sizes[f"{role}/{rank}"] = seen.resident.get(location.process, 0)
@@ -121,6 +123,8 @@ class Heartbeat:
             await asyncio.sleep(PERIOD_S)
 
     async def _look(self) -> None:
+        if not self._groups:  # Ray may not be there yet
+            return
         here = ray.get_runtime_context().get_node_id()
         actors: dict[str, list[int]] = {here: []}
         for group in self._groups:

@@ -9,6 +9,7 @@ import json
 import math
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
+from http.client import HTTPException
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from rlhf.config.reward_model import RewardModelConfig
@@ -104,7 +105,8 @@ def endpoint_scorer(config: RewardModelConfig) -> Score:
 
     async def score(conversations: list[Conversation]) -> list[float | None]:
         body = json.dumps({"conversations": conversations}).encode()
-        errors = (OSError, ValueError, KeyError, TypeError)  # urllib's own are OSErrors
+        # urllib's own are OSErrors; an answer that breaks off is an HTTPException
+        errors = (OSError, HTTPException, ValueError, KeyError, TypeError)
         try:
             return await patiently(
                 lambda: asyncio.to_thread(fetch, body, len(conversations)),
