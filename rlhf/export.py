@@ -19,7 +19,7 @@ from rlhf.config import cli
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m rlhf.export", description="Write a checkpoint as a model folder in Hugging Face format."
+        prog=cli.started_as("rlhf.export"), description="Write a checkpoint as a model folder in Hugging Face format."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run (its newest checkpoint), or a checkpoint")
     parser.add_argument("folder", type=Path, metavar="DIR", help="new folder for the model")
