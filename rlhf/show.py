@@ -13,15 +13,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-import unicodedata
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
 from rlhf.config.cli import run_program, started_as
+from rlhf.log.terminal import safe_text as safe
 from rlhf.report.run_files import Row, RunFiles, read_groups, read_run
 
 
@@ -86,22 +85,16 @@ def _fits(row: Row, options: argparse.Namespace) -> bool:
 
 def _picture(group: Sequence[Row]) -> Panel:
     first = group[0]
-    blocks = [Text(_safe(first["prompt"])), Text(f"gold answer: {_safe(first['answer'])}", style="bold")]
+    blocks = [Text(safe(first["prompt"])), Text(f"gold answer: {safe(first['answer'])}", style="bold")]
     for row in group:
         reward = "none" if row["reward"] is None else f"{row['reward']:.4g}"
         right = row["reward"] is not None and row["reward"] > 0
         head = (
             f"\nsample {row['sample']}: reward {reward}, advantage {row['advantage']:.3g}, {row['status']}, "
-            f"{row['finish_reason']}, {row['response_tokens']} tokens, extracted {_safe(row['extracted']) or 'nothing'}"
+            f"{row['finish_reason']}, {row['response_tokens']} tokens, extracted {safe(row['extracted']) or 'nothing'}"
         )
-        blocks += [Text(head, style="green" if right else "red"), Text(_safe(row["text"]))]
-    return Panel(Group(*blocks), title=Text(f"step {first['step']}, {_safe(first['prompt_id'])}"), title_align="left")
-
-
-def _safe(value: Any) -> str:
-    """Text of a model for a terminal: control characters, which could move the cursor or turn the text, are spelled."""
-    text = value if isinstance(value, str) else repr(value)
-    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else f"\\u{ord(c):04x}" for c in text)
+        blocks += [Text(head, style="green" if right else "red"), Text(safe(row["text"]))]
+    return Panel(Group(*blocks), title=Text(f"step {first['step']}, {safe(first['prompt_id'])}"), title_align="left")
 
 
 if __name__ == "__main__":

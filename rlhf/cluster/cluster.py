@@ -31,6 +31,7 @@ from rlhf.cluster.replacement import EngineLostError, Replacements, while_health
 from rlhf.cluster.session import RaySession
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
+from rlhf.log.measure import Watch, unwatched
 from rlhf.plan import check_resources
 from rlhf.plan.shared_gpus import check_shared_gpus
 from rlhf.rollout.requests import SamplingSettings
@@ -46,6 +47,8 @@ class Cluster:
         trains: False starts only the engines, for an evaluation.
         compare_nodes: False lets nodes with other versions take part.
     """
+
+    watch_stage: Watch = staticmethod(unwatched)  # a context around each stage of the start
 
     def __init__(
         self, config: GRPOConfig, *, first_step: int = 0, trains: bool = True, compare_nodes: bool = True
@@ -105,7 +108,8 @@ class Cluster:
 
     async def _start(self) -> None:
         config = self.config.cluster
-        self._session.start(config.ray_address)
+        with self.watch_stage("Ray"):
+            self._session.start(config.ray_address)
         if self._compare_nodes:
             await self._session.compare_nodes(deadline_s=config.start_deadline_s)
         check_resources(self.config, ray.cluster_resources(), trains=self.trains)
@@ -160,7 +164,8 @@ class Cluster:
             for i, environment in enumerate(environments):
                 gpus = shared_gpus(self._placed[LEARNER].locations, placed.role, i)
                 environment["CUDA_VISIBLE_DEVICES"] = gpus
-        await placed.group.build(environments, arguments, deadline_s=config.start_deadline_s)
+        with self.watch_stage(role if role == ENGINE else f"weights of the {role}"):
+            await placed.group.build(environments, arguments, deadline_s=config.start_deadline_s)
 
     def _engine_arguments(self, rank: int) -> tuple[Any, ...]:
         return self.config, _engine_seed(self.config.run.seed, rank, self._version), self.transfer_backend
