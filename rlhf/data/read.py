@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +49,16 @@ def config_sources(config: DataConfig, which: str) -> dict[str, SourceConfig]:
     """The sources of `data.train` or `data.eval` by key: `data.train`, or `data.train.1` if there are several."""
     sources = {"train": config.train, "eval": config.eval}[which]
     return {f"data.{which}.{i}" if len(sources) > 1 else f"data.{which}": source for i, source in enumerate(sources)}
+
+
+def rows_per_epoch(sources: Collection[SourceConfig], prompts: Mapping[str, Sized]) -> dict[str, int]:
+    """Prompts of each source in an epoch: by weight, as many as the scarcest source allows; by row count; or all."""
+    sizes = {source.label: len(prompts[source.label]) for source in sources}
+    weights = {source.label: source.weight for source in sources if source.weight is not None}
+    if weights:
+        per_weight = min(sizes[label] / weight for label, weight in weights.items())
+        return {label: max(1, min(sizes[label], round(weight * per_weight))) for label, weight in weights.items()}
+    return {source.label: min(source.rows or sizes[source.label], sizes[source.label]) for source in sources}
 
 
 def check_source(source: SourceConfig, key: str) -> None:
