@@ -305,7 +305,9 @@ def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_not
     assert program.returncode == 1, stderr[-3000:]
     assert "engine" in stderr.splitlines()[-1]
     assert f"What the actors printed is in {tmp_path / 'run' / 'logs'}." in stderr.splitlines()[-1]
-    assert any("EngineCore" in log.read_text() for log in (tmp_path / "run" / "logs").iterdir())
+    logs = tmp_path / "run" / "logs"
+    assert {"engine-0.log", "learner-0.log"} <= {log.name for log in logs.iterdir()}
+    assert "EngineCore" in (logs / "engine-0.log").read_text()
     assert "Traceback" not in stderr
     assert outliving(started) == []
 

@@ -95,13 +95,13 @@ class Cluster:
             groups = [placed.group for placed in self._placed.values()]
             self._watching.append(asyncio.ensure_future(Heartbeat(groups).watch()))
         except BaseException as error:
-            self._session.keep_logs(error, Path(self.config.run.dir))
+            self._session.keep_logs(error, Path(self.config.run.dir), self._names())
             await self._stop()
             raise
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        self._session.keep_logs(error, Path(self.config.run.dir))
+        self._session.keep_logs(error, Path(self.config.run.dir), self._names())
         await self._stop()
 
     # --- start ---
@@ -384,6 +384,11 @@ class Cluster:
         return scores
 
     # --- end ---
+
+    def _names(self) -> dict[str, str]:
+        """The names of the actors on this machine by process."""
+        groups = [(role, placed.group.locations) for role, placed in self._placed.items()]
+        return {str(place.process): f"{role} {rank}" for role, places in groups for rank, place in enumerate(places)}
 
     async def _stop(self) -> None:
         for task in self._watching:
