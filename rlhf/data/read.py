@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf.config.data import FILE_SUFFIXES, DataConfig, SourceConfig
+from rlhf.config.data import FILE_SUFFIXES, OTHER_SUFFIXES, DataConfig, SourceConfig
 from rlhf.data.model_files import looks_local
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the beginning
@@ -85,7 +85,7 @@ def check_source(source: SourceConfig, key: str) -> None:
 def local_path(source: SourceConfig) -> Path | None:
     """The file or folder that a source names; None for the name of a hub data set."""
     path = Path(source.path).expanduser()
-    return path if path.suffix in FILE_SUFFIXES or looks_local(source.path) else None
+    return path if path.suffix in FILE_SUFFIXES + OTHER_SUFFIXES or looks_local(source.path) else None
 
 
 def stream_rows(source: SourceConfig, which: str, key: str) -> Iterator[Row]:
