@@ -70,8 +70,8 @@ def load_config(
         values = OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise ValueError(
-            f"{error.full_key}: {_first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} where "
-            "it is text."
+            f"{error.full_key}: {_first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} "
+            "where it is text."
         ) from None
     return validated(schema, values, check)
 

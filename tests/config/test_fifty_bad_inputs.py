@@ -100,13 +100,15 @@ def config(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return file
 
 
+def begin(*arguments: str) -> None:
+    """What a training program does before it starts anything."""
+    config, flags = cli.parse("rlhf.grpo", "", GRPOConfig, arguments, check=grpo.start_problems)
+    TrainingRun(config, resume=flags.resume)
+
+
 def message(config: Path, *arguments: str) -> str:
-    """What a program says of its input before it starts anything."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller compares the message
-        parsed, flags = cli.parse(
-            "rlhf.grpo", "", GRPOConfig, ["--config", str(config), *arguments], check=grpo.start_problems
-        )
-        TrainingRun(parsed, resume=flags.resume)
+        begin("--config", str(config), *arguments)
     return str(caught.value)
 
 
