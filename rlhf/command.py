@@ -124,7 +124,7 @@ def completion(shell: str) -> str:
     parser = argparse.ArgumentParser(prog="rlhf")
     programs = parser.add_subparsers()
     for name, text in PROGRAMS.items():
-        built = _parser_of(name)
+        built = parser_of(name)
         for action in built._actions:
             if action.dest == "overrides":
                 action.choices = keys_of(name) if shell == "bash" else None
@@ -141,7 +141,7 @@ def completion(shell: str) -> str:
 
 def keys_of(program: str) -> list[str]:
     """The keys that the help of a program lists outside lists, each as `section.key=`."""
-    epilog = (_parser_of(program).epilog or "").split(cli.REWARD_HEADER)[0]
+    epilog = (parser_of(program).epilog or "").split(cli.REWARD_HEADER)[0]
     return [f"{key}=" for key in re.findall(r"^  ([\w.]+) (?:=|\(required\))", epilog, flags=re.MULTILINE)]
 
 
@@ -149,7 +149,7 @@ class _ParserBuiltError(Exception):
     """Carries the parser out of a program that is about to parse with it."""
 
 
-def _parser_of(program: str) -> argparse.ArgumentParser:
+def parser_of(program: str) -> argparse.ArgumentParser:
     """The parser of a program; every program builds it before it does anything else."""
 
     def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> argparse.Namespace:

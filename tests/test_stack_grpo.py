@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from documented import check_documented
+from documented import check_documented, check_shown
 from processes import Process, below, outliving, running
 from waiting import STACK_WAIT_S, eventually
 
@@ -92,6 +92,7 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_
     done = run_grpo("--config", config)
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "run"
+    check_shown("rlhf grpo --config mine.yaml", done.stdout, runs__first=str(run))
     steps = read_steps(run)
     assert [row["step"] for row in steps] == [1, 2, 3]
     check_account(steps)

@@ -243,8 +243,8 @@ def _unknown(key: str, keys: Mapping[str, Key]) -> str:
     section, _, name = key.rpartition(".")
     if name in NAMES_ELSEWHERE:
         return f"there is no such key. It is {NAMES_ELSEWHERE[name]} here."
-    names = dict.fromkeys(known[: dot.start()] for known in keys for dot in re.finditer(r"\.|$", known))  # and sections
-    if moved := [known for known in names if known.endswith(f".{name}") and "[]" not in known]:
+    paths = dict.fromkeys(known[: dot.start()] for known in keys for dot in re.finditer(r"\.|$", known))  # and sections
+    if moved := [known for known in paths if known.endswith(f".{name}") and "[]" not in known]:
         return f"there is no such key. Did you mean {' or '.join(moved)}?"
     prefix, general = (f"{section}.", f"{_general(section)}.") if section else ("", "")
     names = [re.split(r"[.[]", known.removeprefix(general))[0] for known in keys if known.startswith(general)]
