@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     checkpoint = find_checkpoint(arguments.run)
     export(checkpoint, arguments.folder, trust_remote_code=arguments.trust_remote_code)
-    print(f"{checkpoint.name} of {checkpoint.parent.parent} is now the model {arguments.folder}")
+    run = arguments.run if (arguments.run / "checkpoints").is_dir() else arguments.run.parent.parent
+    print(f"{checkpoint.name} of {run} is now the model {arguments.folder}")
     if arguments.push_to_hub is not None:
         push(arguments.folder, arguments.push_to_hub)
 
