@@ -141,6 +141,7 @@ class Terminal:
         for name, value in values.items():
             if not name.endswith(BOUNDS):
                 source, _, metric = name.removeprefix("eval/").rpartition("/")
+                metric = metric.removeprefix("response_").removesuffix("_fraction")
                 by_source.setdefault(source, []).append(f"{metric} {value:.3f}")
         for source, shown in by_source.items():
             self._evaluation = f"eval at step {step}  {source}  {'  '.join(shown)}"
@@ -203,7 +204,7 @@ class Terminal:
             running.append(f"{what} {done}/{total}")
         if self._step < self._warmup_steps:
             running.append(f"critic warm-up {self._step + 1}/{self._warmup_steps}")
-        parts.append(_line(f"now     {', '.join(running)}", "cyan"))
+        parts.append(_line(f"now     {', '.join(running) or 'between two phases'}", "cyan"))
         if self._values:
             shown = [(name, form.format(self._values[key])) for name, key, form in self.COLUMNS if key in self._values]
             parts.append(_line("last    " + "  ".join(f"{name} {value}" for name, value in shown)))
@@ -224,9 +225,10 @@ class Terminal:
 
 
 def two_responses(rows: Sequence[Row]) -> Sequence[Row]:
-    """The first response, and the first one with another reward if there is one."""
-    other = next((row for row in rows if row["reward"] != rows[0]["reward"]), None)
-    return [rows[0], other] if other is not None else rows[:2]
+    """The first response, and one with another reward; if there is none, one to another prompt."""
+    first, *rest = rows
+    others = [row for key in ("reward", "prompt") for row in rest if row[key] != first[key]]
+    return [first, *(others or rest)[:1]]
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rlhf.log import terminal
 from rlhf.log.sinks import Details
-from rlhf.log.terminal import Terminal, duration
+from rlhf.log.terminal import Terminal, duration, two_responses
 
 STEP = {  # as a run logs them
     "reward/mean": 0.8135, "policy/kl_k3": 0.00312, "rollout/response_length/mean": 1234.5678, "policy/entropy": 0.31,
@@ -175,6 +175,14 @@ def test_the_live_view_on_a_terminal_shows_stage_step_and_responses(monkeypatch:
     assert r"seven\u001b[2J \boxed{7}" in text  # a response cannot clear the screen
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")  # the cursor is back
     assert text.splitlines()[-1] == "the end"
+
+
+def test_two_responses_differ_in_their_reward_or_at_least_in_their_prompt() -> None:
+    wrong, right = RESPONSE | {"reward": 0.0}, RESPONSE
+    assert two_responses([wrong, wrong, right]) == [wrong, right]
+    elsewhere = wrong | {"prompt": "What is 1 + 1?"}
+    assert two_responses([wrong, wrong, elsewhere]) == [wrong, elsewhere]
+    assert two_responses([wrong]) == [wrong]
 
 
 def plain(output: bytes | bytearray) -> str:
