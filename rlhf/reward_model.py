@@ -161,6 +161,8 @@ def _cancel_on_sigterm() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, add_flags=lambda parser: None)
     cluster = config.cluster
+    if cluster.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would look for another one, and print that there is none
     if cluster.device == "cuda" and len(visible_gpus()) < cluster.learners:
         raise ValueError(
             f"cluster.learners={cluster.learners} with cluster.device=cuda: this machine shows {len(visible_gpus())} "
