@@ -10,6 +10,7 @@ mean and std of its scores on training pairs; a run normalizes scores with them 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import re
@@ -141,6 +142,7 @@ def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
     """
     from torch.multiprocessing.spawn import ProcessException, spawn
 
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it names the processes that it ends
     try:
         spawn(train_rank, (free_port(), config, *pairs), config.cluster.learners, daemon=True)
     except ProcessException as error:
