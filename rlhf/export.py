@@ -19,7 +19,7 @@ from rlhf.config import cli
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m rlhf.export", description="Write a checkpoint as a model folder in Hugging Face format."
+        prog=cli.started_as("rlhf.export"), description="Write a checkpoint as a model folder in Hugging Face format."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run (its newest checkpoint), or a checkpoint")
     parser.add_argument("folder", type=Path, metavar="DIR", help="new folder for the model")
@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     checkpoint = find_checkpoint(arguments.run)
     export(checkpoint, arguments.folder, trust_remote_code=arguments.trust_remote_code)
-    print(f"{checkpoint.name} of {checkpoint.parent.parent} is now the model {arguments.folder}")
+    run = arguments.run if (arguments.run / "checkpoints").is_dir() else arguments.run.parent.parent
+    print(f"{checkpoint.name} of {run} is now the model {arguments.folder}")
     if arguments.push_to_hub is not None:
         push(arguments.folder, arguments.push_to_hub)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.cli import run_program
+from rlhf.config.cli import run_program, started_as
 
 if TYPE_CHECKING:
     import torch
@@ -312,7 +312,7 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m rlhf.quickstart",
+        prog=started_as("rlhf.quickstart"),
         description="Makes a tiny warmed-up model, its tokenizer and arithmetic data.",
     )
     parser.add_argument("--output", required=True, type=Path, help="a new or empty folder")

@@ -10,6 +10,7 @@ mean and std of its scores on training pairs; a run normalizes scores with them 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import re
@@ -17,7 +18,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.config import cli
 from rlhf.config.data import SourceConfig
@@ -85,6 +86,8 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
     cluster = config.cluster
     if cluster.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[rank]
+    folder = Path(config.run.dir)
+    terminal = _output_to(folder / "logs" / f"learner-{rank}.log")
     from rlhf.learner.reward_trainer import RewardTrainer, count_updates
     from rlhf.log.patient_files import PatientFiles
     from rlhf.log.reductions import to_values
@@ -94,7 +97,6 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
     local_rank = 0 if cluster.device == "cuda" else rank
     trainer = RewardTrainer(config, Place(rank, cluster.learners, local_rank, "127.0.0.1", port, threads), train)
     total = count_updates(config, len(train))
-    folder = Path(config.run.dir)
     sink = JsonlSink(folder / "metrics.jsonl", PatientFiles(print)) if rank == 0 else None
     for update, metrics in enumerate(trainer.train(), start=1):
         if sink is None:
@@ -102,12 +104,13 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
         sink.log(update, to_values(metrics))
         if update % LOG_EVERY == 0 or update == total:
             loss, accuracy = (metrics[name].value() for name in ("train/loss", "train/accuracy"))
-            print(f"update {update}/{total}  loss {loss:.4f}  accuracy {accuracy:.3f}")
+            print(f"update {update}/{total}  loss {loss:.4f}  accuracy {accuracy:.3f}", file=terminal)
     if held_out:
         values = to_values(trainer.measure(held_out)[0])
         if sink is not None:
             sink.log(total, values)
-            print("held out: " + "  ".join(f"{name.removeprefix('eval/')} {v:.4f}" for name, v in values.items()))
+            shown = "  ".join(f"{name.removeprefix('eval/')} {v:.4f}" for name, v in values.items())
+            print(f"held out: {shown}", file=terminal)
     _, mean, std = trainer.measure(train[:: math.ceil(len(train) / NORMALIZATION_PAIRS)])
     if not math.isfinite(std):
         lr = config.learner.optimizer.lr
@@ -117,8 +120,18 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
         )
     trainer.write(str(folder / "model"), config.model.path, mean, std)
     if sink is not None:
-        print(f"model: {folder / 'model'}, scores of mean {mean:.3f} and std {std:.3f}")
+        print(f"model: {folder / 'model'}, scores of mean {mean:.3f} and std {std:.3f}", file=terminal)
     trainer.close()
+
+
+def _output_to(log: Path) -> TextIO:
+    """Send what libraries print from now on to a file; the stream that is returned is still the terminal."""
+    log.parent.mkdir(exist_ok=True)
+    terminal = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    with log.open("ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    return terminal
 
 
 def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
@@ -129,6 +142,7 @@ def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
     """
     from torch.multiprocessing.spawn import ProcessException, spawn
 
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it names the processes that it ends
     try:
         spawn(train_rank, (free_port(), config, *pairs), config.cluster.learners, daemon=True)
     except ProcessException as error:
@@ -149,6 +163,8 @@ def _cancel_on_sigterm() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, add_flags=lambda parser: None)
     cluster = config.cluster
+    if cluster.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would look for another one, and print that there is none
     if cluster.device == "cuda" and len(visible_gpus()) < cluster.learners:
         raise ValueError(
             f"cluster.learners={cluster.learners} with cluster.device=cuda: this machine shows {len(visible_gpus())} "

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlhf.config.cli import run_program
+from rlhf.config.cli import run_program, started_as
 from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE
 from rlhf.rewards.protocol import as_json
 
@@ -32,7 +32,7 @@ ROWS_PER_BATCH, MAX_BATCHES = 1024, 4  # that wait for their grades, at most
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m rlhf.score", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=started_as("rlhf.score"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", help="JSONL with a response and a gold answer in every row")
     parser.add_argument("--response-key", default="response", help="column of the response (default: response)")

@@ -19,14 +19,14 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
-from rlhf.config.cli import run_program
+from rlhf.config.cli import run_program, started_as
 from rlhf.log.sinks import printable
 from rlhf.report.run_files import Row, RunFiles, read_groups, read_run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m rlhf.show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=started_as("rlhf.show"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, help="training step (default: all, the newest first)")

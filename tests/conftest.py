@@ -85,6 +85,13 @@ def the_same_random_numbers() -> None:
 
 
 @pytest.fixture(autouse=True)
+def whole_lines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs do not break what they print into lines of 80 columns: tests look for parts of a message."""
+    if request.node.get_closest_marker("stack") is not None:
+        monkeypatch.setenv("COLUMNS", "1000")
+
+
+@pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """A `stack` test fails when a process that it started outlives it; the process is killed."""
     if request.node.get_closest_marker("stack") is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.command import PROGRAMS
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.reward import MathOptions
@@ -51,6 +52,8 @@ def test_the_targets_and_programs_are_there() -> None:
     for program in re.findall(r"python -m (rlhf\.\w+)", README):
         path = program.replace(".", "/")
         assert (ROOT / f"{path}.py").is_file() or (ROOT / path / "__main__.py").is_file()
+    commands = re.findall(r"(?:^|`)rlhf ([a-z-]+)", README, flags=re.MULTILINE)
+    assert {"grpo", "ppo", "doctor", "report"} <= set(commands) <= PROGRAMS.keys()
 
 
 def test_the_link_targets_are_there() -> None:

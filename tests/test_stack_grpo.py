@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from documented import check_documented
+from documented import check_documented, check_shown
 from processes import Process, below, outliving, running
 from waiting import STACK_WAIT_S, eventually
 
@@ -95,6 +95,7 @@ def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_
     run = tmp_path / "run"
     (trace,) = (run / "profile").iterdir()
     assert "aten::mm" in {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    check_shown("rlhf grpo --config mine.yaml", done.stdout, runs__first=str(run))
     steps = read_steps(run)
     assert [row["step"] for row in steps] == [1, 2, 3]
     check_account(steps)
@@ -314,7 +315,9 @@ def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_no_
     assert program.returncode == 1, stderr[-3000:]
     assert "engine" in stderr.splitlines()[-1]
     assert f"What the actors printed is in {tmp_path / 'run' / 'logs'}." in stderr.splitlines()[-1]
-    assert any("EngineCore" in log.read_text() for log in (tmp_path / "run" / "logs").iterdir())
+    logs = tmp_path / "run" / "logs"
+    assert {"engine-0.log", "learner-0.log"} <= {log.name for log in logs.iterdir()}
+    assert "EngineCore" in (logs / "engine-0.log").read_text()
     assert "Traceback" not in stderr
     assert outliving(started) == []
     assert "RuntimeError: no answer with <secret>" in stdout

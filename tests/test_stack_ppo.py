@@ -73,6 +73,9 @@ def test_a_training_of_a_reward_model_that_diverges_says_so_and_writes_no_model(
     done = subprocess.run(command, capture_output=True, text=True, timeout=STACK_WAIT_S, check=False)
     assert done.returncode == 1, done.stderr[-3000:]
     assert "loss nan" in done.stdout
+    # what the libraries print is in a log
+    assert [line for line in done.stdout.splitlines() if not re.match(r"64 pairs|update \d|held out", line)] == []
+    assert (tmp_path / "reward" / "logs" / "learner-1.log").is_file()
     last = done.stderr.splitlines()[-1]
     assert re.match(r"error: learner \d: RuntimeError: learner\.optimizer\.lr=1e\+30: the training diverged", last)
     assert not (tmp_path / "reward/model").exists()

@@ -32,6 +32,7 @@ from rlhf.cluster.replacement import EngineLostError, Replacements, while_health
 from rlhf.cluster.session import RaySession
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
+from rlhf.log.measure import Watch, unwatched
 from rlhf.plan import check_resources
 from rlhf.plan.shared_gpus import check_shared_gpus
 from rlhf.rollout.requests import SamplingSettings
@@ -47,6 +48,8 @@ class Cluster:
         trains: False starts only the engines, for an evaluation.
         compare_nodes: False lets nodes with other versions take part.
     """
+
+    watch_stage: Watch = staticmethod(unwatched)  # a context around each stage of the start
 
     def __init__(
         self, config: GRPOConfig, *, first_step: int = 0, trains: bool = True, compare_nodes: bool = True
@@ -94,20 +97,21 @@ class Cluster:
             self._watching.append(asyncio.ensure_future(self.heartbeat.watch()))
             await self._start()
         except BaseException as error:
-            self._session.keep_logs(error, Path(self.config.run.dir))
+            self._session.keep_logs(error, Path(self.config.run.dir), self._names())
             await self._stop()
             raise
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        self._session.keep_logs(error, Path(self.config.run.dir))
+        self._session.keep_logs(error, Path(self.config.run.dir), self._names())
         await self._stop()
 
     # --- start ---
 
     async def _start(self) -> None:
         config = self.config.cluster
-        self._session.start(config.ray_address)
+        with self.watch_stage("Ray"):
+            self._session.start(config.ray_address)
         if self._compare_nodes:
             await self._session.compare_nodes(deadline_s=config.start_deadline_s)
         check_resources(self.config, ray.cluster_resources(), trains=self.trains)
@@ -164,7 +168,8 @@ class Cluster:
             for i, environment in enumerate(environments):
                 gpus = shared_gpus(self._placed[LEARNER].locations, placed.role, i)
                 environment["CUDA_VISIBLE_DEVICES"] = gpus
-        await placed.group.build(environments, arguments, deadline_s=config.start_deadline_s)
+        with self.watch_stage(role if role == ENGINE else f"weights of the {role}"):
+            await placed.group.build(environments, arguments, deadline_s=config.start_deadline_s)
 
     def _engine_arguments(self, rank: int) -> tuple[Any, ...]:
         return self.config, _engine_seed(self.config.run.seed, rank, self._version), self.transfer_backend
@@ -367,6 +372,11 @@ class Cluster:
         return scores
 
     # --- end ---
+
+    def _names(self) -> dict[str, str]:
+        """The names of the actors on this machine by process."""
+        groups = [(role, placed.group.locations) for role, placed in self._placed.items()]
+        return {str(place.process): f"{role} {rank}" for role, places in groups for rank, place in enumerate(places)}
 
     async def _stop(self) -> None:
         for task in self._watching:

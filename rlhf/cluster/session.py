@@ -6,12 +6,11 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +121,21 @@ class RaySession:
             raise ValueError("\n".join(["the nodes do not have the same installed:", *lines, remedy]))
         print(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}", flush=True)
 
-    def keep_logs(self, error: BaseException | None, run: Path) -> None:
-        """After a failure: copy the actors' output from the temporary folder; add notes with its cause and the copy."""
+    def keep_logs(self, error: BaseException | None, run: Path, actors: Mapping[str, str]) -> None:
+        """After a failure: copy the actors' output from the temporary folder; add notes with its cause and the copy.
+
+        Args:
+            actors: names such as `engine 0` by process; their files are named for them.
+        """
         if not (isinstance(error, ClusterError) and self.temp and run.is_dir()):
             return
-        saved, logs = run / "logs", []
-        for log in Path(self.temp).glob("session_latest/logs/worker-*"):
+        saved, logs = run / "logs", list[Path]()
+        for log in sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.stat().st_mtime):
             if log.stat().st_size:
                 saved.mkdir(exist_ok=True)
-                logs.append(saved / log.name)
-                logs[-1].write_text(hide(log.read_text(errors="replace")))
-                shutil.copystat(log, logs[-1])
-        if cause := error_in_logs(logs):
+                name = actors.get(log.stem.rpartition("-")[2], log.stem).replace(" ", "-")
+                logs.append(_append(log, saved / f"{name}.log", anew=saved / f"{name}.log" not in logs))
+        if cause := error_in_logs(sorted(logs, key=lambda log: log.stem.replace("-", " ") not in str(error))):
             error.add_note(cause)
         if logs:
             error.add_note(f"What the actors printed is in {saved}.")
@@ -152,9 +154,22 @@ class RaySession:
             self._guard = None
 
 
+def _append(log: Path, file: Path, *, anew: bool) -> Path:
+    """Add a log to a file, which is of an earlier failure if it is to be written anew: that one is kept as .old."""
+    if anew and file.exists():
+        file.replace(file.with_suffix(".old"))
+    with file.open("a") as output:
+        output.write(hide(log.read_text(errors="replace")))
+    return file
+
+
 def error_in_logs(logs: Iterable[Path]) -> str:
-    """The first error in what the actors printed that is no consequence of a death; "" if there is none."""
-    for log in sorted(logs, key=lambda log: log.stat().st_mtime):
+    """The first error in what the actors printed that is no consequence of a death; "" if there is none.
+
+    Args:
+        logs: in the order in which they are read; those of the actors that failed come first.
+    """
+    for log in dict.fromkeys(logs):
         for line in log.read_text(errors="replace").splitlines():
             if found := ERROR_LINE.search(line):
                 return f"{log.name}: {found[0][:MAX_ERROR_SHOWN]}"

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf.config.base import Section
@@ -67,6 +68,13 @@ def program_schema(argv: Sequence[str] | None) -> type[GRPOConfig]:
     return PROGRAMS[chooser.parse_known_args(argv)[0].program]
 
 
+def started_as(module: str) -> str:
+    """What the user typed to start a program: `rlhf grpo`, or `python -m rlhf.grpo`."""
+    if Path(*sys.orig_argv[1:2]).name == "rlhf":
+        return module.replace(".", " ").replace("_", "-")
+    return f"python -m {module}"
+
+
 def parse(
     program: str,
     description: str,
@@ -86,9 +94,9 @@ def parse(
         ValueError: from the config, or from arguments that are neither a flag nor an override.
     """
     parser = argparse.ArgumentParser(
-        prog=f"python -m {program}",
+        prog=started_as(program),
         description=description,
-        usage=f"python -m {program} --config FILE ... [flags] [section.key=value ...]",
+        usage=f"{started_as(program)} --config FILE ... [flags] [section.key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_list_keys(schema).replace("%", "%%"),
         allow_abbrev=False,
@@ -102,7 +110,7 @@ def parse(
     if not arguments.config:
         named = [text for text in arguments.overrides if text.endswith((".yaml", ".yml"))]
         example = (named or ["configs/math.yaml"])[0]
-        raise ValueError(f"--config: no file given. Name a YAML file: python -m {program} --config {example}")
+        raise ValueError(f"--config: no file given. Name a YAML file: {started_as(program)} --config {example}")
     checks = (lambda config: ()) if vars(arguments).get("plan") else check
     return load_config(schema, arguments.config, arguments.overrides, check=checks), arguments
 

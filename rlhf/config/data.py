@@ -19,6 +19,7 @@ TemplateName = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
 AnswerFormat = Literal["auto", "gsm8k", "boxed", "text", "none"]
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")  # files that are not read, and no hub names
 
 
 class SourceConfig(Section):

@@ -71,7 +71,8 @@ def load_config(
         values = OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise ValueError(
-            f"{_first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} where it is text."
+            f"{error.full_key}: {_first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} "
+            "where it is text."
         ) from None
     remember(values)
     if missing := "\n".join(missing_secrets(values)):
@@ -110,7 +111,9 @@ def _read(file: str) -> dict[str, Any]:
 
     path = Path(file)
     if not path.is_file():
-        raise ValueError(f"--config {file}: there is no such file. Give the path of a YAML file.")
+        raise ValueError(
+            f"--config {file}: there is no such file. Give the path of a YAML file; `rlhf configs` lists some."
+        )
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # the YAML parser raises many types, all about the file
@@ -232,7 +235,9 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key]) -> Iterator[str]:
             text = json.dumps(problem["input"])
             yield f"{given}: text is expected, and YAML reads this as another type. Quote it: {key}='\"{text}\"'."
         case "model_type" | "model_attributes_type":
-            yield f"{given}: a section is expected. Set a key in it, such as {key}.KEY=VALUE."
+            example = next((f"{name}=VALUE" for name in keys if name.startswith(f"{key}.")), f"{key}.KEY=VALUE")
+            example = "reward=[{name: math}]" if key == "reward" else example
+            yield f"{given}: a section is expected. Set a key in it, such as {example}."
         case "literal_error" if described is not None:
             yield f"{given}: it has to be {problem['ctx']['expected']} ({described.description})."
         case "int_type" | "float_type" | "bool_type" if _reads_as_another_type(problem["input"]):
@@ -249,7 +254,8 @@ def _unknown(key: str, keys: Mapping[str, Key]) -> str:
     section, _, name = key.rpartition(".")
     if name in NAMES_ELSEWHERE:
         return f"there is no such key. It is {NAMES_ELSEWHERE[name]} here."
-    if moved := [known for known in keys if known.endswith(f".{name}") and "[]" not in known]:
+    paths = dict.fromkeys(known[: dot.start()] for known in keys for dot in re.finditer(r"\.|$", known))  # and sections
+    if moved := [known for known in paths if known.endswith(f".{name}") and "[]" not in known]:
         return f"there is no such key. Did you mean {' or '.join(moved)}?"
     prefix, general = (f"{section}.", f"{_general(section)}.") if section else ("", "")
     names = [re.split(r"[.[]", known.removeprefix(general))[0] for known in keys if known.startswith(general)]

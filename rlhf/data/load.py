@@ -6,13 +6,12 @@ cannot be used is an error that names it, or counted (`data.on_bad_row`), and so
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlhf.config.data import AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import GoldAnswer, extract_answer
-from rlhf.data.read import BadRows, Row, config_sources, read_rows
+from rlhf.data.read import BadRows, Row, config_sources, read_rows, rows_per_epoch
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
 
@@ -106,16 +105,6 @@ def show_prompt(prompt: Prompt, tokenizer: Any) -> str:
 def first_prompt(loaded: LoadedPrompts) -> Prompt:
     """The first row of the first source."""
     return next(iter(loaded.prompts.values()))[0]
-
-
-def rows_per_epoch(sources: Collection[SourceConfig], prompts: dict[str, list[Prompt]]) -> dict[str, int]:
-    """Prompts of each source in an epoch: by weight, as many as the scarcest source allows; by row count; or all."""
-    sizes = {source.label: len(prompts[source.label]) for source in sources}
-    weights = {source.label: source.weight for source in sources if source.weight is not None}
-    if weights:
-        per_weight = min(sizes[label] / weight for label, weight in weights.items())
-        return {label: max(1, min(sizes[label], round(weight * per_weight))) for label, weight in weights.items()}
-    return {source.label: min(source.rows or sizes[source.label], sizes[source.label]) for source in sources}
 
 
 def _make_prompts(

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf.config.data import FILE_SUFFIXES, DataConfig, SourceConfig
+from rlhf.config.data import FILE_SUFFIXES, OTHER_SUFFIXES, DataConfig, SourceConfig
 from rlhf.data.model_files import looks_local, use_cache_if_hub_is_silent
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the beginning
@@ -51,6 +51,16 @@ def config_sources(config: DataConfig, which: str) -> dict[str, SourceConfig]:
     return {f"data.{which}.{i}" if len(sources) > 1 else f"data.{which}": source for i, source in enumerate(sources)}
 
 
+def rows_per_epoch(sources: Collection[SourceConfig], prompts: Mapping[str, Sized]) -> dict[str, int]:
+    """Prompts of each source in an epoch: by weight, as many as the scarcest source allows; by row count; or all."""
+    sizes = {source.label: len(prompts[source.label]) for source in sources}
+    weights = {source.label: source.weight for source in sources if source.weight is not None}
+    if weights:
+        per_weight = min(sizes[label] / weight for label, weight in weights.items())
+        return {label: max(1, min(sizes[label], round(weight * per_weight))) for label, weight in weights.items()}
+    return {source.label: min(source.rows or sizes[source.label], sizes[source.label]) for source in sources}
+
+
 def check_source(source: SourceConfig, key: str) -> None:
     """Check a source without reading it: a local file exists, has a known format and is not empty.
 
@@ -75,7 +85,7 @@ def check_source(source: SourceConfig, key: str) -> None:
 def local_path(source: SourceConfig) -> Path | None:
     """The file or folder that a source names; None for the name of a hub data set."""
     path = Path(source.path).expanduser()
-    return path if path.suffix in FILE_SUFFIXES or looks_local(source.path) else None
+    return path if path.suffix in FILE_SUFFIXES + OTHER_SUFFIXES or looks_local(source.path) else None
 
 
 def stream_rows(source: SourceConfig, which: str, key: str) -> Iterator[Row]:

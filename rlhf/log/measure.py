@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -17,10 +17,18 @@ from rlhf.types import RolloutGroup, ScoredRollout
 ENGINE_KL_FROM = {place: f"policy/engine_kl/from_{place}" for place in (0, 64, 1024, 4096)}
 
 
+Watch = Callable[[str], contextlib.AbstractContextManager[None]]  # a context around something that has a name
+
+
+def unwatched(name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 class Clock:
     """Seconds by phase, of the whole run (a resumed run continues the count) and since the last logged step."""
 
-    def __init__(self, spent: Mapping[str, float]) -> None:
+    def __init__(self, spent: Mapping[str, float], watch: Watch = unwatched) -> None:
+        self._watch = watch
         self.total: dict[str, float] = defaultdict(float, spent)
         self.step: dict[str, float] = {}
         self._step_started = self._window_started = time.monotonic()
@@ -36,7 +44,8 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         started = time.monotonic()
         try:
-            yield
+            with self._watch(name):
+                yield
         finally:
             seconds = time.monotonic() - started
             self.step[name] = self.step.get(name, 0.0) + seconds

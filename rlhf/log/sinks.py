@@ -1,4 +1,4 @@
-"""Where metrics go: a JSONL file, TensorBoard, MLflow, the terminal; log/wandb_sink.py has wandb.
+"""Where metrics go: a JSONL file, TensorBoard, MLflow; log/wandb_sink.py has wandb, log/terminal.py the terminal.
 
 The x-axis of every metric is the training step.
 """
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -144,47 +143,6 @@ class MlflowSink:
 
     def close(self, *, failed: bool = False) -> None:
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
-
-
-class TerminalSink:
-    """One line per training step with the main metrics and the estimated remaining time."""
-
-    COLUMNS = (
-        ("reward", "reward/mean", "{:.3f}"),
-        ("kl", "policy/kl_k3", "{:.4f}"),
-        ("length", "rollout/response_length/mean", "{:.1f}"),
-        ("entropy", "policy/entropy", "{:.3f}"),
-        ("grad", "learner/grad_norm", "{:.2f}"),
-        ("tokens/s", "rollout/tokens_per_second", "{:.0f}"),
-        ("s", "time/step", "{:.2f}"),
-    )
-
-    def __init__(self, console: Console, *, total_steps: int, first_step: int = 0) -> None:
-        self._console = console
-        self._total = total_steps
-        self._first = first_step
-        self.start()
-
-    def start(self) -> None:
-        """Estimate the remaining time from here on."""
-        self._started = time.monotonic()
-
-    def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
-        if "time/step" not in values:
-            return
-        shown = [f"{name} {form.format(values[key])}" for name, key, form in self.COLUMNS if key in values]
-        per_step = (time.monotonic() - self._started) / max(1, step - self._first)
-        eta = time.strftime("%H:%M:%S", time.gmtime(per_step * (self._total - step)))
-        width = len(str(self._total))
-        self._console.print(f"step {step:>{width}}/{self._total}  {'  '.join(shown)}  eta {eta}", highlight=False)
-
-    def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
-        named = {name.removeprefix("eval/"): value for name, value in values.items() if not name.endswith(BOUNDS)}
-        shown = "  ".join(f"{name} {value:.3f}" for name, value in named.items())
-        self._console.print(f"[bold]eval at step {step}[/bold]  {shown}", highlight=False)
-
-    def warn(self, message: str) -> None:
-        self._console.print(f"[yellow]warning:[/yellow] {escape(message)}", highlight=False)
 
 
 def printable(value: Any) -> str:

@@ -42,6 +42,20 @@ def arithmetic_warnings(config: GRPOConfig) -> Iterator[str]:
         yield "learner.optimizer.lr=0 with algo.kl_coef above 0: the policy will not change. Set lr."
 
 
+def data_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
+    """A warning if a step takes more prompts than there are.
+
+    Args:
+        prompts: rows per epoch, or why they are not known.
+    """
+    needed = config.rollout.prompts_per_step
+    if isinstance(prompts, int) and prompts < needed:
+        yield (
+            f"rollout.prompts_per_step={needed}: an epoch of data.train has only {prompts} rows. The run will be "
+            f"refused. Use at most {prompts}, or give it more rows."
+        )
+
+
 def model_warnings(config: GRPOConfig, model: Mapping[str, Any]) -> Iterator[str]:
     """Warnings from the model's config.json: why the run will be refused, by its checks or by an engine."""
     yield from (f"{problem} The run will be refused." for problem in model_problems(config, policy=model))

@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.data.hub import hub_problems
 from rlhf.data.model_checks import check_folder, model_problems
-from rlhf.data.read import check_source, config_sources
+from rlhf.data.model_files import looks_local
+from rlhf.data.read import check_source, config_sources, local_path
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model_shape import shape_at
 from rlhf.plan.resources import check_resources, joins_a_cluster, local_resources
@@ -34,7 +36,10 @@ def input_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
         *(partial(check_source, source, key) for key, source in sources.items()),
         *(partial(check_folder, role.model, key=role.model_key) for role in config.roles(trains=trains)),
     )
-    return list(dict.fromkeys(problems + _gather(lambda: _check_models(config, trains=trains))))
+    problems += _gather(lambda: _check_models(config, trains=trains))
+    models = {role.model_key: role.model for role in config.roles(trains=trains) if not looks_local(role.model)}
+    data = {key: source.path for key, source in sources.items() if local_path(source) is None}
+    return list(dict.fromkeys(problems + hub_problems(models, data)))
 
 
 def _gather(*checks: Callable[[], None]) -> list[str]:

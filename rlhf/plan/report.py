@@ -14,7 +14,9 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.config.roles import Training
 from rlhf.data.model_files import local_model_config, looks_local
-from rlhf.plan.checks import arithmetic_warnings, memory_warnings, model_warnings
+from rlhf.plan.checks import arithmetic_warnings, data_warnings, memory_warnings, model_warnings
+from rlhf.plan.data_rows import prompts_per_epoch
+from rlhf.plan.gpus import with_gpus_here
 from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
 from rlhf.plan.layout import draw, example_layout
 from rlhf.plan.memory import (
@@ -47,13 +49,15 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
     Args:
         model: config.json of the model, instead of the one at `model.path`.
     """
+    config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
     stored = stored_tensors(config.model.path) if model is None else None
     model = local_model_config(config.model.path) if model is None else model
-    warnings = list(arithmetic_warnings(config))
+    prompts = prompts_per_epoch(config.data)
+    warnings = [*arithmetic_warnings(config), *data_warnings(config, prompts)]
     sections = [
-        ("Batches", _batches(config)),
+        ("Batches", _batches(config, prompts)),
         ("Learning rate", _learning_rate(config)),
-        ("Placement", _placement(config)),
+        ("Placement", _placement(config, gpu_memory)),
     ]
     if (hours := expected(config)) is not None:
         sections.append(("Time, expected", _hours(config, hours)))
@@ -74,7 +78,7 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
     return "\n\n".join(f"{title}\n" + "\n".join(lines) for title, lines in sections) + "\n"
 
 
-def _batches(config: GRPOConfig) -> list[str]:
+def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
     rollout, learner = config.rollout, config.learner
     per_step, longest = config.rollouts_per_step, config.max_sequence_tokens
     minibatch = -(-per_step // learner.minibatches_per_epoch)
@@ -88,6 +92,7 @@ def _batches(config: GRPOConfig) -> list[str]:
         ("minibatch", f"{per_step:,} / {learner.minibatches_per_epoch} = {per_step / learner.minibatches_per_epoch:,g}"
          " rollouts, one optimizer step each"),
         *by_role,
+        ("data", _epochs(config, prompts)),
         ("longest sequence", f"{config.data.max_prompt_tokens:,} prompt + {rollout.max_response_tokens:,} response = "
          f"{longest:,} tokens"),
         ("tokens per step, at most", f"{per_step:,} x {longest:,} = {per_step * longest:,}, of which sampled "
@@ -96,6 +101,16 @@ def _batches(config: GRPOConfig) -> list[str]:
          f"{-(-microbatches // config.cluster.learners):,} per learner"),
         ("passes before the update", f"log-probs of {' and '.join(passes)} policy" if passes else "none"),
     )  # fmt: skip
+
+
+def _epochs(config: GRPOConfig, prompts: int | str) -> str:
+    if isinstance(prompts, str):
+        return prompts
+    each, steps = config.rollout.prompts_per_step, config.run.steps
+    return (
+        f"{prompts:,} rows / {each:,} = {prompts / each:,.1f} steps per epoch; "
+        f"{counted(steps, 'step')} = {steps * each / prompts:,.2f} epochs"
+    )
 
 
 def _updates(name: str, training: Training) -> tuple[str, str]:
@@ -120,7 +135,7 @@ def _learning_rate(config: GRPOConfig) -> list[str]:
     return rows(*lines)
 
 
-def _placement(config: GRPOConfig) -> list[str]:
+def _placement(config: GRPOConfig, gpu_memory: str) -> list[str]:
     cluster, roles = config.cluster, config.roles()
     if cluster.device == "cpu":
         cpus = sum(role.count * role.cpus for role in roles)
@@ -128,6 +143,7 @@ def _placement(config: GRPOConfig) -> list[str]:
         return rows(("on CPU", f"{who}; CPU cores reserved: {cpus:g}"))
     nodes = example_layout(roles, cluster)
     kinds = [("GPUs", f"{count_gpus(roles)} on {counted(len(nodes), 'node')} of {cluster.gpus_per_node}")]
+    kinds.append(("memory of a GPU", gpu_memory))
     for role in roles:
         each = f"{counted(role.gpus, 'GPU')} each" if role.gpus else "on the GPUs of the learners"
         stage = f", ZeRO stage {role.training.section.zero_stage}" if role.training is not None else ""

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.config.cli import run_program
+from rlhf.config.cli import run_program, started_as
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m rlhf.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=started_as("rlhf.report"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; the first is the one to compare with")
     parser.add_argument("--output", help="HTML file (default: report.html in the folder of the first run)")

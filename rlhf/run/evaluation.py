@@ -20,17 +20,21 @@ async def evaluate(
     sample: Callable[[Prompt], Awaitable[RolloutGroup]],
     *,
     at_once: int,
+    count: Callable[[], None] = lambda: None,
 ) -> dict[str, list[RolloutGroup]]:
     """Sample and grade all prompts of each data set, in their order.
 
     Args:
         at_once: groups in progress at the same time; a group's deadline must not run while it is queued.
+        count: called after each group.
     """
     slots = asyncio.Semaphore(at_once)
 
     async def sample_in_slot(prompt: Prompt) -> RolloutGroup:
         async with slots:
-            return await sample(prompt)
+            group = await sample(prompt)
+        count()
+        return group
 
     return {
         source: await asyncio.gather(*(sample_in_slot(prompt) for prompt in rows)) for source, rows in prompts.items()

@@ -14,7 +14,8 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.secrets import hidden, hide_in_output
 from rlhf.log.background import BackgroundSink, ClosingSink
 from rlhf.log.patient_files import PatientFiles
-from rlhf.log.sinks import NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink, TerminalSink
+from rlhf.log.sinks import NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink
+from rlhf.log.terminal import Terminal
 from rlhf.log.wandb_sink import WandbSink
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState, code_state
@@ -32,9 +33,16 @@ class RunLog:
     """
 
     def __init__(self, config: GRPOConfig, *, first_step: int, state: RunState) -> None:
-        self.console = Console(soft_wrap=True)
-        self.terminal = TerminalSink(self.console, total_steps=config.run.steps, first_step=first_step)
-        self.warn = self.terminal.warn
+        self.console = Console()
+        self.terminal = Terminal(
+            self.console,
+            total_steps=config.run.steps,
+            first_step=first_step,
+            exports=config.run.export,
+            warmup_steps=config.training.idle_steps,
+            title=config.run.dir,
+        )
+        self.warn, self.print = self.terminal.warn, self.terminal.print
         self.files = PatientFiles(self.warn)
         self.wandb_run_id, self.mlflow_run_id = state.wandb_run_id, state.mlflow_run_id
         _check_packages(config)
@@ -89,9 +97,6 @@ class RunLog:
         self.warn(f"{title}: {text}")
         if self._wandb is not None:
             self._wandb.alert(title, text)
-
-    def print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
 
 
 def _check_packages(config: GRPOConfig) -> None:

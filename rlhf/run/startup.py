@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from rich.console import Console
+from typing import Any, Literal, Protocol
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, show_prompt
 from rlhf.rewards.scorer import Scorer
 
 MAX_ROWS_SHOWN = 5
+
+
+class Say(Protocol):
+    """Prints for the user; without `wrap`, lines as long as they are."""
+
+    def __call__(self, text: str, *, wrap: bool = True) -> None: ...
 
 
 def check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:
@@ -27,20 +31,20 @@ def check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:
         )
 
 
-def show_data(console: Console, prompts: LoadedPrompts, tokenizer: Any, *, max_prompt_tokens: int) -> None:
+def show_data(say: Say, prompts: LoadedPrompts, tokenizer: Any, *, max_prompt_tokens: int) -> None:
     """Print how many prompts each source has, and the first one as the model is given it."""
     for source, rows in prompts.prompts.items():
         dropped = prompts.dropped_too_long[source]
         left_out = f", {dropped} left out as longer than {max_prompt_tokens} tokens" if dropped else ""
         bad = prompts.bad_rows.get(source)
         left_out += f", {len(bad)} left out as bad rows, the first: {bad[0]}" if bad else ""
-        console.print(f"data {source}: {len(rows)} prompts{left_out}", markup=False, highlight=False)
-    console.print("first prompt, as the model is given it:")
-    console.print(show_prompt(first_prompt(prompts), tokenizer), markup=False, highlight=False)
+        say(f"data {source}: {len(rows)} prompts{left_out}")
+    say("first prompt, as the model is given it:")
+    say(show_prompt(first_prompt(prompts), tokenizer), wrap=False)
 
 
 def without_bad_gold(
-    which: Literal["train", "eval"], loaded: LoadedPrompts, config: GRPOConfig, scorer: Scorer, console: Console
+    which: Literal["train", "eval"], loaded: LoadedPrompts, config: GRPOConfig, scorer: Scorer, say: Say
 ) -> LoadedPrompts:
     """Grade every gold answer against itself, and leave out the rows whose answer cannot be graded.
 
@@ -57,6 +61,5 @@ def without_bad_gold(
             f"{len(bad)} gold answers cannot be graded:\n{named}{more}\n"
             "Repair these rows, or set reward.bad_gold=skip to leave them out."
         )
-    text = f"left out {len(bad)} rows whose gold answer cannot be graded:\n{named}{more}"
-    console.print(text, markup=False, highlight=False)
+    say(f"left out {len(bad)} rows whose gold answer cannot be graded:\n{named}{more}")
     return leave_out(config.data, which, loaded, {row.row for row in bad})

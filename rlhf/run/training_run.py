@@ -71,17 +71,18 @@ class TrainingRun(Generic[C]):
         self.state = RunState() if self.restored is None else RunFolder.read_state(self.restored)
         check_resumed_state(config, self.folder, self.state)
         self.first_step = self.state.step
-        self.clock = Clock(self.state.seconds)
         self.log = RunLog(config, first_step=self.first_step, state=self.state)
+        self.clock = Clock(self.state.seconds, self.log.terminal.phase)
         self.diagnosis = Diagnosis(flat_keys(hidden(config.model_dump(mode="json"))))
         self.signal_watch = SignalWatch(config.run, self.diagnosis)
         self.skipped = SkippedBatches(self.folder.path / "skipped", self.log.warn)
         self.stop = Stop(config.run.grace_s, self.log.print)
-        self.tokenizer = load_tokenizer(config.model)
-        truncate_token_id(config.rollout, self.tokenizer)  # raises ValueError unless it is one token
-        self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer)
-        check_prompts_suffice(config, self.prompts)
-        self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer)
+        with self.log.terminal.stage("data"):
+            self.tokenizer = load_tokenizer(config.model)
+            truncate_token_id(config.rollout, self.tokenizer)  # raises ValueError unless it is one token
+            self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer)
+            check_prompts_suffice(config, self.prompts)
+            self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer)
         self._exit_stack = contextlib.AsyncExitStack()
 
     # --- start and end ---
@@ -101,11 +102,16 @@ class TrainingRun(Generic[C]):
         await self._exit_stack.__aexit__(*failure)
 
     async def _start(self) -> None:
+        self._exit_stack.enter_context(self.log.terminal.live())
         self._announce()
-        await self._prepare_data()
+        with self.log.terminal.stage("grader"):
+            await self._prepare_data()
         self.folder.create(self.config)
         self.log.open(self.folder, self._exit_stack)
         await self._start_cluster()
+        self.log.terminal.evaluation_steps = [
+            step for step in range(self.first_step, self.config.run.steps + 1) if self.evaluation_is_due(step)
+        ]
         self.log.terminal.start()
         self._open_buffer()
 
@@ -113,7 +119,7 @@ class TrainingRun(Generic[C]):
         for warning in (*self.config.warnings(), *self.folder.warnings, *resume_warnings(self.config, self.state)):
             self.log.warn(warning)
         longest = self.config.data.max_prompt_tokens
-        show_data(self.log.console, self.prompts, self.tokenizer, max_prompt_tokens=longest)
+        show_data(self.log.print, self.prompts, self.tokenizer, max_prompt_tokens=longest)
         if self.restored is not None:
             self.log.print(f"resuming from {self.restored}")
 
@@ -127,9 +133,9 @@ class TrainingRun(Generic[C]):
             self.log.warn(warning)
 
         def check_gold() -> None:
-            console = self.log.console
-            self.prompts = without_bad_gold("train", self.prompts, config, self.scorer, console)
-            self.eval_prompts = without_bad_gold("eval", self.eval_prompts, config, self.scorer, console)
+            say = self.log.print
+            self.prompts = without_bad_gold("train", self.prompts, config, self.scorer, say)
+            self.eval_prompts = without_bad_gold("eval", self.eval_prompts, config, self.scorer, say)
 
         await asyncio.to_thread(check_gold)  # takes minutes for a large data set; SIGTERM must still be handled
         check_prompts_suffice(config, self.prompts)
@@ -138,12 +144,14 @@ class TrainingRun(Generic[C]):
 
     async def _start_cluster(self) -> None:
         """Start engines and learners, load a checkpoint, and check that both hold the same weights."""
-        config = self.config
+        config, stage = self.config, self.log.terminal.stage
         self.log.print(
             f"starting {config.cluster.engines} engine(s) and {config.cluster.learners} learner(s) on "
             f"{config.cluster.device} ..."
         )
-        self.cluster = await self._exit_stack.enter_async_context(Cluster(config, first_step=self.first_step))
+        self.cluster = Cluster(config, first_step=self.first_step)
+        self.cluster.watch_stage = stage
+        await self._exit_stack.enter_async_context(self.cluster)
         self.cluster.heartbeat.others = lambda: {"graders": self.scorer.process}
         self.saver = CheckpointSaver(
             config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, self.mirror, self.log.warn,
@@ -158,10 +166,11 @@ class TrainingRun(Generic[C]):
             noise_seed=config.noise_seed,
         )
         self.speed = LearnerSpeed(config, (await self.cluster.learners.call("device_name"))[0])
-        await self.canary.measure_noise(self.cluster)  # before a checkpoint is loaded: both sides hold model.path now
-        if self.restored is not None:
-            await self.cluster.load(self.restored)
-        await self.canary.check_start(self.cluster, self.first_step)
+        with stage("check"):
+            await self.canary.measure_noise(self.cluster)  # before a checkpoint is loaded: both sides hold model.path
+            if self.restored is not None:
+                await self.cluster.load(self.restored)
+            await self.canary.check_start(self.cluster, self.first_step)
         self.cluster.replace_lost_engines(partial(self.canary.check_joined, self.cluster))
 
     def _open_buffer(self) -> None:
@@ -221,7 +230,8 @@ class TrainingRun(Generic[C]):
             return
         with self.clock.phase("evaluation"):
             at_once = self.config.evaluation_groups_at_once
-            evaluation = evaluate(self.eval_prompts.prompts, self.sampler.for_evaluation, at_once=at_once)
+            count = self.log.terminal.progress("problem", sum(map(len, self.eval_prompts.prompts.values())))
+            evaluation = evaluate(self.eval_prompts.prompts, self.sampler.for_evaluation, at_once=at_once, count=count)
             groups = await self.stop.unless_requested(evaluation)
         if groups is None:
             return  # a resumed run makes up for it

@@ -69,3 +69,39 @@ def test_the_first_error_that_is_no_consequence_is_the_cause(tmp_path: Path) -> 
     second.write_text("ConnectionResetError: [Errno 104] Connection reset by peer\n")
     assert error_in_logs([first, second]) == "worker-a.out: RuntimeError: CPU Generator does not use offset"
     assert error_in_logs([second]) == ""
+
+
+def write_logs(folder: Path, **texts: str) -> None:
+    logs = folder / "session_latest" / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (logs / f"worker-abc-01-{name.removeprefix('p').replace('_', '.')}").write_text(text)
+
+
+def test_logs_are_named_by_role_and_the_cause_is_from_the_log_of_the_actor_that_failed(tmp_path: Path) -> None:
+    session, run = RaySession(), tmp_path / "run"
+    run.mkdir()
+    session.temp = str(tmp_path / "ray")
+    actors = {"7": "engine 0", "8": "engine 1", "9": "reward model 0"}
+    write_logs(
+        tmp_path / "ray",
+        p8_out="RuntimeError: of the other engine\n",
+        p7_out="INFO ready\n",
+        p7_err="ERROR core: RuntimeError: out of memory\n",
+        p9_out="loaded\n",
+        p3_err="of no actor\n",
+    )
+    error = ClusterError("engine 0, sampling a/1 failed: engine 0 on node x is lost")
+    session.keep_logs(error, run, actors)
+    logs = run / "logs"
+    names = {"engine-0.log", "engine-1.log", "reward-model-0.log", "worker-abc-01-3.log"}
+    assert {log.name for log in logs.iterdir()} == names
+    assert sorted((logs / "engine-0.log").read_text().splitlines()) == [
+        "ERROR core: RuntimeError: out of memory", "INFO ready",
+    ]  # fmt: skip
+    assert error.__notes__ == ["engine-0.log: RuntimeError: out of memory", f"What the actors printed is in {logs}."]
+
+    write_logs(tmp_path / "ray", p7_out="a second life\n", p7_err="")
+    session.keep_logs(ClusterError("engine 0 again"), run, actors)
+    assert (logs / "engine-0.log").read_text() == "a second life\n"
+    assert "out of memory" in (logs / "engine-0.old").read_text()

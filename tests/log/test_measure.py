@@ -13,7 +13,7 @@ from worlds import make_groups
 
 from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
 from rlhf.log.reductions import Last, Mean, Sum, mean_over_updates, to_values
-from rlhf.log.sinks import TerminalSink
+from rlhf.log.terminal import Terminal
 from rlhf.types import RolloutGroup, VersionSpan
 
 
@@ -85,5 +85,5 @@ def test_lag_is_counted_by_token() -> None:
 
 def test_a_warning_is_printed_as_it_is_even_with_brackets() -> None:
     printed = StringIO()
-    TerminalSink(Console(file=printed, width=1000), total_steps=1).warn("reward[0]: returned [bold] 2 values")
+    Terminal(Console(file=printed, width=1000), total_steps=1).warn("reward[0]: returned [bold] 2 values")
     assert printed.getvalue() == "warning: reward[0]: returned [bold] 2 values\n"

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.plan import check_resources
+from rlhf.plan.gpus import gpus_here
 from rlhf.plan.layout import draw, example_layout
 from rlhf.plan.report import plan_text
 
@@ -84,6 +86,119 @@ def test_passes_before_the_update_are_named(make: Any) -> None:
     one_update = ["learner.minibatches_per_epoch=1", "learner.epochs_per_step=1", "learner.schedule.warmup_steps=0"]
     assert line_of(plan_text(make(*one_update)), "passes before the update") == "none"
     assert line_of(plan_text(make("algo.kl_coef=0.1")), "passes before the update").endswith("old and ref policy")
+
+
+def write_rows(path: Path, count: int) -> Path:
+    path.write_text("".join(f'{{"question": "{n}"}}\n' for n in range(count)) + "\n")
+    return path
+
+
+def test_steps_and_epochs_follow_from_the_rows_of_the_data(make: Any, tmp_path: Path) -> None:
+    many = write_rows(tmp_path / "many.jsonl", 1000)
+    assert line_of(plan_text(make(f"data.train={many}")), "data  ") == (
+        "1,000 rows / 32 = 31.2 steps per epoch; 100 steps = 3.20 epochs"
+    )
+    pyarrow = pytest.importorskip("pyarrow")
+    pyarrow.parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["x"] * 600}), tmp_path / "some.parquet")
+    (tmp_path / "list.json").write_text(json.dumps([{"question": "x"}] * 40))
+    mixed = f"[{{path: {many}, rows: 50}}, {tmp_path}/some.parquet, {tmp_path}/list.json]"
+    assert line_of(plan_text(make(f"data.train={mixed}")), "data  ").startswith("690 rows / 32 = 21.6 steps")
+
+
+def test_fewer_rows_than_a_step_takes_are_a_warning_with_both_numbers(make: Any, tmp_path: Path) -> None:
+    text = " ".join(plan_text(make(f"data.train={write_rows(tmp_path / 'few.jsonl', 31)}")).split())
+    assert "rollout.prompts_per_step=32: an epoch of data.train has only 31 rows. The run will be refused." in text
+
+
+def test_data_that_cannot_be_counted_is_named_with_the_reason(make: Any) -> None:
+    assert line_of(plan_text(make("data.train=openai/gsm8k")), "data  ") == "not counted: openai/gsm8k is no local file"
+    assert line_of(plan_text(make()), "data  ").startswith("not counted: x.jsonl: ")
+
+
+# --- the GPUs of this machine ---
+
+
+class Nvml:
+    """Stands in for NVML, with two GPUs of 24 GB; a test that needs a GPU compares it with the real one."""
+
+    NVMLError = OSError
+    nvmlInit = nvmlShutdown = staticmethod(lambda: None)  # noqa: N815
+    nvmlDeviceGetHandleByIndex = staticmethod(lambda index: [0, 1][index])  # noqa: N815
+    nvmlDeviceGetHandleByUUID = staticmethod({"GPU-one": 1}.__getitem__)  # noqa: N815
+    nvmlDeviceGetName = staticmethod(lambda handle: "NVIDIA GeForce RTX 4090")  # noqa: N815
+    nvmlDeviceGetMemoryInfo = staticmethod(lambda handle: SimpleNamespace(total=(24 - handle) * 2**30))  # noqa: N815
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml)  # type: ignore[arg-type]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-one")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_plan_takes_number_and_memory_of_the_gpus_that_are_there(make: Any) -> None:
+    text = plan_text(make(), model=LLAMA31_8B)
+    (memory,) = re.findall(r"memory of a GPU +(.*\n.*)\n", text)
+    assert " ".join(memory.split()) == (
+        "23.0 GiB, read here; this machine: 1 x NVIDIA GeForce RTX 4090, 24.0 GiB, 1 x NVIDIA GeForce RTX 4090, "
+        "23.0 GiB"
+    )
+    assert line_of(text, "GPUs") == "8 on 4 nodes of 2"
+    assert "rest of 0.85 x 23 GiB" in text
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_what_the_config_says_of_gpus_wins_over_what_is_there(make: Any) -> None:
+    text = plan_text(make("cluster.gpu_memory_gib=60", "cluster.gpus_per_node=4"), model=LLAMA31_8B)
+    assert line_of(text, "memory of a GPU").startswith("60 GiB, from cluster.gpu_memory_gib; this machine: 1 x NVIDIA")
+    assert line_of(text, "GPUs") == "8 on 2 nodes of 4"
+    elsewhere = plan_text(make("cluster.ray_address=10.0.0.1:6379"))
+    assert line_of(elsewhere, "memory of a GPU").startswith("79 GiB, assumed: no GPU is read here")
+
+
+def test_without_a_gpu_its_memory_is_assumed_and_the_plan_says_so(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert line_of(plan_text(make()), "memory of a GPU").startswith("79 GiB, assumed: no GPU is read here")
+
+
+@pytest.mark.gpu
+def test_nvml_names_the_gpus_that_torch_sees() -> None:
+    import torch
+
+    seen = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    assert [gpu.name for gpu in gpus_here()] == [device.name for device in seen]
+    # the driver keeps a part of the memory to itself, which torch does not see
+    assert all(0.9 < d.total_memory / 2**30 / g.memory_gib <= 1 for g, d in zip(gpus_here(), seen, strict=True))
+
+
+QWEN25 = {
+    "model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+QWEN25_05B = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864}
+QWEN25_15B = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "memory"), [("one_gpu_24gb", QWEN25_05B, 22), ("one_gpu_80gb", QWEN25_15B, 79)]
+)
+def test_the_configs_for_one_gpu_fit_it_without_a_warning(name: str, shape: dict[str, int], memory: float) -> None:
+    file = ROOT / "configs" / f"{name}.yaml"
+    config = load_config(GRPOConfig, [str(file)])
+    text = plan_text(config, model=QWEN25 | shape)
+    assert "Warnings" not in text
+    assert line_of(text, "memory of a GPU").startswith(f"{memory} GiB, from cluster.gpu_memory_gib")
+    assert line_of(text, "GPUs") == "1 on 1 node of 1"
+    rollouts, minibatches = config.rollouts_per_step, config.learner.minibatches_per_epoch
+    assert (
+        f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = {rollouts:,} "
+        f"rollouts a step, {minibatches} minibatches of {rollouts // minibatches}"
+    ) in file.read_text()
+    assert f"= {config.total_updates} optimizer steps" in file.read_text()
+    too_big = plan_text(config, model=QWEN25 | QWEN25_15B | {"num_hidden_layers": 60})
+    assert "Warnings" in too_big
 
 
 # --- placement ---

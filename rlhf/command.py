@@ -1,0 +1,179 @@
+"""Program: `rlhf`, the command that starts the others; `rlhf grpo ...` is `python -m rlhf.grpo ...`.
+
+    rlhf --help
+    rlhf grpo --config configs/math.yaml --plan
+    rlhf configs copy quickstart                       a config of this package as a file here
+    eval "$(rlhf completion bash)"                     Tab completes programs, flags and keys; also zsh and tcsh
+
+Nothing heavy is imported before the program that is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import runpy
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from rlhf.config import cli
+
+PROGRAMS = {
+    "grpo": "train with GRPO and its relatives",
+    "ppo": "train with PPO and a critic",
+    "reward-model": "train a reward model from preference pairs",
+    "evaluate": "avg@k, pass@k and maj@k of a model",
+    "score": "grade a file of responses",
+    "export": "a checkpoint as a model folder",
+    "report": "a page about runs",
+    "show": "the rollouts of a run",
+    "doctor": "check whether a run will work on this machine",
+    "quickstart": "make a tiny model and its data",
+}
+OTHERS = {"configs": "list the configs of this package; copy one", "completion": "completion for a shell"}
+PACKAGES = ("doctor", "report")
+SHELLS = ("bash", "zsh", "tcsh")
+INSTALLED_CONFIGS = Path(sys.prefix, "share", "rlhf", "configs")  # as pyproject.toml says
+
+# Keys end in "=", after which bash must not put a space.
+NO_SPACE_AFTER_KEYS = """
+_rlhf() { _shtab_rlhf; [[ ${COMPREPLY[*]} == *= ]] && compopt -o nospace; }
+complete -o filenames -F _rlhf rlhf
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = _parser()
+    arguments = parser.parse_args((sys.argv[1:] if argv is None else argv)[:1])
+    rest = list(sys.argv[2:] if argv is None else argv[1:])
+    if arguments.program == "configs":
+        _configs(rest)
+    elif arguments.program == "completion":
+        shell = argparse.ArgumentParser(prog="rlhf completion", description="Print a script for a shell to evaluate.")
+        shell.add_argument("shell", choices=SHELLS)
+        print(completion(shell.parse_args(rest).shell))
+    else:
+        sys.argv[1:] = rest
+        runpy.run_module(_module(arguments.program), run_name="__main__", alter_sys=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, PROGRAMS))
+    lines = (f"  {name:<{width}}  {text}" for name, text in (PROGRAMS | OTHERS).items())
+    parser = argparse.ArgumentParser(
+        prog="rlhf",
+        usage="rlhf PROGRAM ...",
+        description="\n".join(["Reinforcement learning of language models with GRPO and PPO.", "", *lines]),
+        epilog="`rlhf PROGRAM --help` says what a program takes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"rlhf {version('rlhf')}")
+    parser.add_argument("program", choices=(*PROGRAMS, *OTHERS), metavar="PROGRAM", help="one of the names above")
+    return parser
+
+
+def _module(program: str) -> str:
+    return f"rlhf.{program.replace('-', '_')}"
+
+
+# --- configs ---
+
+
+def config_folder() -> Path:
+    """The configs of the checkout that this package is in, or those that were installed with it."""
+    checkout = Path(__file__).parents[1] / "configs"
+    return checkout if checkout.is_dir() else INSTALLED_CONFIGS
+
+
+def _configs(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="rlhf configs", description="List the configs of this package, or copy one.")
+    actions = parser.add_subparsers(dest="action")
+    copy = actions.add_parser("copy", help="copy a config to a file here")
+    copy.add_argument("name", metavar="NAME", help="such as quickstart")
+    copy.add_argument("file", metavar="FILE", nargs="?", help="YAML file to write (default: NAME.yaml)")
+    arguments = parser.parse_args(argv)
+    files = {path.stem: path for path in sorted(config_folder().glob("*.yaml"))}
+    if arguments.action is None:
+        print(f"{config_folder()}:")
+        for name, path in files.items():
+            first = path.read_text().splitlines()[0].removeprefix("# ")
+            print(f"  {name:<27} {textwrap.shorten(first, 50, placeholder=' ...')}")
+        return
+    name = arguments.name.removesuffix(".yaml")
+    if name not in files:
+        raise ValueError(f"configs copy {arguments.name}: there is no such config. There are {', '.join(files)}.")
+    target = Path(arguments.file or f"{name}.yaml")
+    if target.exists():
+        raise ValueError(f"configs copy {arguments.name}: {target} exists. Name another file after it.")
+    shutil.copyfile(files[name], target)
+    print(f"{target}: edit it, then: rlhf grpo --config {target} --plan")
+
+
+# --- completion ---
+
+
+def completion(shell: str) -> str:
+    """A script that completes programs, their flags and, in bash, the keys of the config."""
+    import shtab
+
+    parser = argparse.ArgumentParser(prog="rlhf")
+    programs = parser.add_subparsers()
+    for name, text in PROGRAMS.items():
+        built = parser_of(name)
+        for action in built._actions:
+            if action.dest == "overrides":
+                action.choices = keys_of(name) if shell == "bash" else None
+            elif action.metavar in ("FILE", "RUN", "DIR"):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        programs.add_parser(name, help=text, parents=[built], add_help=False)
+    configs = programs.add_parser("configs", help=OTHERS["configs"])  # shtab leaves out what has no help
+    copy = configs.add_subparsers().add_parser("copy", help="copy a config to a file here")
+    copy.add_argument("name", choices=[path.stem for path in sorted(config_folder().glob("*.yaml"))])
+    programs.add_parser("completion", help=OTHERS["completion"]).add_argument("shell", choices=SHELLS)
+    script: str = shtab.complete(parser, shell=shell)
+    return script + (NO_SPACE_AFTER_KEYS if shell == "bash" else "")
+
+
+def keys_of(program: str) -> list[str]:
+    """The keys that the help of a program lists outside lists, each as `section.key=`."""
+    epilog = (parser_of(program).epilog or "").split(cli.REWARD_HEADER)[0]
+    return [f"{key}=" for key in re.findall(r"^  ([\w.]+) (?:=|\(required\))", epilog, flags=re.MULTILINE)]
+
+
+class _ParserBuiltError(Exception):
+    """Carries the parser out of a program that is about to parse with it."""
+
+
+def parser_of(program: str) -> argparse.ArgumentParser:
+    """The parser of a program; every program builds it before it does anything else."""
+
+    def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> argparse.Namespace:
+        raise _ParserBuiltError(parser)
+
+    module = importlib.import_module(_module(program) + (".__main__" if program in PACKAGES else ""))
+    of_parser = argparse.ArgumentParser
+    before = of_parser.parse_args, of_parser.parse_known_intermixed_args
+    of_parser.parse_args = of_parser.parse_known_intermixed_args = stop  # type: ignore[method-assign, assignment]
+    try:
+        module.main(["--config", "FILE"])
+    except _ParserBuiltError as built:
+        (parser,) = built.args
+        assert isinstance(parser, argparse.ArgumentParser)
+        return parser
+    finally:
+        of_parser.parse_args, of_parser.parse_known_intermixed_args = before  # type: ignore[method-assign]
+    raise AssertionError(f"{program} has no parser")
+
+
+def start() -> None:
+    """The entry point of the installed command."""
+    sys.exit(cli.run_program(main))
+
+
+if __name__ == "__main__":
+    start()

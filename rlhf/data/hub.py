@@ -1,0 +1,61 @@
+"""Whether the hub is reached, before its own client tries for minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+HUB_ANSWER_S = 10.0
+
+
+def hub_problems(models: Mapping[str, str], data: Mapping[str, str]) -> list[str]:
+    """A message for each model and data set that only the hub has, if the hub does not answer.
+
+    Args:
+        models: names at the hub by key of the config; so are those of `data`.
+    """
+    places = [("folder", "model", "", models), ("file", "dataset", " --repo-type dataset", data)]
+    missing = [
+        (key, name, local, flag)
+        for local, kind, flag, named in places
+        for key, name in named.items()
+        if not _in_cache(name, kind)
+    ]
+    if not missing or not (reason := _hub_silence()):
+        return []
+    return [
+        f"{key}={name}: there is no such {local}, the cache of this machine does not have it, and the hub cannot be "
+        f"asked ({reason}). Name a local {local}, or fetch it where the hub answers: hf download {name}{flag}"
+        for key, name, local, flag in missing
+    ]
+
+
+def _in_cache(name: str, kind: str) -> bool:
+    """Whether anything of it is in a cache of the hub's client, or of `datasets`."""
+    from huggingface_hub import constants
+
+    folders = [Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"]
+    if kind == "dataset":
+        folders.append(Path(constants.HF_HOME) / "datasets" / name.replace("/", "___"))
+    return any(folder.is_dir() for folder in folders)
+
+
+def _hub_silence() -> str:
+    """Why the hub cannot be asked; "" if it answers, with whatever status."""
+    import ssl
+    import urllib.error
+    import urllib.request
+
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_ANSWER_S).close()
+    except urllib.error.HTTPError:
+        return ""
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        # the hub's client brings certificates of its own
+        return "" if isinstance(reason, ssl.SSLCertVerificationError) else f"{constants.ENDPOINT}: {reason}"
+    return ""

@@ -1,0 +1,268 @@
+"""What a run prints: stages of its start, one line per step, evaluations, warnings; on a terminal also a live view.
+
+Elsewhere, as in a file, every line fits 80 columns, or as many as the variable COLUMNS says; a path is never broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rlhf.log.sinks import BOUNDS, NO_DETAILS, Details, printable
+
+Row = Mapping[str, Any]
+
+REFRESHES_PER_S = 4
+PROGRESS_EVERY_S = 30.0  # between two lines about one evaluation, where there is no live view
+RESPONSE_LINES = 4  # of each of the two responses in the live view
+SAVES = ("checkpoint", "transfer")  # phases that move all weights, as the export does
+
+
+class Terminal:
+    """The lines of a run, and its live view.
+
+    Args:
+        exports: whether the run ends with an export.
+        warmup_steps: first steps, in which only the critic is trained.
+
+    Attributes:
+        evaluation_steps: after which there is an evaluation.
+    """
+
+    COLUMNS = (  # from the left, as many as fit
+        ("reward", "reward/mean", "{:.3f}"),
+        ("kl", "policy/kl_k3", "{:.4f}"),
+        ("length", "rollout/response_length/mean", "{:.4g}"),
+        ("tok/s", "rollout/tokens_per_second", "{:.0f}"),
+        ("s", "time/step", "{:.3g}"),
+        ("entropy", "policy/entropy", "{:.3f}"),
+        ("grad", "learner/grad_norm", "{:.2f}"),
+    )
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        total_steps: int,
+        first_step: int = 0,
+        exports: bool = False,
+        warmup_steps: int = 0,
+        title: str = "",
+    ) -> None:
+        self._console = console
+        self._is_live = console.is_interactive and console.file.isatty()
+        self._total, self._first, self._step = total_steps, first_step, first_step
+        self.evaluation_steps: Collection[int] = ()
+        self._evaluated = -1  # the step of the newest evaluation
+        self._exports = exports
+        self._warmup_steps = warmup_steps
+        self._title = title
+        self._stages: dict[str, float] = {}  # those that run: name -> when it began
+        self._phases: dict[str, float] = {}
+        self._spent: dict[str, list[float]] = defaultdict(list)  # seconds of each phase, since the start-up ended
+        self._progress: tuple[str, int, int] | None = None
+        self._values: dict[str, Any] = {}
+        self._evaluation = ""
+        self._responses: Sequence[Row] = ()
+        self.start()
+
+    # --- events ---
+
+    def start(self) -> None:
+        """Estimate the remaining time from here on."""
+        self._started = time.monotonic()
+        self._spent.clear()
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A stage of the start-up; stages may overlap."""
+        began = self._stages[name] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._stages[name]
+        self.print(f"start: {name} {time.monotonic() - began:.1f} s")
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase of a step, an evaluation, a checkpoint, the export."""
+        began = self._phases[name] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._phases[name]
+            self._progress = None
+            self._spent[name].append(time.monotonic() - began)
+
+    def progress(self, what: str, total: int) -> Callable[[], None]:
+        """The function that is returned counts one of `total`, until the phase ends."""
+        done, printed = 0, time.monotonic()
+
+        def count() -> None:
+            nonlocal done, printed
+            done += 1
+            self._progress = (what, done, total)
+            if not self._is_live and time.monotonic() - printed > PROGRESS_EVERY_S:
+                printed = time.monotonic()
+                self.print(f"{what} {done}/{total}")
+
+        return count
+
+    def log(self, step: int, values: Row, details: Details = NO_DETAILS) -> None:
+        if "time/step" not in values:
+            return
+        self._step, self._values = step, dict(values)
+        if details.responses:
+            self._responses = two_responses(details.responses)
+        shown = [f"{name} {form.format(values[key])}" for name, key, form in self.COLUMNS if key in values]
+        head = f"step {step:>{len(str(self._total))}}/{self._total}"
+        eta = f"eta {duration(self.remaining_s())}"
+        width = min(self._console.width, 80)
+        while shown and len("  ".join([head, *shown, eta])) > width:
+            shown.pop()
+        self.print("  ".join([head, *shown, eta]))
+
+    def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+        """One line for each data set."""
+        self._evaluated = step
+        by_source: dict[str, list[str]] = {}
+        for name, value in values.items():
+            if not name.endswith(BOUNDS):
+                source, _, metric = name.removeprefix("eval/").rpartition("/")
+                metric = metric.removeprefix("response_").removesuffix("_fraction")
+                by_source.setdefault(source, []).append(f"{metric} {value:.3f}")
+        for source, shown in by_source.items():
+            self._evaluation = f"eval at step {step}  {source}  {'  '.join(shown)}"
+            self.print(self._evaluation, style="bold")
+
+    def warn(self, message: str) -> None:
+        self._print_lines(message, prefix="warning: ", style="yellow")
+
+    def print(self, text: str, *, style: str = "", wrap: bool = True) -> None:
+        self._print_lines(text, style=style, wrap=wrap)
+
+    def _print_lines(self, text: str, *, prefix: str = "", style: str = "", wrap: bool = True) -> None:
+        whole = f"{prefix}{text}"
+        lines = wrapped(whole, self._console.width) if wrap else [whole]
+        for number, line in enumerate(lines):
+            shown = Text(line, style="" if prefix else style)
+            if prefix and number == 0:
+                shown.stylize(style, 0, len(prefix))
+            self._console.print(shown, soft_wrap=True)
+
+    # --- remaining time ---
+
+    def remaining_s(self) -> float:
+        """Steps at their mean so far, the evaluations that are left, and an export as long as the longest save.
+
+        An evaluation counts once the first one has been measured.
+        """
+        done, left = self._step - self._first, self._total - self._step
+        evaluations = self._spent["evaluation"]
+        steps_s = time.monotonic() - self._started - sum(evaluations)
+        mean_evaluation_s = sum(evaluations) / max(1, len(evaluations))
+        evaluations_left = sum(step >= self._step and step > self._evaluated for step in self.evaluation_steps)
+        export_s = max((seconds for phase in SAVES for seconds in self._spent[phase]), default=0.0)
+        return left * steps_s / max(1, done) + evaluations_left * mean_evaluation_s + self._exports * export_s
+
+    # --- the live view ---
+
+    @contextlib.contextmanager
+    def live(self) -> Iterator[None]:
+        """A context with the live view below the lines, on a terminal."""
+        if not self._is_live:
+            yield
+            return
+        with Live(
+            console=self._console,
+            get_renderable=self.view,
+            refresh_per_second=REFRESHES_PER_S,
+            transient=True,
+            vertical_overflow="crop",
+        ):
+            yield
+
+    def view(self) -> RenderableType:
+        """The state of the run now."""
+        now = time.monotonic()
+        parts: list[RenderableType] = [self._bar()]
+        running = [f"{name} {now - began:.0f} s" for name, began in [*self._stages.items(), *self._phases.items()]]
+        if self._progress is not None:
+            what, done, total = self._progress
+            running.append(f"{what} {done}/{total}")
+        if self._step < self._warmup_steps:
+            running.append(f"critic warm-up {self._step + 1}/{self._warmup_steps}")
+        parts.append(_line(f"now     {', '.join(running) or 'between two phases'}", "cyan"))
+        if self._values:
+            shown = [(name, form.format(self._values[key])) for name, key, form in self.COLUMNS if key in self._values]
+            parts.append(_line("last    " + "  ".join(f"{name} {value}" for name, value in shown)))
+        if self._evaluation:
+            parts.append(_line(self._evaluation, "bold"))
+        parts += [_response(row) for row in self._responses]
+        return Group(*parts)
+
+    def _bar(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True)
+        step = f"{self._title}  step {self._step}/{self._total}"
+        eta = f"eta {duration(self.remaining_s())}" if self._step > self._first else "starting"
+        grid.add_row(Text(step, style="bold"), ProgressBar(total=self._total, completed=self._step), Text(eta))
+        return grid
+
+
+def two_responses(rows: Sequence[Row]) -> Sequence[Row]:
+    """The first response, and one with another reward; if there is none, one to another prompt."""
+    first, *rest = rows
+    others = [row for key in ("reward", "prompt") for row in rest if row[key] != first[key]]
+    return [first, *(others or rest)[:1]]
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _response(row: Row) -> Panel:
+    reward = "none" if row["reward"] is None else f"{row['reward']:.4g}"
+    prompt = " ".join(printable(row["prompt"]).split())
+    title = f"step {row['step']}, reward {reward}, {row['status']}, {row['finish_reason']}"
+    lines = printable(row["text"]).strip().splitlines()
+    shown = "\n".join([*lines[:RESPONSE_LINES], *(["..."] if len(lines) > RESPONSE_LINES else [])])
+    block = [_line(prompt, "dim"), Text(shown, no_wrap=True, overflow="ellipsis")]
+    return Panel(
+        Group(*block), title=_line(title), title_align="left", border_style="green" if row["reward"] else "red"
+    )
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3.4 h`, `2.1 d`."""
+    for unit, size, form in (("d", 86400, ".1f"), ("h", 3600, ".1f"), ("min", 60, ".0f")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:{form}} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most this width, broken between words; a longer word, such as a path, stays whole."""
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        whole = len(line) <= width
+        lines += (
+            [line]
+            if whole
+            else textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        )
+    return lines or [""]

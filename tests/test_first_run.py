@@ -1,0 +1,78 @@
+"""docs/first_run.md and docs/data.md: their configs are valid, and what they show is what the programs print.
+
+The output of training is held against a run of tests/test_stack_grpo.py, by `documented.check_shown`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from documented import FIRST_RUN, transcript
+
+from rlhf import command, grpo
+from rlhf.config.data import DataConfig
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import load_config, validated
+from rlhf.data.load import USUAL_COLUMNS
+from rlhf.data.templates import CHAT_TEMPLATES
+from rlhf.quickstart import TEST_ROWS, TRAIN_ROWS, make_problems
+
+DATA = (FIRST_RUN.parent / "data.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the page after its second section, without the model."""
+    folder = tmp_path_factory.mktemp("first")
+    problems = make_problems(TRAIN_ROWS + TEST_ROWS, 0)
+    for name, rows in (("train", problems[:2000]), ("test", problems[TRAIN_ROWS : TRAIN_ROWS + 128])):
+        lines = [json.dumps({"question": row.question, "answer": row.answer}) + "\n" for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    (config,) = re.findall(r"```yaml\n(.*?)```", FIRST_RUN.read_text(), flags=re.DOTALL)
+    (folder / "mine.yaml").write_text(config)
+    return folder
+
+
+def test_the_rows_that_the_page_shows_are_those_of_the_tiny_data(folder: Path) -> None:
+    shown = transcript()["head -n 2 train.jsonl"]
+    assert shown == (folder / "train.jsonl").read_text().splitlines()[:2]
+
+
+def test_the_plan_that_the_page_shows_is_printed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    grpo.main(["--config", "mine.yaml", "--plan"])
+    printed = capsys.readouterr().out.splitlines()
+    shown = [line for line in transcript()["rlhf grpo --config mine.yaml --plan"] if line != "..."]
+    assert len(shown) > 10
+    assert [line for line in shown if line not in printed] == []
+
+
+def test_every_command_of_the_page_is_a_program_with_such_arguments(folder: Path) -> None:
+    commands = [line.split() for line in transcript() if line.startswith("rlhf ")]
+    assert {"quickstart", "grpo", "show", "report", "export", "evaluate"} <= {words[1] for words in commands}
+    for _, program, *arguments in commands:
+        flags = {option for action in command.parser_of(program)._actions for option in action.option_strings}
+        assert {word for word in arguments if word.startswith("-")} <= flags
+        overrides = [word for word in arguments if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
+        load_config(GRPOConfig, [str(folder / "mine.yaml")], overrides)
+
+
+@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", DATA, flags=re.DOTALL))
+def test_the_configs_of_the_page_about_data_are_valid(block: str) -> None:
+    config = validated(DataConfig, yaml.safe_load(block)["data"])
+    assert config.train
+
+
+def test_the_page_about_data_names_the_columns_templates_and_formats_that_there_are() -> None:
+    for key, columns in USUAL_COLUMNS.items():
+        (line,) = [line for line in DATA.splitlines() if line.startswith(f"| `{key}`")]
+        assert re.findall(r"`(\w+)`", line)[1:] == list(columns)
+    rows = {name for name in re.findall(r"^\| `([\w-]+)` \|", DATA, flags=re.MULTILINE)}
+    assert {"model", "qa", "raw", *CHAT_TEMPLATES} <= rows
+    assert {"auto", "gsm8k", "boxed", "text", "none"} <= rows
