@@ -133,10 +133,11 @@ def bare_engine(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
     Both are those of the run's own engine, without what only a trainer needs: weight transfer, sleep, priorities.
     """
-    from rlhf.cluster.cluster import Cluster
+    from rlhf.cluster.environment import environment_of
+    from rlhf.config.roles import ENGINE
     from rlhf.rollout.requests import engine_arguments
 
     arguments = engine_arguments(config, config.run.seed)
     for serves_a_trainer in ("enable_sleep_mode", "scheduling_policy"):
         del arguments[serves_a_trainer]
-    return arguments, Cluster(config, trains=False)._environment()
+    return arguments, environment_of(ENGINE, config, transfer_backend="", sockets=None)

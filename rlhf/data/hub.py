@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-HUB_ANSWER_S = 10.0
+from rlhf.log.reachable import no_answer
 
 
 def hub_problems(models: Mapping[str, str], data: Mapping[str, str]) -> list[str]:
@@ -42,20 +42,9 @@ def _in_cache(name: str, kind: str) -> bool:
 
 def _hub_silence() -> str:
     """Why the hub cannot be asked; "" if it answers, with whatever status."""
-    import ssl
-    import urllib.error
-    import urllib.request
-
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_ANSWER_S).close()
-    except urllib.error.HTTPError:
-        return ""
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        # the hub's client brings certificates of its own
-        return "" if isinstance(reason, ssl.SSLCertVerificationError) else f"{constants.ENDPOINT}: {reason}"
-    return ""
+    reason = no_answer(constants.ENDPOINT)
+    return reason and f"{constants.ENDPOINT}: {reason}"

@@ -60,6 +60,18 @@ class RunState:
     seconds: dict[str, float] = field(default_factory=dict)
     kl_controller: dict[str, float] = field(default_factory=dict)
 
+    def summary(self) -> dict[str, Any]:
+        """What of it a finished run's `summary.json` has."""
+        return {
+            "evaluation_before": self.evaluations.get(0, {}),
+            "evaluation_after": self.evaluations.get(self.step, {}),
+            "steps": self.step,
+            "updates_taken": self.updates_taken,
+            "updates_skipped": self.updates_skipped,
+            "seconds": {phase: round(seconds, 3) for phase, seconds in self.seconds.items()},
+            "tokens": self.tokens,
+        }
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
 

@@ -378,33 +378,21 @@ class TrainingRun(Generic[C]):
             OSError: the disk does not take the end of the log.
             RuntimeError: the last checkpoint could not be written; the export and the summary are.
         """
-        config, state = self.config, self.state
-        await self._end_saved(config.run.steps)
+        config, steps = self.config, self.config.run.steps
+        await self._end_saved(steps)
         self.stop.close()
-        await self._count_updates()
         if config.run.export:
             with self.clock.phase("export"):
                 await self.cluster.learners.call("export", str(self.folder.model.resolve()), config.model.path)
-                card = model_card(await self._state_after(config.run.steps), self.folder.metrics)
+                card = model_card(await self._state_after(steps), self.folder.metrics)
                 (self.folder.model / "README.md").write_text(card)
-        before, after = state.evaluations.get(0, {}), state.evaluations.get(config.run.steps, {})
-        summary = {
-            "evaluation_before": before,
-            "evaluation_after": after,
-            "steps": config.run.steps,
-            "updates_planned": config.total_updates,
-            "updates_taken": state.updates_taken,
-            "updates_skipped": state.updates_skipped,
-            "seconds": {phase: round(seconds, 3) for phase, seconds in self.clock.total.items()},
-            "tokens": state.tokens,
-            **self.buffer.account.metrics(),
-        }
-        self.folder.write_summary(summary)
-        if after:
-            untrained = ("start", "evaluation")
-            training_s = sum(seconds for phase, seconds in self.clock.total.items() if phase not in untrained)
-            title = f"evaluation, {training_s:.0f} s of training"
-            self.log.console.print(evaluation_table(title, {"before": before, "after": after}))
+        end = await self._state_after(steps)
+        counted = {"updates_planned": config.total_updates, **self.buffer.account.metrics()}
+        self.folder.write_summary(end.summary() | counted)
+        if after := end.evaluations.get(steps):
+            training_s = sum(spent for phase, spent in end.seconds.items() if phase not in ("start", "evaluation"))
+            table = {"before": end.evaluations.get(0, {}), "after": after}
+            self.log.console.print(evaluation_table(f"evaluation, {training_s:.0f} s of training", table))
         self.log.print(f"run folder: {self.folder.path}")
         self.log.files.check()
         if self.saver.failure:

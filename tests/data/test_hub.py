@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from worlds import make_config
 
 from rlhf.data import hub
+from rlhf.log import reachable
 from rlhf.plan.preflight import input_problems
 
 MODELS, DATA = {"model.path": "someone/model"}, {"data.train": "someone/data"}
@@ -23,7 +24,7 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(hub, "HUB_ANSWER_S", 0.2)
+    monkeypatch.setattr(reachable, "ANSWER_S", 0.2)
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -57,7 +58,7 @@ def test_what_is_in_a_cache_needs_no_hub(empty_cache: Path, silent: str) -> None
 
 def test_a_hub_that_answers_with_any_status_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     class Forbidden(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
+        def do_GET(self) -> None:
             self.send_error(403)
 
         def log_message(self, *_: object) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_run import Fault, run_with_faults
 from test_stack_grpo import read_log, run_grpo, write_config
-from test_stack_signals import run_with_signal
 
 pytestmark = pytest.mark.stack
 
@@ -30,14 +30,6 @@ def write(folder: Path, data: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    done = run_grpo("--config", write(folder, tiny_model_dir))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder / "run"
-
-
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [{name: x for name, x in row.items() if not OF_THE_CLOCK.fullmatch(name)} for row in read_log(run)]
 
@@ -55,21 +47,14 @@ def check_same(run: Path, other: Path) -> None:
         assert (run / file).read_bytes() == (other / file).read_bytes(), file
 
 
-@pytest.mark.parametrize(
-    ("phase", "nth"),
-    [
-        ("update", 3),
-        *(pytest.param(phase, nth, marks=pytest.mark.faults) for phase, nth in (
-            ("sampling", 2), ("logprobs", 4), ("transfer", 2), ("canary", 3), ("evaluation", 1), ("checkpoint", 3),
-        )),
-    ],
-)  # fmt: skip
 def test_a_run_that_was_killed_and_resumed_with_more_engines_is_the_same_run(
-    uninterrupted: Path, tiny_model_dir: Path, tmp_path: Path, phase: str, nth: int
+    tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    config = write(tmp_path / "run", tiny_model_dir)
-    killed = run_with_signal(config, phase, nth, "SIGKILL", more="run.steps=4")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    uninterrupted = run_grpo("--config", write(tmp_path / "uninterrupted", tiny_model_dir))
+    assert uninterrupted.returncode == 0, uninterrupted.stderr[-3000:]
+    config = write(tmp_path / "killed", tiny_model_dir)
+    killed = run_with_faults(config, [Fault(3, "update", "send_signals", ("SIGKILL",))])
+    assert killed.status == -signal.SIGKILL, killed.errors[-3000:]
     resumed = run_grpo("--config", config, "--resume", "cluster.engines=2")
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    check_same(tmp_path / "run" / "run", uninterrupted)
+    check_same(tmp_path / "killed" / "run", tmp_path / "uninterrupted" / "run")
