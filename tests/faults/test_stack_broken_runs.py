@@ -86,32 +86,38 @@ def test_after_hostile_rewards_the_others_were_trained_and_no_process_is_left(ho
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "messages"),
     [
         (
-            ["rollout.max_response_tokens=1", "algo.mask_truncated=true", "run.max_useless_steps=1", "run.steps=50",
-             "reward=[{name: math}]"],
-            r"error: run.max_useless_steps=1: the last 1 steps taught the policy nothing: no rollout was trained on "
-            "(1). 32 of 32 responses were cut off: raise rollout.max_response_tokens=1",
+            ["rollout.max_response_tokens=1", "algo.mask_truncated=true", "run.max_useless_steps=1", "run.steps=50"],
+            [
+                "error: run.max_useless_steps=1: the last 1 steps taught the policy nothing: no rollout was trained on",
+                "32 of 32 responses were cut off: raise rollout.max_response_tokens=1",
+            ],
         ),
         (
             ["run.max_useless_steps=2", "run.steps=50", "reward=[{name: exact}]"],
-            "error: run.max_useless_steps=2: the last 2 steps taught the policy nothing: no group had a signal (2). "
-            "The mean reward was 0: use data that the model gets right now and then",
+            [
+                "error: run.max_useless_steps=2: the last 2 steps taught the policy nothing: no group had a signal",
+                "The mean reward was 0: use data that the model gets right now and then",
+            ],
         ),
         (
             [f"reward=[{{name: '{HOSTILE}:fails_in_its_helper'}}]"],
-            "more than reward.failure_fraction=0.02 allows. Repair the function, or raise the fraction.",
+            [
+                "error: reward '", "11 of 11 calls failed, last for train/", "(failed: ",
+                "more than reward.failure_fraction=0.02 allows. Repair the function, or raise the fraction.",
+            ],
         ),
     ],
     ids=["all responses are cut off", "all rewards are equal", "the reward raises too often"],
 )  # fmt: skip
 def test_a_run_that_learns_nothing_ends_with_one_message(
-    tiny_model_dir: Path, tmp_path: Path, overrides: list[str], message: str
+    tiny_model_dir: Path, tmp_path: Path, overrides: list[str], messages: list[str]
 ) -> None:
-    ended = run_with_faults(write_config(tmp_path, tiny_model_dir), [], *overrides)
+    ended = run_with_faults(write_config(tmp_path, tiny_model_dir, data={"eval": None}), [], *overrides)
     assert ended.status == 1, ended.errors[-3000:]
-    assert message in ended.errors
+    assert [message for message in messages if message not in ended.errors] == []
     assert "Traceback" not in ended.errors
 
 
