@@ -166,6 +166,7 @@ def _start_online(
             return start("online", rewind=rewinds)
         except wandb.errors.CommError as error:
             problem = str(error).strip().splitlines()[0]
+            wandb.teardown()  # the start that failed goes on in the background, and holds the id of the run
     warn(
         f"logging.wandb: {settings.base_url} does not take the run ({problem}). Metrics are kept in "
         f"{run_dir / 'wandb'}; `wandb sync` uploads them later."
