@@ -95,13 +95,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path, each in configs.items():
         groups = cli.run_async(sample_and_grade(each))
         metrics[path], responses[path] = evaluation_metrics(groups), graded_responses(groups)
+        if arguments.output:  # after each model: if a later one fails, nothing is lost
+            written = metrics if len(models) > 1 else metrics[path]
+            Path(arguments.output).write_text(json.dumps(written, indent=2) + "\n")
+        if arguments.responses:
+            rows = [row | {"model": path} for path, rows in responses.items() for row in rows]
+            Path(arguments.responses).write_text("".join(json.dumps(row) + "\n" for row in rows))
     Console(soft_wrap=True).print(evaluation_table("evaluation", metrics))
-    if arguments.output:
-        written = metrics if len(metrics) > 1 else metrics[path]
-        Path(arguments.output).write_text(json.dumps(written, indent=2) + "\n")
-    if arguments.responses:
-        rows = [row | {"model": path} for path, rows in responses.items() for row in rows]
-        Path(arguments.responses).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if earlier is not None:
         for path, rows in responses.items():
             print(f"{path}: {compare(earlier, rows)}")

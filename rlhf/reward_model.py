@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -97,7 +98,8 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
     local_rank = 0 if cluster.device == "cuda" else rank
     trainer = RewardTrainer(config, Place(rank, cluster.learners, local_rank, "127.0.0.1", port, threads), train)
     total = count_updates(config, len(train))
-    sink = JsonlSink(folder / "metrics.jsonl", PatientFiles(print)) if rank == 0 else None
+    files = PatientFiles(partial(print, file=terminal))
+    sink = JsonlSink(folder / "metrics.jsonl", files) if rank == 0 else None
     for update, metrics in enumerate(trainer.train(), start=1):
         if sink is None:
             continue
@@ -119,6 +121,7 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
             "Lower lr, or set learner.max_grad_norm."
         )
     trainer.write(str(folder / "model"), config.model.path, mean, std)
+    files.check()
     if sink is not None:
         print(f"model: {folder / 'model'}, scores of mean {mean:.3f} and std {std:.3f}", file=terminal)
     trainer.close()

@@ -277,9 +277,11 @@ class ClusterConfig(LearnersConfig):
         True,
         description="on shared GPUs: keep optimizer state and reference in host memory while the engines are awake",
     )
-    gpus_per_node: PositiveInt = Field(8, description="GPUs per node, for the layout of --plan; a run asks Ray")
+    gpus_per_node: PositiveInt = Field(
+        8, description="GPUs per node, for --plan, which takes this machine's if it is not set; a run asks Ray"
+    )
     gpu_memory_gib: PositiveFloat = Field(
-        79.0, description="memory of a GPU, GiB, for the estimates of --plan; a card of 80 GB has 79"
+        79.0, description="memory of a GPU, GiB, for --plan, which takes this machine's if it is not set"
     )
     peak_tflops: PositiveFloat | None = Field(
         None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,7 +38,9 @@ def _in_cache(name: str, kind: str) -> bool:
 
     folders = [Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"]
     if kind == "dataset":
-        folders.append(Path(constants.HF_HOME) / "datasets" / name.replace("/", "___"))
+        cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
+        snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition("/")[2]).lower()  # as `datasets` names it
+        folders.append(cache / "___".join([*name.split("/")[:-1], snake]))
     return any(folder.is_dir() for folder in folders)
 
 

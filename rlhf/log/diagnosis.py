@@ -187,7 +187,7 @@ def skipped_updates(view: View) -> Found | None:
     if skipped <= 0:
         return None
     return Found(
-        f"{skipped:.0f} updates were skipped, because a gradient was not finite.",
+        f"{skipped:.0f} updates were skipped, because a number was not finite: the warning of the step says which.",
         f"Lower {view.key('learner.optimizer.lr')}, or go back to an earlier checkpoint (--resume-from). skipped/ "
         "in the run folder has the batches; if it happens at the first steps, run rlhf.doctor.",
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.reductions import Counts
@@ -153,9 +153,9 @@ def printable(value: Any) -> str:
 
 def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -> Table:
     """Evaluations side by side, with their intervals: before and after training, or of several models."""
-    table = Table("metric", title=title)
+    table = Table(Column("metric", overflow="fold"), title=title)
     for column in by_column:
-        table.add_column(escape(column), justify="right")
+        table.add_column(escape(column), justify="right", overflow="fold")
 
     def cell(values: Mapping[str, float], name: str) -> str:
         bounds = [f"{values[name + bound]:.3f}" for bound in BOUNDS if name + bound in values]

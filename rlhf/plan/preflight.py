@@ -93,7 +93,7 @@ def _check_run_folder(config: GRPOConfig) -> None:
         raise ValueError(f"run.dir={config.run.dir}: {folder} is a file. Name a folder.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"run.dir={config.run.dir}: {folder} cannot be written. Name a folder that can be.")
-    written = len(list((folder / "checkpoints").glob("step-*[0-9]")))  # by a run that is resumed
+    written = len(list(Path(config.run.dir).expanduser().glob("checkpoints/step-*[0-9]")))  # by a run that is resumed
     needed, free = run_bytes(config, written=written) or 0, shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(

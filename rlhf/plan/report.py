@@ -106,6 +106,8 @@ def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
 def _epochs(config: GRPOConfig, prompts: int | str) -> str:
     if isinstance(prompts, str):
         return prompts
+    if not prompts:
+        return "no rows"
     each, steps = config.rollout.prompts_per_step, config.run.steps
     return (
         f"{prompts:,} rows / {each:,} = {prompts / each:,.1f} steps per epoch; "

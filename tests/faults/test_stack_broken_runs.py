@@ -193,7 +193,7 @@ def fill(disk: Path) -> str:
 
 
 DISK = {
-    "it is full": "could not be written: ",
+    "it is full": "the checkpoint of step 2 could not be written: ",
     "it is read-only": "Read-only file system",
     "an old checkpoint cannot be removed": "an old checkpoint is still there: ",
     "the mirror is lost": "was not copied: checkpoint.mirror=file://",

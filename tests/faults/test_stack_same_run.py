@@ -14,8 +14,8 @@ from test_stack_grpo import read_log, run_grpo, write_config
 
 pytestmark = pytest.mark.stack
 
-# Metrics of the clock; every other one is the same in the same run.
-OF_THE_CLOCK = re.compile(r"time(/.*)?|.*_per_second|.*seconds|learner/mfu")
+# Metrics of the clock and of memory; every other one is the same in the same run.
+MEASURED = re.compile(r"time(/.*)?|memory/.*|.*_per_second|.*seconds|learner/mfu")
 
 
 def write(folder: Path, data: Path) -> Path:
@@ -31,7 +31,7 @@ def write(folder: Path, data: Path) -> Path:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    return [{name: x for name, x in row.items() if not OF_THE_CLOCK.fullmatch(name)} for row in read_log(run)]
+    return [{name: x for name, x in row.items() if not MEASURED.fullmatch(name)} for row in read_log(run)]
 
 
 def check_same(run: Path, other: Path) -> None:

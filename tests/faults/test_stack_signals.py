@@ -20,13 +20,11 @@ from processes import outliving
 from ray_cluster import ray_folder
 from test_stack_grpo import CANARY_BOUND, check_account, read_steps, seen_prompts, write_config
 
-from rlhf.config.sections import RunConfig
 from rlhf.run.folder import RunFolder
 
 pytestmark = pytest.mark.stack
 
 GONE_S = 10.0  # after the driver's death
-SAME_RUN = "deterministic" in RunConfig.model_fields  # then the run equals one that nobody interrupted, bit for bit
 PHASES = ("sampling", "logprobs", "update", ".send_weights", "canary", "evaluation", "checkpoint")
 SAVING = (
     ".save",  # learners begin to write
@@ -72,7 +70,7 @@ def interrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
 def make_config(folder: Path, data: Path) -> Path:
     return write_config(
         folder, data, evaluation={"every": 1, "at_start": False}, checkpoint={"every": 1},
-        run={"deterministic": True} if SAME_RUN else {}, learner={"schedule": {"name": "constant"}},
+        run={"deterministic": True}, learner={"schedule": {"name": "constant"}},
     )  # fmt: skip
 
 
@@ -155,10 +153,9 @@ def test_after_all_interruptions_every_step_and_every_prompt_is_there_once(
     summary = json.loads((interrupted.folder / "summary.json").read_text())
     assert (summary["updates_taken"], summary["updates_skipped"]) == (2 * last, 0)
     assert summary["account/sampled"] == summary["account/trained"] == 32 * last
-    if SAME_RUN:
-        whole = run_with_faults(make_config(tmp_path, tiny_model_dir), [], f"run.steps={last}")
-        assert whole.status == 0, whole.errors[-3000:]
-        check_same_run(interrupted.folder, tmp_path / "run")
+    whole = run_with_faults(make_config(tmp_path, tiny_model_dir), [], f"run.steps={last}")
+    assert whole.status == 0, whole.errors[-3000:]
+    check_same_run(interrupted.folder, tmp_path / "run")
 
 
 def check_same_run(one: Path, other: Path) -> None:
