@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -190,6 +191,7 @@ def run_async(
 
 def run_program(main: Callable[[], None]) -> int:
     """Call `main`; print an expected error as one message and return the exit status. No secret is printed."""
+    logging.raiseExceptions = False  # a library's log that cannot be written is no traceback on the terminal
     with hide_in_output():
         try:
             return _exit_status(main)

@@ -31,7 +31,8 @@ def join_world(device: str, place: Place) -> torch.device:
         MASTER_ADDR=place.master_host,
         MASTER_PORT=str(place.master_port),
     )
-    if place.master_host == "localhost" or place.master_host.startswith("127."):
+    is_local = place.master_host == "localhost" or place.master_host.startswith("127.")
+    if is_local and not dist.is_initialized():
         _meet_on_loopback(place)
     if device == "cpu":
         torch.set_num_threads(place.threads)
