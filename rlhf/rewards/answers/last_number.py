@@ -10,11 +10,12 @@ from rlhf.rewards.answers.units import GLUED, unit_of
 from rlhf.rewards.answers.words import FOREIGN_SCALES, MONTHS, changes_a_number, may_stand_after
 
 NUMBER = re.compile(
-    r"(?<![\w.^])(?:(?<![\d)\]}\w])[-+\u2212]\s?|(?<=\s)[-+\u2212])?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))"
+    r"(?<![\w.^])(?:(?<![\d)\]}\w])[-+\u2212]\s?|(?<=\s)[-+\u2212])?[$€£¥]?(?:\d{1,4}\s(?=\d{1,3}/\d))?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))"
     rf"(?:/\d+)?(?:(?P<unit>(?:{GLUED})(?:/(?:{GLUED}))?(?:\^\d)?)(?!\w)|(?!\w))(?!\*\*|\^)(?:\s*(?:\\?%|percent\b|pct\b))?"
 )
 NO_ANSWER = re.compile(  # 17 or 18; more than 18
-    r"(?:\d[^\n.;]{0,20}\bor|\bnot|\b(?:more|less|fewer|greater|larger|smaller) than|\bat (?:least|most))\s+\W{0,3}$"
+    r"(?:\d[^\n.;]{0,20}\bor|\bnot|\b(?:more|less|fewer|greater|larger|smaller) than|\bat (?:least|most))\s+\W{0,3}$",
+    re.IGNORECASE,
 )
 FOREIGN_UNIT = re.compile(r"[^\x00-\u2fff]*([-+]?\d[\d,]*(?:\.\d+)?)\s*(?:[^\x00-\u03ff\W]|[€₽₹¥£])+[.。]?")
 WORD = re.compile(r"\\?[A-Za-z]{2,}")
@@ -36,7 +37,7 @@ AROUND = re.compile(  # tuple (but (1,000) is a number), ratio, time, roots, ine
     rf"|(?<=\bare ){ENTRY}(?:(?:,\s{ENTRY}){{0,9}},?\sand\s{ENTRY}|(?:,\s{ENTRY}){{1,9}})(?![\w/])"
     rf"|{ENTRY}%?\s\(or\s{ENTRY}%?\)"
     rf"|\b\d+\s{MIXED},?\s(?:and\s)?\d+\s{MIXED}(?!\w)|\b\d\d?\s?[AaPp]\.?[Mm]\b"
-    r"|\b(?:y|[fgh]\(x\))\s?=\s?[-+\d./*^()²³ ]{0,30}x[-+\d./*^()x²³ ]{0,60}"
+    r"|\b(?:y|[A-Za-z]['′]{0,2}\(x\))\s?=\s?[-+\d./*^()²³ ]{0,30}x[-+\d./*^()x²³ ]{0,60}"
 )
 AFTER = re.compile(
     r" after (?:the|an?|his|her|their|its|all|[a-z]+ing)\b[^.\n]{0,100}[.!]?\s*\Z"
