@@ -28,6 +28,7 @@ EXPONENTS = str.maketrans({"²": "^2", "³": "^3"})
 MIXED = (
     "(?:(?:year|month|week|day|hour|hr|minute|min|second|sec|pound|lb|ounce|dollar|cent)s?|oz|feet|foot|ft|inch(?:es)?)"
 )
+MIXED_AMOUNTS = re.compile(rf"\b\d+\s{MIXED},?\s(?:and\s)?\d+\s{MIXED}(?!\w)")
 ENTRY = r"[-+\u2212]?[\d./√π∞]{1,20}"
 AROUND = re.compile(  # tuple (but (1,000) is a number), ratio, time, roots, inequality, list, mixed units, line
     rf"(?<![\w\\])(?!\([-+\u2212]?\d{{1,3}}(?:,\d{{3}})+\))[(\[]\s*{ENTRY}(?:\s*,\s*{ENTRY}){{1,9}}\s*[)\]]"
@@ -36,7 +37,7 @@ AROUND = re.compile(  # tuple (but (1,000) is a number), ratio, time, roots, ine
     rf"|(?:{ENTRY}\s?[<≤]=?\s?)?\b[a-z]\s?[<>≤≥≠]=?\s?{ENTRY}(?![\w/])"
     rf"|(?<=\bare ){ENTRY}(?:(?:,\s{ENTRY}){{0,9}},?\sand\s{ENTRY}|(?:,\s{ENTRY}){{1,9}})(?![\w/])"
     rf"|{ENTRY}%?\s\(or\s{ENTRY}%?\)"
-    rf"|\b\d+\s{MIXED},?\s(?:and\s)?\d+\s{MIXED}(?!\w)|\b\d\d?\s?[AaPp]\.?[Mm]\b"
+    rf"|{MIXED_AMOUNTS.pattern}|\b\d\d?\s?[AaPp]\.?[Mm]\b"
     r"|\b(?:y|[A-Za-z]['′]{0,2}\(x\))\s?=\s?[-+\d./*^()²³ ]{0,30}x[-+\d./*^()x²³ ]{0,60}"
 )
 AFTER = re.compile(
@@ -49,14 +50,12 @@ SURD = re.compile(  # 1 ± √2, 12π, π/4
     rf"(?<![\w√])(?:(?:\d[\d./]{{0,20}}|{TERM})\s?[-+−±]\s?|[-−±])?{TERM}(?:\s?[-+−±]\s?(?:{TERM}|\d[\d./]{{0,20}}))?(?!\w)"
 )
 POLYNOMIAL_TERM = r"(?:\d+[a-z]?|[a-z])(?:\^\d+|[²³⁴])?"
-AT_THE_END = (
-    re.compile(  # a sum or a power with a variable: the derivative is 3x² + 2x.
-        r"\b(?:is|equals|becomes|gives)\s(?=[^.\n]{0,60}[a-z])(?=\S[^.\n]{0,60}[-+−^²³⁴]|\d+[xyzn][\s.]*\Z)"
-        rf"((?:[-−]\s?)?{POLYNOMIAL_TERM}(?:\s?[-+−]\s?{POLYNOMIAL_TERM}){{0,9}})[\s.]*\Z"
-    ),
-    re.compile(  # a date
-        rf"\b((?=[A-Z])(?i:{MONTHS})\.?\s\d\d?(?:st|nd|rd|th)?(?:,\s\d{{4}})?|\d\d?\s(?=[A-Z])(?i:{MONTHS}))[\s.!]*\Z"
-    ),
+POLYNOMIAL = re.compile(  # a sum or a power with a variable, at the end: the derivative is 3x² + 2x.
+    r"\b(?:is|equals|becomes|gives)\s(?=[^.\n]{0,60}[a-z])(?=\S[^.\n]{0,60}[-+−^²³⁴]|\d+[xyzn][\s.]*\Z)"
+    rf"((?:[-−]\s?)?{POLYNOMIAL_TERM}(?:\s?[-+−]\s?{POLYNOMIAL_TERM}){{0,9}})[\s.]*\Z"
+)
+DATE = re.compile(  # at the end
+    rf"\b((?=[A-Z])(?i:{MONTHS})\.?\s\d\d?(?:st|nd|rd|th)?(?:,\s\d{{4}})?|\d\d?\s(?=[A-Z])(?i:{MONTHS}))[\s.!]*\Z"
 )
 
 
@@ -73,6 +72,8 @@ def only_number(sentence: str) -> str | None:
     if foreign := FOREIGN_UNIT.fullmatch(sentence):
         return None if FOREIGN_SCALES.search(sentence) else foreign[1]
     numbers = [match for match in NUMBER.finditer(sentence) if any(map(str.isdigit, match[0]))]
+    if whole := DATE.search(sentence) or MIXED_AMOUNTS.search(sentence):
+        numbers = [match for match in numbers if not whole.start() <= match.start() < whole.end()] + [whole]
     if len(WORD.findall(sentence)) < 2 or len(numbers) != 1 or not sentence[0].isalpha() or option_letter(sentence):
         return None
     before, after = sentence[: numbers[0].start()], sentence[numbers[0].end() :]
@@ -81,7 +82,7 @@ def only_number(sentence: str) -> str | None:
 
 
 def with_unit(number: re.Match[str]) -> str:
-    if unit := number["unit"]:
+    if unit := number.groupdict().get("unit"):
         return number[0].replace(unit, f"\\text{{ {unit}}}")
     return number[0] + unit_at(number.string, number.end())
 
@@ -98,7 +99,7 @@ def last_number(text: str) -> Span | None:
         found = addition.search(text, max(0, len(text) - AROUND_CHARACTERS))
         if found and any(map(str.isdigit, text[: found.start()].rpartition("\n")[2])):
             text = text[: found.start()]
-    for answer in AT_THE_END:
+    for answer in (POLYNOMIAL, DATE):
         if found := answer.search(text, max(0, len(text) - AROUND_CHARACTERS)):
             return Span(found.start(1), found.end(1), found[1])
     matches = [m for m in NUMBER.finditer(text) if any(c.isdigit() for c in m[0])]
