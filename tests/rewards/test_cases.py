@@ -952,6 +952,8 @@ RESPONSES = {
         ("x^2+1", "The polynomial is x² + 1.", RIGHT),
         ("2x", "The sum is 2x.", RIGHT),
         ("3x^2+2x", "We add 3 terms.\nThe derivative is `3x^2 + 2x`.", RIGHT),
+        ("2x+3", "With `m` and `b` it is **2x + 3**.", RIGHT),
+        ("2x+3", "The line `y - 1` becomes `2x + 3`.", RIGHT),
         (r"1\pm\sqrt{5}", "So x = 1 ± √5.", RIGHT),
         (r"1+\sqrt{5}", "So x = 1 ± √5.", WRONG),
         ("18", "18", RIGHT),

@@ -74,7 +74,8 @@ BOLD_WORDS = re.compile(  # the only bold words of the last line: the day is **T
     r"^([^*\n]*)\*\*([A-Za-z][A-Za-z'-]*(?: [A-Za-z][A-Za-z'-]*){0,3})\.?\*\*(?!:)([^*\n\d]*)\Z", re.MULTILINE
 )
 BOLD_FORMULA = re.compile(  # at the end of the last line: **2x + 3** or `2x + 3`
-    r"^([^*`\n]*)(?P<mark>\*\*|`)(?=[^*\n]*[a-z])(?=[^*\n]*[-+^²³<>])((?:(?![A-Za-z]{2})[^*`\n$]){2,60})(?P=mark)([\s.]*)\Z",
+    r"^([^*\n]*?)(?P<mark>\*\*|`)(?=[^*\n]{0,60}[a-z])(?=[^*\n]{0,60}[-+^²³<>])"
+    r"((?:(?![A-Za-z]{2})[^*`\n$]){2,60})(?P=mark)([\s.]*)\Z",
     re.MULTILINE,
 )
 LEAD_IN = re.compile(
