@@ -13,6 +13,9 @@ REASON = re.compile(
     r"(?<![A-Za-z])(?:since|because)(?![A-Za-z])|[,(]\s*(?:\\text\s*\{\s*)?"
     r"(?:as|(?:reject|discard|ignor)(?:e|ed|ing)?)(?![A-Za-z])"
 )
+MULTIPLICITY = re.compile(  # x = 2 (double root)
+    r"(?:\\text\s*\{)?\s*\(\s*(?:\\text\s*\{)?(?:a )?(?:double|triple|repeated) (?:root|solution)\s*\}?\s*\)\s*\}?\s*$"
+)
 BEFORE_REASON = re.compile(r"[\s,;(]*(?:\\text\s*\{[\s,;(]*)?$")
 HEDGE = re.compile(
     r"\b(?:or|maybe|perhaps|possibly|also|but|either|both|otherwise|unless|another|alternatively|could|might|may)\b",
@@ -36,6 +39,7 @@ def without_asides(text: str) -> str:
         answer = BEFORE_REASON.sub("", text[: reason.start()])
         if any(map(str.isdigit, answer)) and not OPTION.match(answer):
             text = answer + "}" * (answer.count("{") - answer.count("}"))
+    text = MULTIPLICITY.sub("", text)
     if (over := OVER.search(text)) and any(map(str.isdigit, text[: over.start()])):
         text = text[: over.start()] + text[over.end() :]
     return text

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from rlhf.config.data import AnswerFormat
 from rlhf.rewards.answers.clean import option_letter
-from rlhf.rewards.answers.last_number import WORD, Span, last_number, only_number
+from rlhf.rewards.answers.last_number import MEASURE, WORD, Span, last_number, only_number, unit_at
 
 # Chat templates end a turn with one of these; the text after it does not answer this prompt.
 END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end)\|>|</s>|<eos>|<end_of_turn>")
@@ -73,8 +73,10 @@ AND_OR = re.compile(r"\s*,?\s*(?:and|or)\s+(?:\w+\s+)?")
 BOLD_WORDS = re.compile(  # the only bold words of the last line: the day is **Tuesday**
     r"^([^*\n]*)\*\*([A-Za-z][A-Za-z'-]*(?: [A-Za-z][A-Za-z'-]*){0,3})\.?\*\*(?!:)([^*\n\d]*)\Z", re.MULTILINE
 )
-BOLD_FORMULA = re.compile(  # at the end of the last line: **2x + 3**
-    r"^([^*\n]*)\*\*(?=[^*\n]*[a-z])(?=[^*\n]*[-+^²³<>])((?:(?![A-Za-z]{2})[^*\n$]){2,60})\*\*([\s.]*)\Z", re.MULTILINE
+BOLD_FORMULA = re.compile(  # at the end of the last line: **2x + 3** or `2x + 3`
+    r"^([^*\n]*?)(?P<mark>\*\*|`)(?=[^*\n]{0,60}[a-z])(?=[^*\n]{0,60}[-+^²³<>])"
+    r"((?:(?![A-Za-z]{2})[^*`\n$]){2,60})(?P=mark)([\s.]*)\Z",
+    re.MULTILINE,
 )
 LEAD_IN = re.compile(
     r"(?:(?:therefore|thus|so|hence|then|finally|approximately|about|roughly|exactly|equal to|simply|just|given by|"
@@ -153,9 +155,10 @@ def without_markdown(text: str) -> str:
     Of a text that is very long, only the end.
     """
     text = REMARK.sub("", text[-TAIL_CHARACTERS:])
-    text = BOLD_WORDS.sub(r"\1$\\text{\2}$\3", BOLD_FORMULA.sub(r"\1$\2$\3", text))
+    text = BOLD_WORDS.sub(r"\1$\\text{\2}$\3", BOLD_FORMULA.sub(r"\1$\3$\4", text))
     if bold := BOLD_ANSWER.search(text, max(0, len(text) - LAST_LINE)):
-        text = text[: bold.end()]
+        unit = MEASURE.match(text, bold.end())
+        text = text[: unit.end() if unit and unit_at(text, bold.end()) else bold.end()]
     for needed, mark in MARKDOWN:
         if needed in text:
             text = mark.sub(r"\1", text)
@@ -308,7 +311,7 @@ def _leading_spans(text: str) -> str | None:
     if not spans:
         return None
     joined = ", ".join(span.content.strip() for span in spans)
-    return joined + "\\%" if PERCENT_WORD.match(text, spans[-1].end) else joined
+    return joined + ("\\%" if PERCENT_WORD.match(text, spans[-1].end) else unit_at(text, spans[-1].end))
 
 
 def _is_prose(content: str) -> bool:
@@ -357,7 +360,7 @@ def _last_number(text: str) -> str | None:
 def _later_of_span_and_number(text: str) -> str | None:
     span, number = _last_span(text), last_number(text)
     if span and (number is None or number.start < span.end or ROUNDED.fullmatch(text[span.end : number.start])):
-        return span.content
+        return span.content + unit_at(text, span.end)
     return number.content if number is not None else None
 
 
