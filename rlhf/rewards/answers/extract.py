@@ -56,6 +56,7 @@ ANSWER_IS = re.compile(
     r"(?=\(?[A-J]\)?(?:[\s.,;:!。，项項]|$))",
     re.IGNORECASE,
 )
+NOT_CHOSEN = re.compile(r"(?:\bnot|n[’']t|\b(?:never|cannot|may|might|could|can|would))\s+$", re.IGNORECASE)  # choose A
 SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*\"')\]]|$)|。")
 HEDGE = r"(?:or|maybe|perhaps|possibly)\b"
 SUBORDINATE = re.compile(
@@ -260,7 +261,8 @@ def _hash(text: str) -> str | None:
 
 def _answer_is(text: str) -> str | None:
     for start in reversed(list(ANSWER_START.finditer(text))):
-        if match := ANSWER_IS.match(text, start.start()):
+        match = ANSWER_IS.match(text, start.start())
+        if match and not NOT_CHOSEN.search(text[max(0, start.start() - 12) : start.start()]):
             return _clause(text[match.end() : match.end() + CLAUSE_CHARACTERS])
     return None
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rlhf.rewards.answers.node import IMAGINARY, PI, Node, free_symbols, number
 
 UNIT_VECTORS = (IMAGINARY, Node("sym", name="j"), Node("sym", name="k"))
-WHOLE, CONSTANTS = frozenset("kmn"), frozenset("CcK")
+WHOLE, CONSTANTS, UNKNOWNS = frozenset("kmn"), frozenset("CcK"), frozenset({*"xyzt", "theta"})
 
 
 def in_one_notation(gold: Node, answer: Node) -> tuple[Node, Node]:
@@ -26,7 +26,9 @@ def _with_letters_of(gold: Node, answer: Node) -> Node:
     for letters, is_free in ((WHOLE, _has_pi), (CONSTANTS, _adds_a_constant)):
         (wanted, given) = (sorted(letters & used) for used in names)
         if len(wanted) == len(given) == 1 and wanted != given and is_free(gold, wanted[0]):
-            return _renamed(answer, given[0], wanted[0])
+            others = (names[0] | names[1]) - {wanted[0], given[0]}
+            if letters is CONSTANTS or others <= UNKNOWNS:  # in m pi r^2 the m is given
+                return _renamed(answer, given[0], wanted[0])
     return answer
 
 

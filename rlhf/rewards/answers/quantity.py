@@ -30,7 +30,7 @@ def same_quantity(gold: Node, answer: Node) -> bool:
         return gold_unit == answer_unit and equal(
             *(Node("mod", (v, _modulus(gold_unit))) for v in (gold_value, answer_value))
         )
-    if gold_unit and answer_unit and not _same_text(gold_unit, answer_unit):
+    if gold_unit and answer_unit and (unit_of(gold_unit) or not _same_text(gold_unit, answer_unit)):  # 5 mW, 5 MW
         factor = _conversion(answer_unit, gold_unit)
         if factor is None:
             return False
