@@ -107,7 +107,8 @@ class Grants(NamedTuple):
             functions: names of user functions, whose code may be read.
             folder: what it may write to, and the place of its temporary files.
         """
-        folder.mkdir()
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # an ended keeper has removed it
+        folder.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         paths = [os.path.expanduser(path) for path in self.files]
         missing = []
