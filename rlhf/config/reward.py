@@ -133,7 +133,8 @@ OPTIONS_OF_REWARD: dict[str, type[Section]] = {
     "repetition": RepetitionOptions,
 }
 
-USER_FIELDS = ("group", "concurrency", "env", "network", "files")
+GRANTS = ("env", "network", "files")  # what a user function may reach
+USER_FIELDS = ("group", "concurrency", *GRANTS)
 USER_FUNCTION = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 
 

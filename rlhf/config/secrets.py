@@ -22,15 +22,21 @@ from typing import Any, TextIO
 HIDDEN = "<secret>"
 # A word of a name; TOKEN is not a word of TOKENIZERS_PARALLELISM. What a name ending in _FILE has is no secret itself.
 NAME = re.compile(
-    r"(?!.*_(?:path|file|dir|name)$).*(?:key|token|secret|password|passwd|passphrase|credential|authorization"
-    r"|(?<![a-z])pass)s?(?![a-z])",
+    r"(?!.*_(?:path|file|dir|name)$).*(?:(?:(?<![a-z])|access|account|api|auth|pass|private|ssh)key|(?-i:Key)|token|secret"
+    r"|password|passwd|passphrase|credential|authorization|(?<![a-z])pass)s?(?![a-z])",
     re.IGNORECASE,
 )
-PLAIN_NAMES = frozenset(("truncate_token", "stop_token", "answer_key", "prompt_key", "response_key"))
+# Options of a config with such a word: kinds and numbers of tokens, columns of the data, shares of what passes.
+PLAIN_NAME = re.compile(
+    r"(?:(?:stop|end|eos|bos|pad|think|special|truncate|max|min|num|new|buffer|prompt|response)_)+tokens?(?:_ids?)?"
+    r"|token_values|(?:\w+_)?tokens_per_\w+|tokens|keys"
+    r"|(?:answer|prompt|response|label|gold|id|by|sort|column)_keys?|pass_(?:threshold|rate)"
+)
+PASSWORD = re.compile(r"secret|passw(?:or)?d|passphrase", re.IGNORECASE)  # may have digits alone, a number in YAML
 MIN_LENGTH = 8  # characters; replacing shorter values in a text would destroy other words of it
-# Groups: what stays, and the secret. A user name as long as a token is taken for one, as in https://TOKEN@github.com.
+# Groups: what stays, and the secret. In https a user name as long as a token is taken for one: https://TOKEN@github.com.
 IN_ADDRESS = re.compile(
-    r"(://(?:[^/\s:@]*:)?)((?<=:)(?<!://)[^/\s@]+(?=@)|[^/\s:@]{20,}(?=@))"
+    r"(://(?:[^/\s:@]*:)?)((?<=:)(?<!://)[^/\s@]+(?=@)|(?:(?<=http://)|(?<=https://))[^/\s:@]{20,}(?=@))"
     r"|([?&][\w-]*(?:key|token|secret|password|signature)=)([^&#\s\"']+)",
     re.IGNORECASE,
 )
@@ -39,7 +45,7 @@ _of_config: set[str] = set()
 
 
 def is_secret_name(name: str) -> bool:
-    return name not in PLAIN_NAMES and NAME.match(name) is not None
+    return NAME.match(name) is not None and not PLAIN_NAME.fullmatch(name)
 
 
 def remember(values: Any) -> None:
@@ -138,7 +144,7 @@ def _secrets_in(values: Any, *, named: bool = False) -> Iterator[str]:
     """Every secret text of a config; `named`: the name of the section, or one above it, makes all text in it secret."""
     if isinstance(values, Mapping):
         for name, value in values.items():
-            yield from _secrets_in(value, named=named or is_secret_name(str(name)))
+            yield from _secrets_in(_as_text(name, value), named=named or is_secret_name(str(name)))
     elif isinstance(values, list | tuple):
         for value in values:
             yield from _secrets_in(value, named=named)
@@ -150,9 +156,15 @@ def _replaced(values: Any, text: Callable[[str], str], secret: Callable[[str], s
     """The values with every text replaced: by `secret` where its name says that it is one, else by `text`."""
     if isinstance(values, Mapping):
         return {
-            name: _replaced(value, secret if is_secret_name(str(name)) else text, secret)
+            name: _replaced(_as_text(name, value), secret if is_secret_name(str(name)) else text, secret)
             for name, value in values.items()
         }
     if isinstance(values, list | tuple):
         return [_replaced(value, text, secret) for value in values]
-    return text(values) if isinstance(values, str) else values
+    return text(values) if isinstance(values, str) and values else values
+
+
+def _as_text(name: Any, value: Any) -> Any:
+    """A value of a config; a password of digits, which YAML reads as a number, as the text that it is."""
+    is_password = type(value) is int and is_secret_name(str(name)) and PASSWORD.search(str(name))
+    return str(value) if is_password else value

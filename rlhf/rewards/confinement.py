@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import importlib.util
 import os
 import platform
@@ -23,12 +24,21 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
-from rlhf.config.reward import RewardPart
+from rlhf.config.reward import GRANTS, RewardPart
 
 # Of the environment, what a program needs to start; a part's `env` names more.
-KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
+KEPT_VARIABLES = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
+    *("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE"),
+)
+CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+NETWORK_VARIABLES = (  # with `network: true`
+    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+    *CERTIFICATES,
+)
 SYSTEM = (
     *(
         "/usr",
@@ -38,6 +48,7 @@ SYSTEM = (
         "/lib32",
         "/lib64",
         "/etc",
+        "/etc/resolv.conf",  # may be a link to elsewhere
         "/opt",
         "/nix/store",
         "/sys",
@@ -66,6 +77,10 @@ NO_FILE = (
     "A reward reads its own code and the system's files, and writes to its temporary folder. Name other files and "
     "folders next to it: `files: [PATH]`"
 )
+NO_SHARED_MEMORY = (
+    "Processes share locks and memory in /dev/shm, which this reward cannot open. If it needs them, set "
+    "`files: [/dev/shm]` next to its name"
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -83,13 +98,13 @@ class Grants(NamedTuple):
 
     @classmethod
     def of(cls, part: RewardPart) -> Grants:
-        return cls(part.env, part.network, part.files)
+        return cls(**{name: getattr(part, name) for name in GRANTS})
 
     def environment(self) -> dict[str, str]:
         """The whole environment of the processes.
 
         Raises:
-            ValueError: a named variable is not set.
+            ValueError: a named variable is not set, or a named file is not there.
         """
         for name in self.env:
             if name not in os.environ:
@@ -97,7 +112,13 @@ class Grants(NamedTuple):
                     f"reward env={name}: there is no such environment variable. Set it where the run starts, or "
                     "remove the name."
                 )
-        kept = {name: os.environ[name] for name in (*KEPT_VARIABLES, *self.env) if name in os.environ}
+        for path in self.files:
+            if not os.path.exists(os.path.expanduser(path)):
+                raise ValueError(
+                    f"reward files={path}: there is no such file or folder. Create it, or correct the path."
+                )
+        names = (*KEPT_VARIABLES, *(NETWORK_VARIABLES if self.network else ()), *self.env)
+        kept = {name: os.environ[name] for name in names if name in os.environ}
         return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
     def confine(self, functions: Sequence[str], folder: Path) -> list[str]:
@@ -107,11 +128,14 @@ class Grants(NamedTuple):
             functions: names of user functions, whose code may be read.
             folder: what it may write to, and the place of its temporary files.
         """
-        folder.mkdir()
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # an ended keeper has removed it
+        folder.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         paths = [os.path.expanduser(path) for path in self.files]
+        libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+        certificates = [os.environ.get(name, "") for name in CERTIFICATES]
         missing = []
-        if not _forbid_files([*SYSTEM, *_code(functions)], [*DEVICES, str(folder), *paths]):
+        if not _forbid_files([*SYSTEM, *_code(functions), *libraries, *certificates], [*DEVICES, str(folder), *paths]):
             missing.append("files")
         if not self.network:
             if functions:
@@ -137,10 +161,11 @@ def _code(functions: Iterable[str]) -> Iterator[str]:
                 yield from spec.submodule_search_locations or [spec.origin or ""]
     roots = (*SYSTEM, sys.prefix, sys.base_prefix)
     for entry in (entry or "." for entry in sys.path):
-        if os.path.isdir(entry) and not any(Path(entry).is_relative_to(root) for root in roots):
-            yield from (
-                file.path for file in os.scandir(entry) if file.name.endswith((".py", ".so")) or _holds_code(file)
-            )
+        if Path(entry).name in ("site-packages", "dist-packages"):
+            yield entry
+        elif os.path.isdir(entry) and not any(Path(entry).is_relative_to(root) for root in roots):
+            endings = (".py", ".so", ".libs", ".dist-info")  # the last two come with a package
+            yield from (file.path for file in os.scandir(entry) if file.name.endswith(endings) or _holds_code(file))
 
 
 def _holds_code(folder: os.DirEntry[str]) -> bool:
@@ -213,6 +238,14 @@ def _word(value: Any) -> Any:
 
 
 def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
-    is_socket = event == "socket.__new__" and arguments[1] in (socket.AF_INET, socket.AF_INET6)
-    if is_socket or event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
+    if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
         raise NoNetworkError(NO_NETWORK)
+    if event != "socket.__new__" or arguments[1] not in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    if frame and frame.f_locals.get("fileno") is not None:
+        return  # one of a connected pair, which event loops make
+    while frame := frame and frame.f_back:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            raise PermissionError(errno.EACCES, NO_NETWORK)  # a module may try what there is: urllib3 looks for IPv6
+    raise NoNetworkError(NO_NETWORK)

@@ -64,7 +64,7 @@ class Pool:
         unconfined: what this kernel cannot keep the workers from.
 
     Raises:
-        ValueError: a user function cannot be imported, or not be called as it would be; a variable is not set.
+        ValueError: a user function cannot be imported, or not be called as it would be; a grant is not there.
         RuntimeError: the processes did not start within START_S.
     """
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.rewards.answers.extract import alternatives, gold_answer
-from rlhf.rewards.confinement import NO_FILE
+from rlhf.rewards.confinement import NO_FILE, NO_NETWORK, NO_SHARED_MEMORY
 from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward, preload
-from rlhf.rewards.sandbox import confined
+from rlhf.rewards.sandbox import refusing_side_effects
 from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 
@@ -52,7 +52,7 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Call
         return call_user_function(functions[name], job)
     options = _options(name, job["options"])
     try:
-        with confined():
+        with refusing_side_effects():
             jobs = [{**job, "answer": answer} for answer in alternatives(job["answer"])]
             if job.get("check"):
                 check = check_gold if name == "math" else None
@@ -100,10 +100,9 @@ def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
     try:
         module = _module_of_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except BaseException as error:  # a module may raise anything, SystemExit too
-        raise ValueError(
-            f"reward name={name!r}: {module_name} cannot be imported: {type(error).__name__}: {error}. "
-            f"{_remedy(error) or 'Install the package, or start the run from the folder that holds it'}."
-        ) from None
+        problem = f"reward name={name!r}: {module_name} cannot be imported: {type(error).__name__}: {error}. "
+        remedy = _remedy(error, otherwise="Install the package, or start the run from the folder that holds it")
+        raise ValueError(f"{problem}{remedy}".removesuffix(". ") + ".") from None
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"reward name={name!r}: {module_name} has no function {attribute}. Correct the name.")
@@ -223,9 +222,18 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _remedy(error: BaseException | None) -> str:
-    """How to get what the confinement of a worker refused; "" for other errors."""
-    return NO_FILE if isinstance(error, PermissionError) else ""
+def _remedy(error: BaseException | None, *, otherwise: str = "") -> str:
+    """How to get what the confinement of a worker refused; "" if the error says so, `otherwise` for other errors."""
+    frames = list(traceback.walk_tb(error.__traceback__)) if error else []
+    raised_in = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
+    match error:
+        case _ if NO_NETWORK in str(error):
+            return ""
+        case PermissionError():
+            return NO_SHARED_MEMORY if raised_in.startswith("multiprocessing.") else NO_FILE
+        case KeyError(args=(str(variable), *_)) if raised_in == "os":
+            return f"If this environment variable is set where the run starts, set `env: [{variable}]` next to the name"
+    return otherwise
 
 
 def _failed(function: Callable[..., Any], problem: str, error: BaseException | None = None) -> Grade:

@@ -1,7 +1,8 @@
 """Keeps the grading of a response from running code, writing files or connecting, even if a parser is tricked.
 
-A worker has two layers of protection. `replace_sympify` makes sympy read literals from strings, where it would call
-eval. The audit hook refuses everything else while a built-in reward runs; user functions are not confined.
+A worker has two further layers of protection for built-in rewards. `replace_sympify` makes sympy read literals from
+strings, where it would call eval. The audit hook refuses everything else while a built-in reward runs. What every
+worker may reach, user functions included, is limited in confinement.py.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ class RefusedError(Exception):
 
 
 @contextlib.contextmanager
-def confined() -> Iterator[None]:
+def refusing_side_effects() -> Iterator[None]:
     """Inside this context the current thread cannot run code from strings, write files, start processes or connect."""
     global _installed
     if not _installed:
         sys.addaudithook(_audit)
         _installed = True
-    _state.confined = True
+    _state.refusing = True
     try:
         yield
     finally:
-        _state.confined = False
+        _state.refusing = False
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if not getattr(_state, "confined", False):
+    if not getattr(_state, "refusing", False):
         return
     if event == "exec":
         refused = not os.path.isabs(arguments[0].co_filename)

@@ -71,7 +71,7 @@ class Scorer:
     """Scores responses in processes that can be killed; `counters` counts the outcomes by `part/status`.
 
     Raises:
-        ValueError: a user function cannot be imported, or a variable that it is to get is not set.
+        ValueError: a user function cannot be imported, or a variable or file that it is to get is not there.
         RuntimeError: by every `score` after the user functions have failed more often than the config allows.
     """
 
@@ -117,9 +117,10 @@ class Scorer:
         )
 
     @property
-    def process(self) -> int:
-        """The process that is above every worker."""
-        return self.pool._keeper.pid
+    def processes(self) -> dict[str, int]:
+        """By name, the process above the workers of each pool: graders, and graders/1 and on with other grants."""
+        pools = enumerate(self._pools.values())
+        return {f"graders/{number}" if number else "graders": pool._keeper.pid for number, pool in pools}
 
     def close(self) -> None:
         """End every process."""

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections import deque
 from pathlib import Path
 from typing import Any, NoReturn
@@ -147,19 +148,20 @@ def _serve(channel: Channel, hello: dict[str, Any]) -> NoReturn:
     try:
         die_with_parent(signal.SIGKILL)
         adopt_orphans()
-        _answer_jobs(channel, hello)
-    except (EOFError, OSError):
-        pass
+        names = [part["name"] for part in hello["user_functions"]]
+        unconfined = Grants(*hello["grants"]).confine(names, _own_folder(hello, os.getpid()))
+        with contextlib.suppress(EOFError, OSError):  # the driver is gone
+            _answer_jobs(channel, hello, unconfined)
+    except Exception:
+        traceback.print_exc()  # the keeper would report no more than an end
     finally:
         os._exit(0)
 
 
-def _answer_jobs(channel: Channel, hello: dict[str, Any]) -> None:
+def _answer_jobs(channel: Channel, hello: dict[str, Any], unconfined: list[str]) -> None:
     from rlhf.rewards import registry
 
     functions = {}
-    names = [part["name"] for part in hello["user_functions"]]
-    unconfined = Grants(*hello["grants"]).confine(names, _own_folder(hello, os.getpid()))
     for part in hello["user_functions"]:
         try:
             functions[part["name"]] = registry.load_user_function(part)

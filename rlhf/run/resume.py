@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.reward import GRANTS
 from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
 from rlhf.run.folder import RunFolder
@@ -32,7 +33,6 @@ FREE = frozenset(
         "critic.path", "critic.zero_stage", "critic.offload_optimizer",
     )
 )  # fmt: skip
-GRANTS = ("env", "network", "files")  # of a part of the reward: what it may reach
 KEPT = frozenset(("run.seed",))  # of the sections in FREE
 # Keys in FREE that change how sums are rounded: a run that is and was deterministic keeps them too.
 ROUNDING = frozenset(

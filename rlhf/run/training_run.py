@@ -152,7 +152,7 @@ class TrainingRun(Generic[C]):
         self.cluster = Cluster(config, first_step=self.first_step)
         self.cluster.watch_stage = stage
         await self._exit_stack.enter_async_context(self.cluster)
-        self.cluster.heartbeat.others = lambda: {"graders": self.scorer.process}
+        self.cluster.heartbeat.others = lambda: self.scorer.processes
         self.saver = CheckpointSaver(
             config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, self.mirror, self.log.warn,
             self.log.files.check,

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from rlhf.config.cli import run_program
+from rlhf.config.describe import describe_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config, resolved_yaml, stored_values
+from rlhf.config.ppo import PPOConfig
+from rlhf.config.reward import OPTIONS_OF_REWARD
+from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.secrets import HIDDEN, hidden, hide, hide_in_output, is_secret_name, remember
 from rlhf.run.resume import changed_keys
 
@@ -23,15 +27,19 @@ BASE = str(Path(__file__).parents[2] / "configs/quickstart.yaml")
 @pytest.mark.parametrize(
     "name",
     ["OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "PGPASSWORD", "api_key", "DB_PASS", "AWS_SECRET_ACCESS_KEY",
-     "AWS_ACCESS_KEY_ID", "Authorization", "TOKEN_2", "credentials", "client_secret", "apikey"],
+     "AWS_ACCESS_KEY_ID", "Authorization", "TOKEN_2", "credentials", "client_secret", "apikey", "accessKey", "token",
+     "key", "access_tokens", "TOKENS", "EOS_TOKEN", "DB_PASS_2"],
 )  # fmt: skip
 def test_a_name_with_such_a_word_is_that_of_a_secret(name: str) -> None:
     assert is_secret_name(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["TOKENIZERS_PARALLELISM", "RAY_AUTH_TOKEN_PATH", "keyboard", "answer_key", "truncate_token", "passes"]
-)
+    "name",
+    ["TOKENIZERS_PARALLELISM", "RAY_AUTH_TOKEN_PATH", "keyboard", "answer_key", "truncate_token", "passes",
+     "stop_tokens", "end_token", "eos_token", "pad_token_id", "think_token", "special_tokens", "tokens", "label_key",
+     "id_key", "by_key", "pass_threshold", "monkey", "hockey"],
+)  # fmt: skip
 def test_other_names_are_not(name: str) -> None:
     assert not is_secret_name(name)
 
@@ -39,6 +47,16 @@ def test_other_names_are_not(name: str) -> None:
 def test_no_key_of_a_config_is_taken_for_a_secret() -> None:
     config = load_config(GRPOConfig, [BASE], ["rollout.truncate_token=</answer>"])
     assert hidden(config.model_dump(mode="json")) == config.model_dump(mode="json")
+    schemas = (GRPOConfig, PPOConfig, RewardTrainingConfig, *OPTIONS_OF_REWARD.values())
+    names = {name for schema in schemas for key in describe_keys(schema) for name in key.name.split(".")}
+    assert [name for name in names if is_secret_name(name)] == []
+
+
+def test_a_password_of_digits_is_hidden_and_an_empty_one_and_another_number_are_not() -> None:
+    values = {"db_password": 12345678, "secret": True, "api_key": "", "key": 7, "top": {"passphrase": [1]}}
+    assert hidden(values) == {**values, "db_password": HIDDEN}
+    remember({"db_password": 87654321})
+    assert hide("refused 87654321") == f"refused {HIDDEN}"
 
 
 def test_a_secret_of_the_environment_is_stored_as_a_reference_and_comes_back(
@@ -103,6 +121,8 @@ def test_a_run_may_go_on_with_another_key() -> None:
         ("s3://me:pw@bucket/run", "s3://me:<secret>@bucket/run"),
         ("https://ghp_0123456789abcdefghij@github.com/a/b", "https://<secret>@github.com/a/b"),
         ("http://host/score?model=a&api_key=1234", "http://host/score?model=a&api_key=<secret>"),
+        ("git+https://ghp_0123456789abcdefghij@github.com/a", "git+https://<secret>@github.com/a"),
+        ("abfss://my-training-container-01@a.net/run", "abfss://my-training-container-01@a.net/run"),
         ("ssh://git@host/a http://127.0.0.1:80/x@y", "ssh://git@host/a http://127.0.0.1:80/x@y"),
     ],
 )

@@ -15,9 +15,11 @@ import pytest
 from waiting import WAIT_S
 
 from rlhf.config.reward import RewardConfig
-from rlhf.rewards.confinement import ABI_SCOPES, CREATE_RULESET, MACHINES, NO_FILE, NO_NETWORK
+from rlhf.rewards.confinement import ABI_SCOPES, CREATE_RULESET, MACHINES, NO_FILE, NO_NETWORK, NO_SHARED_MEMORY
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.pool import Pool
+from rlhf.rewards.processes import children_of
+from rlhf.rewards.registry import load_user_function
 from rlhf.rewards.scorer import Scorer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -25,6 +27,13 @@ pytestmark = pytest.mark.skipif(
     ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1) < ABI_SCOPES,
     reason="this kernel has no or an older Landlock",
 )
+PACKAGES = (
+    "site-packages/a.libs/x.so.1",
+    "site-packages/data/x",
+    "modules/a.libs/x.so.1",
+    "modules/a-1.dist-info/RECORD",
+)
+VARIABLES = "FAKE_API_KEY HTTPS_PROXY SSL_CERT_FILE USER"
 LOOKS, JUDGE = "curious_rewards:looks", "curious_rewards:judge"
 
 
@@ -33,6 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of this user, with files in it."""
     made = tmp_path_factory.mktemp("files")
     for name in ("mine", "granted"):
+        (made / name).write_text("text")
+    for name in (*PACKAGES, "modules/runs/log", "libraries/mine.so", "certificates"):
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
         (made / name).write_text("text")
     return made
 
@@ -48,10 +60,16 @@ def scorer(folder: Path) -> Iterator[Scorer]:
     """One part with grants, and two parts without, in one config; ends with a look at what is left."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FIXTURES))
+        for name in ("site-packages", "modules"):
+            patch.syspath_prepend(str(folder / name))
         patch.setenv("FAKE_API_KEY", "fake-env-key-123")
+        patch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+        patch.setenv("SSL_CERT_FILE", str(folder / "certificates"))
+        patch.setenv("LD_LIBRARY_PATH", str(folder / "libraries"))
+        patch.setenv("HOME", str(folder))
         patch.setattr("tempfile.tempdir", str(folder / "temporary"))
         (folder / "temporary").mkdir()
-        part = {"name": LOOKS, "env": ["FAKE_API_KEY"], "network": True, "files": [str(folder / "granted")]}
+        part = {"name": LOOKS, "env": ["FAKE_API_KEY"], "network": True, "files": ["~/granted", "/dev/shm"]}
         values = {"parts": [part], "by_source": {"other": [LOOKS, JUDGE]}, "workers": 1, "spares": 0}
         with Scorer(RewardConfig.model_validate(values)) as running:
             assert len(list((folder / "temporary").glob("rlhf-rewards-*/*"))) >= 2
@@ -77,6 +95,11 @@ def look_with_grants(scorer: Scorer, action: str, target: object) -> Grade:
 
 def test_this_kernel_confines(plain: Pool) -> None:
     assert plain.unconfined == ()
+
+
+def test_the_processes_of_every_pool_are_named(scorer: Scorer) -> None:
+    assert list(scorer.processes) == ["graders", "graders/1"]
+    assert len(set(scorer.processes.values()) & children_of(os.getpid())) == 2
 
 
 @pytest.mark.parametrize("action", ["read", "write", "remove"])
@@ -108,9 +131,50 @@ def test_code_system_files_and_a_temporary_folder_are_within_reach(plain: Pool) 
     assert look(plain, "temporary file", "x").status == "ok"
 
 
+def test_all_of_a_package_and_the_libraries_is_within_reach_and_not_what_lies_next_to_it(
+    scorer: Scorer, plain: Pool, folder: Path
+) -> None:
+    seen = {name: look(plain, "read", folder / name).status for name in (*PACKAGES, "libraries/mine.so")}
+    assert set(seen.values()) == {"ok"}, seen
+    for name in ("modules/runs/log", "certificates"):
+        assert look(plain, "read", folder / name).status == "failed"
+    assert look_with_grants(scorer, "read", folder / "certificates").status == "ok"
+
+
 def test_the_environment_is_empty_but_for_what_the_part_names(scorer: Scorer, plain: Pool) -> None:
-    assert look(plain, "variables", "FAKE_API_KEY HOME USER").value == 0.0
-    assert look_with_grants(scorer, "variables", "FAKE_API_KEY HOME USER").value == 1.0
+    assert look(plain, "variables", VARIABLES).value == 0.0
+    assert look_with_grants(scorer, "variables", VARIABLES).value == 3.0
+
+
+def test_the_message_names_the_key_of_what_was_refused(scorer: Scorer, plain: Pool) -> None:
+    assert look(plain, "local socket", "").detail.endswith(NO_NETWORK)
+    assert look(plain, "lock", "").detail.endswith(NO_SHARED_MEMORY)
+    assert look(plain, "variable", "NOT_SET").detail.endswith("set `env: [NOT_SET]` next to the name")
+    for action in ("local socket", "lock"):
+        assert look_with_grants(scorer, action, "").status == "ok"
+
+
+def test_what_needs_no_network_runs_without_it(plain: Pool) -> None:
+    """An event loop connects a pair of sockets, and urllib3 looks for IPv6 when it is imported."""
+    assert look(plain, "event loop", "").status == "ok"
+    assert look(plain, "import", "urllib3.util.connection").status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("raise NoNetworkError(NO_NETWORK)", f"{NO_NETWORK}."),
+        ("import os; os.environ['NOT_SET']", "set `env: [NOT_SET]` next to the name."),
+        ("import not_a_module", "Install the package, or start the run from the folder that holds it."),
+    ],
+)
+def test_a_module_that_cannot_be_imported_gets_one_remedy(tmp_path: Path, code: str, end: str) -> None:
+    module = tmp_path / "mine.py"
+    module.write_text(f"from rlhf.rewards.confinement import NO_NETWORK, NoNetworkError\n{code}\n")
+    with pytest.raises(ValueError, match="cannot be imported") as caught:
+        load_user_function({"name": f"{module}:f"})
+    assert str(caught.value).endswith(end)
+    assert ("Install" in str(caught.value)) == ("Install" in end)
 
 
 @pytest.mark.parametrize("action", ["fetch", "look up a name"])
@@ -139,9 +203,16 @@ def test_what_is_granted_is_within_reach_and_nothing_else(scorer: Scorer, folder
     assert look_with_grants(scorer, "read", f"/proc/{os.getpid()}/environ").status == "failed"
 
 
-def test_a_variable_that_is_not_set_is_named_before_anything_starts() -> None:
-    with pytest.raises(ValueError, match=r"reward env=NOT_SET_ANYWHERE: there is no such .* Set it"):
-        Scorer(RewardConfig.model_validate({"parts": [{"name": LOOKS, "env": ["NOT_SET_ANYWHERE"]}]}))
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("env", "NOT_SET_ANYWHERE", "reward env=NOT_SET_ANYWHERE: there is no such .* Set it"),
+        ("files", "~/not/there", "reward files=~/not/there: there is no such file or folder. Create it"),
+    ],
+)
+def test_a_grant_of_what_is_not_there_is_named_before_anything_starts(key: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Scorer(RewardConfig.model_validate({"parts": [{"name": LOOKS, key: [value]}]}))
 
 
 def test_a_built_in_reward_takes_no_grants() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,13 +195,32 @@ def test_what_a_hijacked_worker_sends_ends_that_worker_alone(message: Any, monke
 
 
 @pytest.mark.stack
-def test_a_killed_keeper_is_started_again() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_keeper_is_started_again(number: signal.Signals) -> None:
     with Pool(workers=2) as pool:
         worker = pool.worker_pids()[0]
         keeper = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(keeper, signal.SIGKILL)
+        os.kill(keeper, number)
+        assert eventually(lambda: not Path(f"/proc/{keeper}").exists())
         assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
         assert pool.wait_full(WAIT_S) == pool.full_size
+
+
+def test_a_worker_starts_without_the_folder_of_temporary_files_and_says_why_if_it_cannot(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with Pool(workers=1, spares=0) as pool:
+        shutil.rmtree(pool._folder)
+        (first,) = pool.worker_pids()
+        os.kill(first, signal.SIGKILL)
+        assert eventually(lambda: pool.worker_pids() not in ([first], []))
+        assert pool.submit(math_job(r"\boxed{5}")).result(timeout=WAIT_S).value == 1.0
+        shutil.rmtree(pool._folder)
+        Path(pool._folder).touch()
+        os.kill(pool.worker_pids()[0], signal.SIGKILL)
+        assert eventually(lambda: "die while they start" in pool._broken)
+    os.remove(pool._folder)
+    assert "FileExistsError" in capfd.readouterr().err
 
 
 def test_an_unresponsive_keeper_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from rlhf.rewards.answers.extract import extract
 from rlhf.rewards.answers.symbolic import is_too_costly
 from rlhf.rewards.answers.tree import parse
 from rlhf.rewards.answers.value import evaluate
-from rlhf.rewards.sandbox import RefusedError, confined
+from rlhf.rewards.sandbox import RefusedError, refusing_side_effects
 
 TOUCH = "__import__('os').system('touch CANARY')"
 PAYLOADS = [
@@ -169,8 +169,8 @@ def test_confined_code_cannot_run_strings_write_start_processes_or_connect(tmp_p
         lambda: socket.socket().connect(("127.0.0.1", 9)),
     ]
     for action in forbidden:
-        with confined(), pytest.raises(RefusedError):
+        with refusing_side_effects(), pytest.raises(RefusedError):
             action()
-    with confined():
+    with refusing_side_effects():
         assert file.read_text() == "text"
     assert eval("1 + 1") == 2
