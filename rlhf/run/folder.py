@@ -132,11 +132,7 @@ class RunFolder:
         if self.restored is not None:
             self._remove_rollouts_after(self.saved_step)
         if self.restored is not None and self._start_at is not None:
-            for newer in all_checkpoints(self.checkpoints):
-                if newer.name > self.restored.name:
-                    remove(newer)
-            if self._mirror is not None:
-                self._mirror.remove_newer(self.restored.name)
+            self._remove_newer(self.restored.name)
         text = resolved_yaml(config)
         file = self.path / ("config.resumed.yaml" if self.resume else "config.yaml")
         if file.exists() and file.read_text() != text:
@@ -144,6 +140,27 @@ class RunFolder:
         if not self.resume and self.metrics.exists() and self.metrics.stat().st_size:
             _set_aside(self.metrics)
         file.write_text(text)
+
+    def _remove_newer(self, than: str) -> None:
+        """Remove newer checkpoints, which a later --resume would take, here and in the mirror; name none of them."""
+        if self._mirror is not None:
+            try:
+                self._mirror.remove_newer(than)
+            except OSError as error:
+                raise ValueError(
+                    f"{error}. --resume-from {self._start_at} removes newer checkpoints there: correct the address or "
+                    "the access to it, or set it to null."
+                ) from None
+        replace_synced(self.checkpoints / LATEST, f"{than}\n")
+        best = self.checkpoints / BEST
+        if best.is_file() and best.read_text().strip() > than:
+            best.unlink()
+        for newer in all_checkpoints(self.checkpoints):
+            if newer.name > than and (why := remove(newer)):
+                raise ValueError(
+                    f"--resume-from {self._start_at}: {newer} is newer and could not be removed ({why}). Remove it by "
+                    "hand: a later --resume would take it."
+                )
 
     def _remove_rollouts_after(self, step: int) -> None:
         """Remove the rollouts of later steps, which will be taken again, and files that a kill cut short."""

@@ -543,6 +543,34 @@ def test_a_failed_copy_of_the_best_is_repeated_and_the_best_before_it_stays_unti
     assert copies(far) == [3, 5, 6]
 
 
+def test_resume_from_ends_with_a_message_where_the_mirror_or_the_disk_keeps_newer_checkpoints(
+    tmp_path: Path, model: Path
+) -> None:
+    class ReadOnly(LocalFileSystem):
+        def rm(self, *arguments: Any, **options: Any) -> None:
+            raise PermissionError("no")
+
+    url, run, config = f"file://{tmp_path}/far", tmp_path / "run", make_config(tmp_path / "model")
+    mirror = Mirror(url, waits_s=())
+    saves = Saves(RunFolder(run, resume=False, mirror=mirror), model, mirror)
+    saves.scores = {4: 0.4}
+    saves.save(2)
+    saves.save(4)
+    works, mirror._fs = mirror._fs, ReadOnly()
+    with pytest.raises(ValueError, match=rf"^checkpoint\.mirror={url}: no\. --resume-from step-000002 removes newer"):
+        RunFolder(run, resume=True, mirror=mirror, start_at="step-000002").create(config)
+    mirror._fs = works
+    (run / "checkpoints" / "step-000004").chmod(0o555)
+    with as_an_ordinary_user(run), pytest.raises(ValueError, match=r"step-000004 is newer and could not be removed"):
+        RunFolder(run, resume=True, start_at="step-000002").create(config)
+    RunFolder(run, resume=True, mirror=mirror, start_at="step-000002").create(config)
+    assert "step-000004" not in names(run)
+    assert copies(tmp_path / "far") == [2]
+    assert (run / "checkpoints" / "latest").read_text() == "step-000002\n"
+    assert not (run / "checkpoints" / "best").exists()
+    assert not (tmp_path / "far" / "best").exists()
+
+
 def test_what_a_broken_copy_left_in_the_mirror_is_removed(tmp_path: Path, model: Path) -> None:
     mirror, far = Mirror(f"file://{tmp_path}/far", waits_s=()), tmp_path / "far"
     (far / "step-000001").mkdir(parents=True)
