@@ -27,7 +27,9 @@ def test_a_trace_that_cannot_be_written_is_a_warning_and_the_next_one_is_written
     config = make_config(
         tiny_model_dir / "model", run={"dir": str(tmp_path / "run"), "steps": 3}, logging={"profile_steps": (1, 3)}
     )
-    run, warnings, steps = TrainingRun(config, resume=False), [], []
+    run = TrainingRun(config, resume=False)
+    warnings: list[str] = []
+    steps: list[int] = []
     monkeypatch.setattr(run.log, "warn", warnings.append)
     run.cluster = SimpleNamespace(learners=OneLearner())  # type: ignore[assignment]
     folder = tmp_path / "run" / "profile"
