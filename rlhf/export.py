@@ -40,8 +40,8 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         ValueError: it is damaged, or the run has none.
     """
-    from rlhf.run.folder import BEST, RunFolder
-    from rlhf.run.manifest import MANIFEST, find_damage
+    from rlhf.run.folder import RunFolder
+    from rlhf.run.manifest import BEST, MANIFEST, find_damage
 
     if (path / "checkpoints").is_dir():
         folder = RunFolder(path, resume=True)

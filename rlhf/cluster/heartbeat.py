@@ -24,6 +24,7 @@ from rlhf.plan.memory import GIB
 
 PERIOD_S = 5.0
 ANSWER_S = 30.0  # for a node; one that is gone is noticed by Ray
+GPU_ANSWER_S = 5.0  # for nvidia-smi, which hangs with a broken driver: the rest of the look must still be in time
 LOOKS = 2  # in a row; a terminal may stop a whole run for a moment
 
 
@@ -75,7 +76,7 @@ def _gpu_bytes() -> dict[str, int]:
         return {}
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True).stdout
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=GPU_ANSWER_S, check=True).stdout
         rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
         return {name: int(used) * 2**20 for number, uuid, used in rows for name in (number, uuid)}
     except (OSError, ValueError, subprocess.SubprocessError):

@@ -207,9 +207,14 @@ class CheckpointConfig(Section):
         raise ValueError(f"checkpoint.every={value}: set a whole number of steps above 0, auto or null.")
 
     @property
+    def kept(self) -> int:
+        """Checkpoints that stay: the newest and the best."""
+        return self.keep + (self.best is not None)
+
+    @property
     def most(self) -> int:
-        """Checkpoints on the disk at once: the newest, the best, and the one that is being written."""
-        return self.keep + (self.best is not None) + 1
+        """Checkpoints on the disk at once: those that stay, one being written, and one being copied to the mirror."""
+        return self.kept + 1 + (self.mirror is not None)
 
 
 class EvaluationConfig(Section):

@@ -23,11 +23,15 @@ def start(rank: TrainedRank) -> None:
     _running[0].start()
 
 
-def stop(rank: TrainedRank, file: str) -> None:
-    """Write what was recorded since `start`."""
+def stop(rank: TrainedRank, file: str) -> str:
+    """Write what was recorded since `start`; "" or why that failed."""
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     trace = _running.pop()
     trace.stop()
-    Path(file).parent.mkdir(exist_ok=True)
-    trace.export_chrome_trace(file)
+    try:
+        Path(file).parent.mkdir(exist_ok=True)
+        trace.export_chrome_trace(file)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

@@ -70,7 +70,7 @@ def existing_folder(config: GRPOConfig) -> Path:
 
 
 def run_bytes(config: GRPOConfig, *, written: int = 0) -> int | None:
-    """The most that a run writes: its checkpoints, one of them not complete yet, and the exported model.
+    """The most that a run writes: its checkpoints (`checkpoint.most`) and the exported model.
 
     Args:
         written: checkpoints that are there already.
@@ -98,6 +98,6 @@ def _check_run_folder(config: GRPOConfig) -> None:
     if needed > free:
         raise ValueError(
             f"run.dir={config.run.dir}: checkpoints and export need {needed / GIB:.1f} GiB (checkpoint.keep="
-            f"{config.checkpoint.keep} and one that is being written), but {folder} has {free / GIB:.1f} GiB free. "
-            "Make room, keep fewer, or write to another disk."
+            f"{config.checkpoint.keep}, and those being written and copied), but {folder} has {free / GIB:.1f} GiB "
+            "free. Make room, keep fewer, or write to another disk."
         )

@@ -200,7 +200,7 @@ def _checkpoint(config: GRPOConfig, policy: ModelShape) -> str:
         return "no estimate"
     reference = ", and a changing reference" if config.reference_moves else ""
     interval = "step" if every == 1 else f"{every} steps"
-    when = f"one every {interval}, {config.checkpoint.most - 1} are kept" if every else "none is saved"
+    when = f"one every {interval}, {config.checkpoint.kept} are kept" if every else "none is saved"
     return f"{size / GIB:.1f} GiB (float32 weights and moments of all trained models{reference}); {when}"
 
 

@@ -18,6 +18,8 @@ from rlhf.config.base import Section
 from rlhf.config.load import resolved_yaml
 from rlhf.log.patient_files import NEW, PatientFiles
 from rlhf.run.manifest import (
+    BEST,
+    LATEST,
     PARTIAL,
     all_checkpoints,
     complete_checkpoints,
@@ -35,8 +37,6 @@ from rlhf.run.state import RunState
 from rlhf.types import RolloutGroup, ScoredRollout, WrittenFile
 
 STATE_FILE = "driver.json"
-LATEST = "latest"  # in the folder of the checkpoints: the name of the newest complete one
-BEST = "best"  # and of the one with the highest checkpoint.best
 FILE_OF_A_STEP = re.compile(r"step-(\d{6,})\.jsonl")
 # Files of a run that has not finished a step; besides them it has empty folders and metrics of step 0.
 FIRST_FILES = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|tensorboard|logs|report\.html|\.lock")
@@ -51,6 +51,7 @@ class RunFolder:
         damaged: newer checkpoints that are damaged or incomplete, with the reason.
         saved_step: the step of the newest complete checkpoint; 0 if there is none.
         not_removed: why older checkpoints are still there after the last save.
+        being_copied: the name of a checkpoint that saves do not remove; "" if there is none.
 
     Raises:
         ValueError: the folder already holds a run and `resume` is False, or there is nothing to resume.
@@ -70,6 +71,7 @@ class RunFolder:
         self.damaged: dict[str, str] = {}
         self.saved_step = 0
         self.not_removed: tuple[str, ...] = ()
+        self.being_copied = ""
         self._start_at, self._mirror = start_at, mirror
         if resume:
             self._find_undamaged(mirror)
@@ -130,11 +132,7 @@ class RunFolder:
         if self.restored is not None:
             self._remove_rollouts_after(self.saved_step)
         if self.restored is not None and self._start_at is not None:
-            for newer in all_checkpoints(self.checkpoints):
-                if newer.name > self.restored.name:
-                    remove(newer)
-            if self._mirror is not None:
-                self._mirror.remove([name for name in self._mirror.checkpoints() if name > self.restored.name])
+            self._remove_newer(self.restored.name)
         text = resolved_yaml(config)
         file = self.path / ("config.resumed.yaml" if self.resume else "config.yaml")
         if file.exists() and file.read_text() != text:
@@ -142,6 +140,27 @@ class RunFolder:
         if not self.resume and self.metrics.exists() and self.metrics.stat().st_size:
             _set_aside(self.metrics)
         file.write_text(text)
+
+    def _remove_newer(self, than: str) -> None:
+        """Remove newer checkpoints, which a later --resume would take, here and in the mirror; name none of them."""
+        if self._mirror is not None:
+            try:
+                self._mirror.remove_newer(than)
+            except OSError as error:
+                raise ValueError(
+                    f"{error}. --resume-from {self._start_at} removes newer checkpoints there: correct the address or "
+                    "the access to it, or set it to null."
+                ) from None
+        replace_synced(self.checkpoints / LATEST, f"{than}\n")
+        best = self.checkpoints / BEST
+        if best.is_file() and best.read_text().strip() > than:
+            best.unlink()
+        for newer in all_checkpoints(self.checkpoints):
+            if newer.name > than and (why := remove(newer)):
+                raise ValueError(
+                    f"--resume-from {self._start_at}: {newer} is newer and could not be removed ({why}). Remove it by "
+                    "hand: a later --resume would take it."
+                )
 
     def _remove_rollouts_after(self, step: int) -> None:
         """Remove the rollouts of later steps, which will be taken again, and files that a kill cut short."""
@@ -241,7 +260,7 @@ class RunFolder:
         """Write the driver's state and the manifest, rename the folder, then point `latest` to it.
 
         Everything is on the disk before the next thing is written: after a crash at any moment, the newest folder with
-        the name of a checkpoint is whole. Older checkpoints beyond `keep` are removed at last.
+        the name of a checkpoint is whole. Older checkpoints beyond `keep` are removed at last, but not `being_copied`.
 
         Args:
             best: metric of the evaluations, whose highest checkpoint is kept too, and named in the file `best`.
@@ -263,7 +282,7 @@ class RunFolder:
         self.damaged.pop(final.name, None)
         self.saved_step = state.step
         complete = [path for path in complete_checkpoints(self.checkpoints) if path.name not in self.damaged]
-        kept = complete[-keep:]
+        kept = [*complete[-keep:], self.checkpoints / self.being_copied]
         step = None if best is None else best_step(state.evaluations, best, among=[_step_of(path) for path in complete])
         if step is not None:
             kept.append(self.checkpoints / f"step-{step:06d}")

@@ -19,6 +19,8 @@ from rlhf.types import WrittenFile
 MANIFEST = "manifest.json"
 FORMAT = 2  # raised when an older program could not read what this one writes
 PARTIAL = ".partial"
+LATEST = "latest"  # in the folder of the checkpoints and in a mirror: the name of the newest complete one
+BEST = "best"  # and of the one with the highest checkpoint.best
 CHUNK_BYTES = 2**22
 READERS = 8  # threads; a checksum is faster than one disk, and slower than several
 

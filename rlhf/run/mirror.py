@@ -1,21 +1,23 @@
 """A copy of the checkpoints in object storage, or in any other place that fsspec reaches: `checkpoint.mirror`.
 
-    MIRROR/latest  config.yaml  metrics.jsonl  step-000020/...
+    MIRROR/latest  best  config.yaml  metrics.jsonl  step-000020/...
 
-A checkpoint is there once its manifest.json is, which is sent after its other files. `latest` is sent last of all.
+A checkpoint is there once its manifest.json is, which is sent after its other files. `latest` and `best` are sent after
+the checkpoint that they name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.secrets import hide
-from rlhf.run.manifest import MANIFEST, PARTIAL, find_damage, manifest_files
+from rlhf.run.manifest import BEST, LATEST, MANIFEST, PARTIAL, find_damage, manifest_files
 
 WAITS_S = (1.0, 5.0, 25.0)  # before each further try of a failed request
 ANSWER_S = 60.0  # that a request may take; a file longer, by its size
@@ -70,25 +72,54 @@ class Mirror:
                 "another address."
             )
 
-    def send(self, checkpoint: Path, others: Sequence[Path], *, latest: str, keep: int, best: str = "") -> None:
-        """Copy a checkpoint and other files of the run, then remove checkpoints beyond `keep`, but not the best.
+    def send(self, checkpoint: Path, others: Sequence[Path], *, pointer: str, keep: int) -> None:
+        """Copy a checkpoint and other files of the run, unless it is there, and name it in the file `pointer`.
+
+        After the newest (`latest`), older ones beyond `keep` are removed, and copies that were not completed; the one
+        that `best` names stays.
 
         Raises:
             OSError: the place does not take them.
         """
-        target = f"{self._root}/{checkpoint.name}"
-        names = sorted(manifest_files((checkpoint / MANIFEST).read_bytes()))
-        pairs = [(path, f"{self._root}/{path.name}") for path in others if path.is_file()]
-        pairs += [(checkpoint / name, f"{target}/{name}") for name in (*names, MANIFEST)]
-        for local, remote in pairs:
-            self._tries(self._put, local, remote, size=local.stat().st_size)
-        self._tries(self._fs.pipe_file, f"{self._root}/{latest}", f"{checkpoint.name}\n".encode())
-        self.remove([old for old in self.checkpoints()[:-keep] if old != best])
+        manifest = (checkpoint / MANIFEST).read_bytes()
+        if self._read(f"{checkpoint.name}/{MANIFEST}") != manifest:
+            pairs = [(path, path.name) for path in others if path.is_file()]
+            files = (*sorted(manifest_files(manifest)), MANIFEST)
+            pairs += [(checkpoint / name, f"{checkpoint.name}/{name}") for name in files]
+            for local, name in pairs:
+                self._tries(self._put, local, f"{self._root}/{name}", size=local.stat().st_size)
+        self._tries(self._fs.pipe_file, f"{self._root}/{pointer}", f"{checkpoint.name}\n".encode())
+        if pointer == LATEST:
+            whole = [name for name in self.checkpoints() if name <= checkpoint.name]
+            kept = [*whole[-keep:], self._read(BEST).decode().strip()]
+            self._remove(name for name in self._folders() if name < checkpoint.name and name not in kept)
 
-    def remove(self, names: Sequence[str]) -> None:
-        """Remove checkpoints."""
+    def remove_newer(self, than: str) -> None:
+        """Remove the checkpoints that are newer, and `latest` and `best` if they name one of those.
+
+        Raises:
+            OSError: the place does not answer.
+        """
+        self._remove(file for file in (LATEST, BEST) if self._read(file).decode().strip() > than)
+        self._remove(name for name in self._folders() if name > than)
+
+    def _folders(self) -> list[str]:
+        """Names of the checkpoints that are there, also of incomplete ones."""
+        self._fs.invalidate_cache()
+        return [path.rpartition("/")[2] for path in self._tries(self._fs.glob, f"{self._root}/step-*")]
+
+    def _read(self, file: str) -> bytes:
+        """A small file; empty if it is not there."""
+        try:
+            content: bytes = self._tries(self._fs.cat_file, f"{self._root}/{file}")
+        except FileNotFoundError:
+            return b""
+        return content
+
+    def _remove(self, names: Iterable[str]) -> None:
         for name in names:
-            self._tries(self._fs.rm, f"{self._root}/{name}", True)
+            with contextlib.suppress(FileNotFoundError):  # a request that took too long was carried out after all
+                self._tries(self._fs.rm, f"{self._root}/{name}", True)
 
     def _put(self, local: Path, remote: str) -> None:
         self._fs.makedirs(remote.rpartition("/")[0], exist_ok=True)

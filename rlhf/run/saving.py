@@ -12,8 +12,8 @@ from typing import Any
 from rlhf.cluster.checkpoints import Checkpoints
 from rlhf.config.sections import CheckpointConfig
 from rlhf.learner.checkpoint import MODEL_FOLDER
-from rlhf.run.folder import BEST, LATEST, RunFolder
-from rlhf.run.manifest import reason
+from rlhf.run.folder import RunFolder
+from rlhf.run.manifest import BEST, LATEST, reason
 from rlhf.run.mirror import Mirror
 from rlhf.run.state import RunState
 
@@ -47,7 +47,8 @@ class CheckpointSaver:
         self._checkpoints, self._write_log = checkpoints, write_log
         self._writing: asyncio.Task[None] | None = None
         self._sending: asyncio.Task[None] | None = None
-        self._to_send: Path | None = None
+        self._has_unsent = False
+        self._removing = asyncio.Lock()  # held while checkpoints are removed, and while one is chosen to be copied
 
     async def save(self, state: RunState) -> None:
         """Begin to save; returns when the run may change its weights again."""
@@ -71,33 +72,42 @@ class CheckpointSaver:
         try:
             written = await self._checkpoints.saved()
             keep, best = self._config.keep, self._config.best
-            # In a thread: engines must be served meanwhile.
-            final = await asyncio.to_thread(
-                self._folder.finish_checkpoint, partial, state, keep=keep, best=best, written=written
-            )
+            async with self._removing:
+                await asyncio.to_thread(  # engines must be served meanwhile
+                    self._folder.finish_checkpoint, partial, state, keep=keep, best=best, written=written
+                )
         except OSError as error:
             self._fail(state.step, partial, error)
             return
         for why in self._folder.not_removed:
             self._warn(f"an old checkpoint is still there: {why}. Remove it by hand.")
         if self._mirror is not None:
-            self._to_send = final
+            self._has_unsent = True
             if self._sending is None or self._sending.done():
                 self._sending = asyncio.create_task(self._send(self._mirror))
 
     async def _send(self, mirror: Mirror) -> None:
-        """Copy the newest checkpoint, and again while newer ones are written meanwhile; the run does not wait."""
-        while self._to_send is not None:
-            checkpoint, self._to_send = self._to_send, None
-            named = self._folder.checkpoints / BEST
-            others, best = [self._folder.path / "config.yaml", self._folder.metrics], ""
-            if named.is_file():
-                others, best = [*others, named], named.read_text().strip()
-            keep = self._config.keep
-            try:
-                await asyncio.to_thread(mirror.send, checkpoint, others, latest=LATEST, keep=keep, best=best)
-            except OSError as error:
-                self._warn(f"{checkpoint.name} was not copied: {error}. The next checkpoint will be.")
+        """Copy the best and the newest checkpoint, and again while newer ones are written; the run does not wait."""
+        while self._has_unsent:
+            await self._send_named(mirror, BEST)
+            self._has_unsent = False
+            await self._send_named(mirror, LATEST)
+
+    async def _send_named(self, mirror: Mirror, pointer: str) -> None:
+        """Copy the checkpoint that the file `pointer` names, unless it is there."""
+        file = self._folder.checkpoints / pointer
+        async with self._removing:
+            checkpoint = file.with_name(file.read_text().strip()) if file.is_file() else None
+            if checkpoint is None or not checkpoint.is_dir():
+                return
+            self._folder.being_copied = checkpoint.name
+        others = [self._folder.path / "config.yaml", self._folder.metrics]
+        try:
+            await asyncio.to_thread(mirror.send, checkpoint, others, pointer=pointer, keep=self._config.keep)
+        except OSError as error:
+            self._warn(f"{checkpoint.name} was not copied: {error}. The next checkpoint will be.")
+        finally:
+            self._folder.being_copied = ""
 
     def _check_space(self, needed: int) -> None:
         free = shutil.disk_usage(self._folder.checkpoints).free

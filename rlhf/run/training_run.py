@@ -203,7 +203,8 @@ class TrainingRun(Generic[C]):
         file = str(self.folder.path.resolve() / "profile" / f"step-{step:06d}.json.gz")
         await self.cluster.learners.call_one(0, "apply", profile.start, what="profiling")
         yield
-        await self.cluster.learners.call_one(0, "apply", profile.stop, file, what=f"writing {file}")
+        if why := await self.cluster.learners.call_one(0, "apply", profile.stop, file, what=f"writing {file}"):
+            self.log.warn(f"{file} was not written: {why}.")
 
     async def take_groups(self, step: int) -> Sequence[RolloutGroup]:
         """The graded groups of the step after `step` training steps; a signal meanwhile saves and ends the run."""
@@ -280,10 +281,7 @@ class TrainingRun(Generic[C]):
         rate, engines_busy_s = self.sampler.meter.take()
         values |= waiting_seconds(phases, window_s, engines_busy_s)
         values |= self.speed.of_step(batch, epochs, self.cluster.learners.shared, phases.get("update", 0.0))
-        values |= {
-            "rollout/tokens_per_second": rate,
-            "data/epoch": self.tickets.stream.epochs,
-        }
+        values |= {"rollout/tokens_per_second": rate, "data/epoch": self.tickets.stream.epochs}
         rollout = self.config.rollout
         values |= self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}

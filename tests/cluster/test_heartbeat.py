@@ -15,6 +15,7 @@ import pytest
 from documented import check_documented
 from waiting import eventually
 
+from rlhf.cluster import heartbeat
 from rlhf.cluster.actors import ActorGroup, Location
 from rlhf.cluster.heartbeat import Look, look, memory_metrics
 
@@ -73,3 +74,17 @@ def test_memory_of_an_actor_is_that_of_all_processes_below_it_and_of_its_gpus(
         "memory/engine/1/gpu": 0.5, "memory/reward_model/0": 2.0,
     }  # fmt: skip
     check_documented([metrics], logged={"GPUs"})
+
+
+def test_a_hanging_nvidia_smi_does_not_keep_a_stopped_process_from_being_found(
+    actor: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert heartbeat.GPU_ANSWER_S < heartbeat.ANSWER_S / 2  # else the driver gives the whole look up
+    monkeypatch.setattr(heartbeat, "GPU_ANSWER_S", 0.1)
+    stand_in = tmp_path / "nvidia-smi"
+    stand_in.write_text("#!/bin/sh\nexec sleep 1000\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    os.kill(actor.pid, signal.SIGSTOP)
+    assert eventually(lambda: actor.pid in look([actor.pid]).stopped)
+    assert look([actor.pid]).gpus == {}

@@ -184,24 +184,28 @@ def as_an_ordinary_user(*owned: Path) -> Iterator[None]:
 
 
 class Saves:
-    """A saver of two ranks, and what it warned of."""
+    """A saver of two ranks, and what it warned of. `scores`: the evaluations so far, by step."""
 
     def __init__(self, folder: RunFolder, tokenizer_of: Path, mirror: Mirror | None = None) -> None:
+        self.scores: dict[int, float] = {}
         self.warnings: list[str] = []
         cluster: Any = Ranks(TENSORS, 2)
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
-        config = CheckpointConfig(keep=2)
+        config = CheckpointConfig(keep=2, best="score")
         self.saver = CheckpointSaver(config, folder, cluster, tokenizer, mirror, self.warnings.append)
 
     def save(self, step: int) -> str:
         """Save, and wait for the end; why it failed, or "" """
 
         async def whole() -> None:
-            await self.saver.save(RunState(step=step))
+            await self.begin(step)
             await self.saver.finish()
 
         asyncio.run(whole())
         return self.saver.failure
+
+    async def begin(self, step: int) -> None:
+        await self.saver.save(RunState(step=step, evaluations={at: {"score": s} for at, s in self.scores.items()}))
 
 
 def names(run: Path) -> list[str]:
@@ -475,24 +479,105 @@ class Stuck(LocalFileSystem):
         super().put_file(*arguments, **options)
 
 
-def test_the_run_does_not_wait_for_a_slow_mirror_which_gets_the_newest_checkpoint(tmp_path: Path, model: Path) -> None:
-    mirror = Mirror(f"file://{tmp_path}/far")
+def copies(mirror: Path) -> list[int]:
+    """The steps of the checkpoints in a mirror, all of which must be whole."""
+    found = sorted(mirror.glob("step-*"))
+    assert [find_damage(path) for path in found] == [""] * len(found)
+    return [int(path.name[5:]) for path in found]
+
+
+def test_a_mirror_slower_than_the_saves_gets_whole_copies_of_the_newest_and_the_best(
+    tmp_path: Path, model: Path
+) -> None:
+    mirror, far = Mirror(f"file://{tmp_path}/far"), tmp_path / "far"
     mirror._fs = Stuck()
     run = tmp_path / "run"
     saves = Saves(run_with(run, 2), model, mirror)
 
-    async def save_three_times() -> None:
-        for step in (4, 5, 6):
-            await saves.saver.save(RunState(step=step))
+    async def save_while_one_is_copied() -> None:
+        for step in (4, 5, 6, 7):
+            saves.scores = {5: 0.5} if step > 4 else {}
+            await saves.begin(step)
         await saves.saver._finish_writing()
-        assert names(run) == ["step-000005", "step-000006"]
-        assert not (tmp_path / "far" / "step-000006").exists()
+        here, there = names(run), mirror.checkpoints()
         mirror._fs.released.set()
         await saves.saver.finish()
+        assert here == [f"step-00000{step}" for step in (4, 5, 6, 7)]  # copied, best, and the two newest
+        assert there == []
 
-    asyncio.run(save_three_times())
-    assert find_damage(tmp_path / "far" / "step-000006") == ""
-    assert (tmp_path / "far" / "latest").read_text() == "step-000006\n"
+    asyncio.run(save_while_one_is_copied())
+    assert saves.warnings == []
+    assert copies(far) == [5, 7]
+    assert [(far / file).read_text() for file in ("latest", "best")] == ["step-000007\n", "step-000005\n"]
+    assert saves.save(8) == ""
+    assert names(run) == [f"step-00000{step}" for step in (5, 7, 8)]
+    assert copies(far) == [5, 7, 8]
+
+
+def test_a_failed_copy_of_the_best_is_repeated_and_the_best_before_it_stays_until_then(
+    tmp_path: Path, model: Path
+) -> None:
+    refused: list[str] = []
+
+    class Refusing(LocalFileSystem):
+        def put_file(self, local: str, remote: str, **options: Any) -> None:
+            if any(name in remote for name in refused):
+                raise PermissionError("no")
+            super().put_file(local, remote, **options)
+
+    mirror, far = Mirror(f"file://{tmp_path}/far", waits_s=()), tmp_path / "far"
+    mirror._fs = Refusing()
+    saves = Saves(RunFolder(tmp_path / "run", resume=False, mirror=mirror), model, mirror)
+    saves.scores[2] = 0.2
+    saves.save(2)
+    refused.append("step-000003/w")
+    saves.scores[3] = 0.3
+    for step in (3, 4, 5):
+        saves.save(step)
+    assert (far / "best").read_text() == "step-000002\n"
+    assert mirror.checkpoints() == ["step-000002", "step-000004", "step-000005"]
+    assert any("step-000003 was not copied: checkpoint.mirror=file://" in warning for warning in saves.warnings)
+    refused.clear()
+    saves.save(6)
+    assert (far / "best").read_text() == "step-000003\n"
+    assert copies(far) == [3, 5, 6]
+
+
+def test_resume_from_ends_with_a_message_where_the_mirror_or_the_disk_keeps_newer_checkpoints(
+    tmp_path: Path, model: Path
+) -> None:
+    class ReadOnly(LocalFileSystem):
+        def rm(self, *arguments: Any, **options: Any) -> None:
+            raise PermissionError("no")
+
+    url, run, config = f"file://{tmp_path}/far", tmp_path / "run", make_config(tmp_path / "model")
+    mirror = Mirror(url, waits_s=())
+    saves = Saves(RunFolder(run, resume=False, mirror=mirror), model, mirror)
+    saves.scores = {4: 0.4}
+    saves.save(2)
+    saves.save(4)
+    works, mirror._fs = mirror._fs, ReadOnly()
+    with pytest.raises(ValueError, match=rf"^checkpoint\.mirror={url}: no\. --resume-from step-000002 removes newer"):
+        RunFolder(run, resume=True, mirror=mirror, start_at="step-000002").create(config)
+    mirror._fs = works
+    (run / "checkpoints" / "step-000004").chmod(0o555)
+    with as_an_ordinary_user(run), pytest.raises(ValueError, match=r"step-000004 is newer and could not be removed"):
+        RunFolder(run, resume=True, start_at="step-000002").create(config)
+    RunFolder(run, resume=True, mirror=mirror, start_at="step-000002").create(config)
+    assert "step-000004" not in names(run)
+    assert copies(tmp_path / "far") == [2]
+    assert (run / "checkpoints" / "latest").read_text() == "step-000002\n"
+    assert not (run / "checkpoints" / "best").exists()
+    assert not (tmp_path / "far" / "best").exists()
+
+
+def test_what_a_broken_copy_left_in_the_mirror_is_removed(tmp_path: Path, model: Path) -> None:
+    mirror, far = Mirror(f"file://{tmp_path}/far", waits_s=()), tmp_path / "far"
+    (far / "step-000001").mkdir(parents=True)
+    (far / "step-000001" / "weights-00000.safetensors").write_bytes(b"half")
+    saves = Saves(RunFolder(tmp_path / "run", resume=False, mirror=mirror), model, mirror)
+    saves.save(2)
+    assert copies(far) == [2]
 
 
 def test_a_mirror_that_never_answers_is_given_up_within_its_time(tmp_path: Path, model: Path) -> None:
@@ -511,7 +596,7 @@ def test_a_run_that_ends_leaves_a_request_to_its_mirror(tmp_path: Path, model: P
     saves = Saves(run_with(tmp_path / "run", 2), model, mirror)
 
     async def save_and_end() -> None:
-        await saves.saver.save(RunState(step=4))
+        await saves.begin(4)
         await saves.saver._finish_writing()
         await saves.saver.close(within_s=0.05)
 

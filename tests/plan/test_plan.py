@@ -246,6 +246,7 @@ def test_the_number_of_gpus_per_node_is_configurable(make: Any) -> None:
     [
         ("checkpoint.every=auto", "one every 10 steps, 2 are kept"),
         ("checkpoint.every=1", "one every step, 2 are kept"),
+        ("checkpoint.mirror=s3://bucket/run", "one every 10 steps, 2 are kept"),
         ("checkpoint.every=null", "none is saved"),
     ],
 )

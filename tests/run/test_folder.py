@@ -165,10 +165,9 @@ def test_the_mirror_keeps_the_best_checkpoint_too_and_loses_those_that_are_left_
     folder = RunFolder(tmp_path / "run", resume=False, mirror=mirror)
     for step, score in ((1, 0.2), (2, 0.8), (3, 0.1), (4, 0.3)):
         write_scored(folder, {2: 0.8, step: score}, steps=[step], keep=1)
-        best = folder.checkpoints / "best"
-        others = [best] if best.is_file() else []
-        name = best.read_text().strip()
-        mirror.send(folder.checkpoints / f"step-00000{step}", others, latest="latest", keep=1, best=name)
+        for file in ("best", "latest"):
+            name = (folder.checkpoints / file).read_text().strip()
+            mirror.send(folder.checkpoints / name, [], pointer=file, keep=1)
     assert sorted(path.name for path in far.glob("step-*")) == ["step-000002", "step-000004"]
     shutil.rmtree(tmp_path / "run")
     resumed = RunFolder(tmp_path / "run", resume=True, mirror=mirror, start_at="best")
