@@ -164,7 +164,9 @@ def _start_online(
     for rewinds in (True, False) if rewind and not problem else (False,) if not problem else ():
         try:
             return start("online", rewind=rewinds)
-        except wandb.errors.CommError as error:
+        except wandb.errors.UsageError:
+            raise
+        except wandb.errors.Error as error:
             problem = str(error).strip().splitlines()[0]
             wandb.teardown()  # the start that failed goes on in the background, and holds the id of the run
     warn(

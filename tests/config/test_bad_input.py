@@ -192,7 +192,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_named_with_both_sizes(
     assert start_problems(config) == []
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
     (problem,) = start_problems(config)
-    assert problem.startswith(f"run.dir={tmp_path}/a/b: checkpoints and export need 0.0 GiB (checkpoint.keep=2, and those")
+    assert problem.startswith(f"run.dir={tmp_path}/a/b: checkpoints and export need 0.0 GiB (checkpoint.keep=2, ")
     assert problem.endswith(f"{tmp_path} has 0.0 GiB free. Make room, keep fewer, or write to another disk.")
     assert (
         start_problems(make_config(model, run={"dir": str(tmp_path), "export": False}, checkpoint={"every": None}))

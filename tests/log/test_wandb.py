@@ -194,7 +194,7 @@ def main():
             log.open(folder, stack)
             log.write(1, {"reward/mean": 0.5})
             log.print(f"the judge refused {config.reward.parts[0].options}")
-            log.alert("judge", config.reward_model.endpoint, in_terminal=True)
+            log.alert("judge", config.reward_model.endpoint)
             raise RuntimeError(f"no answer with {config.reward.parts[0].options}")
 
     import asyncio
