@@ -164,5 +164,5 @@ def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -
 
     for name in dict.fromkeys(name for values in by_column.values() for name in values):
         if not name.endswith(BOUNDS):
-            table.add_row(name, *(cell(values, name) for values in by_column.values()))
+            table.add_row(name.removeprefix("eval/"), *(cell(values, name) for values in by_column.values()))
     return table
