@@ -95,7 +95,7 @@ def test_several_models_stand_side_by_side_and_their_responses_in_one_file(
     files = ["--output", str(tmp_path / "m.json"), "--responses", str(tmp_path / "r.jsonl")]
     monkeypatch.setenv("COLUMNS", "400")
     evaluate.main([*flags, *files])
-    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "eval/test/avg@2" in line]
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "test/avg@2" in line]
     assert [cell.split()[0] for cell in rows[0][2:4]] == ["0.000", "0.500"]
     metrics = json.loads((tmp_path / "m.json").read_text())
     assert {model: values["eval/test/avg@2"] for model, values in metrics.items()} == {
