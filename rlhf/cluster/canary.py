@@ -45,7 +45,7 @@ KL_FACTOR = LATER_FACTOR**2
 MIN_TOKENS = 1024
 LAG_FACTOR = 4.0  # with a policy lag the policy moves between sampling and training, at no place this much more
 MOVED_FAR = 0.05  # nats per token; further, and the importance weights no longer mend it
-FAR = 1e6
+FAR = 1e6  # logged in place of NaN and infinity
 MOVED = 5.0  # the perturbation must move log-probs by this many tolerances, or following it would prove nothing
 
 Logprobs = Sequence[np.ndarray]

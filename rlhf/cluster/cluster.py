@@ -374,7 +374,7 @@ class Cluster:
     # --- end ---
 
     def _names(self) -> dict[str, str]:
-        """The names of the actors on this machine by process."""
+        """The names of the actors by process."""
         groups = [(role, placed.group.locations) for role, placed in self._placed.items()]
         return {str(place.process): f"{role} {rank}" for role, places in groups for rank, place in enumerate(places)}
 
