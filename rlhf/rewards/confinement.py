@@ -31,31 +31,17 @@ from rlhf.config.reward import GRANTS, RewardPart
 
 # Of the environment, what a program needs to start; a part's `env` names more.
 KEPT_VARIABLES = (
-    *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
-    *("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE"),
-)
+    "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE",
+)  # fmt: skip
 CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 NETWORK_VARIABLES = (  # with `network: true`
-    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
-    *CERTIFICATES,
-)
-SYSTEM = (
-    *(
-        "/usr",
-        "/bin",
-        "/sbin",
-        "/lib",
-        "/lib32",
-        "/lib64",
-        "/etc",
-        "/etc/resolv.conf",  # may be a link to elsewhere
-        "/opt",
-        "/nix/store",
-        "/sys",
-        "/run/systemd/resolve",
-    ),
-    *("/var/lib/ca-certificates", "/proc/self", "/proc/sys", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat"),
-)
+    "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", *CERTIFICATES,
+)  # fmt: skip
+SYSTEM = (  # /etc/resolv.conf may be a link to elsewhere
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/etc/resolv.conf", "/opt", "/nix/store", "/sys",
+    "/run/systemd/resolve", "/var/lib/ca-certificates", "/proc/self", "/proc/sys", "/proc/cpuinfo", "/proc/meminfo",
+    "/proc/stat",
+)  # fmt: skip
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 # linux/landlock.h; the numbers of the calls are the same on every architecture
