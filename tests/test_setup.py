@@ -14,6 +14,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+def free_disk(folder: Path, gib: int) -> None:
+    """A stand-in for `df`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "df").write_text(f"#!/bin/sh\nprintf 'head\\ndisk 0 0 {gib * 2**20} 0%% /\\n'\n")
+    (folder / "df").chmod(0o755)
+
+
+@pytest.fixture(autouse=True)
+def room_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How full the disk of this machine is has nothing to do with these tests."""
+    free_disk(tmp_path / "bin", 100)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+
 def setup_refuses(tmp_path: Path, *arguments: str, **environment: str) -> str:
     """The one line of a set-up that cannot work; nothing is made by it."""
     folder = tmp_path / "env"
@@ -62,6 +76,13 @@ def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
     assert line.startswith("setup: no C++ compiler (no-such-compiler), which DeepSpeed's op needs: install g++")
 
 
+@pytest.mark.parametrize(("kind", "needed"), [("cpu", 5), ("gpu", 16)])
+def test_a_disk_that_is_too_full_is_named(tmp_path: Path, kind: str, needed: int) -> None:
+    free_disk(tmp_path / "bin", 4)
+    line = setup_refuses(tmp_path, kind)
+    assert line == f"setup: 4 GiB free in {ROOT}, and {needed} are needed: make room, or name another place with VENV=."
+
+
 @pytest.mark.parametrize("kind", ["tpu", "--help"])
 def test_an_unknown_kind_names_the_known_ones(tmp_path: Path, kind: str) -> None:
     assert setup_refuses(tmp_path, kind) == f"setup: {kind} is no kind of set-up: cpu or gpu."
@@ -85,13 +106,11 @@ def test_an_environment_of_another_kind_is_left_alone(tmp_path: Path) -> None:
 # --- the set-up for GPUs ---
 
 
-def nvidia_smi(folder: Path, driver: str, *capabilities: str) -> dict[str, str]:
-    """The environment of a machine with these GPUs."""
-    folder.mkdir()
+def nvidia_smi(folder: Path, driver: str, *capabilities: str) -> None:
+    """A stand-in for `nvidia-smi` of a machine with these GPUs."""
     answers = f"*driver*) printf '{driver}\\n' ;; *) printf '%s\\n' {' '.join(capabilities)} ;;"
     (folder / "nvidia-smi").write_text(f'#!/bin/sh\ncase "$1" in {answers} esac\n')
     (folder / "nvidia-smi").chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 @pytest.mark.parametrize(
@@ -105,13 +124,13 @@ def nvidia_smi(folder: Path, driver: str, *capabilities: str) -> dict[str, str]:
 def test_a_driver_or_a_gpu_that_is_too_old_is_named_before_anything_is_installed(
     tmp_path: Path, driver: str, capabilities: list[str], says: str
 ) -> None:
-    line = setup_refuses(tmp_path, "gpu", **nvidia_smi(tmp_path / "bin", driver, *capabilities))
-    assert line.startswith(f"setup: {says}")
+    nvidia_smi(tmp_path / "bin", driver, *capabilities)
+    assert setup_refuses(tmp_path, "gpu").startswith(f"setup: {says}")
 
 
 def test_a_machine_with_one_gpu_that_will_do_is_set_up(tmp_path: Path) -> None:
-    fits = nvidia_smi(tmp_path / "bin", "1000.10", "7.5", "10.0")  # numbers, not texts, are compared
-    line = setup_refuses(tmp_path, "gpu", **fits, PYTHON=str(tmp_path / "nowhere"))
+    nvidia_smi(tmp_path / "bin", "1000.10", "7.5", "10.0")  # numbers, not texts, are compared
+    line = setup_refuses(tmp_path, "gpu", PYTHON=str(tmp_path / "nowhere"))
     assert line.startswith("setup: no Python 3.11 to 3.13 to make ")  # the check that comes next
 
 

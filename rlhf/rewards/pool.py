@@ -46,8 +46,6 @@ MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail to
 START_S = 120.0  # for the processes to load, the modules of the user functions included
 MAX_REMEMBERED = 100_000  # results of costly comparisons
 MAX_PROCESSES = 64  # that a user function may run at once
-KEEPER_SILENT_S = 20.0  # after so long without an answer to a ping, the keeper is replaced
-PING_S = 1.0
 CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
 
 
@@ -67,6 +65,9 @@ class Pool:
         ValueError: a user function cannot be imported, or not be called as it would be; a grant is not there.
         RuntimeError: the processes did not start within START_S.
     """
+
+    keeper_silent_s = 20.0  # after so long without an answer to a ping, the keeper is replaced
+    ping_s = 1.0
 
     def __init__(
         self,
@@ -246,13 +247,13 @@ class Pool:
         if now > self._keeper_deadline:
             self._keeper_deadline = now + START_S
             os.killpg(self._keeper.pid, signal.SIGKILL)
-        elif now - self._pinged > PING_S:
+        elif now - self._pinged > self.ping_s:
             self._pinged = now
             with contextlib.suppress(OSError):
                 self._control.send({"ping": True})
 
     def _on_keeper(self, message: dict[str, Any]) -> None:
-        self._keeper_deadline = time.monotonic() + KEEPER_SILENT_S
+        self._keeper_deadline = time.monotonic() + self.keeper_silent_s
         if "forked" in message and message["forked"] in self._workers:
             self._workers[message["forked"]].pid = message["pid"]
         elif "gone" in message and message["gone"] in self._workers:

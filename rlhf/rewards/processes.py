@@ -34,8 +34,8 @@ def count_below(pid: int, limit: int) -> int:
     return count
 
 
-def kill_children(*, spared: Collection[int]) -> None:
-    """Kill every child but the spared ones, until none is left; a subreaper gets the children of those it killed."""
+def kill_children(*, spared: Collection[int]) -> bool:
+    """Kill every child but the spared ones; a subreaper gets the children of those it killed. False: some are left."""
     deadline = time.monotonic() + KILL_S
     while (doomed := children_of(os.getpid()) - set(spared)) and time.monotonic() < deadline:
         for pid in doomed:
@@ -47,6 +47,7 @@ def kill_children(*, spared: Collection[int]) -> None:
         for pid in doomed:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+    return not doomed
 
 
 def default_workers() -> int:

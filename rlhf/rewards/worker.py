@@ -29,6 +29,7 @@ from rlhf.rewards.protocol import QUICK_REWARDS, Channel
 from rlhf.rewards.waiting import WaitingCalls
 
 MAX_REPLY_DELAY_S = 0.01  # replies wait for others at most this long, to save system calls
+RETRY_S = 0.1  # between attempts to kill what does not die at once
 RECURSION_LIMIT = 3000  # enough for every answer within the limits of the parser; that many C frames fit the stack
 MAX_TEXT_SHOWN = 2000  # characters of an extracted answer or a message that are sent to the driver
 
@@ -55,6 +56,7 @@ class Keeper:
         self._control, self._hello = control, hello
         self._fds: deque[int] = deque()  # of the fork commands, in the order of the commands
         self._pids: dict[int, int] = {}  # number of the worker -> process
+        self._orphans = False  # some that a worker left behind are not dead yet
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
@@ -64,7 +66,7 @@ class Keeper:
         sources: list[Any] = [self._control.socket, self._wake_read]
         try:
             while True:
-                readable = select.select(sources, [], [])[0]
+                readable = select.select(sources, [], [], RETRY_S if self._orphans else None)[0]
                 if self._wake_read in readable:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake_read, 4096)
@@ -113,8 +115,8 @@ class Keeper:
         gone = [numbers[pid] for pid in ended]
         for number in gone:
             del self._pids[number]
-        if gone:
-            kill_children(spared=self._pids.values())
+        if gone or self._orphans:
+            self._orphans = not kill_children(spared=self._pids.values())
         for pid in ended:
             shutil.rmtree(_own_folder(self._hello, pid), ignore_errors=True)
         for number in gone:

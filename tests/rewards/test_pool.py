@@ -223,10 +223,13 @@ def test_a_worker_starts_without_the_folder_of_temporary_files_and_says_why_if_i
     assert "FileExistsError" in capfd.readouterr().err
 
 
-def test_an_unresponsive_keeper_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf.rewards.pool.KEEPER_SILENT_S", 1.0)
-    monkeypatch.setattr("rlhf.rewards.pool.PING_S", 0.1)
-    with Pool(workers=1, spares=0) as pool:
+class Impatient(Pool):
+    keeper_silent_s = 1.0
+    ping_s = 0.1
+
+
+def test_an_unresponsive_keeper_is_replaced() -> None:
+    with Impatient(workers=1, spares=0) as pool:
         worker = pool.worker_pids()[0]
         keeper = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(keeper, signal.SIGSTOP)
