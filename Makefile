@@ -83,7 +83,7 @@ test: environment  ## every test, including those on Ray, vLLM and DeepSpeed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not faults" $(PYTEST_ARGS)
 
 test-faults: environment  ## kill, stop and signal the processes of whole runs; under an hour on two cores
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 tests/faults $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder tests/faults $(PYTEST_ARGS)
 
 soak: environment $(quickstart_data)/test.jsonl  ## the quickstart for STEPS=500 steps while engines and learners are killed; memory, counters, accuracy
 	OMP_NUM_THREADS=1 $(PY) tests/faults/soak.py --data $(quickstart_data) --steps $(or $(STEPS),500)

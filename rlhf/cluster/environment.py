@@ -20,7 +20,6 @@ def environment_of(role: str, config: GRPOConfig, *, transfer_backend: str, sock
     }
     if config.cluster.device == "cpu":
         environment |= {
-            "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.kv_cache_gib),
             "DS_ACCELERATOR": "cpu",
             # Threads that spin at a barrier take the core that another process needs: on a busy machine an update
             # took ten times as long.

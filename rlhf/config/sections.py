@@ -90,7 +90,7 @@ class RolloutConfig(Section):
         "recompute", description="KV cache of running requests when weights change: recompute or keep it"
     )
     gpu_memory_utilization: Fraction = Field(0.85, description="share of a GPU that an engine takes")
-    kv_cache_gib: PositiveInt = Field(1, description="KV cache of an engine on CPU, GiB")
+    kv_cache_gib: PositiveFloat = Field(1.0, description="KV cache of an engine on CPU, GiB")
     max_concurrent_sequences: PositiveInt = Field(256, description="sequences that an engine runs at once")
     enforce_eager: bool = Field(False, description="no CUDA graphs in the engines; CPU never has them")
 

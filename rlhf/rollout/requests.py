@@ -11,8 +11,6 @@ import numpy as np
 from rlhf.config.grpo import GRPOConfig
 from rlhf.types import Prompt, Rollout, VersionSpan
 
-CPU_MEMORY_SHARE = 0.05  # of RAM; on CPU rollout.kv_cache_gib sets the size of the KV cache
-
 
 @dataclass(frozen=True)
 class Completion:
@@ -72,7 +70,8 @@ def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
         "tensor_parallel_size": cluster.tensor_parallel,
         # Inside a placement group vLLM would choose Ray, which needs a bundle for every GPU.
         "distributed_executor_backend": "mp" if cluster.tensor_parallel > 1 else None,
-        "gpu_memory_utilization": CPU_MEMORY_SHARE if on_cpu else rollout.gpu_memory_utilization,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30) if on_cpu else None,
         "enforce_eager": rollout.enforce_eager or on_cpu,
         # Log-probs of the distribution that is sampled from, after the temperature; the default is before it.
         "logprobs_mode": "processed_logprobs",

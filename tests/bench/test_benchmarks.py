@@ -137,7 +137,7 @@ def test_bare_engines_get_the_arguments_and_the_environment_of_the_trainers() ->
     assert (arguments["max_model_len"], arguments["max_num_seqs"]) == (64, config.rollout.max_concurrent_sequences)
     assert arguments["enforce_eager"]  # on CPU; on GPU both capture graphs
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert environment["VLLM_CPU_KVCACHE_SPACE"] == str(config.rollout.kv_cache_gib)
+    assert arguments["kv_cache_memory_bytes"] == config.rollout.kv_cache_gib * 2**30
     on_gpu = models.run_config("model", cluster={"device": "cuda"}, rollout={"gpu_memory_utilization": 0.4})
     arguments, environment = models.bare_engine(on_gpu)
     assert (arguments["enforce_eager"], arguments["gpu_memory_utilization"]) == (False, 0.4)
