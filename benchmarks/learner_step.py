@@ -66,7 +66,7 @@ def packed_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
     import torch
 
     from benchmarks.models import run_config
-    from rlhf.learner.attention import PACKED
+    from rlhf.learner.packed_attention import PACKED
     from rlhf.learner.policy_model import DeviceTokens, PolicyModel
     from rlhf.learner.update import policy_microbatch
     from rlhf.step.batch import broadcast_to_tokens, make_batch

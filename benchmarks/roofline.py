@@ -120,7 +120,7 @@ def on_meta(account: Account, *, with_kernels: bool) -> Iterator[None]:
 def model_of(size: str, *, checkpointing: bool, layers: int) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rlhf.learner.attention import PACKED
+    from rlhf.learner.packed_attention import PACKED
     from rlhf.learner.policy_model import prepare_transformer
 
     config = Qwen2Config(**{**SIZES[size], "num_hidden_layers": layers}, max_position_embeddings=32768)

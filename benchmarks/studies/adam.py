@@ -35,7 +35,7 @@ from rlhf.config.load import load_config
 from rlhf.config.reward import MathOptions
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
-from rlhf.learner.attention import PACKED
+from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.update import policy_microbatch
 from rlhf.rewards.answers.extract import gold_answer

@@ -26,8 +26,8 @@ import numpy as np
 
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
-from rlhf.log.measure import ENGINE_KL_FROM
 from rlhf.log.reductions import Mean, Metric, StepMetrics, merge_metrics
+from rlhf.log.rollout_metrics import ENGINE_KL_FROM
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.types import Prompt, Rollout
 

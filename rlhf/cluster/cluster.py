@@ -24,7 +24,7 @@ from ray.util.placement_group import remove_placement_group
 
 from rlhf.cluster.actors import ActorGroup, LostError, start_call
 from rlhf.cluster.checkpoints import Checkpoints
-from rlhf.cluster.environment import environment_of
+from rlhf.cluster.env_vars import environment_of
 from rlhf.cluster.heartbeat import Heartbeat
 from rlhf.cluster.placement import Placed, create, new_actor, rank_places, shared_gpus
 from rlhf.cluster.rank_group import RankGroup
@@ -32,7 +32,7 @@ from rlhf.cluster.replacement import EngineLostError, Replacements, while_health
 from rlhf.cluster.session import RaySession
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
-from rlhf.log.measure import Watch, unwatched
+from rlhf.log.clock import Watch, unwatched
 from rlhf.plan import check_resources
 from rlhf.plan.shared_gpus import check_shared_gpus
 from rlhf.rollout.requests import SamplingSettings
@@ -207,9 +207,7 @@ class Cluster:
 
     @property
     def transfer_backend(self) -> str:
-        if self.config.cluster.device == "cpu":
-            return transfer.BACKEND
-        return "ipc" if self.config.cluster.placement == "colocated" else "nccl"
+        return transfer.backend_of(self.config.cluster.device, self.config.cluster.placement)
 
     async def _connect(self) -> None:
         connection = await self._connection()

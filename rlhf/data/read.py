@@ -200,3 +200,23 @@ def _read_dataset(source: SourceConfig, folder: Path | None, split: str, key: st
         )
         what = "the folder could not be loaded" if folder else "the hub did not give this data set"
         raise ValueError(f"{key}={source.path}: {what} ({reason}). {remedy}") from error
+
+
+def count_rows(source: SourceConfig) -> int | None:
+    """Rows of a local file, without reading their columns; None for a folder or a data set of the hub."""
+    path = local_path(source)
+    if path is None or path.is_dir():
+        return None
+    if path.suffix == ".parquet":
+        from pyarrow import parquet  # its errors are ValueError or OSError
+
+        return int(parquet.ParquetFile(path).metadata.num_rows)
+    if path.suffix == ".json" and (content := path.read_text().lstrip()).startswith("["):
+        return len(json.loads(content))
+    return _lines(path)
+
+
+def _lines(path: Path) -> int:
+    """Lines that are not blank."""
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())

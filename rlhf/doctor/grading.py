@@ -13,8 +13,8 @@ from rlhf.config.reward import RewardConfig
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient, Status, in_thread
 from rlhf.doctor.stack import started
 from rlhf.log.diagnosis import RULES, View
-from rlhf.log.measure import rollout_metrics
 from rlhf.log.reductions import Mean, to_values
+from rlhf.log.rollout_metrics import rollout_metrics
 from rlhf.log.sinks import printable
 from rlhf.rewards.grade import OK, TIMEOUT, count_answers
 from rlhf.rewards.scorer import Scorer

@@ -19,7 +19,7 @@ from rlhf.data.model_files import load_tokenizer
 from rlhf.doctor.examination import Finding, Patient, in_thread
 from rlhf.plan import visible_gpus
 from rlhf.plan.memory import GIB
-from rlhf.plan.preflight import existing_folder, input_problems, run_bytes
+from rlhf.plan.start_checks import existing_folder, input_problems, run_bytes
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

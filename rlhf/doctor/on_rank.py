@@ -58,7 +58,7 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
 
 def attention_error(rank: TrainedRank, heads: int, kv_heads: int, width: int, dtype: str) -> float:
     """Packed attention of sequences that share their beginnings, forward and backward; the worst relative error."""
-    from rlhf.learner.attention import packed_attention
+    from rlhf.learner.packed_attention import packed_attention
     from rlhf.learner.policy_model import DeviceTokens
 
     tokens = DeviceTokens.of(_packed(vocabulary=1000), rank.device)
@@ -132,7 +132,7 @@ def model_error(rank: TrainedRank, model_type: str, dtype: str) -> float:
 def _tiny_model(model_type: str, dtype: str, device: torch.device) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlhf.learner.attention import PACKED
+    from rlhf.learner.packed_attention import PACKED
     from rlhf.learner.policy_model import PolicyModel, prepare_transformer
 
     sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128}

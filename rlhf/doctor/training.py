@@ -21,7 +21,7 @@ from rlhf.doctor.machine import needed_gib
 from rlhf.doctor.stack import started
 from rlhf.plan.memory import GIB, learner_memory, total
 from rlhf.plan.model_shape import shape_at
-from rlhf.plan.preflight import existing_folder
+from rlhf.plan.start_checks import existing_folder
 from rlhf.rollout.requests import SamplingSettings
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf.config.sections import TrainedConfig
-from rlhf.learner.attention import use_flash_attention_3
+from rlhf.learner.packed_attention import use_flash_attention_3
 from rlhf.learner.rank_place import Place
 
 BUCKET = 250_000_000  # elements that GPUs reduce at once, and that ZeRO-3 gathers ahead: about one layer of 7 B

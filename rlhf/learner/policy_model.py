@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rlhf.algo.logprobs import token_logprobs
 from rlhf.algo.packing import pack, shared_beginnings
-from rlhf.learner.attention import UnpackableError, load_packed
 from rlhf.learner.fused import use_kernels
-from rlhf.learner.mixers import run_by_segments, whole_layers
+from rlhf.learner.packed_attention import UnpackableError, load_packed
+from rlhf.learner.packed_mixers import run_by_segments, whole_layers
 from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, record_choices, routing_of
 from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
 from rlhf.types import PackedTokens

@@ -18,8 +18,8 @@ from rlhf.algo.numerics import masked, segment_counts
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.routing import Routing
-from rlhf.log.measure import ENGINE_KL_FROM
 from rlhf.log.reductions import Binned, EffectiveSampleFraction, ExpertLoad, Max, Mean, StepMetrics, Sum
+from rlhf.log.rollout_metrics import ENGINE_KL_FROM
 from rlhf.types import Denominators, PolicyTargets
 
 RATIO_BINS = np.linspace(0.0, 2.0, 41)  # ratios above are counted in the last bin

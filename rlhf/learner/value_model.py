@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from rlhf.algo.logprobs import response_states
 from rlhf.algo.numerics import full_precision
 from rlhf.config.sections import ModelConfig
-from rlhf.learner.attention import load_packed
+from rlhf.learner.packed_attention import load_packed
 from rlhf.learner.policy_model import DTYPES, DeviceTokens, hidden_states, prepare_transformer
 from rlhf.learner.segments import take_rows
 

@@ -14,7 +14,6 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.config.roles import Training
 from rlhf.data.model_files import local_model_config, looks_local
-from rlhf.plan.checks import arithmetic_warnings, data_warnings, memory_warnings, model_warnings
 from rlhf.plan.data_rows import prompts_per_epoch
 from rlhf.plan.gpus import with_gpus_here
 from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
@@ -30,6 +29,7 @@ from rlhf.plan.memory import (
     total,
 )
 from rlhf.plan.model_shape import ModelShape, model_shape, stored_tensors
+from rlhf.plan.plan_warnings import arithmetic_warnings, data_warnings, memory_warnings, model_warnings
 from rlhf.plan.resources import count_gpus
 from rlhf.plan.text import counted, rows, wrapped
 

@@ -1,4 +1,4 @@
-"""Checks before anything is started: the data and its gold answers."""
+"""The data of a run and its gold answers, read, checked and shown before anything is started."""
 
 from __future__ import annotations
 

@@ -19,9 +19,10 @@ from rlhf.config.load import flat_keys
 from rlhf.config.secrets import hidden
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
+from rlhf.log.clock import Clock, waiting_seconds
 from rlhf.log.diagnosis import Diagnosis
-from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
 from rlhf.log.reductions import Mean, StepMetrics, mean_over_updates, to_histograms, to_values
+from rlhf.log.rollout_metrics import rollout_metrics
 from rlhf.log.sinks import Details, evaluation_table
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.grade import count_answers
@@ -31,9 +32,9 @@ from rlhf.run.evaluation import evaluate, evaluation_metrics
 from rlhf.run.folder import RunFolder, best_step, rollout_rows
 from rlhf.run.mirror import Mirror
 from rlhf.run.model_card import model_card
+from rlhf.run.outputs import RunLog
 from rlhf.run.prompts import PromptTickets
 from rlhf.run.resume import check_resumed_state, model_fingerprints, resume_warnings
-from rlhf.run.run_log import RunLog
 from rlhf.run.sample_and_grade import Sampler
 from rlhf.run.saving import CheckpointSaver
 from rlhf.run.signal_watch import SignalWatch, updates_taken

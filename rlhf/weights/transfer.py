@@ -38,6 +38,13 @@ ALIGNMENT = 64  # bytes; where a bucket of another dtype may begin
 SPIN_S = 0.002
 
 
+def backend_of(device: str, placement: str) -> str:
+    """The transport of a run by the keys of its cluster."""
+    if device == "cpu":
+        return BACKEND
+    return "ipc" if placement == "colocated" else "nccl"
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """Where the transfer group meets; a free port for each group that is built.

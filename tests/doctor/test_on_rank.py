@@ -11,7 +11,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from rlhf.algo import logprobs
 from rlhf.doctor import on_rank
-from rlhf.learner import attention, mixers
+from rlhf.learner import packed_attention, packed_mixers
 
 ON_GPU = pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)
 DEVICES = pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cpu", "bfloat16"), ON_GPU])
@@ -32,7 +32,7 @@ def test_the_kernels_compute_what_plain_ones_do_in_float32(device: str, dtype: s
 
 def test_kernels_that_are_a_little_wrong_are_beyond_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, bound = rank_on("cpu"), on_rank.TOLERANCE["bfloat16"]
-    packed, head = attention.packed_attention, logprobs.token_logprobs
+    packed, head = packed_attention.packed_attention, logprobs.token_logprobs
 
     def scaled(*arguments: Any, **options: Any) -> Any:
         return packed(*arguments, **options, scaling=0.13)  # 0.125 is right for heads of 64
@@ -47,13 +47,13 @@ def test_kernels_that_are_a_little_wrong_are_beyond_the_tolerance(monkeypatch: p
 
         return forward
 
-    monkeypatch.setattr(attention, "packed_attention", scaled)
+    monkeypatch.setattr(packed_attention, "packed_attention", scaled)
     assert on_rank.attention_error(rank, 8, 2, 64, "bfloat16") > bound
     monkeypatch.undo()
     monkeypatch.setattr(logprobs, "token_logprobs", warm)
     assert on_rank.head_error(rank, 5000, 256, "bfloat16") > bound
     monkeypatch.undo()
-    monkeypatch.setattr(mixers, "_by_segments", carried_over)
+    monkeypatch.setattr(packed_mixers, "_by_segments", carried_over)
     hybrids = on_rank.TINY_MODELS.keys() - {"qwen3"}
     assert min(on_rank.model_error(rank, kind, "bfloat16") for kind in hybrids) > bound
     monkeypatch.undo()

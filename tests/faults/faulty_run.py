@@ -195,7 +195,7 @@ def watch_moments(faults: Faults) -> None:
     from rlhf import grpo
     from rlhf.cluster.actors import ActorGroup
     from rlhf.cluster.replacement import Replacements
-    from rlhf.log.measure import Clock
+    from rlhf.log.clock import Clock
 
     train_step, phase, ready, original_call = grpo.train_step, Clock.phase, Replacements.ready, ActorGroup.call
 

@@ -14,8 +14,8 @@ from model_families import make_family
 
 from rlhf.algo import numerics
 from rlhf.algo.packing import pack
-from rlhf.learner import attention, fused
-from rlhf.learner.attention import PACKED
+from rlhf.learner import fused, packed_attention
+from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, prepare_transformer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,7 +69,7 @@ def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.li
     """A machine that says it is a Hopper, and the package of flash attention 3 with its two operators."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    (tmp_path / f"{attention.FLASH_3}.py").write_text("")
+    (tmp_path / f"{packed_attention.FLASH_3}.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     operators = torch.library.Library("flash_attn_3", "DEF")
     operators.define("fwd(Tensor q) -> Tensor")
@@ -84,10 +84,10 @@ def test_flash_attention_3_is_used_on_hopper_where_it_is_installed(
     from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
     try:
-        assert attention.use_flash_attention_3()
+        assert packed_attention.use_flash_attention_3()
         assert current_flash_attention_impl() == "FA3"
     finally:
         restore_flash_attention_impl()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert not attention.use_flash_attention_3()
+    assert not packed_attention.use_flash_attention_3()
     assert current_flash_attention_impl() is None

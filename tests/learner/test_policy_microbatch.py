@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from worlds import make_config, make_groups, plan_first_epoch
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.learner.attention import PACKED
+from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, PolicyOutput
 from rlhf.learner.routing import Routing
 from rlhf.learner.update import on_host, policy_microbatch

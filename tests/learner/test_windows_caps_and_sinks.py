@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from rlhf.algo.packing import pack
-from rlhf.learner.attention import PACKED
+from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, logit_transform, prepare_transformer
 from tools.model_families import WINDOW, make_family
 

@@ -13,8 +13,8 @@ from worlds import make_config, make_groups
 
 from rlhf.config.load import flat_keys
 from rlhf.log.diagnosis import Diagnosis
-from rlhf.log.measure import rollout_metrics
 from rlhf.log.reductions import Mean, to_values
+from rlhf.log.rollout_metrics import rollout_metrics
 from rlhf.rewards.grade import count_answers
 from rlhf.run.signal_watch import SignalWatch, UselessRunError
 from rlhf.types import RolloutGroup, ScoredRollout

@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from worlds import make_config, make_groups, rows_of_minibatch, run_world
 
 from rlhf.algo.packing import FILLER_TOKENS, filler
-from rlhf.learner.attention import PACKED
+from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel
 from rlhf.learner.rank_place import Place
 from rlhf.learner.update import policy_microbatch

@@ -26,6 +26,9 @@ def environment_of(role: str, config: GRPOConfig, *, transfer_backend: str, sock
             "OMP_WAIT_POLICY": "PASSIVE",
             "CUDA_VISIBLE_DEVICES": "",
         }
+        if role == ENGINE:
+            # vLLM compiles the ranks of log-probs with inductor: 5 s of a start, 20 where no cache is, for one sum.
+            environment["TORCH_COMPILE_DISABLE"] = "1"
     if sockets:
         environment["VLLM_RPC_BASE_PATH"] = sockets
     if transfer_backend == "ipc":

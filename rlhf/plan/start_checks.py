@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.data.hub import hub_problems
+from rlhf.data.hub_reachable import hub_problems
 from rlhf.data.model_checks import check_folder, model_problems
 from rlhf.data.model_files import looks_local
 from rlhf.data.read import check_source, config_sources, local_path

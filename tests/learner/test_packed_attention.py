@@ -26,8 +26,8 @@ from transformers import (
 from worlds import pack_rows
 
 from rlhf.algo.packing import pack, shared_beginnings
-from rlhf.learner.attention import PACKED, Window, packed_attention
 from rlhf.learner.flex import scored_attention_on_gpu
+from rlhf.learner.packed_attention import PACKED, Window, packed_attention
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy, prepare_transformer
 from rlhf.learner.segments import segments_of, take_rows
 from rlhf.learner.value_model import ValueModel

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from worlds import make_config, run_world
 
 from rlhf.algo.packing import pack
-from rlhf.learner.mixers import mixers_of
+from rlhf.learner.packed_mixers import mixers_of
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.rank_place import Place
 from rlhf.types import PackedTokens

@@ -12,9 +12,9 @@ import pytest
 from huggingface_hub import constants
 from worlds import make_config
 
-from rlhf.data import hub
+from rlhf.data import hub_reachable
 from rlhf.log import reachable
-from rlhf.plan.preflight import input_problems
+from rlhf.plan.start_checks import input_problems
 
 MODELS, DATA = {"model.path": "someone/model"}, {"data.train": "someone/data"}
 
@@ -42,7 +42,7 @@ def silent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def test_every_name_that_only_a_silent_hub_has_is_a_message_of_its_own(silent: str) -> None:
-    model, data = hub.hub_problems(MODELS, DATA)
+    model, data = hub_reachable.hub_problems(MODELS, DATA)
     assert model.startswith("model.path=someone/model: there is no such folder, the cache of this machine does not")
     assert f"the hub cannot be asked ({silent}: " in model
     assert model.endswith("Name a local folder, or fetch it where the hub answers: hf download someone/model")
@@ -53,7 +53,7 @@ def test_every_name_that_only_a_silent_hub_has_is_a_message_of_its_own(silent: s
 def test_what_is_in_a_cache_needs_no_hub(empty_cache: Path, silent: str) -> None:
     (empty_cache / "hub" / "models--someone--model").mkdir(parents=True)
     (empty_cache / "datasets" / "someone___data").mkdir(parents=True)
-    assert hub.hub_problems(MODELS, DATA) == []
+    assert hub_reachable.hub_problems(MODELS, DATA) == []
 
 
 def test_a_hub_that_answers_with_any_status_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,13 +67,13 @@ def test_a_hub_that_answers_with_any_status_is_no_problem(monkeypatch: pytest.Mo
     with http.server.HTTPServer(("127.0.0.1", 0), Forbidden) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert hub.hub_problems(MODELS, DATA) == []
+        assert hub_reachable.hub_problems(MODELS, DATA) == []
         server.shutdown()
 
 
 def test_offline_mode_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "(HF_HUB_OFFLINE is set)" in hub.hub_problems(MODELS, {})[0]
+    assert "(HF_HUB_OFFLINE is set)" in hub_reachable.hub_problems(MODELS, {})[0]
 
 
 def test_the_start_of_a_run_asks_for_every_name_at_the_hub_and_for_no_local_path(

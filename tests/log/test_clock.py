@@ -11,8 +11,9 @@ from documented import check_documented
 from rich.console import Console
 from worlds import make_groups
 
-from rlhf.log.measure import Clock, rollout_metrics, waiting_seconds
+from rlhf.log.clock import Clock, waiting_seconds
 from rlhf.log.reductions import Last, Mean, Sum, mean_over_updates, to_values
+from rlhf.log.rollout_metrics import rollout_metrics
 from rlhf.log.terminal import Terminal
 from rlhf.types import RolloutGroup, VersionSpan
 

@@ -1,0 +1,64 @@
+"""Seconds of a run by phase, and who waited for whom."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+
+Watch = Callable[[str], contextlib.AbstractContextManager[None]]  # a context around something that has a name
+
+
+def unwatched(name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+class Clock:
+    """Seconds by phase, of the whole run (a resumed run continues the count) and since the last logged step."""
+
+    def __init__(self, spent: Mapping[str, float], watch: Watch = unwatched) -> None:
+        self._watch = watch
+        self.total: dict[str, float] = defaultdict(float, spent)
+        self.step: dict[str, float] = {}
+        self._step_started = self._window_started = time.monotonic()
+
+    def start_window(self) -> None:
+        """Count waiting from now on; call this when engines and learners have started."""
+        self._window_started = time.monotonic()
+
+    def start_step(self) -> None:
+        self._step_started = time.monotonic()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            with self._watch(name):
+                yield
+        finally:
+            seconds = time.monotonic() - started
+            self.step[name] = self.step.get(name, 0.0) + seconds
+            self.total[name] += seconds
+
+    def step_seconds(self) -> float:
+        return time.monotonic() - self._step_started
+
+    def take(self) -> tuple[dict[str, float], float]:
+        """(seconds by phase, seconds in total) since the last call; evaluation and checkpoint are included."""
+        now = time.monotonic()
+        phases, window_s = self.step, now - self._window_started
+        self.step, self._window_started = {}, now
+        return phases, window_s
+
+
+LEARNER_PHASES = ("logprobs", "update", "transfer", "canary", "checkpoint")
+
+
+def waiting_seconds(phases: Mapping[str, float], window_s: float, engines_busy_s: float) -> dict[str, float]:
+    """Seconds in which no engine had a request, and seconds in which the learners had no work."""
+    learners_busy_s = sum(phases.get(phase, 0.0) for phase in LEARNER_PHASES)
+    return {
+        "time/engine_idle": max(0.0, window_s - engines_busy_s),
+        "time/learner_idle": max(0.0, window_s - learners_busy_s),
+    }
