@@ -14,6 +14,8 @@ from rlhf import command
 from rlhf.config.describe import describe_keys
 from rlhf.config.ppo import PPOConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -21,6 +21,8 @@ from rlhf.quickstart import make_tokenizer
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
 
+pytestmark = pytest.mark.slow
+
 STATE = {
     "updates_taken": 8,
     "evaluations": {0: {"eval/test/avg@1": 0.25}, 4: {"eval/test/avg@1": 0.5}},

@@ -13,6 +13,8 @@ import pytest
 from rlhf import score
 from rlhf.config.cli import run_program
 
+pytestmark = pytest.mark.slow
+
 FIXTURES = Path(__file__).parent / "fixtures"
 
 

@@ -136,6 +136,7 @@ def test_the_head_by_kernels_is_the_one_of_float64(with_entropy: bool, cap: floa
         assert relative_error(value, exact) < 2e-3
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_gpus_without_spilling_registers() -> None:
     """The interpreter takes what the compiler refuses; Triton brings the assembler, so that this needs no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from waiting import WAIT_S
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import os, sys

@@ -363,6 +363,7 @@ def quick_disk(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_write_of_a_save_leaves_a_whole_checkpoint(quick_disk: Path) -> None:
     asyncio.run(write_checkpoint(RunFolder(quick_disk / "start", resume=False), RunState(step=2), SMALLER))
     shutil.copytree(quick_disk / "start", quick_disk / "run")

@@ -12,7 +12,7 @@ import pytest
 from faulty_run import Fault, run_with_faults
 from test_stack_grpo import read_log, run_grpo, write_config
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.faults]
 
 # Of the clock and of memory, and what a process gathers since its start; every other metric is the same.
 MEASURED = re.compile(r"time(/.*)?|memory/.*|.*_per_second|.*seconds|learner/mfu|policy/engine_kl_excess")

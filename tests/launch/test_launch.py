@@ -23,7 +23,7 @@ from rlhf.cluster.node_report import differences
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
 
-pytestmark = pytest.mark.scripts
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"

@@ -14,7 +14,7 @@ import pytest
 from processes import all_processes
 from waiting import WAIT_S, eventually
 
-pytestmark = pytest.mark.scripts
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "launch"))

@@ -94,6 +94,7 @@ def pass_of_own_row(place: Place, model: Path) -> np.ndarray:
     return logprobs.detach().numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_at_zero_3_ranks_with_different_numbers_of_blocks_do_not_wait_for_each_other(tmp_path: Path) -> None:
     write_family("qwen3_5_text", tmp_path)

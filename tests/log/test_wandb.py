@@ -60,7 +60,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, float]]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", ANSWER_S if request.param == "silent" else 0.0
 
 
-@pytest.mark.scripts
+@pytest.mark.slow
 def test_a_server_that_does_not_take_the_run_costs_seconds_and_one_message(
     server: tuple[str, float], tmp_path: Path
 ) -> None:
@@ -142,7 +142,7 @@ def read_back(folder: Path) -> tuple[dict[str, list[tuple[int, Any]]], list[Reco
     return series, found
 
 
-@pytest.mark.scripts
+@pytest.mark.slow
 @pytest.mark.parametrize("wait_s", ["0.5", "12"], ids=["before wandb has written its file", "after"])
 def test_a_killed_and_resumed_run_is_one_curve_without_a_value_twice(wait_s: str, tmp_path: Path) -> None:
     run_sink(tmp_path, "0", "5", wait_s)
@@ -154,7 +154,7 @@ def test_a_killed_and_resumed_run_is_one_curve_without_a_value_twice(wait_s: str
     assert {record.run.run_id for record in found if record.HasField("run")} == {"abc"}
 
 
-@pytest.mark.scripts
+@pytest.mark.slow
 def test_axes_summaries_histograms_a_table_config_group_and_alerts_are_in_the_files(tmp_path: Path) -> None:
     run_sink(tmp_path, "0", "6", "")
     series, found = read_back(tmp_path)
@@ -204,7 +204,7 @@ sys.exit(run_program(main))
 """
 
 
-@pytest.mark.scripts
+@pytest.mark.slow
 def test_no_secret_is_in_any_file_of_a_run_or_in_its_output(tmp_path: Path) -> None:
     secrets = ["fake-env-key-123", "fake-argument-59", "fake-password-41", "0fake" * 8]
     base = Path(__file__).parents[2] / "configs/quickstart.yaml"

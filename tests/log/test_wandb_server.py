@@ -136,4 +136,4 @@ def test_a_service_that_is_killed_is_one_message_and_the_run_goes_on(
     assert warning.startswith("warning: logging.wandb: it failed (")
 
 
-pytestmark = pytest.mark.scripts
+pytestmark = pytest.mark.slow

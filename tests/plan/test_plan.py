@@ -451,6 +451,7 @@ def flags_of(files: list[str]) -> list[str]:
     return [part for file in files for part in ("--config", str(ROOT / "configs" / file))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", OWN_CONFIGS, ids=" ".join)
 def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: list[str]) -> None:
     code = (

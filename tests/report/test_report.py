@@ -175,6 +175,7 @@ const filled = setInterval(async () => {
 </script>"""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
 def test_a_browser_draws_the_charts_filters_the_rollouts_and_opens_a_group_without_an_error(tmp_path: Path) -> None:
     runs = [

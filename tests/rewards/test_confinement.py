@@ -23,10 +23,13 @@ from rlhf.rewards.registry import load_user_function
 from rlhf.rewards.scorer import Scorer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-pytestmark = pytest.mark.skipif(
-    ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1) < ABI_SCOPES,
-    reason="this kernel has no or an older Landlock",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1) < ABI_SCOPES,
+        reason="this kernel has no or an older Landlock",
+    ),
+]
 PACKAGES = (
     "site-packages/a.libs/x.so.1",
     "site-packages/data/x",

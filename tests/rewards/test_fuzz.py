@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ TEXTS = st.lists(st.sampled_from(PIECES.split()) | st.text(max_size=3), max_size
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(TEXTS)
 def test_any_text_can_be_searched_and_cleaned(text: str) -> None:

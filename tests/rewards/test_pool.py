@@ -20,6 +20,8 @@ from rlhf.config.reward import RewardPart
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.processes import children_of
 
+pytestmark = pytest.mark.slow
+
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FUNCTION = "hostile_rewards:by_response"
 

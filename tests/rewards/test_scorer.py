@@ -17,6 +17,8 @@ from rlhf.rewards.registry import load_user_function
 from rlhf.rewards.scorer import Response, Scorer
 from rlhf.types import Prompt
 
+pytestmark = pytest.mark.slow
+
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CONFIG = {
     "parts": [

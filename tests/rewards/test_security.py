@@ -91,6 +91,7 @@ print(json.dumps([events, right]))
 """
 
 
+@pytest.mark.slow
 def test_no_payload_runs_code_or_passes_for_an_answer(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     payloads = [payload.replace("CANARY", str(canary)) for payload in PAYLOADS]

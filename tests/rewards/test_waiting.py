@@ -21,6 +21,8 @@ from rlhf.rewards.registry import call_user_function, load_user_function
 from rlhf.rewards.scorer import Response, Scorer
 from rlhf.types import Prompt
 
+pytestmark = pytest.mark.slow
+
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 WAITS = "hostile_rewards:waits"
 COMPUTES = "hostile_rewards:by_response"

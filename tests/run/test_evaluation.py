@@ -64,6 +64,7 @@ def test_lengths_responses_that_were_cut_off_and_those_without_an_answer_by_hand
     assert "answered_fraction" not in group_metrics([dataclasses.replace(group, samples=tuple(asked_for_none))])
 
 
+@pytest.mark.slow
 def test_intervals_over_problems_hold_the_truth_about_95_times_in_100() -> None:
     rng, problems, samples = np.random.default_rng(1), 100, 4
     chances = rng.beta(1.0, 2.0, size=(400, problems))  # problems differ: samples of one are alike
