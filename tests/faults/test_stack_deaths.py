@@ -101,7 +101,7 @@ def test_a_process_is_lost_and_the_run_goes_on(
 ) -> None:
     run, folder = ended
     faults, notices = RUNS[name][1][case]
-    rows = [row for row in run.trace if row["step"] == faults[0].step]
+    rows = [row for row in run.trace if row["fault"][0] == faults[0].step]
     assert [row["fault"] for row in rows] == json.loads(json.dumps(faults)), run.errors[-3000:]
     assert any(notice in run.around_step(faults[0].step) for notice in notices), run.output[-6000:]
     (recovered,) = [row["time"] for row in read_steps(folder) if row["step"] == faults[0].step + 1]
