@@ -197,6 +197,11 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             f"rollout.samples_per_prompt={rollout.samples_per_prompt}: the advantages of algo.advantage="
             f"{algo.advantage} would all be zero. Use at least 2, or algo.advantage=reinforce_pp."
         )
+    if algo.normalize_over == "tokens" and not algo.advantage.startswith("reinforce_pp"):
+        yield (
+            f"algo.normalize_over=tokens with algo.advantage={algo.advantage}: only reinforce_pp and "
+            "reinforce_pp_baseline read it. Remove it, or set one of them."
+        )
     if algo.ref_update != "fixed" and not config.needs_reference:
         yield (
             f"algo.ref_update={algo.ref_update} with algo.kl_coef=0: there is no reference. Set kl_coef or "

@@ -100,6 +100,11 @@ class AlgoConfig(Section):
         "grpo",
         description="how rewards become advantages; grpo divides by the group's std; gae needs a critic: rlhf.ppo",
     )
+    normalize_over: Literal["responses", "tokens"] = Field(
+        "responses",
+        description="what mean and std of reinforce_pp and reinforce_pp_baseline count: each response once, or each "
+        "token, so that a long response weighs more",
+    )
     policy_loss: Literal["ppo", "gspo", "cispo"] = Field("ppo", description="surrogate objective")
     clip_low: NonNegative = Field(0.2, description="the ratio is clipped below at 1 - clip_low")
     clip_high: NonNegative = Field(0.2, description="the ratio is clipped above at 1 + clip_high")

@@ -176,6 +176,7 @@ CONTRADICTIONS = [
         ["rollout.samples_per_prompt=1"],
         ["rollout.samples_per_prompt=1", "algo.advantage=grpo", "at least 2, or algo.advantage=reinforce_pp"],
     ),
+    (["algo.normalize_over=tokens"], ["algo.normalize_over=tokens with algo.advantage=grpo", "Remove it"]),
     (["rollout.dynamic_sampling_part=math"], ["rollout.dynamic_sampling_part=math", "Set that too, or remove it"]),
     (
         ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_part=maths"],
