@@ -238,6 +238,12 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             f"rollout.max_response_tokens={rollout.max_response_tokens}: no response could be truncated. Name a token, "
             "and stay below the longest response; or leave it at 0."
         )
+    if rollout.truncate == "graded_text" and (rollout.truncate_token is None or rollout.stop):
+        yield (
+            f"rollout.truncate=graded_text with rollout.truncate_token={rollout.truncate_token} and rollout.stop="
+            f"{list(rollout.stop)}: responses go on to max_response_tokens, and the text that is graded ends at that "
+            "token alone. Name a token and no stop strings, or set truncate=response."
+        )
     if rollout.max_policy_lag > 0 and algo.importance_correction == "none":
         yield (
             f"algo.importance_correction=none with rollout.max_policy_lag={rollout.max_policy_lag}: lagging rollouts "

@@ -25,6 +25,12 @@ class RewardModelConfig(Section):
     weight: float = Field(1.0, description="factor in the sum with the parts of `reward`")
     mean: float | None = Field(None, description="subtracted from scores; null: as recorded with the model, else 0")
     std: PositiveFloat | None = Field(None, description="then divides scores; null: as recorded with the model, else 1")
+    reference_samples: int | None = Field(
+        None,
+        ge=2,
+        description="responses of the start policy, sampled before the first step, over which scores get mean 0 and "
+        "variance 1; null: mean and std as above",
+    )
     template: TemplateName | None = Field(
         None,
         description="how a prompt and its response are written for it, as data.template; null: as recorded with the "
@@ -41,6 +47,11 @@ class RewardModelConfig(Section):
         if (self.path is None) == (self.endpoint is None):
             raise ValueError(
                 f"reward_model.path={self.path} and reward_model.endpoint={self.endpoint}: set exactly one of them."
+            )
+        if self.reference_samples is not None and (self.mean is not None or self.std is not None):
+            raise ValueError(
+                f"reward_model.reference_samples={self.reference_samples} with reward_model.mean={self.mean} and "
+                f"reward_model.std={self.std}: the samples set both. Remove the key, or mean and std."
             )
         if self.template is not None and self.endpoint is not None:
             raise ValueError(

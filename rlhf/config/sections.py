@@ -67,6 +67,11 @@ class RolloutConfig(Section):
     truncate_after: NonNegativeInt = Field(
         0, description="number of first tokens of a response in which truncate_token does not end it"
     )
+    truncate: Literal["response", "graded_text"] = Field(
+        "response",
+        description="what ends at truncate_token: the response, or only the text that is graded (graded_text: every "
+        "response has max_response_tokens tokens, whatever token is sampled, and all are trained)",
+    )
     non_stop_reward: float | None = Field(
         None, description="reward that replaces the own reward of a response that did not stop; null: no replacement"
     )

@@ -169,6 +169,7 @@ class TrainingRun(Generic[C]):
         self.speed = LearnerSpeed(config, (await self.cluster.learners.call("device_name"))[0])
         with stage("check"):
             await self.canary.measure_noise(self.cluster)  # before a checkpoint is loaded: both sides hold model.path
+            await self.sampler.normalize_scores(self.prompts, self.state)
             if self.restored is not None:
                 await self.cluster.load(self.restored)
             await self.canary.check_start(self.cluster, self.first_step)

@@ -202,6 +202,18 @@ CONTRADICTIONS = [
         ["rollout.truncate_after=28", "rollout.max_response_tokens=28", "stay below"],
     ),
     (
+        ["rollout.truncate=graded_text"],
+        ["rollout.truncate=graded_text with rollout.truncate_token=None", "Name a token and no stop strings"],
+    ),
+    (
+        ["rollout.truncate=graded_text", "rollout.truncate_token=.", "rollout.stop=[x]"],
+        ["rollout.truncate=graded_text", "rollout.stop=['x']", "or set truncate=response"],
+    ),
+    (
+        ["reward_model={path: judge, reference_samples: 256, std: 2}"],
+        ["reward_model.reference_samples=256 with reward_model.mean=None and reward_model.std=2.0", "Remove"],
+    ),
+    (
         ["rollout.max_policy_lag=1", "algo.importance_correction=none"],
         ["algo.importance_correction=none", "rollout.max_policy_lag=1", "Use truncated or masked, or a lag of 0"],
     ),
