@@ -3,8 +3,9 @@
     python -m rlhf.reward_model --config configs/reward_model_quickstart.yaml [section.key=value ...]
 
 Pairs are a file (JSON lines, Parquet) or a data set of the hub with columns `chosen` and `rejected`: whole
-conversations as lists of role/content messages, or texts that answer a `prompt`. The program writes the model, and the
-mean and std of its scores on training pairs; a run normalizes scores with them (arXiv:1909.08593, sec. 2.1).
+conversations as lists of role/content messages, or texts that answer a `prompt`. The program writes the model and, for
+the runs that use it, its template and the mean and std of its scores on training pairs. arXiv:1909.08593, sec. 2.1,
+normalizes on responses of the start policy instead: that is `reward_model.reference_samples` of a run.
 """
 
 from __future__ import annotations
