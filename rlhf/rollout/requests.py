@@ -51,7 +51,7 @@ class SamplingSettings:
         if not self.whole:
             return truncate(completion, token=self.truncate_token, after=self.truncate_after)
         end = truncation_end(completion.token_ids, token=self.truncate_token, after=self.truncate_after)
-        return replace(completion, finish_reason="length" if end is None else "stop")
+        return completion if end is None else replace(completion, finish_reason="stop")
 
     def graded(self, token_ids: np.ndarray) -> np.ndarray:
         """The part of a sampled response [R] that is graded."""

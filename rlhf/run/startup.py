@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Protocol
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.sections import ModelConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, show_prompt
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.templates import reward_input
@@ -43,7 +44,7 @@ def check_reward_model_reads(config: GRPOConfig, prompts: LoadedPrompts) -> None
     if reward_model is None or reward_model.path is None:
         return
     token_ids = reward_input(reward_model)
-    tokenizer = load_tokenizer(config.model.model_copy(update={"path": reward_model.path}), key="reward_model.path")
+    tokenizer = load_tokenizer(ModelConfig(path=reward_model.path), key="reward_model.path")
     for rows in prompts.prompts.values():
         token_ids([*rows[0].messages, {"role": "assistant", "content": ""}], tokenizer)
 
