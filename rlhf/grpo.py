@@ -61,7 +61,7 @@ async def train_step(run: TrainingRun, step: int) -> None:
 
     rows_to_compute = batch.trained
     if not config.kl_in_reward:
-        advantages = step_advantages(batch, batch.rewards, algo.advantage)
+        advantages = step_advantages(batch, batch.rewards, algo.advantage, algo.normalize_over)
         rows_to_compute = rows_with_gradient(batch, advantages, config)
     epochs = plan_epochs(batch, config, step=step, rows_to_compute=rows_to_compute)
 
@@ -71,7 +71,7 @@ async def train_step(run: TrainingRun, step: int) -> None:
     non_finite = non_finite_rows(batch, rows_to_compute, old_logprobs=old, ref_logprobs=ref)
     if config.kl_in_reward:  # rewards of rows without log-probs become NaN, which the baseline leaves out
         rewards = penalize_kl(batch, rows_to_compute, old, ref, algo)
-        advantages = step_advantages(batch, rewards, algo.advantage)
+        advantages = step_advantages(batch, rewards, algo.advantage, algo.normalize_over)
 
     with clock.phase("update"):
         targets = PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref)

@@ -3,8 +3,9 @@
     python -m rlhf.reward_model --config configs/reward_model_quickstart.yaml [section.key=value ...]
 
 Pairs are a file (JSON lines, Parquet) or a data set of the hub with columns `chosen` and `rejected`: whole
-conversations as lists of role/content messages, or texts that answer a `prompt`. The program writes the model, and the
-mean and std of its scores on training pairs; a run normalizes scores with them (arXiv:1909.08593, sec. 2.1).
+conversations as lists of role/content messages, or texts that answer a `prompt`. The program writes the model and, for
+the runs that use it, its template and the mean and std of its scores on training pairs. arXiv:1909.08593, sec. 2.1,
+normalizes on responses of the start policy instead: that is `reward_model.reference_samples` of a run.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.config import cli
-from rlhf.config.data import SourceConfig
+from rlhf.config.data import SourceConfig, TemplateName
 from rlhf.config.program import warmup_problems
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.data.read import read_rows
+from rlhf.data.templates import conversation_ids, no_chat_template
 from rlhf.learner.rank_place import Place, free_port
 from rlhf.plan import visible_gpus
 
@@ -47,21 +49,27 @@ def conversation(row: dict[str, Any], column: str) -> list[dict[str, str]]:
     return [*messages, {"role": "assistant", "content": answer}]
 
 
-def read_pairs(path: str, tokenizer: Any, which: str, *, max_tokens: int) -> tuple[list[Pair], int]:
+def read_pairs(
+    path: str, tokenizer: Any, which: str, *, max_tokens: int, template: TemplateName = "model"
+) -> tuple[list[Pair], int]:
     """Tokenized pairs of `data.train` or `data.eval`, and the number of pairs left out as too long.
 
     Raises:
         ValueError: no such data, a row that is not a pair, or no pair at all.
     """
-    from rlhf.learner.reward_scorer import conversation_ids
     from rlhf.learner.reward_trainer import Pair
 
     key = f"data.{which}"
+    if template == "model" and not tokenizer.chat_template:
+        raise ValueError(no_chat_template("data.template"))
+    token_ids = partial(conversation_ids, template=template, key="data.template")
     pairs, too_long = [], 0
     for row in read_rows(SourceConfig(path=path), which, key):
         try:
             sides = [conversation(row.columns, column) for column in ("chosen", "rejected")]
-            chosen, rejected = (conversation_ids(tokenizer, side) for side in sides)
+            chosen, rejected = (token_ids(side, tokenizer) for side in sides)
+            if not (len(chosen) and len(rejected)):
+                raise ValueError("one of its sides has no token")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{key}: row {row.number} of {path}: {type(error).__name__}: {error}. Give chosen and rejected, "
@@ -183,14 +191,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     check_folder(config.model.path)
     tokenizer = load_tokenizer(config.model)
-    longest = config.data.max_tokens
-    train, too_long = read_pairs(config.data.train, tokenizer, "train", max_tokens=longest)
+    longest, template = config.data.max_tokens, config.data.template
+    train, too_long = read_pairs(config.data.train, tokenizer, "train", max_tokens=longest, template=template)
     total = count_updates(config, len(train))
     for problem in warmup_problems("learner", config.learner, total, "run.epochs x pairs / learner.pairs_per_update"):
         raise ValueError(problem)
     held_out: list[Pair] = []
     if config.data.eval is not None:
-        held_out, more = read_pairs(config.data.eval, tokenizer, "eval", max_tokens=longest)
+        held_out, more = read_pairs(config.data.eval, tokenizer, "eval", max_tokens=longest, template=template)
         too_long += more
     print(f"{len(train)} pairs to train on, {len(held_out)} held out, {too_long} left out as too long")
     folder.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,7 @@ class ScoredRollout:
     """A graded rollout; `reward` None means that it could not be scored and takes no part in baseline or loss.
 
     Attributes:
-        text: the decoded response. extracted: the answer that was graded, "" if none was found.
+        text: the decoded response, as it was graded. extracted: the answer that was graded, "" if none was found.
         reward_parts: value of every part of the reward by name, before its weight.
         status: of the grading; `ok` if nothing went wrong.
     """

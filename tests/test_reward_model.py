@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -14,12 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import make_ppo_config
 
-from rlhf.config.reward_model import RewardModelConfig
+from rlhf.config.ppo import PPOConfig
+from rlhf.config.reward_model import RECORD_FILE, RewardModelConfig
+from rlhf.data.model_files import reward_template
+from rlhf.data.templates import reward_input
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.reward_trainer import pair_loss, pair_metrics
-from rlhf.reward_model import conversation, read_pairs
+from rlhf.plan.start_checks import input_problems
+from rlhf.reward_model import conversation, main, read_pairs
 from rlhf.rewards.model_client import PART, RewardModelClient, endpoint_scorer
+from rlhf.run.training_run import TrainingRun
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
 
 
@@ -96,12 +103,18 @@ def reward_folder(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
+def scorer_of(config: RewardModelConfig, **changes: Any) -> Any:
+    """A copy of the reward model as a run makes it."""
+    from rlhf.learner.reward_scorer import RewardScorer
+
+    config = config.model_copy(update=changes)
+    return RewardScorer(config, "cpu", 1, reward_input(config))
+
+
 def test_the_score_is_the_normalized_output_of_the_head_at_the_last_token_in_any_batch(
     reward_folder: Path,
 ) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    from rlhf.learner.reward_scorer import RewardScorer
 
     tokenizer = AutoTokenizer.from_pretrained(reward_folder)
     model = AutoModelForSequenceClassification.from_pretrained(reward_folder).float().eval()
@@ -117,19 +130,119 @@ def test_the_score_is_the_normalized_output_of_the_head_at_the_last_token_in_any
             expected.append((model.score(states)[0, -1, 0].item() - 0.25) / 0.5)
     config = RewardModelConfig(path=str(reward_folder), dtype="float32")
     for budget in (64, 16384):
-        scorer = RewardScorer(config.model_copy(update={"max_tokens_per_batch": budget}), "cpu", 1)
+        scorer = scorer_of(config, max_tokens_per_batch=budget)
         assert scorer.score(conversations) == pytest.approx(expected, abs=1e-5)
     long = [*conversations[0][:1], {"role": "assistant", "content": "y" * 64}]
-    tight = RewardScorer(config.model_copy(update={"max_tokens_per_batch": 64, "mean": 0.0, "std": 1.0}), "cpu", 1)
+    tight = scorer_of(config, max_tokens_per_batch=64, mean=0.0, std=1.0)
     assert tight.score([long, conversations[0]]) == [None, pytest.approx(expected[0] * 0.5 + 0.25, abs=1e-5)]
 
 
 def test_a_model_without_a_head_is_no_reward_model(tiny_model_dir: Path) -> None:
-    from rlhf.learner.reward_scorer import RewardScorer
-
     config = RewardModelConfig(path=str(tiny_model_dir / "model"), dtype="float32")
     with pytest.raises(ValueError, match=r"it has no head score\.weight, so it is not a reward model"):
-        RewardScorer(config, "cpu", 1)
+        scorer_of(config)
+
+
+# --- templates ---
+
+CONFIG = Path(__file__).parents[1] / "configs/reward_model_quickstart.yaml"
+PROMPT = "The boat left the"
+
+
+@pytest.fixture(scope="module")
+def plain_folder(reward_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same reward model with a tokenizer without a chat template."""
+    folder = shutil.copytree(reward_folder, tmp_path_factory.mktemp("plain") / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+def test_what_a_model_is_trained_on_in_a_template_is_what_it_scores(plain_folder: Path, tmp_path: Path) -> None:
+    """Pairs with a text and with messages for a prompt, against the text that the policy has in its sequence."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(plain_folder)
+    messages = [{"role": "user", "content": PROMPT}]
+    rows = [{"prompt": prompt, "chosen": " shore.", "rejected": " it"} for prompt in (PROMPT, messages)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs, _ = read_pairs(str(tmp_path / "pairs.jsonl"), tokenizer, "train", max_tokens=64, template="raw")
+    expected = tokenizer(PROMPT + " shore.", add_special_tokens=False)["input_ids"]
+    assert [pair.chosen.tolist() for pair in pairs] == [expected, expected]
+
+    model = AutoModelForSequenceClassification.from_pretrained(plain_folder).float().eval()
+    with torch.no_grad():
+        score = model.score(model.model(input_ids=torch.tensor([expected])).last_hidden_state)[0, -1, 0].item()
+    scorer = scorer_of(RewardModelConfig(path=str(plain_folder), dtype="float32", template="raw"))
+    reply = {"role": "assistant", "content": " shore."}
+    assert scorer.score([[*messages, reply]]) == [pytest.approx((score - 0.25) / 0.5, abs=1e-5)]
+
+
+def test_pairs_for_a_tokenizer_without_a_chat_template_are_refused_with_that_reason(
+    plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # as the program sets it
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}) + "\n")
+    values = {"data.train": tmp_path / "pairs.jsonl", "model.path": plain_folder, "run.dir": tmp_path / "run"}
+    with pytest.raises(ValueError, match=r"^data\.template=model: .* has no chat template\. Use one of .* raw"):
+        main(["--config", str(CONFIG), *(f"{key}={value}" for key, value in values.items())])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_side_of_a_pair_without_a_token_is_named(plain_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "", "chosen": "a", "rejected": ""}) + "\n")
+    with pytest.raises(ValueError, match=r"data\.train: row 1 .* one of its sides has no token"):
+        read_pairs(
+            str(tmp_path / "pairs.jsonl"), AutoTokenizer.from_pretrained(plain_folder), "train",
+            max_tokens=64, template="raw",
+        )  # fmt: skip
+
+
+def ppo(tiny_model_dir: Path, **reward_model: Any) -> PPOConfig:
+    sections = {"reward": {"parts": []}, "reward_model": {"dtype": "float32", **reward_model}}
+    return make_ppo_config(tiny_model_dir / "model", **sections)
+
+
+def test_a_reward_model_without_a_chat_template_is_refused_before_the_run_or_read_in_a_named_one(
+    tiny_model_dir: Path, plain_folder: Path
+) -> None:
+    (problem,) = input_problems(ppo(tiny_model_dir, path=str(plain_folder)))
+    assert problem.startswith(f"reward_model.path={plain_folder}: its tokenizer has no chat template. Set ")
+    assert "reward_model.template" in problem
+    assert input_problems(ppo(tiny_model_dir, path=str(plain_folder), template="raw")) == []
+    assert input_problems(ppo(tiny_model_dir, path=str(tiny_model_dir / "model"))) == []
+
+
+def test_a_reward_model_is_read_in_the_template_that_is_recorded_with_it_and_no_other(
+    tiny_model_dir: Path, plain_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(plain_folder, tmp_path / "model")
+    (folder / RECORD_FILE).write_text('{"mean": 0.0, "std": 1.0, "template": "qa"}')
+    assert reward_template(RewardModelConfig(path=str(folder))) == "qa"
+    assert reward_template(RewardModelConfig(path=str(plain_folder))) == "model"
+    assert input_problems(ppo(tiny_model_dir, path=str(folder))) == []
+    (problem,) = input_problems(ppo(tiny_model_dir, path=str(folder), template="raw"))
+    assert problem.startswith("reward_model.template=raw: reward_model.path=")
+    assert "was trained with qa. Remove the key" in problem
+    with pytest.raises(
+        ValueError, match=r"reward_model\.template=raw with reward_model\.endpoint=http://h: an endpoint"
+    ):
+        RewardModelConfig(endpoint="http://h", template="raw")
+
+
+def test_a_template_that_refuses_the_prompts_of_a_run_is_found_before_anything_starts(
+    tiny_model_dir: Path, plain_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(plain_folder, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+    config = ppo(tiny_model_dir, path=str(folder))
+    assert input_problems(config) == []
+    with pytest.raises(ValueError, match=r"^reward_model\.template=model: the chat template refuses .*no such role"):
+        TrainingRun(config, resume=False)
 
 
 # --- the client ---

@@ -46,7 +46,12 @@ def reward_config(folder: Path, data: Path) -> dict[str, Any]:
     return {
         "run": {"dir": str(folder / "reward")},
         "model": {"path": str(data / "model"), "dtype": "float32"},
-        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "test.jsonl"), "max_tokens": 128},
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "eval": str(folder / "test.jsonl"),
+            "max_tokens": 128,
+            "template": "qa",
+        },
         "learner": {"pairs_per_update": 32, "max_tokens_per_microbatch": 1024, "optimizer": {"lr": 1e-3}},
         "cluster": {"device": "cpu"},
     }
@@ -113,13 +118,14 @@ def ppo_config(run: Path, data: Path, reward_model: Path) -> dict[str, Any]:
             "eval_rows": 16,
         },
         "reward": [],
-        "reward_model": {"path": str(reward_model), "dtype": "float32"},
+        "reward_model": {"path": str(reward_model), "dtype": "float32", "reference_samples": 16},
         "rollout": {
             "prompts_per_step": 8,
             "samples_per_prompt": 4,
             "max_response_tokens": 24,
             "truncate_token": "e",
             "truncate_after": 8,
+            "truncate": "graded_text",
             "missing_eos_penalty": 1.0,
         },
         "algo": {"kl_coef": KL_COEF, "kl_controller": "adaptive", "kl_target": 1.0, "kl_horizon": KL_HORIZON},
@@ -143,12 +149,14 @@ def test_a_learned_reward_alone_trains_policy_and_critic_and_a_resumed_run_has_c
     config = write(tmp_path / "ppo.yaml", ppo_config(run, tiny_model_dir, reward_model))
     run_program("rlhf.ppo", "--config", config)
     state = RunFolder.read_state(run / "checkpoints" / "step-000002")
+    assert state.reward_scale["std"] > 0
     assert state.updates_taken == 2  # the critic learned alone in the first step
     # In step 2 the policy had not moved yet: a KL of 0, an error of -0.2, once.
     coef = KL_COEF * (1 - 0.2 * ROLLOUTS / KL_HORIZON)
     assert state.kl_controller["coef"] == pytest.approx(coef, rel=1e-12)
 
     run_program("rlhf.ppo", "--config", config, "--resume", "run.steps=4")
+    assert RunFolder.read_state(run / "checkpoints" / "step-000004").reward_scale == state.reward_scale
     steps = read_steps(run)
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     check_account(steps)
@@ -162,11 +170,12 @@ def test_a_learned_reward_alone_trains_policy_and_critic_and_a_resumed_run_has_c
     for row in steps:
         assert all(np.isfinite(row[name]) for name in ("critic/loss", "critic/explained_variance", "reward/mean"))
         assert row["sync/canary_difference"] < CANARY_BOUND
+        assert row["rollout/response_length/min"] == row["rollout/response_length/max"] == 24  # only the text is cut
     assert all(np.isfinite(row["policy/loss"]) for row in steps[1:])
 
     for response in (row for step in (1, 2, 3, 4) for row in responses(run, step)):
         penalty = 0.0 if response["finish_reason"] == "stop" else 1.0
         assert response["reward"] == pytest.approx(response["reward_parts"]["reward_model"] - penalty)
         text = response["text"].replace(BOX_TOKEN, "")  # one token of seven letters; all others are at most one
-        assert "e" not in text[8:-1]  # a truncate token ends the response, and stays
+        assert "e" not in text[8:-1]  # a truncate token ends what is graded, and stays
     assert "eval/test/avg@1" in json.loads((run / "summary.json").read_text())["evaluation_after"]

@@ -53,30 +53,50 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
     return group_advantages(rewards, normalize_std=False) * (count / max(count - 1, 1))
 
 
-def reinforce_plus_plus_advantages(rewards: Tensor, group_ids: Tensor | None = None, *, eps: float = STD_EPS) -> Tensor:
-    """REINFORCE++ (arXiv:2501.03262): rewards normalized over the global batch instead of over the group.
+def reinforce_plus_plus_advantages(
+    rewards: Tensor, group_ids: Tensor | None = None, *, lengths: Tensor | None = None, eps: float = STD_EPS
+) -> Tensor:
+    """REINFORCE++ (arXiv:2501.03262, eqs. 5 and 7): rewards normalized over the global batch, not over the group.
 
-    The baseline form, with `group_ids`, first subtracts each group's mean. The mean of the differences is 0 by
-    construction and is not subtracted again, so a group of equal rewards has advantages of exactly 0.
-    Statistics are over responses; a KL in the reward is part of the response's scalar.
+    The baseline form, with `group_ids`, first subtracts each group's mean (eq. 6). A KL in the reward is part of the
+    response's scalar. Each response counts once, as in appendix B.2: the mean of the differences to the groups' means
+    is then 0 and is not subtracted again, so a group of equal rewards has advantages of exactly 0.
+
+    With `lengths`, each response counts as often as it has tokens, as in the authors' code and in verl: the mean of the
+    differences is no longer 0 where wrong responses are longer, and is subtracted.
 
     Args:
         rewards: [B] all responses of the step; NaN for unscorable.
         group_ids: [B] int, the group of each response; None: no group baseline.
+        lengths: [B] int, tokens of each response; None: each counts once.
 
     Returns:
-        [B] over (std + eps) of the batch, std with n - 1; exactly 0 for NaN, and for equal rewards of the batch (of
-        the group, in the baseline form).
+        [B] over (std + eps) of the batch, std with n - 1 (n, with lengths); exactly 0 for NaN, and for equal rewards of
+        the batch (in the baseline form: of each group; without lengths: of the group).
     """
-    if group_ids is None:
+    if group_ids is None and lengths is None:
         return group_advantages(rewards, normalize_std=True, eps=eps)
-    centered = torch.zeros_like(full_precision(rewards))
-    for group in group_ids.unique():
-        members = group_ids == group
-        centered[members] = group_advantages(rewards[members], normalize_std=False)
+    centered = full_precision(rewards).double()
+    if group_ids is not None:
+        for group in group_ids.unique():
+            members = group_ids == group
+            centered[members] = group_advantages(centered[members], normalize_std=False)
+    if lengths is not None:
+        return _normalized_by_tokens(centered, lengths * ~rewards.isnan(), eps).to(full_precision(rewards).dtype)
     scorable = ~rewards.isnan()
     spread = centered[scorable].std() if int(scorable.sum()) > 1 else centered.new_zeros(())
-    return centered / (spread + eps)
+    return (centered / (spread + eps)).to(full_precision(rewards).dtype)
+
+
+def _normalized_by_tokens(values: Tensor, tokens: Tensor, eps: float) -> Tensor:
+    """[B] mean 0 and std 1 over all tokens, of which response i has tokens[i]; 0 where it has none or all are equal."""
+    counted = tokens > 0
+    kept, weights = values[counted], tokens[counted] / tokens.sum()
+    normalized = torch.zeros_like(values)
+    if len(kept) and kept.max() != kept.min():
+        centered = kept - (weights * kept).sum()
+        normalized[counted] = centered / ((weights * centered.square()).sum().sqrt() + eps)
+    return normalized
 
 
 def token_rewards(scores: Tensor, kl_penalties: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:

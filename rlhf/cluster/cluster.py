@@ -32,6 +32,7 @@ from rlhf.cluster.replacement import EngineLostError, Replacements, while_health
 from rlhf.cluster.session import RaySession
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
+from rlhf.data.templates import reward_input
 from rlhf.log.clock import Watch, unwatched
 from rlhf.plan import check_resources
 from rlhf.plan.shared_gpus import check_shared_gpus
@@ -161,7 +162,8 @@ class Cluster:
             places = rank_places(placed.locations, threads, config.device, deterministic=self.config.run.deterministic)
             arguments = [(self.config, place) for place in places]
         elif role == REWARD_MODEL:
-            arguments = [(self.config.reward_model, config.device, config.threads_per_learner or 1)] * placed.role.count
+            model, threads_each = self.config.reward_model, config.threads_per_learner or 1
+            arguments = [(model, config.device, threads_each, reward_input(model))] * placed.role.count
         else:
             arguments = [self._engine_arguments(rank) for rank in range(placed.role.count)]
         if role in (CRITIC, ENGINE) and self._shares_gpus:

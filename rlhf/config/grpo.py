@@ -197,6 +197,11 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             f"rollout.samples_per_prompt={rollout.samples_per_prompt}: the advantages of algo.advantage="
             f"{algo.advantage} would all be zero. Use at least 2, or algo.advantage=reinforce_pp."
         )
+    if algo.normalize_over == "tokens" and not algo.advantage.startswith("reinforce_pp"):
+        yield (
+            f"algo.normalize_over=tokens with algo.advantage={algo.advantage}: only reinforce_pp and "
+            "reinforce_pp_baseline read it. Remove it, or set one of them."
+        )
     if algo.ref_update != "fixed" and not config.needs_reference:
         yield (
             f"algo.ref_update={algo.ref_update} with algo.kl_coef=0: there is no reference. Set kl_coef or "
@@ -232,6 +237,12 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             f"rollout.truncate_after={rollout.truncate_after} with rollout.truncate_token={rollout.truncate_token} and "
             f"rollout.max_response_tokens={rollout.max_response_tokens}: no response could be truncated. Name a token, "
             "and stay below the longest response; or leave it at 0."
+        )
+    if rollout.truncate == "graded_text" and (rollout.truncate_token is None or rollout.stop):
+        yield (
+            f"rollout.truncate=graded_text with rollout.truncate_token={rollout.truncate_token} and rollout.stop="
+            f"{list(rollout.stop)}: responses go on to max_response_tokens, and the text that is graded ends at that "
+            "token alone. Name a token and no stop strings, or set truncate=response."
         )
     if rollout.max_policy_lag > 0 and algo.importance_correction == "none":
         yield (

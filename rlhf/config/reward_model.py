@@ -8,8 +8,11 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlhf.config.base import Section
+from rlhf.config.data import TemplateName
 from rlhf.config.program import ProgramConfig, dtype_problems, training_problems
 from rlhf.config.sections import LearnersConfig, ModelConfig, NonNegativeInt, TrainedConfig
+
+RECORD_FILE = "reward_normalization.json"  # of a trained model: {"mean", "std"} of its scores, and its "template"
 
 
 class RewardModelConfig(Section):
@@ -22,6 +25,17 @@ class RewardModelConfig(Section):
     weight: float = Field(1.0, description="factor in the sum with the parts of `reward`")
     mean: float | None = Field(None, description="subtracted from scores; null: as recorded with the model, else 0")
     std: PositiveFloat | None = Field(None, description="then divides scores; null: as recorded with the model, else 1")
+    reference_samples: int | None = Field(
+        None,
+        ge=2,
+        description="responses of the start policy, sampled before the first step, over which scores get mean 0 and "
+        "variance 1; null: mean and std as above",
+    )
+    template: TemplateName | None = Field(
+        None,
+        description="how a prompt and its response are written for it, as data.template; null: as recorded with the "
+        "model, else model",
+    )
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="type of its weights")
     replicas: PositiveInt = Field(1, description="copies of the model, a GPU each; or concurrent requests")
     max_tokens_per_batch: PositiveInt = Field(16384, description="tokens in one forward pass of one copy")
@@ -34,6 +48,16 @@ class RewardModelConfig(Section):
             raise ValueError(
                 f"reward_model.path={self.path} and reward_model.endpoint={self.endpoint}: set exactly one of them."
             )
+        if self.reference_samples is not None and (self.mean is not None or self.std is not None):
+            raise ValueError(
+                f"reward_model.reference_samples={self.reference_samples} with reward_model.mean={self.mean} and "
+                f"reward_model.std={self.std}: the samples set both. Remove the key, or mean and std."
+            )
+        if self.template is not None and self.endpoint is not None:
+            raise ValueError(
+                f"reward_model.template={self.template} with reward_model.endpoint={self.endpoint}: an endpoint gets "
+                "messages, and writes them itself. Remove one of them."
+            )
         return self
 
 
@@ -43,6 +67,11 @@ class PairsConfig(Section):
         description="pairs, a file or a hub name; columns chosen and rejected: messages, or texts with a prompt",
     )
     eval: str | None = Field(None, min_length=1, description="held-out pairs of the same form; null: none")
+    template: TemplateName = Field(
+        "model",
+        description="how a conversation is written: model (the tokenizer's chat template), chatml, qwen-math, tulu, "
+        "qa, raw (the response right after the prompt); recorded with the model",
+    )
     max_tokens: PositiveInt = Field(
         2048, description="longest conversation, tokens; pairs with a longer one are left out and counted"
     )

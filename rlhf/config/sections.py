@@ -67,6 +67,11 @@ class RolloutConfig(Section):
     truncate_after: NonNegativeInt = Field(
         0, description="number of first tokens of a response in which truncate_token does not end it"
     )
+    truncate: Literal["response", "graded_text"] = Field(
+        "response",
+        description="what ends at truncate_token: the response, or only the text that is graded (graded_text: every "
+        "response has max_response_tokens tokens, whatever token is sampled, and all are trained)",
+    )
     non_stop_reward: float | None = Field(
         None, description="reward that replaces the own reward of a response that did not stop; null: no replacement"
     )
@@ -99,6 +104,11 @@ class AlgoConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
         "grpo",
         description="how rewards become advantages; grpo divides by the group's std; gae needs a critic: rlhf.ppo",
+    )
+    normalize_over: Literal["responses", "tokens"] = Field(
+        "responses",
+        description="what mean and std of reinforce_pp and reinforce_pp_baseline count: each response once, or each "
+        "token, so that a long response weighs more",
     )
     policy_loss: Literal["ppo", "gspo", "cispo"] = Field("ppo", description="surrogate objective")
     clip_low: NonNegative = Field(0.2, description="the ratio is clipped below at 1 - clip_low")

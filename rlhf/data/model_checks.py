@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.roles import CRITIC, Role
-from rlhf.data.model_files import local_model_config, looks_local
+from rlhf.config.reward_model import RewardModelConfig
+from rlhf.config.roles import CRITIC, REWARD_MODEL, Role
+from rlhf.data.model_files import (
+    lacks_chat_template,
+    local_model_config,
+    looks_local,
+    recorded_template,
+    reward_template,
+)
 
 
 def check_folder(path: str, *, key: str = "model.path") -> None:
@@ -40,6 +47,9 @@ def model_problems(config: GRPOConfig, *, trains: bool = True, policy: Mapping[s
     for role in config.roles(trains=trains):
         if role.name == CRITIC:
             problems.append(_vocabulary_problem(role, config, local_model_config(role.model) or {}, policy or {}))
+        if role.name == REWARD_MODEL:
+            assert config.reward_model is not None
+            problems.append(_template_problem(role, config.reward_model))
     return [problem for problem in problems if problem]
 
 
@@ -66,3 +76,19 @@ def _vocabulary_problem(role: Role, config: GRPOConfig, critic: Mapping[str, Any
         f"{role.model_key}={role.model}: its vocabulary of {critic_size} tokens is smaller than the {policy_size} of "
         f"model.path={config.model.path}, whose token ids it reads. Start it from a model with the same tokenizer."
     )
+
+
+def _template_problem(role: Role, reward_model: RewardModelConfig) -> str:
+    """Why conversations cannot be written for the reward model as it needs them, if anything is known."""
+    recorded = recorded_template(role.model)
+    if reward_model.template is not None and recorded not in (None, reward_model.template):
+        return (
+            f"reward_model.template={reward_model.template}: {role.model_key}={role.model} was trained with "
+            f"{recorded}. Remove the key, or train the model with that template (data.template of rlhf.reward_model)."
+        )
+    if reward_template(reward_model) == "model" and lacks_chat_template(role.model):
+        return (
+            f"{role.model_key}={role.model}: its tokenizer has no chat template. Set reward_model.template to the one "
+            "it was trained with: raw (the response right after the prompt), qa, chatml, qwen-math or tulu."
+        )
+    return ""

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.data import TemplateName
+from rlhf.config.reward_model import RECORD_FILE, RewardModelConfig
 from rlhf.config.sections import ModelConfig, RolloutConfig
 from rlhf.log.reachable import no_answer
 
@@ -64,7 +66,31 @@ def use_cache_if_hub_is_silent() -> str:
     return reason and f"{constants.ENDPOINT} does not answer ({reason}), and it is not in the cache"
 
 
-def load_tokenizer(model: ModelConfig) -> Any:
+def lacks_chat_template(path: str) -> bool:
+    """Whether a model's tokenizer is on this machine and has no chat template."""
+    folder = local_model_folder(path)
+    if not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
+        return False
+    if any(file for pattern in CHAT_TEMPLATE_FILES for file in folder.glob(pattern)):
+        return False
+    settings = folder / "tokenizer_config.json"
+    return not (settings.is_file() and json.loads(settings.read_text()).get("chat_template"))
+
+
+def recorded_template(path: str) -> TemplateName | None:
+    """The template that a reward model was trained with; None if none is recorded."""
+    file = local_model_folder(path) / RECORD_FILE
+    template: TemplateName | None = json.loads(file.read_text()).get("template") if file.is_file() else None
+    return template
+
+
+def reward_template(config: RewardModelConfig) -> TemplateName:
+    """How conversations are written for a reward model."""
+    assert config.path is not None, "an endpoint writes them itself"
+    return config.template or recorded_template(config.path) or "model"
+
+
+def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
     """Load the model's tokenizer.
 
     Raises:
@@ -78,7 +104,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     except (OSError, ValueError) as error:
         reason = silent or str(error).strip().splitlines()[0]
         raise ValueError(
-            f"model.path={model.path}: its tokenizer cannot be loaded ({reason}). Give a folder in Hugging Face format "
+            f"{key}={model.path}: its tokenizer cannot be loaded ({reason}). Give a folder in Hugging Face format "
             "or the name of a hub model that this machine can reach."
         ) from None
 
@@ -102,6 +128,7 @@ def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:
 
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights: training moves every tensor
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
+CHAT_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates/*", "tekken.json")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 

@@ -1,4 +1,4 @@
-"""Messages -> prompt tokens: the tokenizer's own chat template, a named one, or plain text.
+"""Messages -> tokens, of a prompt or a whole conversation: the tokenizer's chat template, a named one, or plain text.
 
 A chat template itself writes bos if its model needs it, so no special token is added to the rendered text. Plain text
 (`raw`, `qa`) begins with bos if the tokenizer adds one to plain text.
@@ -6,12 +6,15 @@ A chat template itself writes bos if its model needs it, so no special token is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rlhf.config.data import TemplateName
+from rlhf.config.reward_model import RewardModelConfig
+from rlhf.data.model_files import reward_template
 
 ROLES = ("system", "user", "assistant")
 ROWS_PER_BATCH = 1024  # keeps the tokenizer's threads busy with little memory
@@ -35,13 +38,19 @@ TULU = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 CHAT_TEMPLATES = {"chatml": CHATML, "qwen-math": QWEN_MATH, "tulu": TULU}
+PLAIN = ("raw", "qa")
 
 
-def render(messages: Sequence[dict[str, str]], template: TemplateName, tokenizer: Any) -> str:
+def render(
+    messages: Sequence[dict[str, str]], template: TemplateName, tokenizer: Any, *, key: str = "data.template"
+) -> str:
     """The text of a prompt, up to the start of the response.
 
     `raw` joins the contents of the messages with blank lines; `qa` marks user messages as questions and assistant
     messages as answers.
+
+    Args:
+        key: of the template, for messages.
 
     Raises:
         ValueError: the model has no chat template, or its template refuses these messages.
@@ -52,28 +61,69 @@ def render(messages: Sequence[dict[str, str]], template: TemplateName, tokenizer
         case "qa":
             names = {"system": "", "user": "Question: ", "assistant": "Answer: "}
             return "".join(f"{names[message['role']]}{message['content']}\n" for message in messages) + "Answer:"
-        case "model" if not tokenizer.chat_template:
-            raise ValueError(
-                "data.template=model: the model's tokenizer has no chat template. "
-                f"Use one of {', '.join(CHAT_TEMPLATES)}, qa or raw, or a model that was trained to chat."
-            )
+    return _chat(messages, template, tokenizer, key, add_generation_prompt=True)
+
+
+def reward_input(reward_model: RewardModelConfig | None) -> Callable[..., np.ndarray]:
+    """`conversation_ids` of messages and a tokenizer in the template of this reward model, which is not an endpoint."""
+    assert reward_model is not None
+    return partial(conversation_ids, template=reward_template(reward_model), key="reward_model.template")
+
+
+def conversation_ids(
+    messages: Sequence[dict[str, str]], tokenizer: Any, *, template: TemplateName, key: str
+) -> np.ndarray:
+    """Token ids [L] int32 of a prompt and the response to it, the last message, as a reward model is given them.
+
+    As plain text the response follows the prompt without anything between them, as in the policy's own sequence.
+
+    Args:
+        key: of the template, for messages.
+
+    Raises:
+        ValueError: the model has no chat template, or its template refuses these messages.
+    """
+    if template in PLAIN:
+        *prompt, response = messages
+        text = render(prompt, template, tokenizer) + response["content"]
+    else:
+        text = _chat(messages, template, tokenizer, key, add_generation_prompt=False)
+    return tokenize([text], template, tokenizer)[0]
+
+
+def no_chat_template(key: str) -> str:
+    """The message about a model that has none."""
+    return (
+        f"{key}=model: the model's tokenizer has no chat template. "
+        f"Use one of {', '.join(CHAT_TEMPLATES)}, qa or raw, or a model that was trained to chat."
+    )
+
+
+def _chat(
+    messages: Sequence[dict[str, str]], template: TemplateName, tokenizer: Any, key: str, *, add_generation_prompt: bool
+) -> str:
+    if template == "model" and not tokenizer.chat_template:
+        raise ValueError(no_chat_template(key))
     from jinja2.exceptions import TemplateError
 
     try:
         return tokenizer.apply_chat_template(
-            list(messages), chat_template=CHAT_TEMPLATES.get(template), add_generation_prompt=True, tokenize=False
+            list(messages),
+            chat_template=CHAT_TEMPLATES.get(template),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
         )
     except TemplateError as error:  # templates raise it for a role that their model does not have
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(
-            f"data.template={template}: the chat template refuses messages with the roles {roles} ({error}). "
+            f"{key}={template}: the chat template refuses messages with the roles {roles} ({error}). "
             "Unset data.system_prompt if the model knows no system role, or choose another template."
         ) from error
 
 
 def tokenize(texts: Sequence[str], template: TemplateName, tokenizer: Any) -> list[np.ndarray]:
     """Token ids [P] int32 of every rendered prompt."""
-    prefix = [tokenizer.bos_token_id] if template in ("raw", "qa") and _starts_plain_text_with_bos(tokenizer) else []
+    prefix = [tokenizer.bos_token_id] if template in PLAIN and _starts_plain_text_with_bos(tokenizer) else []
     token_ids = []
     for start in range(0, len(texts), ROWS_PER_BATCH):
         batch = list(texts[start : start + ROWS_PER_BATCH])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,31 @@ import numpy as np
 import torch
 
 from rlhf.algo.packing import pack, pack_microbatches
-from rlhf.config.reward_model import RewardModelConfig
+from rlhf.config.reward_model import RECORD_FILE, RewardModelConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.policy_model import DeviceTokens, check_packed
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
 
-NORMALIZATION_FILE = "reward_normalization.json"  # {"mean": ..., "std": ...} of scores on the pairs it was trained on
+Conversation = list[dict[str, str]]
 
 
 class RewardScorer:
-    """One copy of a reward model with its own tokenizer and chat template; hosted by a Ray actor."""
+    """One copy of a reward model with its own tokenizer; hosted by a Ray actor.
 
-    def __init__(self, config: RewardModelConfig, device: str, threads: int) -> None:
+    Args:
+        token_ids: a conversation and the tokenizer -> [L] int32, as the model was trained.
+    """
+
+    def __init__(
+        self, config: RewardModelConfig, device: str, threads: int, token_ids: Callable[[Conversation, Any], np.ndarray]
+    ) -> None:
         from transformers import AutoTokenizer
 
         assert config.path is not None
         if device == "cpu":
             torch.set_num_threads(threads)
         self.device = torch.device(device)
+        self.token_ids = token_ids
         self.tokenizer = AutoTokenizer.from_pretrained(config.path)
         model = ModelConfig(path=config.path, dtype=config.dtype)
         transformer = load_scalar_transformer(config.path, model, key="reward_model.path", new_head=None)
@@ -43,9 +51,9 @@ class RewardScorer:
         """Nothing to close: all resources end with the process."""
 
     @torch.no_grad()
-    def score(self, conversations: list[list[dict[str, str]]]) -> list[float | None]:
+    def score(self, conversations: list[Conversation]) -> list[float | None]:
         """(raw - mean) / std at the last token of each conversation; None for one that the model cannot hold."""
-        ids = [conversation_ids(self.tokenizer, messages) for messages in conversations]
+        ids = [self.token_ids(messages, self.tokenizer) for messages in conversations]
         fitting = [i for i, sequence in enumerate(ids) if len(sequence) <= self.longest]
         scores: list[float | None] = [None] * len(ids)
         lengths = np.array([len(ids[i]) for i in fitting], np.int64)
@@ -61,14 +69,8 @@ class RewardScorer:
 
 def recorded_normalization(path: str) -> tuple[float, float]:
     """Mean and std recorded in the model's folder; 0 and 1 if there are none."""
-    file = Path(path) / NORMALIZATION_FILE
+    file = Path(path) / RECORD_FILE
     if not file.is_file():
         return 0.0, 1.0
     recorded = json.loads(file.read_text())
     return float(recorded["mean"]), float(recorded["std"])
-
-
-def conversation_ids(tokenizer: Any, messages: list[dict[str, str]]) -> np.ndarray:
-    """[L] int32 of the whole conversation in the tokenizer's own chat template."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)

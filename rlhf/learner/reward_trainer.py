@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.algo.packing import draw_minibatches, filler, pack, pack_microbatches
-from rlhf.config.reward_model import RewardTrainingConfig
+from rlhf.config.reward_model import RECORD_FILE, RewardTrainingConfig
 from rlhf.config.roles import Training
 from rlhf.learner.policy_model import DeviceTokens, check_packed
 from rlhf.learner.rank import TrainedRank
 from rlhf.learner.rank_place import Place
-from rlhf.learner.reward_scorer import NORMALIZATION_FILE
 from rlhf.learner.update import on_host
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
 from rlhf.log.reductions import Mean, StepMetrics, Sum, merge_metrics
@@ -96,10 +95,11 @@ class RewardTrainer(TrainedRank):
         return merge_metrics(self._gather(on_host(parts))), float(all_scores.mean()), float(all_scores.std())
 
     def write(self, folder: str, tokenizer_path: str, mean: float, std: float) -> None:
-        """The model in Hugging Face format, with the normalization of its scores."""
+        """The model in Hugging Face format, with the normalization of its scores and the template of its input."""
         self.export(folder, tokenizer_path)
         if self.place.rank == 0:
-            (Path(folder) / NORMALIZATION_FILE).write_text(json.dumps({"mean": mean, "std": std}) + "\n")
+            record = {"mean": mean, "std": std, "template": self.config.data.template}
+            (Path(folder) / RECORD_FILE).write_text(json.dumps(record) + "\n")
 
     def _gather(self, value: Any) -> list[Any]:
         """The value of every rank."""

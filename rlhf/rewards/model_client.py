@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import json
 import math
+import statistics
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 from http.client import HTTPException
@@ -14,13 +15,18 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.rewards.patience import patiently
-from rlhf.types import RolloutGroup, ScoredRollout
+from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 
 Conversation = list[dict[str, str]]
 Score = Callable[[list[Conversation]], Awaitable[list[float | None]]]
 
 PART = "reward_model"  # the name of this part of the reward
 FIRST_WAIT_S = 0.5
+
+
+def conversation(prompt: Prompt, response: str) -> Conversation:
+    """What a reward model is given to score a response."""
+    return [*prompt.messages, {"role": "assistant", "content": response}]
 
 
 class RewardModelClient:
@@ -34,6 +40,7 @@ class RewardModelClient:
 
     def __init__(self, scorers: Sequence[Score], *, weight: float, by_group: bool = False) -> None:
         self._weight = weight
+        self.mean, self.std = 0.0, 1.0  # of the scores as they arrive; `normalize_on` measures them
         self._by_group = by_group
         self._waiting: list[list[tuple[Conversation, asyncio.Future[float | None]]]] = []  # by group
         self._free = list(scorers)
@@ -41,19 +48,36 @@ class RewardModelClient:
 
     async def add_to(self, group: RolloutGroup) -> RolloutGroup:
         """The group with the weighted score added to each reward; without a score the response becomes unscorable."""
-        prompt = list(group.prompt.messages)
-        replies = [[*prompt, {"role": "assistant", "content": sample.text}] for sample in group.samples]
-        loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[float | None]] = [loop.create_future() for _ in replies]
-        self._waiting.append(list(zip(replies, futures, strict=True)))
-        self._start()
-        scores = await asyncio.gather(*futures)
+        scores = await self._scores([conversation(group.prompt, sample.text) for sample in group.samples])
         samples = tuple(self._add(sample, score) for sample, score in zip(group.samples, scores, strict=True))
         return RolloutGroup(group.prompt, samples)
 
+    async def normalize_on(self, conversations: list[Conversation]) -> None:
+        """Give all later scores mean 0 and variance 1 over these conversations (arXiv:1909.08593, sec. 2.1).
+
+        Raises:
+            RuntimeError: fewer than two of them have a score, or all have the same.
+        """
+        scores = [score for score in await self._scores(conversations) if score is not None]
+        if not scores or min(scores) == max(scores):
+            raise RuntimeError(
+                f"reward_model.reference_samples={len(conversations)}: {len(scores)} responses of the start policy "
+                "have a score, and all the same one, so there is no variance to divide by. Sample more, or set "
+                "reward_model.mean and reward_model.std."
+            )
+        self.mean, self.std = statistics.fmean(scores), statistics.pstdev(scores)
+
+    async def _scores(self, conversations: list[Conversation]) -> list[float | None]:
+        """A number for each conversation, or None, as they come from the model."""
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[float | None]] = [loop.create_future() for _ in conversations]
+        self._waiting.append(list(zip(conversations, futures, strict=True)))
+        self._start()
+        # one NaN in the mean would make every advantage of the step NaN
+        return [None if s is None or not math.isfinite(s) else s for s in await asyncio.gather(*futures)]
+
     def _add(self, sample: ScoredRollout, score: float | None) -> ScoredRollout:
-        if score is not None and not math.isfinite(score):
-            score = None  # one NaN in the mean would make every advantage of the step NaN
+        score = None if score is None else (score - self.mean) / self.std
         reward = None if sample.reward is None or score is None else sample.reward + self._weight * score
         return dataclasses.replace(sample, reward=reward, reward_parts={**sample.reward_parts, PART: score})
 

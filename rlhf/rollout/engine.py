@@ -20,7 +20,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.rollout.requests import Completion, SamplingSettings, engine_arguments, request_seed, to_rollout, truncate
+from rlhf.rollout.requests import Completion, SamplingSettings, engine_arguments, request_seed, to_rollout
 from rlhf.types import Prompt, Rollout, VersionSpan
 
 # Samples share the whole blocks of their prompt: with vLLM's 128 a shorter prompt is computed once per sample. Its CPU
@@ -71,24 +71,23 @@ class RolloutEngine:
 
     async def sample_group(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> list[Rollout]:
         """All samples of one prompt, with log-probs, finish reasons and the weight version of every token."""
-        token = settings.truncate_token
+        token = None if settings.truncate_after or settings.whole else settings.truncate_token
         params = SamplingParams(
             n=samples,
             seed=request_seed(settings.noise_seed, prompt),
             temperature=settings.temperature,
             max_tokens=settings.max_tokens,
             stop=list(settings.stop) or None,
-            stop_token_ids=None if settings.truncate_after or token is None else [token],
+            stop_token_ids=None if token is None else [token],
+            ignore_eos=settings.whole,
             detokenize=bool(settings.stop),
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         final = await self._run(prompt.token_ids, params, priority=ROLLOUT_PRIORITY)
-        completions = [_completion(output) for output in final.outputs]
+        completions = [settings.truncated(_completion(output)) for output in final.outputs]
         assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
-        if token is not None:
-            completions = [truncate(x, token=token, after=settings.truncate_after) for x in completions]
         return [to_rollout(prompt, sample, completion) for sample, completion in enumerate(completions)]
 
     async def _run(self, token_ids: np.ndarray, params: SamplingParams, *, priority: int) -> Any:

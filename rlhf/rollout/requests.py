@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ class SamplingSettings:
     Attributes:
         stop: strings that end a response, besides the eos ids of the generation config.
         truncate_token: id of the token at which `truncate` cuts; None: responses are not cut.
+        whole: nothing ends a response before max_tokens, and nothing is cut: the token only says whether it stopped.
         noise_seed: with it the noise of a token follows from this seed, the prompt, the sample and the token's place,
             and from nothing else; None: from the engine's generator, in the order in which requests arrive.
     """
@@ -39,6 +40,22 @@ class SamplingSettings:
     truncate_token: int | None = None
     truncate_after: int = 0
     noise_seed: int | None = None
+    whole: bool = False
+
+    def truncated(self, completion: Completion) -> Completion:
+        """What is trained of a completion."""
+        if self.truncate_token is None:
+            return completion
+        if not self.whole:
+            return truncate(completion, token=self.truncate_token, after=self.truncate_after)
+        end = truncation_end(completion.token_ids, token=self.truncate_token, after=self.truncate_after)
+        return completion if end is None else replace(completion, finish_reason="stop")
+
+    def graded(self, token_ids: np.ndarray) -> np.ndarray:
+        """The part of a sampled response [R] that is graded."""
+        if not self.whole or self.truncate_token is None:
+            return token_ids
+        return token_ids[: truncation_end(token_ids, token=self.truncate_token, after=self.truncate_after)]
 
 
 def request_seed(noise_seed: int | None, prompt: Prompt) -> int | None:
@@ -82,16 +99,21 @@ def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
     }
 
 
+def truncation_end(token_ids: np.ndarray, *, token: int, after: int) -> int | None:
+    """The number of tokens up to the first `token` at position `after` or later, with it; None if there is none."""
+    positions = np.flatnonzero(token_ids[after:] == token)
+    return after + int(positions[0]) + 1 if len(positions) else None
+
+
 def truncate(completion: Completion, *, token: int, after: int) -> Completion:
     """Cut a completion after its first `token` at position `after` or later (as the code of arXiv:1909.08593 does).
 
     All remaining tokens were sampled from the policy, so they are trained on, and the finish reason becomes `stop`.
     A completion without such a token is returned unchanged.
     """
-    positions = np.flatnonzero(completion.token_ids[after:] == token)
-    if not len(positions):
+    end = truncation_end(completion.token_ids, token=token, after=after)
+    if end is None:
         return completion
-    end = after + int(positions[0]) + 1
     spans = (VersionSpan(s, min(e, end), version) for s, e, version in completion.version_spans if s < end)
     return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", tuple(spans))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
@@ -11,10 +12,13 @@ from typing import Any
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.replacement import EngineLostError
 from rlhf.config.grpo import GRPOConfig
+from rlhf.data.load import LoadedPrompts
 from rlhf.data.model_files import truncate_token_id
-from rlhf.rewards.model_client import RewardModelClient, endpoint_scorer
+from rlhf.data.order import PromptStream
+from rlhf.rewards.model_client import RewardModelClient, conversation, endpoint_scorer
 from rlhf.rewards.scorer import Response, Scorer
 from rlhf.rollout.requests import SamplingSettings
+from rlhf.run.state import RunState
 from rlhf.step.batch import penalize_non_stop
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 
@@ -84,20 +88,45 @@ class Sampler:
             group = await self._reward_model.add_to(group)
         return group
 
+    async def normalize_scores(self, prompts: LoadedPrompts, state: RunState) -> None:
+        """Set the scale of the reward model's scores: the run's, or what they have over responses of the engines now.
+
+        A resumed run keeps the scale that it began with.
+        """
+        client, config = self._reward_model, self._config
+        if client is None or config.reward_model is None or config.reward_model.reference_samples is None:
+            return
+        if not state.reward_scale:
+            settings = self._settings(config.rollout.temperature, config.rollout.max_response_tokens)
+            stream = PromptStream(prompts.prompts, rows_per_epoch=prompts.rows_per_epoch, seed=config.run.seed)
+            drawn = stream.take(config.reward_model.reference_samples)
+            rollouts = await asyncio.gather(*(self._rollouts(prompt, 1, settings) for prompt in drawn))
+            texts = self._texts([rollout for (rollout,) in rollouts], settings)
+            await client.normalize_on([conversation(p, text) for p, text in zip(drawn, texts, strict=True)])
+            state.reward_scale = {"mean": client.mean, "std": client.std}
+        client.mean, client.std = state.reward_scale["mean"], state.reward_scale["std"]
+
     def _settings(self, temperature: float, max_tokens: int) -> SamplingSettings:
         rollout = self._config.rollout
         return SamplingSettings(
-            temperature, max_tokens, rollout.stop, self._truncate_token, rollout.truncate_after, self._config.noise_seed
+            temperature,
+            max_tokens,
+            rollout.stop,
+            self._truncate_token,
+            rollout.truncate_after,
+            self._config.noise_seed,
+            whole=rollout.truncate == "graded_text",
         )
 
     async def sample(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> RolloutGroup:
         """Sample a group on the engine with the fewest groups, and grade its responses."""
-        rollouts = None
-        while rollouts is None:
-            with contextlib.suppress(EngineLostError):  # it is being replaced: the group is sampled by another one
-                rollouts = await self._sample_once(prompt, samples, settings)
-        self.meter.tokens += sum(rollout.response_length for rollout in rollouts)
-        return RolloutGroup(prompt, await self._graded(prompt, rollouts))
+        rollouts = await self._rollouts(prompt, samples, settings)
+        return RolloutGroup(prompt, await self._graded(prompt, rollouts, settings))
+
+    def _texts(self, rollouts: Sequence[Rollout], settings: SamplingSettings) -> list[str]:
+        """What is graded of each response."""
+        ids = [settings.graded(rollout.token_ids[rollout.response_mask]).tolist() for rollout in rollouts]
+        return [self._tokenizer.decode(each, skip_special_tokens=True) for each in ids]
 
     async def _sample_once(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> list[Rollout]:
         engine = await self._cluster.next_engine(self._in_flight)
@@ -109,9 +138,19 @@ class Sampler:
             self._in_flight[engine] -= 1
             self.meter.end()
 
-    async def _graded(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[ScoredRollout, ...]:
-        decode = self._tokenizer.decode
-        texts = [decode(r.token_ids[r.response_mask].tolist(), skip_special_tokens=True) for r in rollouts]
+    async def _rollouts(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> list[Rollout]:
+        """Sample a group on the engine with the fewest groups."""
+        rollouts = None
+        while rollouts is None:
+            with contextlib.suppress(EngineLostError):  # it is being replaced: the group is sampled by another one
+                rollouts = await self._sample_once(prompt, samples, settings)
+        self.meter.tokens += sum(rollout.response_length for rollout in rollouts)
+        return rollouts
+
+    async def _graded(
+        self, prompt: Prompt, rollouts: Sequence[Rollout], settings: SamplingSettings
+    ) -> tuple[ScoredRollout, ...]:
+        texts = self._texts(rollouts, settings)
         responses = [Response(t, r.finish_reason, r.response_length) for t, r in zip(texts, rollouts, strict=True)]
         scores = await self._scorer.score_group(prompt, responses)
         return tuple(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal, Protocol
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.sections import ModelConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, show_prompt
+from rlhf.data.model_files import load_tokenizer
+from rlhf.data.templates import reward_input
 from rlhf.rewards.scorer import Scorer
 
 MAX_ROWS_SHOWN = 5
@@ -29,6 +32,21 @@ def check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:
             f"rollout.prompts_per_step={needed}: an epoch of data.train has only {available} prompts, so a step would "
             f"train on the same prompt twice. Use at most {available}, or give it more rows."
         )
+
+
+def check_reward_model_reads(config: GRPOConfig, prompts: LoadedPrompts) -> None:
+    """Write the first prompt of each source for the reward model, as its responses will be during the run.
+
+    Raises:
+        ValueError: its tokenizer cannot be loaded, or has no chat template for such messages.
+    """
+    reward_model = config.reward_model
+    if reward_model is None or reward_model.path is None:
+        return
+    token_ids = reward_input(reward_model)
+    tokenizer = load_tokenizer(ModelConfig(path=reward_model.path), key="reward_model.path")
+    for rows in prompts.prompts.values():
+        token_ids([*rows[0].messages, {"role": "assistant", "content": ""}], tokenizer)
 
 
 def show_data(say: Say, prompts: LoadedPrompts, tokenizer: Any, *, max_prompt_tokens: int) -> None:

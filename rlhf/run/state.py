@@ -36,6 +36,7 @@ class RunState:
         reward_status: how often each part of the reward ended with each status.
         evaluations: metrics by training step.
         seconds: by phase of the run.
+        reward_scale: mean and std of the reward model's scores over responses of the start policy, if it was measured.
         kl_controller: `coef`, the coefficient of the KL in PPO; empty in GRPO.
     """
 
@@ -59,6 +60,7 @@ class RunState:
     mlflow_run_id: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     kl_controller: dict[str, float] = field(default_factory=dict)
+    reward_scale: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """What of it a finished run's `summary.json` has."""
@@ -80,9 +82,10 @@ class RunState:
         """The state that `to_json` wrote.
 
         Raises:
-            ValueError: a key is missing, is unknown or has another type; nothing gets a default.
+            ValueError: a key is missing, is unknown or has another type. Only `reward_scale` may be missing: earlier
+                versions did not write it.
         """
-        if missing := [f.name for f in fields(cls) if f.name not in json.loads(text)]:
+        if missing := [f.name for f in fields(cls) if f.name not in {"reward_scale"} | json.loads(text).keys()]:
             raise ValueError(f"it lacks {', '.join(missing)}")
         return TypeAdapter(cls).validate_json(text)
 

@@ -40,7 +40,7 @@ from rlhf.run.saving import CheckpointSaver
 from rlhf.run.signal_watch import SignalWatch, updates_taken
 from rlhf.run.skipped import SkippedBatches
 from rlhf.run.speed import LearnerSpeed
-from rlhf.run.startup import check_prompts_suffice, show_data, without_bad_gold
+from rlhf.run.startup import check_prompts_suffice, check_reward_model_reads, show_data, without_bad_gold
 from rlhf.run.state import RunState, code_state
 from rlhf.run.stop import Stop
 from rlhf.run.token_values import token_values
@@ -83,6 +83,7 @@ class TrainingRun(Generic[C]):
             truncate_token_id(config.rollout, self.tokenizer)  # raises ValueError unless it is one token
             self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer)
             check_prompts_suffice(config, self.prompts)
+            check_reward_model_reads(config, self.prompts)
             self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer)
         self._exit_stack = contextlib.AsyncExitStack()
 
@@ -169,6 +170,7 @@ class TrainingRun(Generic[C]):
         self.speed = LearnerSpeed(config, (await self.cluster.learners.call("device_name"))[0])
         with stage("check"):
             await self.canary.measure_noise(self.cluster)  # before a checkpoint is loaded: both sides hold model.path
+            await self.sampler.normalize_scores(self.prompts, self.state)
             if self.restored is not None:
                 await self.cluster.load(self.restored)
             await self.canary.check_start(self.cluster, self.first_step)

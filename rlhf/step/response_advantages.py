@@ -36,13 +36,15 @@ def penalize_kl(
     return np.where(np.isfinite(rewards), rewards, np.nan)
 
 
-def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str) -> np.ndarray:
+def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_over: str = "responses") -> np.ndarray:
     """[B] advantage of each response; 0 for unscorable ones. The kinds are those of `algo.advantage`.
 
     Args:
         rewards: [B], of the batch, with or without the KL penalty; NaN is unscorable.
+        normalize_over: what the statistics of REINFORCE++ count, as `algo.normalize_over`.
     """
     tensor = torch.from_numpy(rewards)
+    lengths = torch.from_numpy(batch.response_lengths) if normalize_over == "tokens" else None
     parts = tensor.split(np.bincount(batch.groups).tolist())
     match kind:
         case "grpo" | "dr_grpo":
@@ -50,7 +52,8 @@ def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str) -> np.ndar
         case "rloo":
             return torch.cat([adv.rloo_advantages(part) for part in parts]).numpy()
         case "reinforce_pp":
-            return adv.reinforce_plus_plus_advantages(tensor).numpy()
+            return adv.reinforce_plus_plus_advantages(tensor, lengths=lengths).numpy()
         case "reinforce_pp_baseline":
-            return adv.reinforce_plus_plus_advantages(tensor, torch.from_numpy(batch.groups)).numpy()
+            groups = torch.from_numpy(batch.groups)
+            return adv.reinforce_plus_plus_advantages(tensor, groups, lengths=lengths).numpy()
     raise AssertionError(kind)

@@ -105,7 +105,9 @@ def assign_credit(
         "policy/advantage_raw_std": float(estimate.advantages[mask].std(correction=0)),
         "reward/token_sum": float(rewards[mask].sum() / len(rows)),
     }
-    explained = adv.explained_variance(old_values, estimate.returns, mask)
+    # With lambda below 1 a target holds the critic's own values, and any critic explains much of itself.
+    sampled = adv.gae(rewards, torch.zeros_like(rewards), mask, cu_seqlens, gamma=algo.gamma, lam=1.0)
+    explained = adv.explained_variance(old_values, sampled.returns, mask)
     if np.isfinite(explained):
         metrics["critic/explained_variance"] = explained
     return Credit(advantages, returns, metrics)

@@ -152,6 +152,30 @@ def test_reinforce_plus_plus_baseline_divides_all_groups_by_one_std():
     assert advantages[2:4].tolist() == [0, 0]
 
 
+def test_reinforce_plus_plus_over_tokens_counts_a_response_as_often_as_it_has_tokens():
+    """Wrong answers of twice the length: +1 and -1 become sqrt(2) and -sqrt(1/2), by hand and by listing the tokens."""
+    rewards, lengths = torch.tensor([1.0, 0, 1, 0] * 64), torch.tensor([5, 10] * 128)
+    by_response = reinforce_plus_plus_advantages(rewards)
+    assert by_response[:2].tolist() == pytest.approx([1.0, -1.0], abs=3e-3)  # n - 1
+    by_token = reinforce_plus_plus_advantages(rewards, lengths=lengths)
+    assert by_token[:2].tolist() == pytest.approx([math.sqrt(2), -math.sqrt(0.5)], abs=1e-5)
+    tokens = rewards.repeat_interleave(lengths)
+    listed = (tokens - tokens.mean()) / tokens.std(correction=0)
+    assert torch.allclose(by_token.repeat_interleave(lengths), listed, atol=1e-5)
+
+
+def test_reinforce_plus_plus_baseline_over_tokens_subtracts_the_mean_of_the_batch_after_that_of_the_group():
+    rewards, lengths = torch.tensor([1.0, 0, 1, 1, NAN, 5]), torch.tensor([1, 3, 2, 2, 9, 0])
+    advantages = reinforce_plus_plus_advantages(rewards, torch.tensor([0, 0, 1, 1, 1, 2]), lengths=lengths)
+    # Differences 0.5, -0.5, 0, 0 at 1, 3, 2 and 2 of 8 tokens: mean -1/8, variance 1/8 - 1/64 = 7/64.
+    expected = [(0.5 + 1 / 8) / math.sqrt(7 / 64), (-0.5 + 1 / 8) / math.sqrt(7 / 64), *[1 / 8 / math.sqrt(7 / 64)] * 2]
+    assert advantages.tolist() == pytest.approx([*expected, 0, 0], abs=1e-5)
+    equal = torch.full((4,), 0.1)
+    assert reinforce_plus_plus_advantages(equal, lengths=torch.tensor([1, 2, 3, 4])).tolist() == [0] * 4
+    nothing = reinforce_plus_plus_advantages(torch.tensor([1.0, 2.0]), lengths=torch.tensor([0, 0]))
+    assert nothing.tolist() == [0, 0]
+
+
 # --- GAE ---
 
 

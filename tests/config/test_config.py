@@ -176,6 +176,7 @@ CONTRADICTIONS = [
         ["rollout.samples_per_prompt=1"],
         ["rollout.samples_per_prompt=1", "algo.advantage=grpo", "at least 2, or algo.advantage=reinforce_pp"],
     ),
+    (["algo.normalize_over=tokens"], ["algo.normalize_over=tokens with algo.advantage=grpo", "Remove it"]),
     (["rollout.dynamic_sampling_part=math"], ["rollout.dynamic_sampling_part=math", "Set that too, or remove it"]),
     (
         ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_part=maths"],
@@ -199,6 +200,18 @@ CONTRADICTIONS = [
     (
         ["rollout.truncate_after=28", "rollout.truncate_token=."],
         ["rollout.truncate_after=28", "rollout.max_response_tokens=28", "stay below"],
+    ),
+    (
+        ["rollout.truncate=graded_text"],
+        ["rollout.truncate=graded_text with rollout.truncate_token=None", "Name a token and no stop strings"],
+    ),
+    (
+        ["rollout.truncate=graded_text", "rollout.truncate_token=.", "rollout.stop=[x]"],
+        ["rollout.truncate=graded_text", "rollout.stop=['x']", "or set truncate=response"],
+    ),
+    (
+        ["reward_model={path: judge, reference_samples: 256, std: 2}"],
+        ["reward_model.reference_samples=256 with reward_model.mean=None and reward_model.std=2.0", "Remove"],
     ),
     (
         ["rollout.max_policy_lag=1", "algo.importance_correction=none"],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf.config.data import TemplateName
-from rlhf.data.templates import render, tokenize
+from rlhf.data.templates import conversation_ids, render, tokenize
 
 QUESTION = [{"role": "user", "content": "What is 1+1?"}]
 TALK = [
@@ -131,3 +131,22 @@ def test_a_template_that_refuses_a_role_says_which() -> None:
     )
     with pytest.raises(ValueError, match=r"roles system, user, .*System role not supported.*Unset data\.system_prompt"):
         render(TALK, "model", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("model", "<s>[system]Be brief.[user]1+1?[assistant]2"),
+        ("tulu", "<|system|>\nBe brief.\n<|user|>\n1+1?\n<|assistant|>\n2</s>\n"),
+        ("qa", "<s>Be brief.\nQuestion: 1+1?\nAnswer:2"),
+        ("raw", "<s>Be brief.\n\n1+1?2"),
+    ],
+)
+def test_a_whole_conversation_is_the_prompt_with_the_response_right_after_it(
+    tokenizer: Any, template: TemplateName, text: str
+) -> None:
+    ids = conversation_ids(TALK[:3], tokenizer, template=template, key="reward_model.template")
+    assert tokenizer.decode(ids.tolist()) == text
+    if template in ("raw", "qa"):
+        (prompt,) = tokenize([render(TALK[:2], template, tokenizer)], template, tokenizer)
+        assert ids[: len(prompt)].tolist() == prompt.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from rlhf import quickstart
 from rlhf.config.sections import RolloutConfig
 from rlhf.data.model_files import truncate_token_id
-from rlhf.rollout.requests import Completion, truncate
+from rlhf.rollout.requests import Completion, SamplingSettings, truncate
 from rlhf.types import VersionSpan
 
 SAMPLED = Completion(
@@ -42,6 +43,26 @@ def test_a_response_is_cut_after_its_first_truncate_token_from_the_position_on(
 @pytest.mark.parametrize(("token", "after"), [(4, 0), (9, 4)])
 def test_a_response_without_a_truncate_token_is_unchanged(token: int, after: int) -> None:
     assert truncate(SAMPLED, token=token, after=after) is SAMPLED
+
+
+@pytest.mark.parametrize(
+    ("after", "graded", "reason"), [(0, [5, 9], "stop"), (2, [5, 9, 5, 9], "stop"), (4, [5, 9, 5, 9, 7], "length")]
+)
+def test_where_only_the_graded_text_is_cut_all_tokens_are_trained_and_the_token_says_whether_it_stopped(
+    after: int, graded: list[int], reason: str
+) -> None:
+    settings = SamplingSettings(1.0, 5, truncate_token=9, truncate_after=after, whole=True)
+    trained = settings.truncated(SAMPLED)
+    assert trained == dataclasses.replace(SAMPLED, finish_reason=reason)
+    assert settings.graded(trained.token_ids).tolist() == graded
+
+
+def test_where_responses_are_cut_what_is_trained_is_what_is_graded() -> None:
+    cutting = SamplingSettings(1.0, 5, truncate_token=9)
+    assert cutting.truncated(SAMPLED).token_ids.tolist() == [5, 9]
+    for settings in (cutting, SamplingSettings(1.0, 5)):
+        assert settings.graded(SAMPLED.token_ids) is SAMPLED.token_ids
+    assert SamplingSettings(1.0, 5).truncated(SAMPLED) is SAMPLED
 
 
 def rollout(token: str | None) -> RolloutConfig:

@@ -10,12 +10,16 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from worlds import make_config
+from worlds import make_config, make_ppo_config
 
-from rlhf.rewards.scorer import Scorer
-from rlhf.rollout.requests import SamplingSettings
+from rlhf import quickstart
+from rlhf.data.load import LoadedPrompts
+from rlhf.rewards.model_client import RewardModelClient
+from rlhf.rewards.scorer import Score, Scorer
+from rlhf.rollout.requests import Completion, SamplingSettings, to_rollout
 from rlhf.run.sample_and_grade import BusyMeter, Sampler
-from rlhf.types import Prompt, RolloutGroup
+from rlhf.run.state import RunState
+from rlhf.types import Prompt, Rollout, RolloutGroup, VersionSpan
 
 
 def test_tokens_that_arrive_during_an_evaluation_are_in_the_rate_of_the_next_step() -> None:
@@ -45,3 +49,87 @@ def test_an_evaluation_set_is_sampled_as_it_asks(tmp_path: Path) -> None:
     for source in ("a", "b"):
         asyncio.run(sampler.for_evaluation(Prompt(f"{source}/1", 0, np.ones(1, np.int32), (), "", source)))
     assert asked == [(1, 0.5, config.rollout.max_response_tokens), (4, 0.5, 9)]
+
+
+# --- as the original RLHF code: the reward model reads up to the first ".", and its scores are normalized ---
+
+RLHF = {
+    "rollout": {"truncate_token": ".", "truncate": "graded_text", "non_stop_reward": -1.0, "samples_per_prompt": 1},
+    "reward": {"parts": []},
+    "reward_model": {"endpoint": "http://never-asked", "reference_samples": 2},
+}
+
+
+class Engines:
+    """Responds with these texts, one after another."""
+
+    trains = True
+    engines = SimpleNamespace(actors=[None])
+
+    def __init__(self, tokenizer: Any, texts: list[str]) -> None:
+        self._tokenizer = tokenizer
+        self.texts = texts
+
+    async def next_engine(self, in_flight: list[int]) -> int:
+        return 0
+
+    async def sample_group(
+        self, engine: int, prompt: Prompt, samples: int, settings: SamplingSettings
+    ) -> list[Rollout]:
+        ids = np.array(self._tokenizer.encode(self.texts.pop(0), add_special_tokens=False), np.int32)
+        sampled = Completion(ids, np.full(len(ids), -1.0, np.float32), "length", (VersionSpan(0, len(ids), 0),))
+        return [to_rollout(prompt, 0, settings.truncated(sampled))]
+
+
+def original_rlhf(tmp_path: Path, texts: list[str]) -> tuple[Sampler, Engines]:
+    """A sampler whose reward model scores a response by the number of its characters."""
+    tokenizer = quickstart.make_tokenizer()
+    engines: Any = Engines(tokenizer, texts)
+    sampler = Sampler(make_ppo_config(tmp_path / "model", **RLHF), engines, cast(Scorer, Ungraded()), tokenizer)
+
+    async def characters(conversations: list[list[dict[str, str]]]) -> list[float | None]:
+        return [float(len(messages[-1]["content"])) for messages in conversations]
+
+    sampler._reward_model = RewardModelClient([characters], weight=1.0)
+    return sampler, engines
+
+
+class Ungraded:
+    """No verifier: every response has 0 before the reward model."""
+
+    async def score_group(self, prompt: Prompt, responses: list[Any]) -> list[Score]:
+        return [Score(0.0, {}, "ok", "") for _ in responses]
+
+
+def some_prompts() -> LoadedPrompts:
+    prompts = [Prompt(f"p/{row}", 0, np.ones(2, np.int32), (), "", "p") for row in (1, 2)]
+    return LoadedPrompts({"p": prompts}, {"p": 0}, {"p": 2})
+
+
+def test_the_reward_model_reads_up_to_the_token_and_all_tokens_after_it_are_trained(tmp_path: Path) -> None:
+    sampler, _ = original_rlhf(tmp_path, ["12.34.5", "1234567"])
+    prompt = some_prompts().prompts["p"][0]
+    (cut,), (rejected,) = (asyncio.run(sampler.for_training(prompt)).samples for _ in range(2))
+    assert (cut.text, cut.reward, cut.rollout.finish_reason, cut.rollout.response_length) == ("12.", 3.0, "stop", 7)
+    assert (rejected.text, rejected.reward, rejected.rollout.response_length) == ("1234567", -1.0, 7)
+
+
+def test_scores_get_mean_0_and_variance_1_over_responses_of_the_start_policy_and_a_resumed_run_keeps_the_scale(
+    tmp_path: Path,
+) -> None:
+    """Scores 1 and 5: mean 3, std 2. A score of 4 is then 0.5."""
+    sampler, engines = original_rlhf(tmp_path, [".23", "1234.", "123.", "123."])
+    state = RunState()
+    asyncio.run(sampler.normalize_scores(some_prompts(), state))
+    assert state.reward_scale == {"mean": 3.0, "std": 2.0}
+    prompt = some_prompts().prompts["p"][0]
+    assert asyncio.run(sampler.for_training(prompt)).samples[0].reward == 0.5
+    resumed, _ = original_rlhf(tmp_path, engines.texts)
+    asyncio.run(resumed.normalize_scores(some_prompts(), RunState.from_json(state.to_json())))
+    assert asyncio.run(resumed.for_training(prompt)).samples[0].reward == 0.5
+
+
+def test_scores_that_are_all_the_same_have_no_scale(tmp_path: Path) -> None:
+    sampler, _ = original_rlhf(tmp_path, ["1.", "2."])
+    with pytest.raises(RuntimeError, match=r"reward_model\.reference_samples=2: 2 responses .* all the same"):
+        asyncio.run(sampler.normalize_scores(some_prompts(), RunState()))

@@ -32,9 +32,16 @@ def test_a_state_is_read_back_as_it_was_written() -> None:
         mlflow_run_id="0",
         seconds={"update": 1.5},
         kl_controller={"coef": 0.1},
+        reward_scale={"mean": 3.0, "std": 2.0},
     )
     assert all(getattr(state, f.name) != getattr(RunState(), f.name) for f in fields(state))
     assert RunState.from_json(state.to_json()) == state
+
+
+def test_the_state_of_an_earlier_version_has_no_scale_of_the_reward() -> None:
+    values = json.loads(RunState(step=2).to_json())
+    del values["reward_scale"]
+    assert RunState.from_json(json.dumps(values)) == RunState(step=2)
 
 
 @pytest.mark.parametrize(

@@ -101,3 +101,12 @@ def test_an_unscorable_response_is_not_trained_gets_no_advantage_and_leaves_the_
     assert batch.trained.tolist() == [True, False, True, True]
     advantages = step_advantages(batch, batch.rewards, "dr_grpo")
     assert advantages == pytest.approx([2 / 3, 0.0, -1 / 3, -1 / 3])
+
+
+def test_reinforce_plus_plus_counts_the_tokens_of_the_responses_if_asked() -> None:
+    batch = batch_with([1.0, None, 0.0, 0.0])
+    lengths = batch.response_lengths * batch.trained
+    advantages = step_advantages(batch, batch.rewards, "reinforce_pp", "tokens")
+    assert len(set(lengths.tolist())) > 2
+    assert (advantages * lengths).sum() == pytest.approx(0.0, abs=1e-6)
+    assert (advantages**2 * lengths).sum() == pytest.approx(lengths.sum(), rel=1e-5)

@@ -175,6 +175,41 @@ def test_explained_variance_compares_the_returns_with_the_values_before_the_upda
     assert credit.metrics["critic/return"] == pytest.approx(5 / 3)
 
 
+@pytest.mark.parametrize("whitening", ["none", "scale"])
+def test_explained_variance_is_that_of_the_sampled_return_whatever_lambda_is(whitening: Any) -> None:
+    """Reimplemented with plain loops: rewards per token, their discounted sums, and both variances."""
+    batch, (values, old, ref) = batch_and_columns()
+    options = {**PLAIN, "gamma": 0.97, "whiten_rewards": whitening}
+    credit = assign_credit(batch, values, old, ref, kl_coef=0.1, algo=PPOAlgoConfig(**options))
+    rewards = -0.1 * (old - ref).astype(np.float64)
+    for reward, tokens in zip(batch.rewards, responses(batch), strict=True):
+        rewards[tokens[-1]] += reward
+    spread = np.concatenate([rewards[tokens] for tokens in responses(batch)])
+    rewards = rewards if whitening == "none" else (rewards - spread.mean()) / spread.std() + spread.mean()
+    returns, guesses = [], []
+    for tokens in responses(batch):
+        for t in range(len(tokens)):
+            returns.append(sum(0.97**i * rewards[token] for i, token in enumerate(tokens[t:])))
+            guesses.append(float(values[tokens[t]]))
+    errors = np.array(returns) - guesses
+    assert credit.metrics["critic/explained_variance"] == pytest.approx(1 - errors.var() / np.var(returns), abs=1e-6)
+
+
+def test_a_critic_that_knows_nothing_of_the_outcome_explains_nothing_though_its_own_values_are_in_its_target() -> None:
+    """Right or wrong is a coin per response, and so is the critic's guess: 0 where it guesses 0.5, -1 where 0 or 1."""
+    rng = np.random.default_rng(0)
+    lengths, coin, guess = rng.integers(8, 32, 2000), rng.integers(0, 2, 2000), rng.integers(0, 2, 2000)
+    rollouts = [
+        Rollout("p/0", 0, row, np.zeros(n, np.int32), np.ones(n, bool), np.zeros(n, np.float32), (), "stop")
+        for row, n in enumerate(lengths)
+    ]
+    batch = make_batch([group_of(rollouts, coin.astype(float).tolist())], mask_truncated=False)
+    for values, expected in ((guess, -1.0), (np.full(2000, 0.5), 0.0)):
+        of_tokens = np.repeat(values.astype(np.float32), lengths)
+        credit = assign_credit(batch, of_tokens, None, None, kl_coef=0.0, algo=PPOAlgoConfig(gamma=1.0, lam=0.95))
+        assert credit.metrics["critic/explained_variance"] == pytest.approx(expected, abs=0.1)
+
+
 def test_the_controller_is_told_the_mean_kl_of_a_response_in_nats() -> None:
     batch, (_, old, ref) = batch_and_columns()
     expected = np.mean([(old - ref)[tokens].sum() for tokens in responses(batch)])
