@@ -66,8 +66,7 @@ class Pool:
         RuntimeError: the processes did not start within START_S.
     """
 
-    keeper_silent_s = 20.0  # after so long without an answer to a ping, the keeper is replaced
-    ping_s = 1.0
+    keeper_silent_s, ping_s = 20.0, 1.0  # a keeper that does not answer pings for so long is replaced
 
     def __init__(
         self,

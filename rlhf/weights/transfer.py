@@ -40,9 +40,7 @@ SPIN_S = 0.002
 
 def backend_of(device: str, placement: str) -> str:
     """The transport of a run by the keys of its cluster."""
-    if device == "cpu":
-        return BACKEND
-    return "ipc" if placement == "colocated" else "nccl"
+    return BACKEND if device == "cpu" else "ipc" if placement == "colocated" else "nccl"
 
 
 @dataclass(frozen=True)
@@ -112,10 +110,8 @@ class EngineClient:
         """Give every engine its own place in the group: workers of engine i start at rank 1 + i x workers."""
         infos = []
         for i in range(self._engines):
-            info = dict(init_info)
-            if "rank_offset" in info:
-                info["rank_offset"] = 1 + i * self._workers
-            infos.append((info,))
+            offset = {"rank_offset": 1 + i * self._workers} if "rank_offset" in init_info else {}
+            infos.append((init_info | offset,))
         self._all("init_weight_transfer_engine", infos)
 
     def start_weight_update(self) -> None:
