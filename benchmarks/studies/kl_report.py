@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.studies import kl_gradients, report
 
 COLOURS = {"k1": "tab:red", "k2": "tab:blue", "k3": "tab:orange", "k4": "tab:green", "none": "0.45"}
+COMMAND = "python -m benchmarks.studies.kl"
 TABLES = {"kl": "KL", "kl-reward": "reward", "kl-length": "length"}
 TOKENS = ("on-policy", "off-policy")
 
@@ -85,7 +86,7 @@ def caption(records: Sequence[dict[str, Any]], *, planned: int, seeds: Sequence[
     missing = "" if len(records) == planned else f" ({len(records)} of {planned} runs so far)"
     return (
         f"Seeds {', '.join(map(str, seeds))}{missing}: median (smallest..largest) over seeds, of the second half of "
-        f"{len(records[0]['steps'])} steps. python -m benchmarks.studies.kl, {max(r['date'] for r in records)}"
+        f"{len(records[0]['steps'])} steps. {COMMAND}, {max(record['date'] for record in records)}"
     )
 
 
@@ -94,6 +95,7 @@ def draw(rows: Sequence[report.Row], gradients: Sequence[report.Row], note: str,
     drawn, axes = report.figure(2, 3, width=10.5, height=5.8)
     for line, key in enumerate(("KL", "reward")):
         values = by_setting(rows, key)
+        axes[line, 1].sharey(axes[line, 0])
         for column, place in enumerate(("loss", "reward")):
             panel = axes[line, column]
             for number, (estimator, of) in enumerate((e, of) for (p, e), of in values.items() if p == place != e):
@@ -106,7 +108,8 @@ def draw(rows: Sequence[report.Row], gradients: Sequence[report.Row], note: str,
     axes[0, 0].legend(ncols=2)
     for line, key in enumerate(("bias", "variance")):
         draw_gradients(axes[line, 2], gradients, key)
-    drawn.suptitle(note, fontsize=7.5)
+    right = f"Right: policy of seed {gradients[0]['seed']}, bars enumerated, points sampled with 2 standard errors."
+    drawn.suptitle(f"{note}\n{right}", fontsize=7.5)
     report.save(drawn, path)
 
 
@@ -143,12 +146,20 @@ def draw_gradients(panel: Any, gradients: Sequence[report.Row], key: str) -> Non
     panel.legend()
 
 
+def write_with_note(path: Path, rows: Sequence[report.Row], note: str) -> None:
+    report.write_table(path, rows)
+    text = f"{note}\n\n{report.markdown(rows)}"
+    path.with_suffix(".md").write_text(text)
+    print(text)
+
+
 def write(records: Sequence[dict[str, Any]], output: Path, *, planned: int, seeds: Sequence[int]) -> None:
     """All tables and the picture of the runs that are there."""
     gradients = kl_gradients.all_gradients(seeds)
-    report.write_table(output / "kl-gradients", gradient_table(gradients))
     report.write_table(output / "kl-gradients-all", gradients)
-    print(report.markdown(gradient_table(gradients)))
+    names = ", ".join(map(str, seeds))
+    note = f"Seeds {names}: median (smallest..largest) over seeds; {kl_gradients.SAMPLES:,} sampled tokens. {COMMAND}"
+    write_with_note(output / "kl-gradients", gradient_table(gradients), note)
     if not records:
         print("no run is there yet")
         return
@@ -156,9 +167,5 @@ def write(records: Sequence[dict[str, Any]], output: Path, *, planned: int, seed
     report.write_table(output / "kl-runs", rows)
     note = caption(records, planned=planned, seeds=seeds)
     for name, key in TABLES.items():
-        table = by_beta(rows, key)
-        report.write_table(output / name, table)
-        text = f"{key}. {note}\n\n{report.markdown(table)}"
-        (output / f"{name}.md").write_text(text)
-        print(text)
+        write_with_note(output / name, by_beta(rows, key), f"{key}. {note}")
     draw(rows, gradients, note, output / "kl.png")
