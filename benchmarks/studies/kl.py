@@ -22,6 +22,7 @@ import json
 import multiprocessing
 import multiprocessing.util
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -44,6 +45,7 @@ from rlhf.data.order import PromptStream
 from rlhf.learner.rank_place import Place, free_port
 from rlhf.log.reductions import mean_over_updates
 from rlhf.rewards.answers.extract import gold_answer
+from rlhf.rewards.processes import die_with_parent
 from rlhf.rewards.scorer import Response, Scorer
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs
@@ -260,9 +262,17 @@ _trainer: Trainer | None = None  # of a worker process
 
 
 def start_worker(config: GRPOConfig) -> None:
-    global _trainer  # one per process, which serves all its runs
-    _trainer = Trainer(config)
-    multiprocessing.util.Finalize(_trainer, _trainer.close, exitpriority=10)
+    """Load the models once for all runs of this process, and clean up when it ends or the scan is killed."""
+    global _trainer
+    _trainer = trainer = Trainer(config)
+    multiprocessing.util.Finalize(trainer, trainer.close, exitpriority=10)
+
+    def end(*_: object) -> None:
+        trainer.close()
+        os._exit(1)  # an exception would count as the result of a run, and the process would wait for the next one
+
+    signal.signal(signal.SIGTERM, end)
+    die_with_parent(signal.SIGTERM)
 
 
 def work(run: Run, file: Path) -> Run:
