@@ -40,8 +40,13 @@ def summarize(record: dict[str, Any]) -> report.Row:
 def spread(values: Iterable[float]) -> str:
     """The median (smallest..largest); a single number stays alone."""
     numbers = sorted(values)
-    middle = f"{statistics.median(numbers):.2g}"
-    return middle if len(numbers) == 1 else f"{middle} ({numbers[0]:.2g}..{numbers[-1]:.2g})"
+    middle = short(statistics.median(numbers))
+    return middle if len(numbers) == 1 else f"{middle} ({short(numbers[0])}..{short(numbers[-1])})"
+
+
+def short(value: float) -> str:
+    """Two digits, without an exponent where a number has more."""
+    return f"{value:.2g}" if abs(value) < 10 else f"{value:.0f}"
 
 
 def by_setting(rows: Sequence[report.Row], key: str) -> dict[tuple[str, str], dict[float, list[float]]]:
@@ -74,8 +79,8 @@ def gradient_table(rows: Sequence[report.Row]) -> list[report.Row]:
         line = {"pi and ref": distance, "tokens": tokens, "estimator": estimator}
         for key in ("bias", "variance"):
             sampled, error = first[f"sampled {key}"], first[f"error of sampled {key}"]
-            line[f"{key}, seed {first['seed']}: enumerated"] = f"{first[key]:.2g}" if first[key] > 1e-9 else "0"
-            line[f"{key}: sampled (s.e.)"] = f"{sampled:.2g} ({error:.1g})"
+            line[f"{key}, seed {first['seed']}: enumerated"] = short(first[key]) if first[key] > 1e-9 else "0"
+            line[f"{key}: sampled (s.e.)"] = f"{short(sampled)} ({error:.1g})"
             line[f"{key}, all seeds"] = spread(row[key] if row[key] > 1e-9 else 0.0 for row in seeds)
         table.append(line)
     return table
