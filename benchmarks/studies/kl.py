@@ -1,316 +1,355 @@
-"""Study: what each KL estimator in the loss does to the KL.
+"""Study: what each KL estimator does to the KL, in the loss and in the reward.
 
-    python -m benchmarks.studies.kl --output runs/studies/kl
+    python -m benchmarks.studies.kl --output runs/studies/kl [--workers 2] [--seeds 0,1,2] [--quick]
 
-k1 to k4 in the loss, three coefficients each, and once none at all, 40 steps of the quickstart's task. The stack
-(engine, learner, reference, scorer) is started once: before each run the learner gets its first weights and a new Adam,
-and sends the weights to the engine. All runs see the same prompts in the same order.
+k1 to k4 in the loss and k1 to k3 in the reward, five coefficients each, and once none at all, three seeds: 108 runs of
+40 steps of the quickstart's task. Each run ends as one file below `--output`; what is there is not run again, so the
+scan can be stopped at any time. `--workers 0` only makes tables and picture of the runs that are there.
+
+A run is the trainer's own learner, reference, batches, advantages and graders in one process with one thread. Instead
+of an engine, transformers samples from the learner's weights, so the policy that samples is the policy that learns. All
+runs of a seed begin from the same weights and see the same prompts in the same order.
 
 The reported KL is always k3 at the tokens that the policy has just sampled, before any update on them, where it has no
-bias. A second table has the expected gradients, enumerated over a small softmax policy.
+bias. A second table has the bias and variance of each estimator's gradient (`kl_gradients.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import datetime
+import json
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from benchmarks.studies import report
-from rlhf.algo.kl import KL_ESTIMATORS, kl_per_token
-from rlhf.cluster.canary import Canary
-from rlhf.cluster.cluster import Cluster
+from benchmarks.studies import kl_report, report
+from rlhf.algo.kl import kl_per_token
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.data.load import LoadedPrompts, load_prompts
+from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
+from rlhf.learner.rank_place import Place, free_port
 from rlhf.log.reductions import mean_over_updates
 from rlhf.rewards.answers.extract import gold_answer
-from rlhf.rewards.scorer import Scorer
-from rlhf.run.sample_and_grade import Sampler
+from rlhf.rewards.processes import die_with_parent
+from rlhf.rewards.scorer import Response, Scorer
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.step.response_advantages import step_advantages
-from rlhf.types import PolicyTargets, RolloutGroup, StepBatch
+from rlhf.step.response_advantages import penalize_kl, step_advantages
+from rlhf.types import PolicyTargets, Prompt, Rollout, RolloutGroup, ScoredRollout, StepBatch, VersionSpan
 
-BETAS = (0.01, 0.1, 1.0)
-STEPS = 40
-COLOURS = {"k1": "tab:red", "k2": "tab:blue", "k3": "tab:orange", "k4": "tab:green", "none": "0.45"}
-
-# --- the expectations, without sampling ---
-
-VOCABULARY = 5
-
-
-def enumerated_gradients(seed: int = 0) -> list[report.Row]:
-    """Expected gradients of each estimator as a loss over a softmax policy in float64, against those of both KLs.
-
-    `noise` is the root mean square length of one token's gradient around its mean.
-    """
-    theta, ref, old = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    log_ref = ref.log_softmax(-1)
-
-    def reverse(log_pi: Tensor) -> Tensor:
-        return (log_pi.exp() * (log_pi - log_ref)).sum()
-
-    def forward(log_pi: Tensor) -> Tensor:
-        return (log_ref.exp() * (log_ref - log_pi)).sum()
-
-    exact_reverse, exact_forward = (_gradient(f, theta) for f in (reverse, forward))
-    rows = []
-    for name in (*KL_ESTIMATORS, "k3 weighted"):
-        on_policy, noise = expected_gradient(name, theta, log_ref, sampled_from=theta)
-        off_policy, _ = expected_gradient(name, theta, log_ref, sampled_from=old)
-        rows.append(
-            {
-                "estimator": name,
-                "length of the expected gradient": float(on_policy.norm()),
-                "noise": noise,
-                "distance to that of KL(pi, ref)": float((on_policy - exact_reverse).norm()),
-                "distance to that of KL(ref, pi)": float((on_policy - exact_forward).norm()),
-                "distance to that of KL(pi, ref), off-policy": float((off_policy - exact_reverse).norm()),
-            }
-        )
-    return rows
-
-
-def _gradient(of: Any, theta: Tensor) -> Tensor:
-    theta = theta.clone().requires_grad_()
-    of(theta.log_softmax(-1)).backward()
-    assert theta.grad is not None
-    return theta.grad
-
-
-def expected_gradient(name: str, theta: Tensor, log_ref: Tensor, *, sampled_from: Tensor) -> tuple[Tensor, float]:
-    """Mean gradient of the KL loss over all tokens, by their probability under `sampled_from`; and its noise."""
-    estimator, _, weighted = name.partition(" ")
-    log_old = sampled_from.log_softmax(-1)
-
-    def penalty(log_pi: Tensor) -> Tensor:
-        return kl_per_token(log_pi, log_ref, estimator=estimator, old_logprobs=log_old, ratio_weighted=bool(weighted))
-
-    by_token = torch.stack([_gradient(lambda log_pi, t=t: penalty(log_pi)[t], theta) for t in range(VOCABULARY)])
-    probability = log_old.exp()
-    mean = probability @ by_token
-    noise = (probability * (by_token - mean).square().sum(-1)).sum().sqrt()
-    return mean, float(noise)
-
-
-# --- the scan ---
+BETAS = (0.01, 0.03, 0.1, 0.3, 1.0)
+SEEDS = (0, 1, 2)
+ESTIMATORS = {"loss": ("k1", "k2", "k3", "k4"), "reward": ("k1", "k2", "k3")}  # k4 equals k1 in the reward
+STEPS, PROMPTS = 40, 16
+QUICK_STEPS, QUICK_PROMPTS = 4, 4
+MAX_SAMPLING_DIFFERENCE = 1e-3  # nats per token between sampling and learner; float32 gives 1e-6
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The KL in the loss of one run of the scan; `estimator` none is a run without a KL."""
+class Run:
+    """One run of the scan; `estimator` none is a run without a KL."""
 
     estimator: str
+    place: str
     beta: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        kind = self.estimator if self.estimator == "none" else f"{self.estimator}-{self.place}-{self.beta:g}"
+        return f"{kind}-seed{self.seed}"
 
     def config(self, base: GRPOConfig) -> GRPOConfig:
-        if self.estimator == "none":
-            return base.model_copy(update={"algo": base.algo.model_copy(update={"kl_coef": 0.0})})
-        algo = base.algo.model_copy(update={"kl_estimator": self.estimator, "kl_coef": self.beta})
-        return base.model_copy(update={"algo": algo})
+        algo: dict[str, Any] = {"kl_coef": self.beta}
+        if self.estimator != "none":
+            algo |= {"kl_estimator": self.estimator, "kl_place": self.place}
+        return base.model_copy(
+            update={
+                "run": base.run.model_copy(update={"seed": self.seed}),
+                "algo": base.algo.model_copy(update=algo),
+            }
+        )
 
 
-def all_settings(betas: Sequence[float]) -> list[Settings]:
-    return [Settings("none", 0.0), *(Settings(name, beta) for name in KL_ESTIMATORS for beta in betas)]
+def all_runs(betas: Sequence[float], seeds: Sequence[int]) -> list[Run]:
+    """Seed after seed, so that a scan that was stopped is a whole one of fewer seeds."""
+    return [
+        run
+        for seed in seeds
+        for run in (
+            Run("none", "loss", 0.0, seed),
+            *(Run(name, place, beta, seed) for place in ESTIMATORS for name in ESTIMATORS[place] for beta in betas),
+        )
+    ]
 
 
-def study_config(data: Path, *, steps: int, prompts: int, seed: int) -> GRPOConfig:
+def study_config(data: Path, *, steps: int, prompts: int) -> GRPOConfig:
     """The quickstart with a quarter of its rollouts, at a constant rate, so that the end of a run is no quieter.
 
     Two minibatches, so that the second is off-policy by an update, as in any run with more than one.
     """
     overrides = [
-        f"run.steps={steps}", f"run.seed={seed}", f"model.path={data}/model", f"data.train={data}/train.jsonl",
-        "data.eval=null", "evaluation.every=null", f"rollout.prompts_per_step={prompts}", "algo.kl_coef=1.0",
-        "algo.log_kl=true", "learner.minibatches_per_epoch=2", "learner.schedule.name=constant",
-        "learner.schedule.min_lr=0.0", "cluster.threads_per_learner=1",
+        f"run.steps={steps}", f"model.path={data}/model", f"data.train={data}/train.jsonl", "data.eval=null",
+        "evaluation.every=null", f"rollout.prompts_per_step={prompts}", "algo.kl_coef=1.0", "algo.log_kl=true",
+        "algo.importance_correction=none", "learner.minibatches_per_epoch=2", "learner.schedule.name=constant",
+        "learner.schedule.min_lr=0.0", "learner.schedule.warmup_steps=0", "learner.schedule.warmup_fraction=0.125",
+        "reward={parts: [{name: math, mode: strict}], workers: 1, spares: 0}",
     ]  # fmt: skip
     return load_config(GRPOConfig, ["configs/quickstart.yaml"], overrides)
 
 
-class Stack:
-    """Engine, learner, reference and scorer for all runs of the scan; the loop reads `config` and `cluster`."""
+# --- a run ---
+
+
+class Trainer:
+    """Learner, reference, sampling and grading in this process, for any number of runs."""
 
     def __init__(self, config: GRPOConfig) -> None:
+        from transformers import AutoModelForCausalLM  # imported here, because --workers 0 needs neither
+
+        from rlhf.learner.worker import Learner
+
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
-        self.prompts: LoadedPrompts = load_prompts(config.data, "train", self.tokenizer, gold_answer)
-        self.version = 0
-        self._exit_stack = AsyncExitStack()
+        self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer).prompts
+        self.learner = Learner(config, Place(0, 1, 0, "127.0.0.1", free_port(), threads=1))
+        self.engine: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
+        self._exit_stack = ExitStack()
+        self.close = self._exit_stack.close
+        self.scorer = self._exit_stack.enter_context(Scorer(config.reward))
+        self._start = self._exit_stack.enter_context(TemporaryDirectory(prefix="rlhf-study-"))
+        self.learner.save(self._start)
+        while (saved := self.learner.saved()) is None:
+            time.sleep(0.01)
+        assert saved.error is None, saved.error
 
-    async def __aenter__(self) -> Stack:
-        config = self.config
-        scorer = Scorer(config.reward)
-        self._exit_stack.callback(scorer.close)
-        self._start_state = Path(self._exit_stack.enter_context(TemporaryDirectory(prefix="rlhf-study-")))
-        self.cluster = await self._exit_stack.enter_async_context(Cluster(config))
-        self.sampler = Sampler(config, self.cluster, scorer, self.tokenizer)
-        self.canary = Canary(
-            next(iter(self.prompts.prompts.values())), dtype=config.model.dtype, max_tokens=config.max_sequence_tokens
-        )
-        await self.canary.measure_noise(self.cluster)
-        await self.canary.check_start(self.cluster, self.version)
-        await self.cluster.checkpoints.save(self._start_state)
-        await self.cluster.checkpoints.saved()
-        return self
+    def run(self, run: Run) -> list[report.Row]:
+        """One run of the scan, from the first weights and a new Adam: one row per training step."""
+        self.config = config = run.config(self.config)
+        self.learner.load(self._start)
+        self.learner.change_config(config)
+        stream = PromptStream(self.prompts, seed=run.seed)
+        rows = []
+        for step in range(config.run.steps):
+            torch.manual_seed(run.seed * config.run.steps + step)
+            groups = self.sample(stream.take(config.rollout.prompts_per_step))
+            rows.append({"step": step + 1} | self.train_step(groups, step))
+        return rows
 
-    async def __aexit__(self, *failure: Any) -> None:
-        await self._exit_stack.__aexit__(*failure)
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+        """Graded responses of the learner's present policy."""
+        rollout, end = self.config.rollout, self.engine.generation_config.eos_token_id
+        self.engine.load_state_dict(dict(self.learner), strict=False)  # a tied head has no tensor of its own
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        ids = np.stack([np.pad(prompt.token_ids, (longest - len(prompt.token_ids), 0)) for prompt in prompts])
+        mask = np.stack([np.arange(longest) >= longest - len(prompt.token_ids) for prompt in prompts])
+        output = self.engine.generate(
+            torch.from_numpy(ids).long(), attention_mask=torch.from_numpy(mask).long(), do_sample=True,
+            temperature=rollout.temperature, top_k=0, top_p=1.0, max_new_tokens=rollout.max_response_tokens,
+            num_return_sequences=rollout.samples_per_prompt, return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        responses = output.sequences[:, longest:]
+        logprobs = (torch.stack(output.logits, 1) / rollout.temperature).log_softmax(-1)
+        logprobs = logprobs.gather(2, responses[..., None])[..., 0].numpy()
+        many = rollout.samples_per_prompt
+        rollouts = [
+            make_rollout(prompts[row // many], row % many, responses[row].numpy(), logprobs[row], end)
+            for row in range(len(responses))
+        ]
+        return asyncio.run(self._grade(prompts, rollouts))
 
-    async def begin(self, settings: Settings) -> PromptStream:
-        """Put everything back to the start and take up these settings; the prompts of a run."""
-        self.config = settings.config(self.config)
-        await self.cluster.load(self._start_state)
-        await self.cluster.learners.call("change_config", self.config)
-        await self.send_weights()
-        return PromptStream(self.prompts.prompts, seed=self.config.run.seed)
+    async def _grade(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
+        async def group(number: int, prompt: Prompt) -> RolloutGroup:
+            many = self.config.rollout.samples_per_prompt
+            own = rollouts[number * many : (number + 1) * many]
+            texts = [self.tokenizer.decode(r.token_ids[r.response_mask], skip_special_tokens=True) for r in own]
+            responses = [Response(t, r.finish_reason, r.response_length) for t, r in zip(texts, own, strict=True)]
+            scores = await self.scorer.score_group(prompt, responses)
+            graded = (
+                ScoredRollout(r, text, score.extracted, score.reward, score.parts, score.status)
+                for r, text, score in zip(own, texts, scores, strict=True)
+            )
+            return RolloutGroup(prompt, tuple(graded))
 
-    async def send_weights(self) -> None:
-        self.version += 1
-        await self.cluster.send_weights(self.version)
-        await self.canary.check(self.cluster, self.version)
+        return list(await asyncio.gather(*(group(number, prompt) for number, prompt in enumerate(prompts))))
+
+    def train_step(self, groups: Sequence[RolloutGroup], step: int) -> report.Row:
+        """The step of `rlhf.grpo`, and what the study looks at: measured on the fresh rollouts, before the update."""
+        config, learner = self.config, self.learner
+        batch = make_batch(groups, mask_truncated=False)
+        epochs = plan_epochs(batch, config, step=step)
+        learner.start_step(batch.tokens, epochs)
+        computed = [batch.tokens.token_indices(rows) for minibatch in epochs[0] for rows in minibatch.microbatches[0]]
+        old, ref = (column_of(batch, np.concatenate(computed), part) for part in learner.logprobs())
+        check_sampled_from(batch, old)
+        rewards = batch.rewards
+        if config.kl_in_reward:
+            rewards = penalize_kl(batch, batch.trained, old, ref, config.algo)
+        advantages = broadcast_to_tokens(batch, step_advantages(batch, rewards, config.algo.advantage))
+        learned = mean_over_updates(learner.update(PolicyTargets(advantages, old, ref)))
+        return statistics(batch, old, ref) | {
+            "entropy": learned["policy/entropy"].value(),
+            "gradient_norm": learned["learner/grad_norm"].value(),
+            "skipped": int(learned["learner/updates_skipped"].value()),
+        }
 
 
-async def run_once(stack: Stack, settings: Settings) -> list[report.Row]:
-    """One run of the scan: one row per training step."""
-    stream = await stack.begin(settings)
-    rows = []
-    for step in range(stack.config.run.steps):
-        prompts = stream.take(stack.config.rollout.prompts_per_step)
-        groups = await asyncio.gather(*(stack.sampler.for_training(prompt) for prompt in prompts))
-        rows.append({"estimator": settings.estimator, "beta": settings.beta, "step": step + 1})
-        rows[-1] |= await train_step(stack, groups, step)
-        await stack.send_weights()
-    return rows
+def make_rollout(
+    prompt: Prompt, sample: int, response: np.ndarray, logprobs: np.ndarray, end: Sequence[int]
+) -> Rollout:
+    """One row [R] of what was sampled, cut after its first end token."""
+    ends = np.flatnonzero(np.isin(response, end))
+    length = int(ends[0]) + 1 if len(ends) else len(response)
+    before = len(prompt.token_ids)
+    return Rollout(
+        prompt.id,
+        prompt.epoch,
+        sample,
+        np.concatenate([prompt.token_ids, response[:length]]).astype(np.int32),
+        np.arange(before + length) >= before,
+        np.concatenate([np.zeros(before), logprobs[:length]]).astype(np.float32),
+        (VersionSpan(before, before + length, 0),),
+        "stop" if len(ends) else "length",
+    )
 
 
-async def train_step(stack: Stack, groups: Sequence[RolloutGroup], step: int) -> report.Row:
-    """The step of `rlhf.grpo`, and what the study looks at: measured on the fresh rollouts, before the update."""
-    config, learners = stack.config, stack.cluster.learners
-    batch = make_batch(groups, mask_truncated=False)
-    advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
-    await learners.start_step(batch, plan_epochs(batch, config, step=step))
-    old, ref = await learners.compute("logprobs")
-    assert old is not None
-    assert ref is not None
-    updates = await learners.update(PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref))
-    learned = mean_over_updates(updates)
-    return {
-        "kl": measured_kl(batch, old, ref),
+def column_of(batch: StepBatch, index: np.ndarray, part: np.ndarray | None) -> np.ndarray:
+    """[N] float32 of the step, from what the learner computed at the tokens of `index`."""
+    assert part is not None
+    column = np.zeros(len(batch.tokens.token_ids), np.float32)
+    column[index] = part
+    return column
+
+
+def check_sampled_from(batch: StepBatch, old: np.ndarray) -> None:
+    """The tokens come from the policy that is about to learn, as far as log-probs tell."""
+    mask = batch.tokens.response_mask
+    difference = float(np.abs(old - batch.tokens.rollout_logprobs)[mask].mean())
+    if not difference < MAX_SAMPLING_DIFFERENCE:
+        raise RuntimeError(f"sampling and learner differ by {difference:.2g} nats per token: the KL is not on-policy.")
+
+
+def statistics(batch: StepBatch, old: np.ndarray, ref: np.ndarray) -> report.Row:
+    """Of freshly sampled responses: k1, k2 and k3 in nats per token of the trained ones, reward, length."""
+    mask = batch.tokens.response_mask & np.repeat(batch.trained, batch.tokens.lengths)
+    logprobs, ref_logprobs = (torch.from_numpy(column[mask]).double() for column in (old, ref))
+    kls = {name: float(kl_per_token(logprobs, ref_logprobs, estimator=name).mean()) for name in ("k1", "k2", "k3")}
+    return kls | {
         "reward": float(np.nanmean(batch.rewards)),
         "length": float(batch.tokens.response_mask.sum() / len(batch.rewards)),
-        "entropy": learned["policy/entropy"].value(),
-        "gradient_norm": learned["learner/grad_norm"].value(),
-        "skipped": int(learned["learner/updates_skipped"].value()),
     }
 
 
-def measured_kl(batch: StepBatch, old: np.ndarray, ref: np.ndarray) -> float:
-    """k3 of the policy that sampled against the reference, nats per token of the trained responses."""
-    mask = batch.tokens.response_mask & np.repeat(batch.trained, batch.tokens.lengths)
-    logprobs, ref_logprobs = (torch.from_numpy(column[mask]).double() for column in (old, ref))
-    return float(kl_per_token(logprobs, ref_logprobs, estimator="k3").mean())
+# --- the scan ---
+
+_trainer: Trainer | None = None  # of a worker process
 
 
-async def scan(config: GRPOConfig, betas: Sequence[float]) -> list[report.Row]:
-    rows = []
-    async with Stack(config) as stack:
-        for settings in all_settings(betas):
-            began = time.monotonic()
-            steps = await run_once(stack, settings)
-            rows += steps
-            print(
-                f"{settings.estimator} beta {settings.beta:g}: KL {steps[-1]['kl']:.4f}, reward "
-                f"{steps[-1]['reward']:.3f}, {time.monotonic() - began:.0f} s",
-                flush=True,
-            )
-    return rows
+def start_worker(config: GRPOConfig) -> None:
+    """Load the models once for all runs of this process, and clean up when it ends or the scan is killed."""
+    global _trainer
+    _trainer = trainer = Trainer(config)
+    multiprocessing.util.Finalize(trainer, trainer.close, exitpriority=10)
+
+    def end(*_: object) -> None:
+        trainer.close()
+        os._exit(1)  # an exception would count as the result of a run, and the process would wait for the next one
+
+    signal.signal(signal.SIGTERM, end)
+    die_with_parent(signal.SIGTERM)
 
 
-# --- table and picture ---
+def work(run: Run, file: Path) -> Run:
+    """Run it in this worker, and write its file."""
+    assert _trainer is not None
+    began = time.monotonic()
+    steps = _trainer.run(run)
+    record = {
+        **asdict(run),
+        "prompts": _trainer.config.rollout.prompts_per_step,
+        "date": f"{datetime.date.today():%Y-%m-%d}",
+        "seconds": round(time.monotonic() - began, 1),
+        "steps": steps,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text(json.dumps(record))
+    unfinished.rename(file)
+    return run
 
 
-def by_run(rows: Sequence[report.Row]) -> dict[tuple[str, float], list[report.Row]]:
-    runs: dict[tuple[str, float], list[report.Row]] = {}
-    for row in rows:
-        runs.setdefault((row["estimator"], row["beta"]), []).append(row)
-    return runs
+def pending(runs: Sequence[Run], folder: Path) -> list[Run]:
+    """Those without a file."""
+    return [run for run in runs if not (folder / f"{run.name}.json").is_file()]
 
 
-def summarize(rows: Sequence[report.Row]) -> list[report.Row]:
-    """One row per run, over the second half of its steps; the median, because single steps are outliers."""
-    summary = []
-    for (estimator, beta), steps in by_run(rows).items():
-        late = steps[len(steps) // 2 :]
-        summary.append(
-            {
-                "estimator": estimator,
-                "beta": beta,
-                "KL, median (nats a token)": float(np.median([step["kl"] for step in late])),
-                "KL, largest": max(step["kl"] for step in late),
-                "reward, mean": round(report.mean(step["reward"] for step in late), 3),
-                "length, mean": round(report.mean(step["length"] for step in late), 1),
-                "entropy, mean": report.mean(step["entropy"] for step in late),
-                "updates skipped": steps[-1]["skipped"],
-            }
-        )
-    return summary
+def scan(config: GRPOConfig, runs: Sequence[Run], folder: Path, *, workers: int) -> None:
+    """Take every run that has no file yet, in `workers` processes of one thread."""
+    left = pending(runs, folder)
+    if not left or not workers:
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=start_worker, initargs=(config,)) as pool:
+        futures = [pool.submit(work, run, folder / f"{run.name}.json") for run in left]
+        try:
+            for count, future in enumerate(as_completed(futures), start=1):
+                print(f"{future.result().name}: done, {len(left) - count} left", flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
-def draw(rows: Sequence[report.Row], path: Path) -> None:
-    """A column for each beta, a line for each estimator; the grey line is the run without a KL."""
-    runs = by_run(rows)
-    betas = sorted({beta for estimator, beta in runs if estimator != "none"})
-    panels = {"kl": "KL to the reference (k3)\nnats a token", "reward": "reward", "length": "response length, tokens"}
-    drawn, axes = report.figure(3, len(betas), width=9.5, height=6.6, sharex=True, sharey="row")
-    for column, beta in enumerate(betas):
-        for (key, label), panel in zip(panels.items(), axes[:, column], strict=True):
-            for (estimator, of), steps in runs.items():
-                if estimator == "none" or of == beta:
-                    name = "no KL" if estimator == "none" else estimator
-                    line = "--" if estimator == "none" else "-"
-                    values = [max(step[key], 1e-6) if key == "kl" else step[key] for step in steps]
-                    panel.plot([s["step"] for s in steps], values, line, color=COLOURS[estimator], label=name, lw=1.2)
-            if column == 0:
-                panel.set_ylabel(label)
-        axes[0, column].set(title=f"beta = {beta:g}", yscale="log")
-        axes[-1, column].set_xlabel("training step")
-    axes[0, 0].set_ylim(1e-4, 2 * max(row["kl"] for row in rows))  # a step at KL 0 has no place on a log axis
-    axes[0, 0].legend(ncols=2, loc="lower right")
-    report.save(drawn, path)
+def read_records(folder: Path, runs: Sequence[Run], *, steps: int, prompts: int) -> Iterator[dict[str, Any]]:
+    """What is there of the runs.
+
+    Raises:
+        ValueError: a file is of a scan of another size.
+    """
+    for run in runs:
+        file = folder / f"{run.name}.json"
+        if file.is_file():
+            record = json.loads(file.read_text())
+            size = (len(record["steps"]), record["prompts"])
+            if size != (steps, prompts):
+                raise ValueError(
+                    f"{file}: a run of {size[0]} steps of {size[1]} prompts, not of {steps} and {prompts}. "
+                    "Name another --output, or give --steps and --prompts of that scan."
+                )
+            yield record
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser("kl", "Four KL estimators in the loss, three coefficients each.", trains=True)
+    parser = report.parser("kl", "KL estimators in the loss and in the reward, five coefficients each.", trains=True)
+    parser.add_argument("--betas", default=",".join(f"{beta:g}" for beta in BETAS))
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--prompts", type=int, default=16, help="a training step, 8 samples each")
-    parser.add_argument("--betas", default=",".join(map(str, BETAS)))
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="per training step, 8 samples each")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="0: only tables and picture")
     options = report.parse(parser, arguments)
-    began = time.monotonic()
-    gradients = enumerated_gradients()
-    report.write_table(options.output / "kl-gradients", gradients)
-    data = report.ensure_data(options.data)
-    config = study_config(data, steps=options.steps, prompts=options.prompts, seed=options.seed)
-    rows = asyncio.run(scan(config, [float(beta) for beta in options.betas.split(",")]))
-    report.write_table(options.output / "kl-steps", rows)
-    summary = summarize(rows)
-    report.write_table(options.output / "kl", summary)
-    print(report.markdown(gradients), report.markdown(summary), sep="\n")
-    draw(rows, options.output / "kl.png")
-    print(f"{time.monotonic() - began:.0f} s in all")
+    if options.quick:
+        options.seeds, options.steps, options.prompts = options.seeds[:1], QUICK_STEPS, QUICK_PROMPTS
+    runs = all_runs([float(beta) for beta in options.betas.split(",")], options.seeds)
+    size = {"steps": options.steps, "prompts": options.prompts}
+    folder = options.output / "runs"
+    list(read_records(folder, runs, **size))  # a scan of another size is refused before hours of work
+    scan(study_config(report.ensure_data(options.data), **size), runs, folder, workers=options.workers)
+    kl_report.write(list(read_records(folder, runs, **size)), options.output, planned=len(runs), seeds=options.seeds)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class Learner(StepRank):
         return np.split(logprobs, packed.cu_seqlens[1:-1])
 
     def change_config(self, config: GRPOConfig) -> None:
-        """Use another `algo` section from the next update on, so that a scan of objectives starts the engines once."""
+        """Use another `algo` section from the next update on, so that a scan of objectives loads the models once."""
         self.config = config
 
     def blend_reference(self, decay: float) -> None:
