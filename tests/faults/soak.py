@@ -91,9 +91,12 @@ def soak(program: subprocess.Popen[bytes], run: Path, planned: list[tuple[int, s
             except OSError:  # it has ended meanwhile
                 continue
         if planned and steps[-1]["step"] >= planned[0][0]:
-            _, what = planned.pop(0)
-            os.kill(next(process.pid for process, command in now.items() if what in command), signal.SIGKILL)
-            print(f"step {steps[-1]['step']}: killed {what}", flush=True)
+            what = planned[0][1]
+            alive = [process.pid for process, command in now.items() if what in command]
+            if alive:  # else after the next step
+                os.kill(alive[0], signal.SIGKILL)
+                planned.pop(0)
+                print(f"step {steps[-1]['step']}: killed {what}", flush=True)
     return lives
 
 
