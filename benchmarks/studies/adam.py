@@ -116,8 +116,8 @@ def first_update_table(by_policy: dict[str, list[report.Row]]) -> list[report.Ro
             continue
         less = 1.0 if statistic == "ratio: mean" else 0.0  # three digits of 1.01 would say nothing
         row: report.Row = {"after one update": f"{statistic}, minus 1" if less else statistic}
-        for position, variant in enumerate(update.VARIANTS):
-            row[f"{PUBLISHED_NAME}: {variant}"] = PUBLISHED[statistic][position] - less if statistic in PUBLISHED else ""
+        published = [number - less for number in PUBLISHED.get(statistic, ())] or ["", ""]
+        row |= {f"{PUBLISHED_NAME}: {name}": x for name, x in zip(update.VARIANTS, published, strict=True)}
         for policy, records in by_policy.items():
             for variant in update.VARIANTS:
                 row[f"{policy}: {variant}"] = spread([x - less for x in of_variant(records, variant, statistic)])
