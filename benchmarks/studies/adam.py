@@ -1,426 +1,268 @@
-"""Study: the first PPO updates with Adam as PyTorch and as TensorFlow write it.
+"""Study: the first PPO update with Adam as PyTorch and as TensorFlow write it, next to the published one.
 
     python -m benchmarks.studies.adam --output runs/studies/adam
 
-Both variants start from the same policy and take the same batch, four epochs of one minibatch, eps 1e-5, as the
-original RLHF work does. They differ by a per-step epsilon (rlhf/algo/optim.py): at the first update TensorFlow's is
-eps / sqrt(1 - 0.999) = 32 eps. A parameter with gradient g then moves by lr g / (g + eps_t), so the variants differ
-only where gradients are not large compared with eps_t. Two policies:
-
-    warm    the quickstart's model, 0.7 M parameters, which has learned to imitate
-    large   0.12 G parameters in the shape of GPT-2 small, random weights
-
-A larger eps has the effect of smaller gradients: a scan of eps takes the warm policy from no difference between the
-variants to a factor of 200. Everything runs in this process on the learner's own model, loss and
-optimizer; responses are sampled by transformers.
+Both variants take the same batch from the same policy. They differ by a per-step epsilon (rlhf/algo/optim.py): at the
+first update TensorFlow's is eps / sqrt(1 - 0.999) = 32 eps, and an element with gradient g moves by lr g / (|g| +
+eps_t). Policies, update and statistics are in benchmarks/studies/adam_update.py. Each policy and seed is a JSON file
+under `runs` of the output; what is there is not computed again.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
+import re
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
+from benchmarks.studies import adam_update as update
 from benchmarks.studies import report
-from rlhf.algo.kl import kl_per_token
-from rlhf.algo.optim import adam_epsilon, set_step
-from rlhf.config.grpo import GRPOConfig
-from rlhf.config.load import load_config
-from rlhf.config.reward import MathOptions
-from rlhf.data.load import load_prompts
-from rlhf.data.model_files import load_tokenizer
-from rlhf.learner.packed_attention import PACKED
-from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
-from rlhf.learner.update import policy_microbatch
-from rlhf.rewards.answers.extract import gold_answer
-from rlhf.rewards.math import math_reward
-from rlhf.step.batch import broadcast_to_tokens, make_batch
-from rlhf.step.minibatches import plan_epochs
-from rlhf.step.response_advantages import step_advantages
-from rlhf.types import (
-    Minibatch,
-    PolicyTargets,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    ScoredRollout,
-    StepBatch,
-    VersionSpan,
-)
 
-ADAM_VARIANTS = ("torch", "tensorflow")
-BETAS = (0.9, 0.999)  # of both frameworks' Adam
 EPS = 1e-5  # of the original RLHF code
-UPDATES = 4
-CLIP = 0.2
-# huggingface.co/blog/the_n_implementation_details_of_rlhf_with_ppo: the first PPO update of GPT-2 (124 M), lr 1e-5,
-# means over its four epochs
-PUBLISHED = {
-    "torch": {"approximate KL": 0.002367, "clip fraction": 0.0202, "ratio variance": 0.00537},
-    "tensorflow": {"approximate KL": 0.000375, "clip fraction": 0.0052, "ratio variance": 0.00079},
-}
-SCAN = tuple(10.0**power for power in range(-9, -1))
-KINDS = ("LayerNorm", "embedding", "attention", "MLP")
+LR = 1e-5
+QUICKSTART_LR = 1e-4  # a small policy moves less per element's change
+SCAN = (1e-8, 1e-6, 2e-5, 1e-4, 1e-3)
+LARGE_SCAN = (2e-5,)
+TINY_GPT2 = update.GPT2 | {"vocab_size": 2000, "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 64}
+REAL_MODEL = Path("runs/real-model-data/SmolLM2-135M-Instruct")  # where `make real-model` puts it
 COLOURS = {"torch": "tab:red", "tensorflow": "tab:blue"}
+KIND_COLOURS = {"attention": "tab:orange", "MLP": "tab:green", "norm": "tab:purple", "embedding": "0.4"}
+# github.com/vwxyzjn/lm-human-preference-details and huggingface.co/blog/the_n_implementation_details_of_rlhf_with_ppo:
+# GPT-2 (124 M), 64 queries, lr 1e-5, eps 1e-5; statistics printed before the second pass, so after one update
+PUBLISHED_NAME = "GPT-2, published"
+PUBLISHED = {
+    "log-prob difference: mean": (0.00810, 0.00407),
+    "log-prob difference: variance": (0.004669, 0.000733),
+    "log-prob difference: max": (0.594, 0.223),
+    "log-prob difference: min": (-0.913, -0.315),
+    "ratio: mean": (1.01055, 1.00446),
+    "ratio: variance": (0.005374, 0.000794),
+    "ratio: max": (1.812, 1.250),
+    "ratio: min": (0.401, 0.730),
+    "approximate KL": (0.002367, 0.000375),
+    "policy loss": (-0.03419, -0.01457),
+    "clip fraction": (0.02018, 0.00521),
+}
+# github.com/vwxyzjn/minimal-adam-layer-norm-bug-repro: after one step, weights of the two codes, difference / lr
+PUBLISHED_CHANGES = {"attention": "0.5 to 0.6", "MLP": "0.5 to 0.6", "embedding": "0.04", "norm": ""}
+RATIOS = (
+    "log-prob difference: variance", "ratio: variance", "approximate KL", "policy loss", "clip fraction",
+    "ratios outside 1 ± 0.2",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Case:
-    """A policy, the batch that it sampled, and its log-probs [N] there: what every update starts from."""
-
-    name: str
-    model: PolicyModel
-    config: GRPOConfig
-    batch: StepBatch
-    minibatch: Minibatch
-    advantages: np.ndarray
-    old: np.ndarray
-    lr: float
-
-    @property
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.model.named_parameters())
+def computed_once(file: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the file holds; it is computed and written first if it is not there."""
+    if not file.is_file():
+        result = compute()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(result))
+        part.rename(file)
+    record: dict[str, Any] = json.loads(file.read_text())
+    return record
 
 
-# --- policies and their batches ---
+def real_model(folder: Path) -> Path:
+    """The folder of SmolLM2-135M-Instruct; it is made first if it is not there."""
+    if not (folder / "config.json").is_file():
+        print(f"making {folder} first (tools/real_model.py)", flush=True)
+        subprocess.run([sys.executable, "tools/real_model.py", str(folder)], check=True)
+    return folder
 
 
-def study_config(model: Path | str, data: Path | str, *, response_tokens: int) -> GRPOConfig:
-    """One PPO epoch of one minibatch after another; advantages are the rewards, whitened over the batch."""
-    overrides = [
-        f"model.path={model}", f"data.train={data}", "data.eval=null", "learner.minibatches_per_epoch=1",
-        f"rollout.max_response_tokens={response_tokens}", "algo.advantage=reinforce_pp", f"algo.clip_low={CLIP}",
-        f"algo.clip_high={CLIP}", f"learner.epochs_per_step={UPDATES}", "learner.max_tokens_per_microbatch=4096",
-        "algo.importance_correction=none",  # the learner's own model samples
-    ]  # fmt: skip
-    return load_config(GRPOConfig, ["configs/quickstart.yaml"], overrides)
-
-
-def sample(model: PolicyModel, prompts: Sequence[np.ndarray], *, tokens: int, eos: int | None) -> list[Rollout]:
-    """One response to each prompt, by transformers; prompts are padded to the left."""
-    longest = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    attention = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.from_numpy(prompt)
-        attention[row, longest - len(prompt) :] = 1
-    model.transformer.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        generated = model.transformer.generate(
-            ids, attention_mask=attention, max_new_tokens=tokens, do_sample=True, top_k=0, top_p=1.0,
-            temperature=model.temperature, eos_token_id=eos, pad_token_id=eos or 0,
-        )  # fmt: skip
-    model.transformer.set_attn_implementation(PACKED)
-    rollouts = []
-    for row, prompt in enumerate(prompts):
-        response = generated[row, longest:].numpy()
-        ends = np.flatnonzero(response == eos) if eos is not None else []
-        response = response[: ends[0] + 1] if len(ends) else response
-        mask = np.arange(len(prompt) + len(response)) >= len(prompt)
-        together = np.concatenate([prompt, response]).astype(np.int32)
-        span = (VersionSpan(len(prompt), len(together), 0),)
-        rollouts.append(Rollout(str(row), 0, 0, together, mask, np.zeros(len(mask), np.float32), span, "stop"))
-    return rollouts
-
-
-def make_case(
-    name: str, model: PolicyModel, config: GRPOConfig, rollouts: Sequence[Rollout], rewards: Sequence[float], lr: float
-) -> Case:
-    """Pack the batch and compute the log-probs of the policy that sampled it."""
-    prompt = Prompt("p", 0, np.zeros(1, np.int32), (), "", "p")
-    scored = [ScoredRollout(r, "", "", reward, {}, "ok") for r, reward in zip(rollouts, rewards, strict=True)]
-    batch = make_batch([RolloutGroup(prompt, (sample,)) for sample in scored], mask_truncated=False)
-    (minibatch,) = plan_epochs(batch, config, step=0)[0]
-    advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
-    case = Case(name, model, config, batch, minibatch, advantages, np.zeros(0, np.float32), lr)
-    return replace(case, old=logprobs_of(case))
-
-
-def warm_case(data: Path, *, rollouts: int, seed: int, lr: float) -> Case:
-    """The quickstart's policy on its own task, graded as in training."""
-    config = study_config(data / "model", data / "train.jsonl", response_tokens=24)
-    tokenizer = load_tokenizer(config.model)
-    model = load_policy(
-        str(data / "model"), dtype="float32", temperature=1.0, gradient_checkpointing=False, trust_remote_code=False
-    )
-    loaded = load_prompts(config.data, "train", tokenizer, gold_answer)
-    prompts = next(iter(loaded.prompts.values()))[:rollouts]
-    torch.manual_seed(seed)
-    sampled = sample(model, [p.token_ids for p in prompts], tokens=24, eos=tokenizer.eos_token_id)
-    texts = [tokenizer.decode(r.token_ids[r.response_mask].tolist(), skip_special_tokens=True) for r in sampled]
-    grades = [
-        math_reward(text, prompt.answer, MathOptions(), lambda *_: None)
-        for text, prompt in zip(texts, prompts, strict=True)
-    ]
-    return make_case("warm", model, config, sampled, [grade.value or 0.0 for grade in grades], lr)
-
-
-def large_case(data: Path, *, rollouts: int, seed: int, lr: float, shape: dict[str, int] | None = None) -> Case:
-    """Random weights in the shape of GPT-2 small (12 layers of 768, vocabulary 50,257); the reward is arbitrary."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    sizes = {
-        "vocab_size": 50_257, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
-        "num_attention_heads": 12, "num_key_value_heads": 12,
-    } | (shape or {})  # fmt: skip
-    torch.manual_seed(seed)
-    transformer = AutoModelForCausalLM.from_config(
-        Qwen2Config(**sizes, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=None),
-        attn_implementation=PACKED, dtype=torch.float32,
-    )  # fmt: skip
-    config = study_config(data / "model", data / "train.jsonl", response_tokens=24)
-    model = PolicyModel(transformer, temperature=1.0)
-    generator = np.random.default_rng(seed)
-    prompts = [generator.integers(0, sizes["vocab_size"], 8).astype(np.int32) for _ in range(rollouts)]
-    sampled = sample(model, prompts, tokens=24, eos=None)
-    rewards = [float((r.token_ids[r.response_mask] % 2).mean()) for r in sampled]
-    return make_case("large", model, config, sampled, rewards, lr)
-
-
-# --- updates ---
-
-
-@torch.no_grad()
-def logprobs_of(case: Case) -> np.ndarray:
-    """[N] log-probs of the policy as it is now."""
-    tokens = case.batch.tokens
-    column = np.zeros(len(tokens.token_ids), np.float32)
-    for rows in case.minibatch.microbatches[0]:
-        packed = DeviceTokens.of(tokens.take(rows), torch.device("cpu"))
-        column[tokens.token_indices(rows)] = case.model(packed).logprobs.numpy()
-    return column
-
-
-def moved(case: Case) -> report.Row:
-    """The distance of the policy from the one that sampled, over the tokens of the batch."""
-    mask = case.batch.tokens.response_mask
-    return distance(torch.from_numpy(logprobs_of(case)[mask]), torch.from_numpy(case.old[mask]))
-
-
-def distance(logprobs: Tensor, old_logprobs: Tensor) -> report.Row:
-    """The published measures: k2 of new against old, share of clipped ratios, variance of the ratio."""
-    ratio = (logprobs.double() - old_logprobs.double()).exp()
+def policies(data: Path, real: Path, *, quick: bool) -> dict[str, tuple[Callable[[int], update.Case], Sequence[float]]]:
+    """By name: how the case of a seed is made, and the values of eps next to 1e-5 that are tried with it."""
+    if quick:
+        name = "GPT-2's shape, tiny"
+        gpt2 = {name: (lambda seed: update.gpt2_case(seed, lr=LR, name=name, sizes=TINY_GPT2), SCAN)}
+        return gpt2 | {"quickstart": (lambda seed: update.quickstart_case(seed, data, lr=QUICKSTART_LR), SCAN)}
     return {
-        "approximate KL": float(kl_per_token(logprobs.double(), old_logprobs.double(), estimator="k2").mean()),
-        "clip fraction": float(((ratio - 1).abs() > CLIP).double().mean()),
-        "ratio variance": float(ratio.var(correction=0)),
+        "GPT-2's shape": (lambda seed: update.gpt2_case(seed, lr=LR), LARGE_SCAN),
+        "SmolLM2-135M": (lambda seed: update.pretrained_case(seed, real_model(real), lr=LR), LARGE_SCAN),
+        "quickstart": (lambda seed: update.quickstart_case(seed, data, lr=QUICKSTART_LR), SCAN),
     }
 
 
-def backward(case: Case) -> None:
-    """The gradient of the whole minibatch, as the learner computes it."""
-    tokens = case.batch.tokens
-    targets = PolicyTargets(broadcast_to_tokens(case.batch, case.advantages), case.old, None)
-    for rows in case.minibatch.microbatches[0]:
-        packed, own = DeviceTokens.of(tokens.take(rows), torch.device("cpu")), targets.take(tokens.token_indices(rows))
-        loss, _ = policy_microbatch(case.model, packed, own, case.minibatch.denominators, case.config)
-        loss.backward()
+# --- tables ---
 
 
-def updates(case: Case, variant: str, *, eps: float = EPS, count: int = UPDATES) -> list[report.Row]:
-    """The distance after each update; the policy keeps the last update. Gradients are not clipped by norm."""
-    optimizer = torch.optim.AdamW(
-        case.model.parameters(), lr=case.lr, betas=BETAS, eps=eps, weight_decay=0.0, fused=True
-    )
+def spread(values: Sequence[float]) -> str:
+    """The median with the lowest and the highest."""
+    median, low, high = (report.number(float(f(values))) for f in (statistics.median, min, max))
+    return median if len(values) == 1 else f"{median} ({low} to {high})"
+
+
+def quotients(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Of each seed's two values; not a number where the second is 0."""
+    return [one / other if other else float("nan") for one, other in zip(first, second, strict=True)]
+
+
+def of_variant(records: Sequence[report.Row], variant: str, statistic: str) -> list[float]:
+    """One value per seed."""
+    return [row[statistic] for record in records for row in record["first"] if row["variant"] == variant]
+
+
+def first_update_table(by_policy: dict[str, list[report.Row]]) -> list[report.Row]:
     rows = []
-    for step in range(1, count + 1):
-        optimizer.zero_grad()
-        backward(case)
-        set_step(optimizer, lr=case.lr, adam_step=step, variant=variant, eps=eps, betas=BETAS)
-        optimizer.step()
-        effective = adam_epsilon(step, variant=variant, eps=eps, betas=BETAS)
-        rows.append({"policy": case.name, "variant": variant, "update": step, "eps_t": effective} | moved(case))
-    case.model.zero_grad()
-    return rows
-
-
-def snapshot(case: Case) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in case.parameters}
-
-
-@torch.no_grad()
-def put_back(case: Case, state: dict[str, Tensor], kinds: Sequence[str] = KINDS) -> None:
-    for name, parameter in case.parameters:
-        if kind_of(name) in kinds:
-            parameter.copy_(state[name])
-
-
-def kind_of(parameter: str) -> str:
-    """The kind of layer by a parameter's name; Qwen2's RMSNorms count as LayerNorm, the tied head as embedding."""
-    if "norm" in parameter:
-        return "LayerNorm"
-    if "embed" in parameter or "lm_head" in parameter:
-        return "embedding"
-    return "attention" if "attn" in parameter else "MLP"
-
-
-# --- measurements ---
-
-
-def compare(case: Case, *, eps: float = EPS) -> tuple[list[report.Row], list[report.Row]]:
-    """By step, and by kind of layer: what the updates of that kind alone do to the policy."""
-    start = snapshot(case)
-    gradients = gradient_sizes(case)
-    steps, kinds = [], []
-    for variant in ADAM_VARIANTS:
-        steps += updates(case, variant, eps=eps)
-        end = snapshot(case)
-        first_eps = adam_epsilon(1, variant=variant, eps=eps, betas=BETAS)
-        for kind in KINDS:
-            put_back(case, start)
-            put_back(case, end, [kind])
-            sizes = gradients[kind]
-            kinds.append(
-                {
-                    "policy": case.name,
-                    "layers": kind,
-                    "variant": variant,
-                    "elements": len(sizes),
-                    "gradient, median": float(sizes.median()),
-                    "first step / lr, mean": float((sizes / (sizes + first_eps)).mean()),
-                }
-                | moved(case)
-            )
-        put_back(case, start)
-    return steps, kinds
-
-
-def gradient_sizes(case: Case) -> dict[str, Tensor]:
-    """Absolute values of the first gradient's elements, by kind of layer."""
-    case.model.zero_grad()
-    backward(case)
-    sizes = {
-        kind: torch.cat([p.grad.abs().flatten() for name, p in case.parameters if kind_of(name) == kind])  # type: ignore[union-attr]
-        for kind in KINDS
-    }
-    case.model.zero_grad()
-    return sizes
-
-
-def scan(case: Case, values: Sequence[float]) -> list[report.Row]:
-    """The distance after the updates for each eps, which does to Adam what gradients smaller by as much would do."""
-    start = snapshot(case)
-    median = float(torch.cat(list(gradient_sizes(case).values())).median())
-    rows = []
-    for eps in values:
-        ends = {}
-        for variant in ADAM_VARIANTS:
-            ends[variant] = updates(case, variant, eps=eps)[-1]
-            put_back(case, start)
-        kl = {variant: row["approximate KL"] for variant, row in ends.items()}
-        rows.append(
-            {
-                "policy": case.name,
-                "eps": eps,
-                "median gradient / eps": median / eps,
-                "approximate KL, torch": kl["torch"],
-                "approximate KL, tensorflow": kl["tensorflow"],
-                "KL, torch / tensorflow": kl["torch"] / kl["tensorflow"],
-            }
-        )
-    return rows
-
-
-def beside_published(steps: Sequence[report.Row]) -> list[report.Row]:
-    """Means over the four epochs' forward passes, the first of which still finds the old policy: as published."""
-    rows = []
-    for measure in PUBLISHED["torch"]:
-        row: report.Row = {"measure": measure}
-        for source in ("GPT-2, published", *dict.fromkeys(step["policy"] for step in steps)):
-            means = {}
-            for variant in ADAM_VARIANTS:
-                seen = [s[measure] for s in steps if (s["policy"], s["variant"]) == (source, variant)]
-                means[variant] = sum(seen[:-1]) / len(seen) if seen else PUBLISHED[variant][measure]
-                row[f"{source}: {variant}"] = means[variant]
-            row[f"{source}: ratio"] = means["torch"] / means["tensorflow"] if means["tensorflow"] else float("nan")
+    for statistic in next(iter(by_policy.values()))[0]["first"][0]:
+        if statistic == "variant":
+            continue
+        less = 1.0 if statistic == "ratio: mean" else 0.0  # three digits of 1.01 would say nothing
+        row: report.Row = {"after one update": f"{statistic}, minus 1" if less else statistic}
+        published = [number - less for number in PUBLISHED.get(statistic, ())] or ["", ""]
+        row |= {f"{PUBLISHED_NAME}: {name}": x for name, x in zip(update.VARIANTS, published, strict=True)}
+        for policy, records in by_policy.items():
+            for variant in update.VARIANTS:
+                row[f"{policy}: {variant}"] = spread([x - less for x in of_variant(records, variant, statistic)])
         rows.append(row)
     return rows
+
+
+def ratio_table(by_policy: dict[str, list[report.Row]]) -> list[report.Row]:
+    rows = []
+    for statistic in RATIOS:
+        row: report.Row = {"torch / tensorflow": statistic, PUBLISHED_NAME: ""}
+        if statistic in PUBLISHED:
+            row[PUBLISHED_NAME] = PUBLISHED[statistic][0] / PUBLISHED[statistic][1]
+        for policy, records in by_policy.items():
+            row[policy] = spread(quotients(*(of_variant(records, variant, statistic) for variant in update.VARIANTS)))
+        rows.append(row)
+    return rows
+
+
+def kinds_table(by_policy: dict[str, list[report.Row]]) -> list[report.Row]:
+    """Medians over seeds; quotients of KLs with their range."""
+    rows = []
+    for policy, records in by_policy.items():
+        for kind in update.KINDS:
+            of_seeds = [row for record in records for row in record["kinds"] if row["kind"] == kind]
+            seen = {name: [row[name] for row in of_seeds] for name in of_seeds[0] if name != "kind"}
+            row: report.Row = {"policy": policy, "kind": kind, "elements": int(seen.pop("elements")[0])}
+            row |= {name: statistics.median(values) for name, values in seen.items() if not name.startswith("KL")}
+            row["difference, published"] = PUBLISHED_CHANGES[kind]
+            for label in ("alone", "all but"):
+                both = [seen[f"KL, {label}: {variant}"] for variant in update.VARIANTS]
+                row |= {f"KL, {label}: {v}": statistics.median(x) for v, x in zip(update.VARIANTS, both, strict=True)}
+                row[f"KL, {label}: ratio"] = spread(quotients(*both))
+            rows.append(row)
+    return rows
+
+
+def eps_rows(records: Sequence[report.Row]) -> list[report.Row]:
+    """By eps, the KLs of all seeds with each variant; eps 1e-5 is the first update itself."""
+    rows = []
+    for eps in sorted({EPS, *(row["eps"] for record in records for row in record["scan"])}):
+        row: report.Row = {"eps": eps}
+        for variant in update.VARIANTS:
+            tried = [r[variant] for record in records for r in record["scan"] if r["eps"] == eps]
+            row[variant] = tried or of_variant(records, variant, "approximate KL")
+        rows.append(row)
+    return rows
+
+
+def eps_table(by_policy: dict[str, list[report.Row]]) -> list[report.Row]:
+    return [
+        {"policy": policy, "eps": f"{row['eps']:g}"}
+        | {f"KL, {variant}": spread(row[variant]) for variant in update.VARIANTS}
+        | {"KL, torch / tensorflow": spread(quotients(*(row[variant] for variant in update.VARIANTS)))}
+        for policy, records in by_policy.items()
+        for row in eps_rows(records)
+    ]
 
 
 # --- picture ---
 
 
-def draw(steps: Sequence[report.Row], kinds: Sequence[report.Row], scanned: Sequence[report.Row], path: Path) -> None:
-    drawn, axes = report.figure(2, 3, width=10.5, height=6.2)
-    policies = list(dict.fromkeys(row["policy"] for row in steps))
-    for row, policy in enumerate(policies):
-        _draw_steps(axes[row, 0], [s for s in steps if s["policy"] == policy], policy)
-        _draw_kinds(axes[row, 1], [k for k in kinds if k["policy"] == policy], policy)
-    _draw_scan(axes[0, 2], scanned)
-    _draw_ratio(axes[1, 2], scanned)
+def draw(by_policy: dict[str, list[report.Row]], path: Path, caption: str) -> None:
+    drawn, axes = report.figure(2, 2, width=10, height=6)
+    _draw_kl(axes[0, 0], by_policy)
+    _draw_eps(axes[0, 1], by_policy)
+    large = [policy for policy in by_policy if policy != "quickstart"]
+    for panel, policy in zip(axes[1], [*large, "quickstart"][:2], strict=True):
+        _draw_layers(panel, by_policy[policy], policy)
+    drawn.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside right lower", fontsize=7)
+    drawn.supxlabel(caption, fontsize=6.5)
     report.save(drawn, path)
 
 
-def _draw_steps(panel: Any, steps: Sequence[report.Row], policy: str) -> None:
-    for variant in ADAM_VARIANTS:
-        rows = [s for s in steps if s["variant"] == variant]
-        panel.plot([s["update"] for s in rows], [s["approximate KL"] for s in rows], "o-", color=COLOURS[variant],
-                   label=variant)  # fmt: skip
-        panel.axhline(PUBLISHED[variant]["approximate KL"], ls=":", lw=1, color=COLOURS[variant],
-                      label=f"GPT-2, published, {variant}")  # fmt: skip
-    panel.set(title=f"{policy} policy: approximate KL, eps 1e-5", xlabel="update", yscale="log")
-    panel.set_xticks(range(1, UPDATES + 1))
-    panel.legend(fontsize=6.5)
+def _draw_kl(panel: Any, by_policy: dict[str, list[report.Row]]) -> None:
+    names = [PUBLISHED_NAME, *by_policy]
+    for position, variant in enumerate(update.VARIANTS):
+        seen = [[PUBLISHED["approximate KL"][position]]]
+        seen += [of_variant(records, variant, "approximate KL") for records in by_policy.values()]
+        middles = [statistics.median(values) for values in seen]
+        below = [middle - min(values) for middle, values in zip(middles, seen, strict=True)]
+        above = [max(values) - middle for middle, values in zip(middles, seen, strict=True)]
+        at = [index + 0.38 * (position - 0.5) for index in range(len(names))]
+        panel.bar(at, middles, 0.36, yerr=[below, above], capsize=2, color=COLOURS[variant], label=variant)
+    panel.set_xticks(range(len(names)), names)
+    panel.set(title="approximate KL after one update, eps 1e-5", yscale="log")
+    panel.legend(fontsize=7)
 
 
-def _draw_kinds(panel: Any, kinds: Sequence[report.Row], policy: str) -> None:
-    for shift, variant in enumerate(ADAM_VARIANTS):
-        rows = [k for k in kinds if k["variant"] == variant]
-        at = np.arange(len(rows)) + 0.38 * (shift - 0.5)
-        panel.bar(at, [k["approximate KL"] for k in rows], 0.36, color=COLOURS[variant], label=variant)
-    panel.set_xticks(range(len(KINDS)), KINDS)
-    panel.set(title=f"{policy} policy: KL after {UPDATES} updates\nof one kind of layer alone", yscale="log")
-    panel.legend(fontsize=6.5)
+def _draw_eps(panel: Any, by_policy: dict[str, list[report.Row]]) -> None:
+    for policy, records in by_policy.items():
+        rows = eps_rows(records)
+        ratios = [quotients(*(row[variant] for variant in update.VARIANTS)) for row in rows]
+        (line,) = panel.plot([r["eps"] for r in rows], [statistics.median(r) for r in ratios], "o-", ms=3, label=policy)
+        panel.fill_between(
+            [row["eps"] for row in rows], [min(r) for r in ratios], [max(r) for r in ratios], alpha=0.25,
+            color=line.get_color(), lw=0,
+        )  # fmt: skip
+    published = PUBLISHED["approximate KL"][0] / PUBLISHED["approximate KL"][1]
+    panel.plot([EPS], [published], "*", color="black", label=f"{PUBLISHED_NAME}: {published:.1f}")
+    panel.set(title="approximate KL: torch / tensorflow", xlabel="eps", xscale="log", yscale="log")
+    panel.legend(fontsize=7)
 
 
-def _draw_scan(panel: Any, scanned: Sequence[report.Row]) -> None:
-    eps = [row["eps"] for row in scanned]
-    for variant in ADAM_VARIANTS:
-        panel.plot(eps, [row[f"approximate KL, {variant}"] for row in scanned], "o-", ms=3, color=COLOURS[variant],
-                   label=variant)  # fmt: skip
-    median = scanned[0]["median gradient / eps"] * eps[0]
-    panel.axvline(median, color="0.5", ls="--", lw=1, label="median gradient element")
-    panel.set(title=f"warm policy: KL after {UPDATES} updates", xlabel="eps", xscale="log", yscale="log")
-    panel.legend(fontsize=6.5)
-
-
-def _draw_ratio(panel: Any, scanned: Sequence[report.Row]) -> None:
-    eps = [row["eps"] for row in scanned]
-    panel.plot(eps, [row["KL, torch / tensorflow"] for row in scanned], "o-", ms=3, color="0.2")
-    published = PUBLISHED["torch"]["approximate KL"] / PUBLISHED["tensorflow"]["approximate KL"]
-    panel.axhline(published, ls=":", lw=1, color="tab:purple", label=f"GPT-2, published, at eps 1e-5: {published:.1f}")
-    panel.axvline(EPS, ls="--", lw=1, color="0.6", label="eps 1e-5")
-    panel.set(title="warm policy: KL with torch / with tensorflow", xlabel="eps", xscale="log", yscale="log")
-    panel.legend(fontsize=6.5)
+def _draw_layers(panel: Any, records: Sequence[report.Row], policy: str) -> None:
+    for kind, colour in KIND_COLOURS.items():
+        rows = [row for record in records for row in record["layers"] if row["kind"] == kind]
+        inside = kind != "embedding"
+        layers = sorted({row["layer"] for row in rows if row["layer"] >= 0 or not inside})
+        for variant, line in zip(update.VARIANTS, ("-", "--"), strict=True):
+            values = [statistics.median(row[variant] for row in rows if row["layer"] == n) for n in layers]
+            if inside:
+                panel.plot(layers, values, line, color=colour, label=f"{kind}, {variant}")
+            else:
+                panel.axhline(values[0], ls=line, color=colour, label=f"{kind}, {variant}")
+    panel.set(title=f"{policy}: mean |change of a weight| / lr", xlabel="layer", ylim=(0, 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser("adam", "The first PPO updates with both forms of Adam.", trains=True)
-    parser.add_argument("--warm-lr", type=float, default=1e-4)
-    parser.add_argument("--large-lr", type=float, default=1e-5, help="the published run's")
-    parser.add_argument("--rollouts", type=int, default=512, help="of the warm policy; the large one has an eighth")
+    parser = report.parser("adam", "The first PPO update with both forms of Adam.", trains=True)
+    parser.add_argument("--real-model", type=Path, default=REAL_MODEL, help="SmolLM2-135M; made if not there")
     options = report.parse(parser, arguments)
     began = time.monotonic()
-    torch.set_num_threads(2)
-    data = report.ensure_data(options.data)
-    warm = warm_case(data, rollouts=options.rollouts, seed=options.seed, lr=options.warm_lr)
-    steps, kinds = compare(warm)
-    scanned = scan(warm, SCAN)
-    print(f"warm policy: {time.monotonic() - began:.0f} s", flush=True)
-    large = compare(large_case(data, rollouts=options.rollouts // 8, seed=options.seed, lr=options.large_lr))
-    steps, kinds = steps + large[0], kinds + large[1]
-    tables = {"adam": beside_published(steps), "adam-steps": steps, "adam-layers": kinds, "adam-eps": scanned}
+    seeds = options.seeds[:1] if options.quick else options.seeds
+    cases = policies(report.ensure_data(options.data), options.real_model, quick=options.quick)
+    by_policy: dict[str, list[report.Row]] = {policy: [] for policy in cases}
+    for seed in seeds:
+        for policy, (make, scan) in cases.items():
+            file = options.output / "runs" / f"{re.sub('[^a-z0-9]+', '-', policy.lower())}-{seed}.json"
+            record = computed_once(file, lambda: update.measure(make(seed), eps=EPS, scan=scan))  # noqa: B023
+            by_policy[policy].append(record)
+            print(f"{policy}, seed {seed}: {time.monotonic() - began:.0f} s so far", flush=True)
+    tables = {
+        "adam": first_update_table(by_policy), "adam-ratios": ratio_table(by_policy),
+        "adam-kinds": kinds_table(by_policy), "adam-eps": eps_table(by_policy),
+    }  # fmt: skip
+    command = "python -m benchmarks.studies.adam" + " --quick" * options.quick
+    drawn_from = f"seeds {', '.join(map(str, seeds))}; median (lowest to highest); {command}; {datetime.date.today()}"
     for name, rows in tables.items():
         report.write_table(options.output / name, rows)
+        with (options.output / f"{name}.md").open("a") as table:
+            table.write(f"\n{drawn_from}\n")
         print(report.markdown(rows))
-    draw(steps, kinds, scanned, options.output / "adam.png")
-    print(f"{time.monotonic() - began:.0f} s in all")
+    draw(by_policy, options.output / "adam.png", drawn_from)
+    print(f"{drawn_from}; {time.monotonic() - began:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 import torch
 from worlds import make_groups, run_world
 
-from benchmarks.studies import adam, algorithms, kl, kl_gradients, kl_report, report, schedule
+from benchmarks.studies import adam, adam_update, algorithms, kl, kl_gradients, kl_report, report, schedule
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
@@ -21,10 +21,8 @@ from rlhf.learner.rank_place import Place
 from rlhf.step.batch import make_batch
 
 ROOT = Path(__file__).parents[2]
-TINY = {
-    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}  # fmt: skip
+TINY = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+LR = 0.01  # far enough that ratios of the tiny policy are clipped
 
 
 # --- tables ---
@@ -52,56 +50,128 @@ def test_every_study_draws_its_picture(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny_case() -> adam.Case:
-    return adam.large_case(Path("nowhere"), rollouts=8, seed=0, lr=1e-3, shape=TINY)
+def tiny_case() -> adam_update.Case:
+    """In float64, so that what is compared differs by its definition alone."""
+    case = adam_update.gpt2_case(0, lr=LR, sizes=TINY)
+    case.model.double()
+    return replace(case, old=adam_update.logprobs_of(case.model, case.batch, case.minibatch))
 
 
-def last_kl(case: adam.Case, variant: str, *, eps: float) -> float:
-    start = adam.snapshot(case)
-    (row,) = adam.updates(case, variant, eps=eps, count=1)
-    adam.put_back(case, start)
-    return float(row["approximate KL"])
+@pytest.fixture(scope="module")
+def tiny_record(tiny_case: adam_update.Case) -> dict[str, list[report.Row]]:
+    return adam_update.measure(tiny_case, eps=1e-5, scan=[1e-14, 1e3])
 
 
-def test_gradients_that_are_large_against_epsilon_move_both_variants_alike(tiny_case: adam.Case) -> None:
-    ours = last_kl(tiny_case, "torch", eps=1e-14)
-    assert ours > 1e-6
-    assert last_kl(tiny_case, "tensorflow", eps=1e-14) == pytest.approx(ours, rel=1e-3)
+def plain_logprobs(case: adam_update.Case) -> torch.Tensor:
+    """[rows, response] by transformers' own attention, loss of labels and padding: all rows are equally long here."""
+    ids = torch.from_numpy(case.batch.tokens.token_ids.astype(np.int64)).reshape(adam_update.QUERIES, -1)
+    case.model.transformer.set_attn_implementation("eager")
+    logits = case.model.transformer(ids).logits[:, -adam_update.RESPONSE_TOKENS - 1 : -1] / adam_update.TEMPERATURE
+    case.model.transformer.set_attn_implementation(adam_update.PACKED)
+    return logits.log_softmax(-1).gather(-1, ids[:, -adam_update.RESPONSE_TOKENS :, None])[..., 0]
 
 
-def test_gradients_that_are_small_against_epsilon_move_tensorflows_a_thousand_times_less_in_kl() -> None:
-    """The first step is 1 / sqrt(1 - beta2) = 31.6 times shorter, and the KL goes with its square."""
-    case = adam.large_case(Path("nowhere"), rollouts=8, seed=0, lr=0.1, shape=TINY)
-    ratio = last_kl(case, "torch", eps=1.0) / last_kl(case, "tensorflow", eps=1.0)
-    assert ratio == pytest.approx(1 / (1 - adam.BETAS[1]), rel=0.1)  # the square is the leading order
+def published_adam(gradient: np.ndarray, variant: str, *, lr: float, eps: float) -> np.ndarray:
+    """The first change of the weights as the two frameworks' documentation writes it; betas 0.9 and 0.999."""
+    m, v = 0.1 * gradient, 0.001 * gradient**2
+    if variant == "torch":
+        return -lr * (m / (1 - 0.9)) / (np.sqrt(v / (1 - 0.999)) + eps)
+    return -lr * np.sqrt(1 - 0.999) / (1 - 0.9) * m / (np.sqrt(v) + eps)
 
 
-def test_the_old_policy_is_put_back_whole_and_the_kinds_of_layers_are_all_of_it(tiny_case: adam.Case) -> None:
-    assert {adam.kind_of(name) for name, _ in tiny_case.parameters} == set(adam.KINDS)
-    start = adam.snapshot(tiny_case)
-    steps, kinds = adam.compare(tiny_case)
-    assert all(torch.equal(start[name], parameter) for name, parameter in tiny_case.parameters)
-    assert [(s["variant"], s["update"]) for s in steps] == [(v, u) for v in adam.ADAM_VARIANTS for u in (1, 2, 3, 4)]
-    assert sum(k["elements"] for k in kinds) == 2 * sum(p.numel() for _, p in tiny_case.parameters)
+def published_statistics(new: np.ndarray, old: np.ndarray, advantages: np.ndarray) -> dict[str, float]:
+    d, r = new - old, np.exp(new - old)
+    free, bounded = -advantages * r, -advantages * np.clip(r, 0.8, 1.2)
+    of_d = {"mean": np.mean(d), "variance": np.mean((d - d.mean()) ** 2), "max": d.max(), "min": d.min()}
+    of_r = {"mean": np.mean(r), "variance": np.mean((r - r.mean()) ** 2), "max": r.max(), "min": r.min()}
+    return {
+        **{f"log-prob difference: {name}": float(value) for name, value in of_d.items()},
+        **{f"ratio: {name}": float(value) for name, value in of_r.items()},
+        "approximate KL": float(np.mean(d**2) / 2),
+        "policy loss": float(np.mean(np.maximum(free, bounded))),
+        "clip fraction": float(np.mean(bounded > free)),
+        "ratios outside 1 ± 0.2": float(np.mean((r < 0.8) | (r > 1.2))),
+    }
 
 
-def test_the_distance_is_half_the_squared_log_ratio_the_clipped_share_and_the_ratios_variance() -> None:
-    old = torch.zeros(3, dtype=torch.float64)
-    distance = adam.distance(torch.log(torch.tensor([1.0, 1.1, 1.3], dtype=torch.float64)), old)
-    assert distance["approximate KL"] == pytest.approx((math.log(1.1) ** 2 + math.log(1.3) ** 2) / 6)
-    assert distance["clip fraction"] == pytest.approx(1 / 3)
-    assert distance["ratio variance"] == pytest.approx(np.var([1.0, 1.1, 1.3]))
+def test_the_first_update_is_what_plain_transformers_and_numpy_compute_from_the_definitions(
+    tiny_case: adam_update.Case, tiny_record: dict[str, list[report.Row]]
+) -> None:
+    rewards = tiny_case.batch.rewards
+    advantages = ((rewards - rewards.mean()) / rewards.std())[:, None].repeat(adam_update.RESPONSE_TOKENS, 1)
+    logprobs, parameters = plain_logprobs(tiny_case), dict(tiny_case.model.named_parameters())
+    old, start = logprobs.detach().numpy(), adam_update.snapshot(tiny_case)
+    (-torch.from_numpy(advantages) * (logprobs - logprobs.detach()).exp()).mean().backward()
+    gradients = {name: parameter.grad.numpy().copy() for name, parameter in parameters.items()}  # type: ignore[union-attr]
+    tiny_case.model.zero_grad()
+    for variant, row in zip(adam_update.VARIANTS, tiny_record["first"], strict=True):
+        changes = {name: published_adam(g, variant, lr=LR, eps=1e-5) for name, g in gradients.items()}
+        end = {name: start[name] + torch.from_numpy(change) for name, change in changes.items()}
+        adam_update.put(tiny_case, end)
+        with torch.no_grad():
+            expected = published_statistics(plain_logprobs(tiny_case).numpy(), old, advantages)
+        assert row == {"variant": variant} | {name: pytest.approx(x, abs=1e-6) for name, x in expected.items()}
+        assert 0 < row["clip fraction"] < row["ratios outside 1 ± 0.2"]
+        adam_update.put(tiny_case, start)
+        for by_kind in tiny_record["kinds"]:
+            of_kind = [name for name in parameters if adam_update.kind_of(name) == by_kind["kind"]]
+            moved = np.concatenate([np.abs(changes[name]).ravel() for name in of_kind]) / LR
+            assert by_kind[f"change / lr: {variant}"] == pytest.approx(float(moved.mean()), abs=1e-6)
+            for label, names in (("alone", set(of_kind)), ("all but", set(parameters) - set(of_kind))):
+                adam_update.put(tiny_case, {name: (end if name in names else start)[name] for name in parameters})
+                with torch.no_grad():
+                    d = plain_logprobs(tiny_case).numpy() - old
+                assert by_kind[f"KL, {label}: {variant}"] == pytest.approx(float(np.mean(d**2) / 2), abs=1e-6)
+                adam_update.put(tiny_case, start)
 
 
-def test_the_comparison_with_the_published_means_counts_the_first_epoch_which_finds_the_old_policy() -> None:
-    steps = [
-        {"policy": "warm", "variant": variant, **dict.fromkeys(adam.PUBLISHED["torch"], value)}
-        for variant, values in (("torch", (1.0, 2.0, 3.0, 99.0)), ("tensorflow", (0.5, 1.0, 1.5, 99.0)))
-        for value in values
-    ]
-    first = adam.beside_published(steps)[0]
-    assert (first["warm: torch"], first["warm: tensorflow"], first["warm: ratio"]) == (6 / 4, 3 / 4, 2.0)
-    assert first["GPT-2, published: ratio"] == pytest.approx(0.002367 / 0.000375)
+def test_large_gradients_move_both_variants_alike_and_small_ones_tensorflows_a_thousand_times_less_in_kl(
+    tiny_record: dict[str, list[report.Row]],
+) -> None:
+    """Its first step is 1 / sqrt(1 - beta2) = 31.6 times shorter, and the KL goes with its square."""
+    large, small = tiny_record["scan"]
+    assert large["torch"] > 1e-3
+    assert large["tensorflow"] == pytest.approx(large["torch"], rel=1e-6)
+    assert small["torch"] / small["tensorflow"] == pytest.approx(1000, rel=0.01)
+
+
+def test_the_kinds_of_layers_are_the_whole_policy_which_is_put_back(
+    tiny_case: adam_update.Case, tiny_record: dict[str, list[report.Row]]
+) -> None:
+    assert sum(row["elements"] for row in tiny_record["kinds"]) == sum(p.numel() for p in tiny_case.model.parameters())
+    assert {row["layer"] for row in tiny_record["layers"]} == {-1, 0}
+    assert np.array_equal(adam_update.logprobs_of(tiny_case.model, tiny_case.batch, tiny_case.minibatch), tiny_case.old)
+    names = {
+        "h.0.ln_1.bias": "norm", "layers.3.input_layernorm.weight": "norm", "wpe.weight": "embedding",
+        "embed_tokens.weight": "embedding", "h.0.attn.c_proj.weight": "attention", "h.0.mlp.c_fc.bias": "MLP",
+        "layers.3.self_attn.q_proj.weight": "attention",
+    }  # fmt: skip
+    assert {name: adam_update.kind_of(f"transformer.model.{name}") for name in names} == names
+
+
+def test_the_tables_give_the_median_and_the_range_of_the_seeds_next_to_the_published_numbers(
+    tiny_record: dict[str, list[report.Row]], tmp_path: Path
+) -> None:
+    doubled = {"first": [{**row, "approximate KL": 2 * row["approximate KL"]} for row in tiny_record["first"]]}
+    by_policy = {"quickstart": [tiny_record, tiny_record | doubled, tiny_record]}
+    first = next(r for r in adam.first_update_table(by_policy) if r["after one update"] == "approximate KL")
+    kl_torch = tiny_record["first"][0]["approximate KL"]
+    low, high = report.number(kl_torch), report.number(2 * kl_torch)
+    assert (first["GPT-2, published: torch"], first["quickstart: torch"]) == (0.002367, f"{low} ({low} to {high})")
+    ratios = next(r for r in adam.ratio_table(by_policy) if r["torch / tensorflow"] == "approximate KL")
+    assert ratios["GPT-2, published"] == pytest.approx(6.312)
+    assert len(adam.kinds_table(by_policy)) == len(adam_update.KINDS)
+    assert [row["eps"] for row in adam.eps_table(by_policy)] == ["1e-14", "1e-05", "1000"]
+    pytest.importorskip("matplotlib", reason="comes with the extra bench")
+    adam.draw(by_policy | {"GPT-2's shape": [tiny_record]}, tmp_path / "adam.png", "seeds 0, 1")
+    assert (tmp_path / "adam.png").stat().st_size > 5000
+
+
+def test_a_policy_and_seed_that_has_its_file_is_not_computed_again(tmp_path: Path) -> None:
+    calls: list[int] = []
+    for _ in range(2):
+        record = adam.computed_once(tmp_path / "runs" / "a-0.json", lambda: {"first": [calls.append(1)]})
+    assert (record, calls) == ({"first": [None]}, [1])
 
 
 # --- KL ---
