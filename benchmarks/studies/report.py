@@ -17,17 +17,23 @@ DATA = Path("runs/quickstart-data")  # where `make quickstart` puts its model an
 COLOURS = 64  # of a picture: lines, their edges, and greys
 
 
-def parser(module: str, description: str, *, trains: bool) -> argparse.ArgumentParser:
-    """The arguments that every study takes: where its picture and table go and, if it trains, from what."""
+def parser(module: str, description: str, *, trains: bool, seeds: Sequence[int] = (0, 1, 2)) -> argparse.ArgumentParser:
+    """The arguments of every study: where its picture and table go and, if it draws anything, from what and how often.
+
+    `--quick` only shows that the study runs; its output is a folder of its own, so that no full study takes it up.
+    """
     arguments_parser = argparse.ArgumentParser(prog=f"python -m benchmarks.studies.{module}", description=description)
     arguments_parser.add_argument(
         "--output", type=Path, default=Path("runs/studies") / module, help="folder of picture and table"
     )
+    arguments_parser.add_argument("--quick", action="store_true", help="minutes, in place of the numbers of the docs")
     if trains:
         arguments_parser.add_argument(
             "--data", type=Path, default=DATA, help="the quickstart's model and data; made if not there"
         )
-        arguments_parser.add_argument("--seed", type=int, default=0)
+        arguments_parser.add_argument(
+            "--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=list(seeds), help="0,1,2"
+        )
     return arguments_parser
 
 
@@ -36,6 +42,8 @@ def parse(arguments_parser: argparse.ArgumentParser, arguments: Sequence[str] | 
     options = arguments_parser.parse_args(arguments)
     if importlib.util.find_spec("matplotlib") is None:
         arguments_parser.error("matplotlib is not installed. Run `make setup-bench` first.")
+    if options.quick:
+        options.output /= "quick"
     return options
 
 

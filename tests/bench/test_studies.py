@@ -143,12 +143,27 @@ def test_the_intended_curve_by_hand_is_the_schedule(name: str) -> None:
         assert run.intended(update) == pytest.approx(ours, rel=1e-12, abs=1e-20)
 
 
+@pytest.mark.parametrize(
+    ("name", "minibatches", "off_by"), [("linear", 1, 60 / 72), ("linear", 4, 1.0), ("cosine", 1, 0.983)]
+)
+def test_a_count_without_epochs_and_minibatches_ends_a_linear_schedule_early_and_lets_a_cosine_rise_again(
+    name: str, minibatches: int, off_by: float
+) -> None:
+    """Linear, 4 updates per step: the rate is 0 at update 21, where 60 of the 72 updates after the warm-up remain."""
+    run = schedule.Run(name, epochs=4, minibatches=minibatches, steps=20)
+    right, wrong = (schedule.rates_if_counted(run, total) for total in (run.updates, run.steps))
+    for update, rate in enumerate(right[1:], start=1):  # transformers begins at 0, an update later than ours
+        assert rate == pytest.approx(run.intended(update))
+    assert schedule.deviation(wrong, right) == pytest.approx(off_by, abs=5e-4)
+    assert wrong[-1] == (0.0 if name == "linear" else pytest.approx(0.82 * schedule.PEAK, rel=0.01))
+
+
 @pytest.mark.stack
 def test_two_processes_leave_our_rate_as_intended_and_take_accelerates_through_its_schedule_twice_as_fast() -> None:
     run = schedule.Run("linear", epochs=2, minibatches=2, steps=5)
-    (ours,) = schedule.run_world(schedule.our_rank, 2, [run])
+    (ours,) = schedule.rates_in_world(schedule.our_rank, 2, [run])
     assert ours == [pytest.approx(run.intended(update)) for update in range(1, run.updates + 1)]
-    (theirs,) = schedule.run_world(schedule.accelerate_rank, 2, [run])
+    (theirs,) = schedule.rates_in_world(schedule.accelerate_rank, 2, [run])
     assert theirs[len(theirs) // 2 + 1 :] == [0.0] * (len(theirs) // 2 - 1)
     assert max(theirs) == pytest.approx(schedule.PEAK)
 
