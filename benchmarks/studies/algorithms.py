@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = report.parse(parser, arguments)
     data = report.ensure_data(options.data)
     names = options.only.split(",") if options.only else QUICK if options.quick else ALGORITHMS
-    steps = 2 if options.quick else STEPS
+    steps = 6 if options.quick else STEPS  # more updates than the warm-up
     of_algorithms = {
         name: [
             runs.train(
