@@ -11,6 +11,7 @@ transformers from the learner's own model.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,6 @@ METRICS = {
     "policy/loss": "loss",
     "learner/grad_norm": "gradient norm",
     "policy/kl_k3": "KL to the start, nats per token",
-    "policy/clip_fraction": "clip fraction",
 }
 
 
@@ -226,7 +226,7 @@ def summarize(curves: Curves, recorded: dict[int, runs.Steps]) -> list[report.Ro
 def draw(curves: Curves, recorded: dict[int, runs.Steps], path: Path) -> None:
     """The first seed: the recorded curve in grey, all others over it, and below how far they are from it."""
     seed = next(iter(recorded))
-    drawn, axes = report.figure(2, len(METRICS), width=11, height=4.4, sharex=True)
+    drawn, axes = report.figure(2, len(METRICS), width=9.5, height=4.4, sharex=True)
     styles = [("-", 4.0), ("-", 2.6), ("-", 1.6), ("--", 2.4), ("--", 1.6), (":", 1.6)]
     settings = [(learners, budget) for s, learners, budget in curves if s == seed]
     for (name, label), (above, below) in zip(METRICS.items(), axes.T, strict=True):
@@ -234,14 +234,15 @@ def draw(curves: Curves, recorded: dict[int, runs.Steps], path: Path) -> None:
         above.plot(at, [step[name] for step in recorded[seed]], color="0.8", lw=7, label="the run")
         for (learners, budget), (line, width) in zip(settings, styles, strict=False):
             curve = curves[seed, learners, budget]
-            text = f"{learners} learner{'s' * (learners > 1)}, {report.mean(s['microbatches'] for s in curve):.0f}"
+            text = f"{learners} learner{'s' * (learners > 1)}: {report.mean(s['microbatches'] for s in curve):.0f}"
             above.plot(at, [step[name] for step in curve], line, lw=width, label=text)
             far = [abs(step[name] - run[name]) for step, run in zip(curve, recorded[seed], strict=True)]
-            below.plot(at, [max(value, 1e-12) for value in far], line, lw=1.2)
+            below.plot(at, [value or math.nan for value in far], line, lw=1.2)  # a log axis has no place for 0
         above.set_title(label)
         below.set(yscale="log", xlabel="training step")
     axes[1, 0].set_ylabel("distance to the run")
-    axes[0, 0].legend(title="learners, microbatches per update", fontsize=6, title_fontsize=6)
+    lines, texts = axes[0, 0].get_legend_handles_labels()
+    drawn.legend(lines, texts, loc="outside right upper", title="microbatches\nper update")
     report.save(drawn, path)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.studies import report, runs
 
 CONFIG = "configs/ppo_quickstart.yaml"
-STEPS = 16
+STEPS = 12
 VARIANTS = {"torch": "tab:red", "tensorflow": "tab:blue"}
 OPTIMIZER = ("optimizer.eps=1.0e-5", "optimizer.betas=[0.9,0.999]", "max_grad_norm=null", "schedule.warmup_steps=0")
 OVERRIDES = (
