@@ -11,6 +11,7 @@ transformers from the learner's own model.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -173,19 +174,23 @@ def curve_of(by_rank: Sequence[Sequence[tuple[Any, int]]]) -> runs.Steps:
 Curves = dict[tuple[int, int, int], runs.Steps]  # by seed, learners, budget
 
 
-def train_seed(data: Path, *, steps: int, seed: int) -> tuple[runs.Steps, Curves]:
-    """The curve of the recorded run, and those of all worlds that are trained on its rollouts."""
+def train_seed(file: Path, data: Path, *, steps: int, seed: int) -> tuple[runs.Steps, Curves]:
+    """The curve of the recorded run, and those of all worlds that are trained on its rollouts; kept in `file`."""
 
     def config(learners: int, budget: int) -> GRPOConfig:
         return config_of(data, steps=steps, seed=seed, learners=learners, budget=budget)
 
-    ((record, logged),) = runs.run_world(recording_rank, 1, config(1, BUDGETS[0]))
-    curves: Curves = {}
-    for learners in LEARNERS:
-        by_rank = runs.run_world(training_rank, learners, [config(learners, budget) for budget in BUDGETS], record)
-        for budget, ranks in zip(BUDGETS, zip(*by_rank, strict=True), strict=True):
-            curves[seed, learners, budget] = curve_of(ranks)
-    return curve_of([logged]), curves
+    if not file.is_file():
+        ((record, logged),) = runs.run_world(recording_rank, 1, config(1, BUDGETS[0]))
+        worlds: list[tuple[int, int, runs.Steps]] = []
+        for learners in LEARNERS:
+            by_rank = runs.run_world(training_rank, learners, [config(learners, budget) for budget in BUDGETS], record)
+            for budget, ranks in zip(BUDGETS, zip(*by_rank, strict=True), strict=True):
+                worlds.append((learners, budget, curve_of(ranks)))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"recorded": curve_of([logged]), "worlds": worlds}))
+    made = json.loads(file.read_text())
+    return made["recorded"], {(seed, learners, budget): curve for learners, budget, curve in made["worlds"]}
 
 
 # --- table and picture ---
@@ -255,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recorded: dict[int, runs.Steps] = {}
     curves: Curves = {}
     for seed in seeds:
-        recorded[seed], of_seed = train_seed(data, steps=steps, seed=seed)
+        recorded[seed], of_seed = train_seed(options.output / f"seed-{seed}.json", data, steps=steps, seed=seed)
         curves |= of_seed
         print(f"seed {seed}: {time.monotonic() - began:.0f} s so far", flush=True)
     rows = summarize(curves, recorded)
