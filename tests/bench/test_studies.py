@@ -236,6 +236,12 @@ def test_the_table_of_ppo_has_the_mean_of_the_named_steps_and_the_spread_of_the_
     assert row["torch / tensorflow, by seed"] == "2.00, 3.00"
 
 
+def test_a_seed_whose_curves_are_kept_is_not_trained_again(tmp_path: Path) -> None:
+    (tmp_path / "seed-3.json").write_text('{"recorded": [{"step": 1}], "worlds": [[2, 512, [{"step": 2}]]]}')
+    curves = batch_sizes.train_seed(tmp_path / "seed-3.json", Path("nowhere"), steps=1, seed=3)
+    assert curves == ([{"step": 1}], {(3, 2, 512): [{"step": 2}]})
+
+
 def test_the_table_of_batch_sizes_has_the_largest_distance_over_steps_and_seeds() -> None:
     def curve(loss: float) -> runs.Steps:
         metrics = dict.fromkeys(batch_sizes.METRICS, 0.0)
