@@ -19,11 +19,11 @@ shell_scripts = $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
 export VENV
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-fast test-faults soak test-gpu bench bench-training lint format clean
+.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-fast test-faults soak test-gpu bench bench-training studies lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  variables: SEED (quickstart, real-model), STEPS (soak), PYTEST_ARGS (tests), DEVICE, QUICK (benchmarks), VENV, PYTHON (interpreter that makes VENV)"
+	@echo "  variables: SEED (quickstart, real-model), STEPS (soak), PYTEST_ARGS (tests), DEVICE (benchmarks), QUICK (benchmarks, studies), VENV, PYTHON (interpreter that makes VENV)"
 
 setup:  ## environment in .venv with everything for CPU
 	@tools/setup.sh cpu
@@ -96,17 +96,20 @@ test-fast: environment  ## the tests that neither start the stack nor wait for p
 
 # They run one after the other. If one fails, the others still run, and the end names those that failed.
 define benchmarks
-failed=; for name in $(1); do $(PY) -m benchmarks.$$name $(bench_options) || failed="$$failed $$name,"; done; \
+failed=; for name in $(1); do $(PY) -m benchmarks.$$name $(2) || failed="$$failed $$name,"; done; \
 [ -z "$$failed" ] || { echo "failed:$${failed%,}" >&2; exit 1; }
 endef
 
 # Compare only results of one machine: run all of a target at once, with nothing else running.
 bench: setup-bench  ## compare speed and memory with the peers, without training runs; QUICK=1 only checks that they run
-	@$(call benchmarks,packer simulator roofline startup logprobs learner_step transfer rollout)
+	@$(call benchmarks,packer simulator roofline startup logprobs learner_step transfer rollout,$(bench_options))
 
 bench-training: setup-bench  ## compare whole steps, asynchronous runs and time to accuracy with the peers
 	@$(call benchmarks,training_steps asynchronous \
-	    "simulator --replay runs/benchmarks/asynchronous.json" time_to_accuracy)
+	    "simulator --replay runs/benchmarks/asynchronous.json" time_to_accuracy,$(bench_options))
+
+studies: setup-bench  ## the tables and pictures of docs/algorithms.md in runs/studies, on CPU, in hours; goes on where it stopped
+	@$(call benchmarks,$(addprefix studies.,adam schedule batch_sizes ppo_adam algorithms kl),$(if $(QUICK),--quick))
 
 lint: environment  ## ruff, mypy, shellcheck, hadolint, the schemas of compose.yaml and kuberay.yaml
 	$(PY) -m ruff check .

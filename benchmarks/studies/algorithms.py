@@ -1,6 +1,6 @@
 """Study: every named algorithm trains the quickstart's task through the whole stack.
 
-    python -m benchmarks.studies.algorithms --output runs/studies/algorithms [--only grpo,dapo]
+    python -m benchmarks.studies.algorithms [--only grpo,dapo]
 
 Each algorithm is a run of `rlhf.grpo`, started as a user starts it: configs/quickstart.yaml with the overrides below,
 which are the algorithm's own choices. What is not part of an algorithm (batch, learning rate, model) is the same for
@@ -9,18 +9,15 @@ all, so this is a test that each learns, not a contest: nothing was tuned for an
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.studies import report
+from benchmarks.studies import report, runs
 
 STEPS = 30
 CONFIG = "configs/quickstart.yaml"
+QUICK = ("grpo", "dapo")
 ENDS = 5  # the first and the last steps, over which means are taken
 
 # name -> (label, overrides of configs/quickstart.yaml); the sources are those of docs/algorithms.md
@@ -66,75 +63,77 @@ ALGORITHMS: dict[str, tuple[str, tuple[str, ...]]] = {
 EVERY_STEP = ("reward/mean", "policy/loss", "policy/kl_k3", "policy/entropy", "learner/grad_norm")
 
 
-def command(name: str, *, data: Path, folder: Path, steps: int, seed: int) -> list[str]:
-    """The command line, as a user would type it."""
-    return [
-        sys.executable, "-m", "rlhf.grpo", "--config", CONFIG,
-        f"run.dir={folder}", f"run.steps={steps}", f"run.seed={seed}", "run.export=false",
-        f"model.path={data}/model", f"data.train={data}/train.jsonl", "data.eval=null", "evaluation.every=null",
-        "checkpoint.every=null", "logging.wandb.mode=disabled", "logging.rollouts=false", "algo.log_kl=true",
-        "algo.importance_correction=none",  # none of these papers corrects
-        *ALGORITHMS[name][1],
-    ]  # fmt: skip
+def overrides(name: str, seed: int) -> list[str]:
+    none = "algo.importance_correction=none"  # none of these papers corrects
+    return [f"run.seed={seed}", "logging.rollouts=false", "algo.log_kl=true", none, *ALGORITHMS[name][1]]
 
 
-def read_steps(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def summarize(label: str, steps: Sequence[dict[str, Any]]) -> report.Row:
-    """One line of the table.
+def summarize(label: str, of_seeds: Sequence[runs.Steps]) -> report.Row:
+    """One line of the table: means and extremes over all seeds.
 
     A metric that is not finite does not reach the log, so a missing one counts as well as a skipped update.
     """
-    numbers = [value for row in steps for value in row.values() if isinstance(value, int | float)]
-    lost = sum(name not in row for row in steps for name in EVERY_STEP)
-    skipped = int(steps[-1]["learner/updates_skipped"])
-    # The math reward alone, so that a penalty or a weight beside it does not hide what was learned.
-    right = [row.get("reward/part/math", row["reward/mean"]) for row in steps]
+    every = [row for steps in of_seeds for row in steps]
+    numbers = [value for row in every for value in row.values() if isinstance(value, int | float)]
+    lost = sum(name not in row for row in every for name in EVERY_STEP)
+    skipped = sum(int(steps[-1]["learner/updates_skipped"]) for steps in of_seeds)
+    first, last = ([row for steps in of_seeds for row in steps[part]] for part in (slice(ENDS), slice(-ENDS, None)))
     return {
         "algorithm": label,
-        f"right, steps 1-{ENDS}": round(report.mean(right[:ENDS]), 3),
-        f"right, last {ENDS}": round(report.mean(right[-ENDS:]), 3),
-        f"reward, steps 1-{ENDS}": round(report.mean(row["reward/mean"] for row in steps[:ENDS]), 3),
-        f"reward, last {ENDS}": round(report.mean(row["reward/mean"] for row in steps[-ENDS:]), 3),
-        "largest KL (k3, nats a token)": max(row["policy/kl_k3"] for row in steps),
-        "largest clip fraction": max(row["policy/clip_fraction"] for row in steps),
+        f"right, steps 1-{ENDS}": round(report.mean(map(right, first)), 3),
+        f"right, last {ENDS}": round(report.mean(map(right, last)), 3),
+        f"reward, steps 1-{ENDS}": round(report.mean(row["reward/mean"] for row in first), 3),
+        f"reward, last {ENDS}": round(report.mean(row["reward/mean"] for row in last), 3),
+        "largest KL (k3, nats a token)": max(row["policy/kl_k3"] for row in every),
+        "largest clip fraction": max(row["policy/clip_fraction"] for row in every),
         "not finite": sum(not math.isfinite(x) for x in numbers) + lost + skipped,
     }
 
 
-def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def right(row: report.Row) -> float:
+    """The math reward alone, so that a penalty or a weight does not hide what was learned."""
+    return float(row.get("reward/part/math", row["reward/mean"]))
+
+
+def draw(of_algorithms: dict[str, list[runs.Steps]], path: Path) -> None:
     drawn, axes = report.figure(1, 2, width=9.5, height=3.4)
-    right, kl = axes[0]
-    for name, steps in runs.items():
-        at = [row["step"] for row in steps]
-        right.plot(at, [row.get("reward/part/math", row["reward/mean"]) for row in steps], label=ALGORITHMS[name][0])
-        kl.plot(at, [row["policy/kl_k3"] for row in steps])
-    right.set(title="share of right answers", xlabel="training step")
-    kl.set(title="KL to the start, k3, nats a token", xlabel="training step")
-    right.legend(ncols=2, fontsize=7)
+    accuracy, kl = axes[0]
+    for name, of_seeds in of_algorithms.items():
+        at = [row["step"] for row in of_seeds[0]]
+        runs.band(accuracy, [list(map(right, steps)) for steps in of_seeds], at, label=ALGORITHMS[name][0])
+        runs.band(kl, [[row["policy/kl_k3"] for row in steps] for steps in of_seeds], at)
+    accuracy.set(title="share of right answers", xlabel="training step")
+    kl.set(title="KL to the start, k3, nats per token", xlabel="training step")
+    accuracy.legend(ncols=2, fontsize=7)
     report.save(drawn, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser("algorithms", "Train the quickstart's task with every named algorithm.", trains=True)
-    parser.add_argument("--only", default=",".join(ALGORITHMS), help=f"of {', '.join(ALGORITHMS)}")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    description = "Train the quickstart's task with every named algorithm."
+    parser = report.parser("algorithms", description, trains=True, seeds=(0,))
+    parser.add_argument("--only", help=f"of {','.join(ALGORITHMS)}")
     options = report.parse(parser, arguments)
     data = report.ensure_data(options.data)
-    runs = {}
-    for name in options.only.split(","):
-        folder = options.output / name
-        if not (folder / "summary.json").is_file():
-            print(f"{ALGORITHMS[name][0]}: {options.steps} steps", flush=True)
-            line = command(name, data=data, folder=folder, steps=options.steps, seed=options.seed)
-            subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
-        runs[name] = read_steps(folder)
-    rows = [summarize(ALGORITHMS[name][0], steps) for name, steps in runs.items()]
+    names = options.only.split(",") if options.only else QUICK if options.quick else ALGORITHMS
+    steps = 6 if options.quick else STEPS  # more updates than the warm-up
+    of_algorithms = {
+        name: [
+            runs.train(
+                "grpo",
+                CONFIG,
+                options.output / f"{name}-{seed}",
+                data=data,
+                steps=steps,
+                overrides=overrides(name, seed),
+            )
+            for seed in options.seeds
+        ]
+        for name in names
+    }
+    rows = [summarize(ALGORITHMS[name][0], of_seeds) for name, of_seeds in of_algorithms.items()]
     report.write_table(options.output / "algorithms", rows)
     print(report.markdown(rows))
-    draw(runs, options.output / "algorithms.png")
+    draw(of_algorithms, options.output / "algorithms.png")
 
 
 if __name__ == "__main__":

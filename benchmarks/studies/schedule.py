@@ -1,12 +1,17 @@
-"""Study: the learning rate that an optimizer holds, against training steps, for 1, 2 and 4 processes.
+"""Study: the learning rate that an optimizer holds, against training steps, done right and wrong in two ways.
 
-    python -m benchmarks.studies.schedule --output runs/studies/schedule
+    python -m benchmarks.studies.schedule
 
 Constant, linear and cosine, each with a warm-up, for 1 and 4 PPO epochs and 1 and 4 minibatches. Ours: ranks of a
-DeepSpeed world of that many processes take every optimizer step of a run (of a toy module), and the rate is read from
-the optimizer. Beside it, in worlds of the same sizes, the usual loop of `accelerate`: model, optimizer and
-transformers' scheduler through `prepare`, then step and step. Its prepared scheduler steps once for each process,
-because it assumes that more processes mean fewer steps over a data set; PPO takes the same number of updates.
+DeepSpeed world of 1, 2 or 4 processes take every optimizer step of a run (of a toy module), and the rate is read from
+the optimizer. Next to it:
+
+    stepped once per process   the usual loop of `accelerate` in worlds of the same sizes: model, optimizer and
+                               transformers' scheduler through `prepare`, then step and step. The prepared scheduler
+                               steps once for each process, because it assumes that more processes mean fewer steps
+                               over a data set; PPO takes the same number of updates.
+    N counted as rollouts      transformers' scheduler on one process, told that the run has as many updates as training
+                               steps: without epochs and minibatches.
 """
 
 from __future__ import annotations
@@ -15,13 +20,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies import report
+from benchmarks.studies import report, runs
 
 PEAK = 1e-5
 STEPS = 20
@@ -31,6 +34,10 @@ EPOCHS = (1, 4)
 MINIBATCHES = (1, 4)
 PROCESSES = (1, 2, 4)
 LINES = {1: ("-", 3.2), 2: ("--", 1.9), 4: (":", 1.5)}  # of a world's curve, so that equal ones show all
+
+
+def warmup_of(updates: int) -> int:
+    return math.ceil(WARMUP_FRACTION * updates)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Run:
 
     @property
     def warmup(self) -> int:
-        return math.ceil(WARMUP_FRACTION * self.updates)
+        return warmup_of(self.updates)
 
     def intended(self, update: int) -> float:
         """The rate of update 1..N, by hand: a ramp, then one fall to 0 at N (or none)."""
@@ -62,23 +69,17 @@ def all_runs(steps: int) -> list[Run]:
     return [Run(name, e, m, steps) for name in SCHEDULES for e in EPOCHS for m in MINIBATCHES]
 
 
-# --- worlds ---
+# --- rates ---
 
 
-def run_world(rank_main: Callable[..., Any], processes: int, runs: Sequence[Run]) -> list[list[float]]:
+def rates_in_world(rank_main: Callable[..., Any], processes: int, of_runs: Sequence[Run]) -> list[list[float]]:
     """Rates by run and update from a new world, in which all ranks must agree."""
-    from rlhf.learner.rank_place import free_port
-
-    port = free_port()
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(rank_main, rank, processes, port, list(runs)) for rank in range(processes)]
-        by_rank = [future.result() for future in waiting]
+    by_rank: list[list[list[float]]] = runs.run_world(rank_main, processes, list(of_runs))
     assert all(rates == by_rank[0] for rates in by_rank), "the ranks of a world hold different learning rates"
-    rates: list[list[float]] = by_rank[0]
-    return rates
+    return by_rank[0]
 
 
-def our_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -> list[list[float]]:
+def our_rank(rank: int, processes: int, port: int, of_runs: Sequence[Run]) -> list[list[float]]:
     """One rank of our learner, without its model: DeepSpeed ZeRO-2, every optimizer step of each run."""
     import torch
 
@@ -89,7 +90,7 @@ def our_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -> list[
 
     place = Place(rank, processes, rank, "127.0.0.1", port, threads=1)
     rates_of_runs = []
-    for run in runs:
+    for run in of_runs:
         section = TrainedConfig(
             optimizer=OptimizerConfig(lr=PEAK),
             schedule=ScheduleConfig(name=run.schedule, warmup_fraction=WARMUP_FRACTION),  # type: ignore[arg-type]
@@ -107,25 +108,22 @@ def our_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -> list[
     return rates_of_runs
 
 
-def accelerate_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -> list[list[float]]:
+def accelerate_rank(rank: int, processes: int, port: int, of_runs: Sequence[Run]) -> list[list[float]]:
     """One rank of the usual loop around `accelerate`, with its default settings."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     import torch
     from accelerate import Accelerator
-    from transformers import get_scheduler
 
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == processes
     rates_of_runs = []
-    for run in runs:
+    for run in of_runs:
         module = torch.nn.Linear(4, 1)
         plain = torch.optim.AdamW(module.parameters(), lr=PEAK)
-        name = "constant_with_warmup" if run.schedule == "constant" else run.schedule
-        schedule = get_scheduler(name, plain, num_warmup_steps=run.warmup, num_training_steps=run.updates)
-        model, optimizer, scheduler = accelerator.prepare(module, plain, schedule)
+        model, optimizer, scheduler = accelerator.prepare(module, plain, their_schedule(run, plain, run.updates))
         rates = []
         for _ in range(run.updates):
             accelerator.backward(model(torch.ones(1, 4)).sum())
@@ -138,7 +136,29 @@ def accelerate_rank(rank: int, processes: int, port: int, runs: Sequence[Run]) -
     return rates_of_runs
 
 
-# --- table and picture ---
+def their_schedule(run: Run, optimizer: Any, total: int) -> Any:
+    """transformers' scheduler of a run that is said to have `total` updates."""
+    from transformers import get_scheduler
+
+    name = "constant_with_warmup" if run.schedule == "constant" else run.schedule
+    return get_scheduler(name, optimizer, num_warmup_steps=warmup_of(total), num_training_steps=total)
+
+
+def rates_if_counted(run: Run, total: int) -> list[float]:
+    """Rates of all updates of the run on one process, if transformers' scheduler is told that there are `total`."""
+    import torch
+
+    optimizer = torch.optim.AdamW(torch.nn.Linear(4, 1).parameters(), lr=PEAK)
+    scheduler = their_schedule(run, optimizer, total)
+    rates = []
+    for _ in range(run.updates):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+# --- tables and picture ---
 
 Curves = dict[tuple[Run, int], list[float]]  # by run and number of processes
 
@@ -176,54 +196,80 @@ def summarize(ours: Curves, theirs: Curves) -> list[report.Row]:
     return rows
 
 
+def summarize_count(of_runs: Sequence[Run]) -> list[report.Row]:
+    """A line for each run on one process: N counted without epochs and minibatches, against the right N."""
+    rows = []
+    for run in of_runs:
+        right, wrong = (rates_if_counted(run, total) for total in (run.updates, run.steps))
+        rows.append(
+            {
+                "schedule": run.schedule,
+                "epochs": run.epochs,
+                "minibatches": run.minibatches,
+                "updates": run.updates,
+                "N as counted": run.steps,
+                "off by": round(deviation(wrong, right), 3),
+                "mean rate": round(report.mean(wrong) / PEAK, 3),
+                "mean rate of the right N": round(report.mean(right) / PEAK, 3),
+                "updates below 1% of the peak": sum(rate < 0.01 * PEAK for rate in wrong),
+                "rate of the last update": round(wrong[-1] / PEAK, 3),
+            }
+        )
+    return rows
+
+
 def draw(ours: Curves, theirs: Curves, path: Path) -> None:
-    """Two settings, each ours and accelerate's side by side; a row for each schedule."""
-    runs = {run for run, _ in ours}
-    settings = sorted({(run.epochs, run.minibatches) for run in runs})
-    shown = [settings[0], settings[-1]]
-    drawn, axes = report.figure(len(SCHEDULES), 4, width=10, height=6.2, sharex=True, sharey=True)
+    """The runs with most epochs and minibatches: ours, then the two ways to get them wrong; a row per schedule."""
+    most = max(run.updates for run, _ in ours)
+    drawn, axes = report.figure(len(SCHEDULES), 3, width=9, height=6.2, sharex=True, sharey=True)
     for row, name in enumerate(SCHEDULES):
-        for pair, (epochs, minibatches) in enumerate(shown):
-            run = next(r for r in runs if (r.schedule, r.epochs, r.minibatches) == (name, epochs, minibatches))
-            at = [update / (epochs * minibatches) for update in range(1, run.updates + 1)]
-            for column, (label, curves) in enumerate((("this trainer", ours), ("accelerate, prepared", theirs))):
-                panel = axes[row, 2 * pair + column]
-                panel.plot(at, [run.intended(u) / PEAK for u in range(1, run.updates + 1)], color="0.8", lw=7)
-                for processes, (line, width) in LINES.items():
-                    if (run, processes) in curves:
-                        rates = [rate / PEAK for rate in curves[run, processes]]
-                        text = f"{processes} process{'es' * (processes > 1)}"
-                        panel.plot(at, rates, line, lw=width, color=f"C{processes // 2}", label=text)
-                if row == 0:
-                    panel.set_title(f"{label}\nepochs {epochs}, minibatches {minibatches}")
+        of_schedule = sorted({run for run, _ in ours if run.schedule == name}, key=lambda run: run.updates)
+        run = next(run for run in of_schedule if run.updates == most)
+        for panel in axes[row]:
+            panel.plot(steps_of(run), [run.intended(u) / PEAK for u in range(1, most + 1)], color="0.8", lw=7)
+        for panel, curves in ((axes[row, 0], ours), (axes[row, 1], theirs)):
+            for processes, (line, width) in LINES.items():
+                if (run, processes) in curves:
+                    rates = [rate / PEAK for rate in curves[run, processes]]
+                    text = f"{processes} process{'es' * (processes > 1)}"
+                    panel.plot(steps_of(run), rates, line, lw=width, color=f"C{processes // 2}", label=text)
+        for counted in {run.updates: run for run in of_schedule}.values():
+            rates = [rate / PEAK for rate in rates_if_counted(counted, counted.steps)]
+            text = f"{counted.updates // counted.steps} updates per step"
+            axes[row, 2].plot(steps_of(counted), rates, lw=1.5, label=text)
         axes[row, 0].set_ylabel(f"{name}\nlearning rate / peak")
+    titles = ("this trainer", "stepped once per process\n(accelerate, prepared)", "N without epochs and minibatches")
+    for panel, title in zip(axes[0], titles, strict=True):
+        panel.set_title(title)
     for panel in axes[-1]:
         panel.set_xlabel("training step")
-    axes[0, 1].legend(loc="lower right")
     axes[0, 0].plot([], [], color="0.8", lw=7, label="intended")
-    axes[0, 0].legend(loc="lower right")
+    for panel in axes[0]:
+        panel.legend(loc="lower right")
     report.save(drawn, path)
 
 
+def steps_of(run: Run) -> list[float]:
+    """The training steps that have passed after each update."""
+    return [update * run.steps / run.updates for update in range(1, run.updates + 1)]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = report.parser(
-        "schedule", "The learning rate against the training step in worlds of 1, 2, 4.", trains=False
-    )
-    parser.add_argument("--steps", type=int, default=STEPS, help="training steps of a run")
-    parser.add_argument("--processes", default=",".join(map(str, PROCESSES)), help="sizes of the worlds, 1 among them")
+    parser = report.parser("schedule", "The learning rate by training step, right and wrong.", trains=False)
     options = report.parse(parser, arguments)
     began = time.monotonic()
-    runs = all_runs(options.steps)
+    worlds = PROCESSES[:2] if options.quick else PROCESSES
+    of_runs = all_runs(5 if options.quick else STEPS)
     ours: Curves = {}
     theirs: Curves = {}
-    for processes in map(int, options.processes.split(",")):
+    for processes in worlds:
         for curves, rank_main in ((ours, our_rank), (theirs, accelerate_rank)):
-            rates = run_world(rank_main, processes, runs)
-            curves.update({(run, processes): rates_of_run for run, rates_of_run in zip(runs, rates, strict=True)})
+            rates = rates_in_world(rank_main, processes, of_runs)
+            curves.update({(run, processes): rates_of_run for run, rates_of_run in zip(of_runs, rates, strict=True)})
         print(f"worlds of {processes}: {time.monotonic() - began:.0f} s so far", flush=True)
-    rows = summarize(ours, theirs)
-    report.write_table(options.output / "schedule", rows)
-    print(report.markdown(rows))
+    for name, rows in (("schedule", summarize(ours, theirs)), ("schedule-count", summarize_count(of_runs))):
+        report.write_table(options.output / name, rows)
+        print(report.markdown(rows))
     draw(ours, theirs, options.output / "schedule.png")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,23 @@ import pytest
 import torch
 from worlds import make_groups, run_world
 
-from benchmarks.studies import adam, adam_update, algorithms, kl, kl_gradients, kl_report, report, schedule
+from benchmarks.studies import (
+    adam,
+    adam_update,
+    algorithms,
+    batch_sizes,
+    kl,
+    kl_gradients,
+    kl_report,
+    ppo_adam,
+    report,
+    runs,
+    schedule,
+)  # fmt: skip
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
+from rlhf.config.ppo import PPOConfig
 from rlhf.learner.rank_place import Place
 from rlhf.step.batch import make_batch
 
@@ -38,12 +52,43 @@ def test_every_study_draws_its_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="comes with the extra bench")
     kl_runs = kl.all_runs([0.1, 1.0], [0, 1])
     kl_report.write([kl_record(run, [0.1, 0.2]) for run in kl_runs], tmp_path, planned=len(kl_runs), seeds=[0, 1])
-    runs = [schedule.Run(name, e, e, 3) for name in schedule.SCHEDULES for e in (1, 4)]
-    curves = {(run, p): [1e-5] * run.updates for run in runs for p in (1, 2)}
-    schedule.draw(curves, curves, tmp_path / "schedule.png")
+    of_runs = [schedule.Run(name, e, e, 3) for name in schedule.SCHEDULES for e in (1, 4)]
+    rates = {(run, p): [1e-5] * run.updates for run in of_runs for p in (1, 2)}
+    schedule.draw(rates, rates, tmp_path / "schedule.png")
     logged = {"step": 1, "reward/mean": 0.5, "policy/kl_k3": 0.0}
-    algorithms.draw({"grpo": [logged], "dapo": [logged]}, tmp_path / "algorithms.png")
-    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("kl", "schedule", "algorithms"))
+    algorithms.draw({"grpo": [[logged]], "dapo": [[logged], [logged]]}, tmp_path / "algorithms.png")
+    ppo_adam.draw({variant: {0: [logged], 1: [logged]} for variant in ppo_adam.VARIANTS}, tmp_path / "ppo_adam.png")
+    curve = [{"step": 1, "microbatches": 2, **dict.fromkeys(batch_sizes.METRICS, 0.5)}]
+    batch_sizes.draw({(0, 1, 512): curve, (0, 2, 512): curve}, {0: curve}, tmp_path / "batch_sizes.png")
+    names = ("kl", "schedule", "algorithms", "ppo_adam", "batch_sizes")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in names)
+
+
+def test_a_quick_study_writes_to_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda _: True)
+    parser = report.parser("kl", "", trains=True)
+    assert report.parse(parser, ["--seeds", "4,5"]).seeds == [4, 5]
+    assert report.parse(parser, ["--quick"]).output == Path("runs/studies/kl/quick")
+
+
+def test_a_run_that_has_all_steps_is_not_made_again_and_one_that_was_cut_short_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program is a stand-in that writes two steps, and fails where its folder exists, as the real ones do."""
+    write = (
+        "import os, sys; os.mkdir(sys.argv[1]); open(sys.argv[1] + '/metrics.jsonl', 'w').write('{\"step\": 1}\\n' * 2)"
+    )
+    monkeypatch.setattr(runs, "command", lambda _, __, folder, **___: [sys.executable, "-c", write, str(folder)])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    def made(steps: int) -> runs.Steps:
+        return runs.train("grpo", "", folder, data=tmp_path, steps=steps, overrides=())
+
+    assert made(2) == [{"step": 1}] * 2
+    (folder / "metrics.jsonl").write_text('{"step": 7}\n' * 2)
+    assert made(2) == [{"step": 7}] * 2
 
 
 # --- Adam ---
@@ -332,24 +377,87 @@ def test_the_intended_curve_by_hand_is_the_schedule(name: str) -> None:
         assert run.intended(update) == pytest.approx(ours, rel=1e-12, abs=1e-20)
 
 
+@pytest.mark.parametrize(
+    ("name", "minibatches", "off_by"), [("linear", 1, 60 / 72), ("linear", 4, 1.0), ("cosine", 1, 0.983)]
+)
+def test_a_count_without_epochs_and_minibatches_ends_a_linear_schedule_early_and_lets_a_cosine_rise_again(
+    name: str, minibatches: int, off_by: float
+) -> None:
+    """Linear, 4 updates per step: the rate is 0 at update 21, where 60 of the 72 updates after the warm-up remain."""
+    run = schedule.Run(name, epochs=4, minibatches=minibatches, steps=20)
+    right, wrong = (schedule.rates_if_counted(run, total) for total in (run.updates, run.steps))
+    for update, rate in enumerate(right[1:], start=1):  # transformers begins at 0, an update later than ours
+        assert rate == pytest.approx(run.intended(update))
+    assert schedule.deviation(wrong, right) == pytest.approx(off_by, abs=5e-4)
+    assert wrong[-1] == (0.0 if name == "linear" else pytest.approx(0.82 * schedule.PEAK, rel=0.01))
+
+
 @pytest.mark.stack
 def test_two_processes_leave_our_rate_as_intended_and_take_accelerates_through_its_schedule_twice_as_fast() -> None:
     run = schedule.Run("linear", epochs=2, minibatches=2, steps=5)
-    (ours,) = schedule.run_world(schedule.our_rank, 2, [run])
+    (ours,) = schedule.rates_in_world(schedule.our_rank, 2, [run])
     assert ours == [pytest.approx(run.intended(update)) for update in range(1, run.updates + 1)]
-    (theirs,) = schedule.run_world(schedule.accelerate_rank, 2, [run])
+    (theirs,) = schedule.rates_in_world(schedule.accelerate_rank, 2, [run])
     assert theirs[len(theirs) // 2 + 1 :] == [0.0] * (len(theirs) // 2 - 1)
     assert max(theirs) == pytest.approx(schedule.PEAK)
 
 
-# --- algorithms ---
+# --- whole runs ---
+
+
+def config_of_run(kind: type[Any], program: str, path: str, overrides: list[str]) -> Any:
+    line = runs.command(program, path, Path("out"), data=Path("data"), steps=30, overrides=overrides)
+    return load_config(kind, [ROOT / path], line[line.index(path) + 1 :])
+
+
+def test_the_runs_with_both_forms_of_adam_differ_in_nothing_else() -> None:
+    configs = [
+        config_of_run(PPOConfig, "ppo", ppo_adam.CONFIG, ppo_adam.overrides(variant, 2)).model_dump()
+        for variant in ppo_adam.VARIANTS
+    ]
+    for config, variant in zip(configs, ppo_adam.VARIANTS, strict=True):
+        assert (config["run"]["seed"], config["learner"]["epochs_per_step"]) == (2, 4)
+        for role in ("learner", "critic"):
+            optimizer = config[role]["optimizer"]
+            assert (optimizer.pop("variant"), optimizer["eps"], optimizer["betas"]) == (variant, 1e-5, (0.9, 0.999))
+    assert configs[0] == configs[1]
+
+
+def test_the_table_of_ppo_has_the_mean_of_the_named_steps_and_the_spread_of_the_seeds() -> None:
+    """The clip fraction of steps 2 to 4; step 1, in which the critic learns alone, has none."""
+
+    def run(clipped: float) -> runs.Steps:
+        rest = dict.fromkeys(ppo_adam.METRICS, 1.0)
+        later = [{**rest, "step": step, "policy/clip_fraction": clipped * step} for step in range(2, 9)]
+        return [{"step": 1, "reward/mean": 1.0}, *later]
+
+    table = ppo_adam.summarize({"torch": {0: run(0.1), 1: run(0.3)}, "tensorflow": {0: run(0.05), 1: run(0.1)}})
+    (row,) = (row for row in table if row["metric"] == "clip fraction")
+    assert (row["steps"], row["torch"], row["tensorflow"]) == ("2 to 4", "0.6 (0.3 to 0.9)", "0.225 (0.15 to 0.3)")
+    assert row["torch / tensorflow, by seed"] == "2.00, 3.00"
+
+
+def test_a_seed_whose_curves_are_kept_is_not_trained_again(tmp_path: Path) -> None:
+    (tmp_path / "seed-3.json").write_text('{"recorded": [{"step": 1}], "worlds": [[2, 512, [{"step": 2}]]]}')
+    curves = batch_sizes.train_seed(tmp_path / "seed-3.json", Path("nowhere"), steps=1, seed=3)
+    assert curves == ([{"step": 1}], {(3, 2, 512): [{"step": 2}]})
+
+
+def test_the_table_of_batch_sizes_has_the_largest_distance_over_steps_and_seeds() -> None:
+    def curve(loss: float) -> runs.Steps:
+        metrics = dict.fromkeys(batch_sizes.METRICS, 0.0)
+        return [{**metrics, "microbatches": 4, "policy/loss": value} for value in (0.0, loss)]
+
+    recorded = {0: curve(0.5), 1: curve(0.5)}
+    first, last = batch_sizes.summarize({(0, 2, 512): curve(0.7), (1, 2, 512): curve(0.1)}, recorded)
+    assert (first["learners"], first["microbatches per update"]) == (2, 4)
+    assert first["loss: largest difference"] == pytest.approx(0.4)
+    assert last["loss: largest difference"] == "0 to 0.5"
 
 
 @pytest.mark.parametrize("name", algorithms.ALGORITHMS)
 def test_the_command_of_an_algorithm_is_a_run_of_the_quickstart_with_its_choices(name: str) -> None:
-    line = algorithms.command(name, data=Path("data"), folder=Path("out"), steps=30, seed=3)
-    overrides = line[line.index(algorithms.CONFIG) + 1 :]
-    config = load_config(GRPOConfig, [ROOT / algorithms.CONFIG], overrides)  # type: ignore[list-item]
+    config = config_of_run(GRPOConfig, "grpo", algorithms.CONFIG, algorithms.overrides(name, seed=3))
     assert (config.run.steps, config.run.seed, config.algo.log_kl, config.model.path) == (30, 3, True, "data/model")
     assert config.algo.importance_correction == "none"  # of all these papers
     kind = {"dapo": "grpo", "gspo": "grpo", "cispo": "grpo"}.get(name, name)
@@ -363,7 +471,7 @@ def test_what_did_not_reach_the_log_counts_as_not_finite() -> None:
         "policy/clip_fraction": 0.0, "learner/grad_norm": 1.0, "learner/updates_skipped": 0,
     }  # fmt: skip
     lost = {name: value for name, value in row.items() if name != "learner/grad_norm"}
-    assert algorithms.summarize("A", [row] * 10)["not finite"] == 0
-    summary = algorithms.summarize("A", [row] * 8 + [lost, {**row, "learner/updates_skipped": 1}])
+    assert algorithms.summarize("A", [[row] * 10])["not finite"] == 0
+    summary = algorithms.summarize("A", [[row] * 10, [row] * 8 + [lost, {**row, "learner/updates_skipped": 1}]])
     assert summary["not finite"] == 2
     assert summary["largest KL (k3, nats a token)"] == 0.1

@@ -1,0 +1,273 @@
+"""Study: one learning curve for any number of learners and any number of microbatches.
+
+    python -m benchmarks.studies.batch_sizes
+
+A learner is trained on the quickstart's task, and its rollouts are kept. Then the same rollouts are trained on by the
+learner's own ranks, DeepSpeed worlds of one and two, each with three values of `learner.max_tokens_per_microbatch`. All
+of them must draw the curves of the first run: what is left is the order in which float32 numbers are added. Without
+engines, because sampled tokens would differ after the first rounding that decides one. The rollouts are sampled by
+transformers from the learner's own model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.studies import report, runs
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import load_config
+from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
+
+STEPS = 20
+LEARNERS = (1, 2)
+BUDGETS = (16384, 512, 128)  # tokens of a microbatch
+METRICS = {
+    "policy/loss": "loss",
+    "learner/grad_norm": "gradient norm",
+    "policy/kl_k3": "KL to the start, nats per token",
+}
+
+
+def config_of(data: Path, *, steps: int, seed: int, learners: int, budget: int) -> GRPOConfig:
+    overrides = [
+        f"run.steps={steps}", f"run.seed={seed}", f"model.path={data}/model", f"data.train={data}/train.jsonl",
+        "data.eval=null", "evaluation.every=null", "rollout.prompts_per_step=16", "algo.log_kl=true",
+        "algo.importance_correction=none",  # the learner's own model samples
+        f"cluster.learners={learners}", f"learner.max_tokens_per_microbatch={budget}",
+    ]  # fmt: skip
+    return load_config(GRPOConfig, ["configs/quickstart.yaml"], overrides)
+
+
+# --- on a rank ---
+
+
+def recording_rank(
+    rank: int, processes: int, port: int, config: GRPOConfig
+) -> tuple[list[list[RolloutGroup]], list[Any]]:
+    """Sample and train; the rollouts of every training step, and what was logged of it."""
+    import torch
+
+    from rlhf.data.load import load_prompts
+    from rlhf.data.model_files import load_tokenizer
+    from rlhf.data.order import PromptStream
+    from rlhf.rewards.answers.extract import gold_answer
+
+    learner = make_learner(config, rank, processes, port)
+    tokenizer = load_tokenizer(config.model)
+    prompts = PromptStream(load_prompts(config.data, "train", tokenizer, gold_answer).prompts, seed=config.run.seed)
+    torch.manual_seed(config.run.seed)
+    record, logged = [], []
+    for step in range(config.run.steps):
+        taken = prompts.take(config.rollout.prompts_per_step)
+        record.append(sample_groups(learner.engine.module.transformer, taken, config, tokenizer))
+        logged.append(train_step(learner, config, record[-1], step))
+    learner.close()
+    return record, logged
+
+
+def training_rank(
+    rank: int, processes: int, port: int, configs: Sequence[GRPOConfig], record: Sequence[Sequence[RolloutGroup]]
+) -> list[list[Any]]:
+    """Train on the record with each config; by config and training step, what was logged."""
+    logged = []
+    for config in configs:
+        learner = make_learner(config, rank, processes, port)
+        logged.append([train_step(learner, config, groups, step) for step, groups in enumerate(record)])
+    learner.close()
+    return logged
+
+
+def make_learner(config: GRPOConfig, rank: int, processes: int, port: int) -> Any:
+    from rlhf.learner.rank_place import Place
+    from rlhf.learner.worker import Learner
+
+    return Learner(config, Place(rank, processes, rank, "127.0.0.1", port, threads=1))
+
+
+def train_step(learner: Any, config: GRPOConfig, groups: Sequence[RolloutGroup], step: int) -> tuple[Any, int]:
+    """The step of `rlhf.grpo`: this rank's metrics of every update, and how many microbatches they had in all."""
+    from rlhf.cluster.rank_group import rows_of_rank
+    from rlhf.step.batch import broadcast_to_tokens, make_batch
+    from rlhf.step.minibatches import plan_epochs, rows_with_gradient
+    from rlhf.step.response_advantages import step_advantages
+    from rlhf.types import PolicyTargets
+
+    batch = make_batch(groups, mask_truncated=config.algo.mask_truncated)
+    advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
+    rows = rows_with_gradient(batch, advantages, config)
+    epochs = plan_epochs(batch, config, step=step, rows_to_compute=rows)
+    learner.start_step(batch.tokens, epochs)
+    own = batch.tokens.token_indices(rows_of_rank(epochs[:1], learner.place.rank))
+    columns = []
+    for computed in learner.logprobs():
+        columns.append(np.zeros(len(batch.tokens.token_ids), np.float32))  # the tokens of other ranks are not read
+        columns[-1][own] = computed
+    updates = learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), *columns))
+    return updates, sum(len(m.microbatches[learner.place.rank]) for epoch in epochs for m in epoch)
+
+
+def sample_groups(
+    transformer: Any, prompts: Sequence[Prompt], config: GRPOConfig, tokenizer: Any
+) -> list[RolloutGroup]:
+    """Graded responses to prompts of equal length, as the quickstart's are."""
+    import torch
+
+    from rlhf.learner.packed_attention import PACKED
+
+    samples, eos = config.rollout.samples_per_prompt, tokenizer.eos_token_id
+    ids = torch.from_numpy(np.repeat([prompt.token_ids for prompt in prompts], samples, 0)).long()
+    transformer.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        generated = transformer.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=config.rollout.max_response_tokens,
+            do_sample=True, top_k=0, top_p=1.0, temperature=config.rollout.temperature, eos_token_id=eos,
+            pad_token_id=eos,
+        )  # fmt: skip
+    transformer.set_attn_implementation(PACKED)
+    responses = generated[:, ids.shape[1] :].numpy()
+    return [
+        RolloutGroup(prompt, tuple(graded(prompt, i, row, tokenizer) for i, row in enumerate(of_prompt)))
+        for prompt, of_prompt in zip(prompts, np.split(responses, len(prompts)), strict=True)
+    ]
+
+
+def graded(prompt: Prompt, sample: int, response: np.ndarray, tokenizer: Any) -> ScoredRollout:
+    """One response, up to its first end token, with the quickstart's reward."""
+    from rlhf.config.reward import MathOptions
+    from rlhf.rewards.math import math_reward
+
+    ends = np.flatnonzero(response == tokenizer.eos_token_id)
+    response = response[: ends[0] + 1] if len(ends) else response
+    ids = np.concatenate([prompt.token_ids, response]).astype(np.int32)
+    mask = np.arange(len(ids)) >= len(prompt.token_ids)
+    text = tokenizer.decode(response.tolist(), skip_special_tokens=True)
+    grade = math_reward(text, prompt.answer, MathOptions(), lambda *_: None)
+    rollout = Rollout(
+        prompt.id, prompt.epoch, sample, ids, mask, np.zeros(len(ids), np.float32),
+        (VersionSpan(len(prompt.token_ids), len(ids), 0),), "stop" if len(ends) else "length",
+    )  # fmt: skip
+    return ScoredRollout(rollout, text, "", grade.value, {"math": grade.value}, "ok")
+
+
+# --- curves ---
+
+
+def curve_of(by_rank: Sequence[Sequence[tuple[Any, int]]]) -> runs.Steps:
+    """What the driver would log, from what each rank has logged of every training step."""
+    from rlhf.log.reductions import mean_over_updates, merge_metrics, to_values
+
+    curve = []
+    for step, ranks in enumerate(zip(*by_rank, strict=True), start=1):
+        updates = [merge_metrics(list(parts)) for parts in zip(*(updates for updates, _ in ranks), strict=True)]
+        microbatches = sum(count for _, count in ranks) / len(updates)
+        curve.append(to_values(mean_over_updates(updates)) | {"step": step, "microbatches": microbatches})
+    return curve
+
+
+Curves = dict[tuple[int, int, int], runs.Steps]  # by seed, learners, budget
+
+
+def train_seed(file: Path, data: Path, *, steps: int, seed: int) -> tuple[runs.Steps, Curves]:
+    """The curve of the recorded run, and those of all worlds that are trained on its rollouts; kept in `file`."""
+
+    def config(learners: int, budget: int) -> GRPOConfig:
+        return config_of(data, steps=steps, seed=seed, learners=learners, budget=budget)
+
+    if not file.is_file():
+        ((record, logged),) = runs.run_world(recording_rank, 1, config(1, BUDGETS[0]))
+        worlds: list[tuple[int, int, runs.Steps]] = []
+        for learners in LEARNERS:
+            by_rank = runs.run_world(training_rank, learners, [config(learners, budget) for budget in BUDGETS], record)
+            for budget, ranks in zip(BUDGETS, zip(*by_rank, strict=True), strict=True):
+                worlds.append((learners, budget, curve_of(ranks)))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"recorded": curve_of([logged]), "worlds": worlds}))
+    made = json.loads(file.read_text())
+    return made["recorded"], {(seed, learners, budget): curve for learners, budget, curve in made["worlds"]}
+
+
+# --- table and picture ---
+
+
+def difference(curve: runs.Steps, recorded: runs.Steps, name: str) -> float:
+    """The largest distance of two curves over all steps."""
+    return max(abs(a[name] - b[name]) for a, b in zip(curve, recorded, strict=True))
+
+
+def summarize(curves: Curves, recorded: dict[int, runs.Steps]) -> list[report.Row]:
+    """A line for each number of learners and each budget, and what the recorded runs themselves span."""
+    settings = dict.fromkeys((learners, budget) for _, learners, budget in curves)
+    rows = []
+    for learners, budget in settings:
+        of_seeds = {seed: curves[seed, learners, budget] for seed in recorded}
+        counts = [step["microbatches"] for curve in of_seeds.values() for step in curve]
+        rows.append(
+            {"learners": learners, "max_tokens_per_microbatch": budget, "microbatches per update": report.mean(counts)}
+            | {
+                f"{label}: largest difference": max(difference(of_seeds[s], recorded[s], name) for s in recorded)
+                for name, label in METRICS.items()
+            }
+        )
+    values = {name: [step[name] for steps in recorded.values() for step in steps] for name in METRICS}
+    spans = {
+        f"{label}: largest difference": f"{report.number(min(values[name]))} to {report.number(max(values[name]))}"
+        for name, label in METRICS.items()
+    }
+    everything = {
+        "learners": "recorded",
+        "max_tokens_per_microbatch": "lowest to highest",
+        "microbatches per update": "",
+    }
+    return [*rows, everything | spans]
+
+
+def draw(curves: Curves, recorded: dict[int, runs.Steps], path: Path) -> None:
+    """The first seed: the recorded curve in grey, all others over it, and below how far they are from it."""
+    seed = next(iter(recorded))
+    drawn, axes = report.figure(2, len(METRICS), width=9.5, height=4.4, sharex=True)
+    styles = [("-", 4.0), ("-", 2.6), ("-", 1.6), ("--", 2.4), ("--", 1.6), (":", 1.6)]
+    settings = [(learners, budget) for s, learners, budget in curves if s == seed]
+    for (name, label), (above, below) in zip(METRICS.items(), axes.T, strict=True):
+        at = [step["step"] for step in recorded[seed]]
+        above.plot(at, [step[name] for step in recorded[seed]], color="0.8", lw=7, label="the run")
+        for (learners, budget), (line, width) in zip(settings, styles, strict=False):
+            curve = curves[seed, learners, budget]
+            text = f"{learners} learner{'s' * (learners > 1)}: {report.mean(s['microbatches'] for s in curve):.0f}"
+            above.plot(at, [step[name] for step in curve], line, lw=width, label=text)
+            far = [abs(step[name] - run[name]) for step, run in zip(curve, recorded[seed], strict=True)]
+            below.plot(at, [value or math.nan for value in far], line, lw=1.2)  # a log axis has no place for 0
+        above.set_title(label)
+        below.set(yscale="log", xlabel="training step")
+    axes[1, 0].set_ylabel("distance to the run")
+    lines, texts = axes[0, 0].get_legend_handles_labels()
+    drawn.legend(lines, texts, loc="outside right upper", title="microbatches\nper update")
+    report.save(drawn, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = report.parser("batch_sizes", "One curve for any learners and microbatches.", trains=True)
+    options = report.parse(parser, arguments)
+    began = time.monotonic()
+    data = report.ensure_data(options.data)
+    seeds, steps = (options.seeds[:1], 6) if options.quick else (options.seeds, STEPS)
+    recorded: dict[int, runs.Steps] = {}
+    curves: Curves = {}
+    for seed in seeds:
+        recorded[seed], of_seed = train_seed(options.output / f"seed-{seed}.json", data, steps=steps, seed=seed)
+        curves |= of_seed
+        print(f"seed {seed}: {time.monotonic() - began:.0f} s so far", flush=True)
+    rows = summarize(curves, recorded)
+    report.write_table(options.output / "batch_sizes", rows)
+    print(report.markdown(rows))
+    draw(curves, recorded, options.output / "batch_sizes.png")
+
+
+if __name__ == "__main__":
+    main()
