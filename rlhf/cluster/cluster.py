@@ -70,6 +70,7 @@ class Cluster:
         self._transfer_lock = asyncio.Lock()
         self._replacements: Replacements | None = None
         self._groups: list[ActorGroup] = []  # all actors, those that are starting too
+        self.heartbeat = Heartbeat(self._groups)
         self._watching: list[asyncio.Task[None]] = []
 
     def group(self, role: str) -> ActorGroup:
@@ -94,7 +95,6 @@ class Cluster:
 
     async def __aenter__(self) -> Cluster:
         try:
-            self.heartbeat = Heartbeat(self._groups)
             self._watching.append(asyncio.ensure_future(self.heartbeat.watch()))
             await self._start()
         except BaseException as error:

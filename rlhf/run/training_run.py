@@ -153,8 +153,8 @@ class TrainingRun(Generic[C]):
         )
         self.cluster = Cluster(config, first_step=self.first_step)
         self.cluster.watch_stage = stage
-        await self._exit_stack.enter_async_context(self.cluster)
         self.cluster.heartbeat.others = lambda: self.scorer.processes
+        await self._exit_stack.enter_async_context(self.cluster)
         self.saver = CheckpointSaver(
             config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, self.mirror, self.log.warn,
             self.log.files.check,
