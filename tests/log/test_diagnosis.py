@@ -130,7 +130,8 @@ def test_a_resumed_run_does_not_report_what_its_counters_held_before() -> None:
 )
 def test_memory_that_fills_up_or_comes_and_goes_is_no_leak(size: Any) -> None:
     rows = healthy_runs()[0]
-    assert diagnose_run([row | {"memory/engine/0": size(row["step"])} for row in rows], CONFIG) == []
+    config = CONFIG | {"rollout.kv_cache_gib": 1.0}
+    assert diagnose_run([row | {"memory/engine/0": size(row["step"])} for row in rows], config) == []
 
 
 def test_a_slow_leak_of_a_long_run_is_found_from_few_rows() -> None:
