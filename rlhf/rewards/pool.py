@@ -66,7 +66,7 @@ class Pool:
         RuntimeError: the processes did not start within START_S.
     """
 
-    keeper_silent_s, ping_s = 20.0, 1.0  # a keeper that does not answer pings for so long is replaced
+    keeper_silent_s, ping_s = 20.0, 1.0  # seconds: without an answer until a keeper is replaced; between pings
 
     def __init__(
         self,
