@@ -162,7 +162,7 @@ class GRPOConfig(ProgramConfig):
         if self.kl_in_loss and algo.kl_estimator == "k1":
             yield (
                 "algo.kl_estimator=k1 with algo.kl_place=loss: its expected gradient is zero, it will not hold the "
-                "policy near the reference. Use k2 or k4 in the loss, or k1 in the reward."
+                "policy near the reference. Use k2 in the loss, or k1 in the reward."
             )
         if self.rollouts_per_step % self.learner.minibatches_per_epoch:
             yield (
