@@ -29,12 +29,14 @@ def scored_attention_on_gpu(
     exp(sink) is left to the values, which is sigmoid(l - sink).
     """
 
-    def capped(cap: float, score: Tensor, *_: Tensor) -> Tensor:
+    def capped(cap: Tensor, score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
+    # a tensor: compiled for any length, the call takes no number of Python's that is not whole
+    cap = None if softcap is None else torch.full((), softcap, device=q.device)
     out, aux = _compiled(flex_attention, q.device.type)(
         *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
-        score_mod=None if softcap is None else functools.partial(capped, softcap),
+        score_mod=None if cap is None else functools.partial(capped, cap),
         block_mask=_block_mask(segments, window),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -65,5 +67,5 @@ def _block_mask(segments: Segments, window: int | None) -> BlockMask:
 
 @functools.cache
 def _compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """The function compiled for any length; as it is on CPU, where tests run it."""
-    return torch.compile(function, dynamic=True) if device == "cuda" else function
+    """The function compiled for any length; on CPU, where only tests run it, traced alike and then run as it is."""
+    return torch.compile(function, dynamic=True, backend="inductor" if device == "cuda" else "aot_eager")

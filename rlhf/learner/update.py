@@ -162,10 +162,12 @@ def masked_mean(values: Tensor, mask: Tensor) -> Mean:
 
 
 def _binned_ratios(ratio: Tensor, mask: Tensor) -> Binned:
-    low, *_, high = RATIO_BINS
-    # histc leaves out what lies outside of its bounds
-    values = torch.where(mask, ratio.float().clamp(low, high), low - 1.0)
-    return Binned(torch.histc(values, len(RATIO_BINS) - 1, min=low, max=high), RATIO_BINS)
+    """Counted in sorted values: torch's own histogram has no deterministic form on a GPU (`run.deterministic`)."""
+    edges = torch.as_tensor(RATIO_BINS, dtype=torch.float32, device=ratio.device)
+    values = ratio.float().clamp(edges[0], edges[-1]).masked_fill(~mask, torch.inf).sort().values
+    ends = torch.searchsorted(values, edges)  # of the values below each edge
+    ends[-1] = mask.sum()  # the last bin has both of its edges
+    return Binned(ends.diff(), RATIO_BINS)
 
 
 def _masked_max(values: Tensor, mask: Tensor) -> Tensor:

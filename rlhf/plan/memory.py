@@ -198,10 +198,13 @@ def _trained_work(learner: TrainedConfig, config: GRPOConfig, count: int) -> lis
     stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[config.model.dtype]
     parts: list[Part] = []
     by = ranks if stage >= 2 else 1
-    bucket = b * min(REDUCE_BUCKET, count) if stage >= 1 else 0
+    # buffers of their full size, which on CPU take memory only where they are filled
+    elements = REDUCE_BUCKET if config.cluster.device == "cuda" else min(REDUCE_BUCKET, count)
+    size = b * elements if stage >= 1 else 0
+    bucket = Part("reduction buffer", float(size), f"bucket of {elements / 1e9:.2f} B x {b}")
     if learner.offload_optimizer:
         parts.append(Part("gradients", b * count / by, f"{_share(count, b, by)}, then in host memory"))
-        parts.append(Part("reduction buffer", float(bucket), _bucket(count, b)))
+        parts.append(bucket)
     elif stage == 0:
         parts.append(_divided("gradients", count, b))
         if b != GRADIENT_BYTES:
@@ -209,8 +212,8 @@ def _trained_work(learner: TrainedConfig, config: GRPOConfig, count: int) -> lis
     else:
         parts.append(_divided("gradients, float32", count, GRADIENT_BYTES, by))
         copy = GRADIENT_BYTES * count / ranks
-        how = f"{_share(count, GRADIENT_BYTES, ranks)} + {_bucket(count, b)}"
-        parts.append(Part("gradients, added and reduced", copy + bucket, how))
+        how = f"{_share(count, GRADIENT_BYTES, ranks)} + {bucket.how}"
+        parts.append(Part("gradients, added and reduced", copy + bucket.size, how))
     if stage == 3:
         parts.append(_divided("gathered weights", min(ZERO3_MAX_LIVE_PARAMETERS, count), b))
     return parts
@@ -298,10 +301,6 @@ def _divided(name: str, count: int, size: int, by: int = 1) -> Part:
 
 def _share(count: int, size: int, by: int) -> str:
     return f"{count / 1e9:.3f} B x {size} bytes" + (f" / {by}" if by > 1 else "")
-
-
-def _bucket(count: int, b: int) -> str:
-    return f"bucket of {min(REDUCE_BUCKET, count) / 1e9:.2f} B x {b}"
 
 
 def _kib(size: float) -> str:

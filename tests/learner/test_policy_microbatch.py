@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from worlds import make_config, make_groups, plan_first_epoch
 
@@ -26,7 +27,7 @@ from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, PolicyOutput
 from rlhf.learner.routing import Routing
 from rlhf.learner.update import on_host, policy_microbatch
-from rlhf.log.reductions import Mean, StepMetrics, merge_metrics, to_values
+from rlhf.log.reductions import Binned, Mean, StepMetrics, merge_metrics, to_values
 from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import Denominators, PackedTokens, PolicyTargets
 
@@ -271,6 +272,41 @@ def test_nothing_between_forward_and_backward_waits_for_the_device() -> None:
     assert model.logprobs.grad is not None
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         on_host(metrics)
+
+
+# What torch refuses on a GPU under use_deterministic_algorithms (torch's page of that function), as far as an update
+# could come to call it. cumsum is refused for floating point alone.
+REFUSED_ON_GPUS = {"histc", "kthvalue", "median", "nanmedian", "put", "put_", "cumsum", "bincount", "scatter_reduce"}
+
+
+class Called(TorchDispatchMode):
+    """Records the operations that run, forward and backward: those that take floating-point numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_update_calls_nothing_that_torch_has_no_deterministic_form_of_on_a_gpu() -> None:
+    with Called() as called:
+        microbatch({"kl_coef": 0.1, "log_kl": True, "entropy_coef": 0.1, "importance_correction": "truncated"})
+        microbatches(make_config(NOWHERE), old_is_given=True)
+    assert "mm" in called.names
+    assert called.names & REFUSED_ON_GPUS == set()
+
+
+def test_ratios_are_counted_in_their_bins_with_those_far_above_in_the_last() -> None:
+    _, metrics, _ = microbatch({})
+    bins = metrics["policy/ratio/histogram"]
+    assert isinstance(bins, Binned)
+    counts, _ = np.histogram(np.clip(RATIO.astype(np.float32), 0, 2), bins=bins.edges.astype(np.float32))
+    assert counts.sum() == 4
+    assert bins.counts.tolist() == counts.tolist()
 
 
 # --- the pass for old log-probs ---
