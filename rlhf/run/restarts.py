@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -17,11 +18,12 @@ class Restarts(Generic[C]):
     """Trains, and starts again after a failure, at most `run.max_restarts` times in a row without a new checkpoint."""
 
     def __init__(self, config: C, *, resume: bool, start_at: str | None = None) -> None:
-        self._run: TrainingRun[C] = TrainingRun(config, resume=resume or start_at is not None, start_at=start_at)
+        self._run: TrainingRun[C] | None = TrainingRun(config, resume=resume or start_at is not None, start_at=start_at)
+        self._stop = self._run.stop
         self._first = True
 
     def on_signal(self, name: str, cancel: Callable[[], object]) -> None:
-        self._run.stop.on_signal(name, cancel)
+        self._stop.on_signal(name, cancel)
 
     async def train(self, train: Callable[[TrainingRun[C]], Awaitable[None]]) -> None:
         """Call `train` with the run until it ends.
@@ -32,7 +34,8 @@ class Restarts(Generic[C]):
         """
         restarts, restarted_from = 0, -1
         while True:
-            run = self._run
+            run, self._run = self._run, None
+            assert run is not None
             try:
                 return await train(run)
             except LostError as error:
@@ -51,4 +54,8 @@ class Restarts(Generic[C]):
             run.folder.unlock()
             run.stop.can_save = False  # a signal from now on ends the program at once: nothing is trained yet
             self._first = False
-            self._run = await asyncio.to_thread(TrainingRun, run.config, resume=True)
+            config = run.config
+            del run
+            gc.collect()  # the prompts of the lost run, before those of the next are read
+            self._run = await asyncio.to_thread(TrainingRun, config, resume=True)
+            self._stop = self._run.stop

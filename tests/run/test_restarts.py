@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,28 @@ def play(
     config: Any = SimpleNamespace(run=SimpleNamespace(max_restarts=allowed))
     asyncio.run(Restarts(config, resume=False, start_at=start_at).train(train))
     return made
+
+
+def test_the_lost_run_has_left_memory_before_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Run:
+        def __init__(self, config: Any, **how: Any) -> None:
+            assert [run() for run in made] == [None] * len(made)
+            made.append(weakref.ref(self))
+            self.itself, self.config = self, config
+            self.stop = SimpleNamespace(can_save=True, requested=False)
+            self.log = SimpleNamespace(warn=lambda text: None)
+            self.folder = SimpleNamespace(unlock=lambda: None, saved_step=len(made))
+
+    async def train(run: Any) -> None:
+        await asyncio.sleep(0)  # the event loop holds the result of its last call until the next
+        if run.folder.saved_step < 3:
+            raise LostError(f"engine 0 of {run} is lost")
+
+    made: list[weakref.ref[Run]] = []
+    monkeypatch.setattr(restarts, "TrainingRun", Run)
+    config: Any = SimpleNamespace(run=SimpleNamespace(max_restarts=2))
+    asyncio.run(Restarts(config, resume=False).train(train))
+    assert len(made) == 3
 
 
 LOST = LostError("engine 0 is lost")
