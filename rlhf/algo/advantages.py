@@ -16,6 +16,27 @@ STD_EPS = 1e-6  # keeps a quotient finite; far below the std of any two rewards 
 WHITEN_EPS = 1e-8  # added to the variance, as in the original RLHF code (openai/lm-human-preferences)
 
 
+def advantages_of_kind(kind: str, rewards: Tensor, groups: Tensor, *, lengths: Tensor | None = None) -> Tensor:
+    """[B] advantages by the name of `algo.advantage`: add a case for a new one, and its name in config/sections.py.
+
+    Args:
+        rewards: [B] all responses of the step; NaN for unscorable.
+        groups: [B] int, the group of each response, from 0 on and in order.
+        lengths: as of `reinforce_plus_plus_advantages`.
+    """
+    parts = rewards.split(torch.bincount(groups).tolist())
+    match kind:
+        case "grpo" | "dr_grpo":
+            return torch.cat([group_advantages(part, normalize_std=kind == "grpo") for part in parts])
+        case "rloo":
+            return torch.cat([rloo_advantages(part) for part in parts])
+        case "reinforce_pp":
+            return reinforce_plus_plus_advantages(rewards, lengths=lengths)
+        case "reinforce_pp_baseline":
+            return reinforce_plus_plus_advantages(rewards, groups, lengths=lengths)
+    raise AssertionError(kind)
+
+
 def group_advantages(rewards: Tensor, *, normalize_std: bool, eps: float = STD_EPS) -> Tensor:
     """Group-relative advantages (DeepSeekMath, arXiv:2402.03300, sec. 4.1.2; Dr. GRPO drops the std).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rlhf.algo import advantages as adv
+from rlhf.algo.advantages import advantages_of_kind
 from rlhf.algo.kl import kl_per_token
 from rlhf.config.sections import AlgoConfig
 from rlhf.step.batch import sum_over_responses
@@ -43,17 +43,6 @@ def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_
         rewards: [B], of the batch, with or without the KL penalty; NaN is unscorable.
         normalize_over: what the statistics of REINFORCE++ count, as `algo.normalize_over`.
     """
-    tensor = torch.from_numpy(rewards)
     lengths = torch.from_numpy(batch.response_lengths) if normalize_over == "tokens" else None
-    parts = tensor.split(np.bincount(batch.groups).tolist())
-    match kind:
-        case "grpo" | "dr_grpo":
-            return torch.cat([adv.group_advantages(part, normalize_std=kind == "grpo") for part in parts]).numpy()
-        case "rloo":
-            return torch.cat([adv.rloo_advantages(part) for part in parts]).numpy()
-        case "reinforce_pp":
-            return adv.reinforce_plus_plus_advantages(tensor, lengths=lengths).numpy()
-        case "reinforce_pp_baseline":
-            groups = torch.from_numpy(batch.groups)
-            return adv.reinforce_plus_plus_advantages(tensor, groups, lengths=lengths).numpy()
-    raise AssertionError(kind)
+    groups = torch.from_numpy(batch.groups)
+    return advantages_of_kind(kind, torch.from_numpy(rewards), groups, lengths=lengths).numpy()
