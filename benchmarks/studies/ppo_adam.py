@@ -3,9 +3,9 @@
     python -m benchmarks.studies.ppo_adam
 
 `rlhf.ppo` on the whole stack with the quickstart's task, three seeds with each variant of Adam. A run has the optimizer
-of the original RLHF work: 4 epochs, eps 1e-5, both frameworks' betas, no clipping of the gradient's norm and no warm-up
-of the learning rate, for policy and critic alike. Everything else is configs/ppo_quickstart.yaml, with half of its
-rollouts and a critic that learns alone in one step instead of four.
+of the original RLHF work, for policy and critic alike: eps 1e-5, both frameworks' betas, no clipping of the gradient's
+norm and no warm-up of the learning rate. The policy takes 4 epochs, the critic one. Everything else is
+configs/ppo_quickstart.yaml, with half of its rollouts and a critic that learns alone in one step instead of four.
 """
 
 from __future__ import annotations

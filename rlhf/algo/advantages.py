@@ -22,7 +22,7 @@ def advantages_of_kind(kind: str, rewards: Tensor, groups: Tensor, *, lengths: T
     Args:
         rewards: [B] all responses of the step; NaN for unscorable.
         groups: [B] int, the group of each response, from 0 on and in order.
-        lengths: as of `reinforce_plus_plus_advantages`.
+        lengths: as in `reinforce_plus_plus_advantages`.
     """
     parts = rewards.split(torch.bincount(groups).tolist())
     match kind:

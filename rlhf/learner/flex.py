@@ -32,7 +32,7 @@ def scored_attention_on_gpu(
     def capped(cap: Tensor, score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    # a tensor: compiled for any length, the call takes no number of Python's that is not whole
+    # a tensor: compiled for any length, a score_mod may hold tensors and whole numbers, no other numbers
     cap = None if softcap is None else torch.full((), softcap, device=q.device)
     out, aux = _compiled(flex_attention, q.device.type)(
         *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
@@ -67,5 +67,5 @@ def _block_mask(segments: Segments, window: int | None) -> BlockMask:
 
 @functools.cache
 def _compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """The function compiled for any length; on CPU, where only tests run it, traced alike and then run as it is."""
+    """The function compiled for any length; on CPU, where only tests run it, traced and then run step by step."""
     return torch.compile(function, dynamic=True, backend="inductor" if device == "cuda" else "aot_eager")

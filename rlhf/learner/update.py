@@ -163,10 +163,10 @@ def masked_mean(values: Tensor, mask: Tensor) -> Mean:
 
 def _binned_ratios(ratio: Tensor, mask: Tensor) -> Binned:
     """Counted in sorted values: torch's own histogram has no deterministic form on a GPU (`run.deterministic`)."""
-    edges = torch.as_tensor(RATIO_BINS, dtype=torch.float32, device=ratio.device)
-    values = ratio.float().clamp(edges[0], edges[-1]).masked_fill(~mask, torch.inf).sort().values
+    edges = torch.linspace(RATIO_BINS[0], RATIO_BINS[-1], len(RATIO_BINS), device=ratio.device)  # a copy would wait
+    values = ratio.float().masked_fill(~mask, torch.inf).sort().values
     ends = torch.searchsorted(values, edges)  # of the values below each edge
-    ends[-1] = mask.sum()  # the last bin has both of its edges
+    ends[-1] = mask.sum()  # the last bin takes all that is above
     return Binned(ends.diff(), RATIO_BINS)
 
 

@@ -198,10 +198,11 @@ def _trained_work(learner: TrainedConfig, config: GRPOConfig, count: int) -> lis
     stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[config.model.dtype]
     parts: list[Part] = []
     by = ranks if stage >= 2 else 1
-    # buffers of their full size, which on CPU take memory only where they are filled
+    # Full size however small the model is; on CPU memory is taken only where they are filled. ZeRO-1 adds in float32.
     elements = REDUCE_BUCKET if config.cluster.device == "cuda" else min(REDUCE_BUCKET, count)
-    size = b * elements if stage >= 1 else 0
-    bucket = Part("reduction buffer", float(size), f"bucket of {elements / 1e9:.2f} B x {b}")
+    width = GRADIENT_BYTES if stage == 1 else b
+    size = width * elements if stage >= 1 else 0
+    bucket = Part("reduction buffer", float(size), f"bucket of {elements / 1e9:.2f} B x {width}")
     if learner.offload_optimizer:
         parts.append(Part("gradients", b * count / by, f"{_share(count, b, by)}, then in host memory"))
         parts.append(bucket)

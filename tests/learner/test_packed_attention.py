@@ -124,7 +124,7 @@ ATTENTIONS: dict[str, tuple[Window | None, dict[str, Any]]] = {
     "whole past": (None, {}),
     "window": (Window(7, chunked=False), {}),
     "chunks": (Window(7, chunked=True), {}),
-    "caps": (None, {"softcap": 1.0}),
+    "caps": (None, {"softcap": 1.5, "scaling": 0.15}),  # both fractions, as of Gemma 2
     "sinks in a window": (Window(7, chunked=False), {"s_aux": SINKS}),
     "caps and sinks": (None, {"softcap": 1.0, "s_aux": SINKS}),
 }
@@ -141,7 +141,7 @@ def test_capped_scores_and_sinks_are_the_same_by_flex_attention_as_in_blocks(bat
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     k, v = k[torch.from_numpy(segments.source)], v[torch.from_numpy(segments.source)]
     by_flex = scored_attention_on_gpu(
-        q, k, v, segments, None, window and window.size, options.get("softcap"), options.get("s_aux")
+        q, k, v, segments, options.get("scaling"), window and window.size, options.get("softcap"), options.get("s_aux")
     )
     torch.testing.assert_close(by_flex, in_blocks[0], rtol=0, atol=1e-12)
 

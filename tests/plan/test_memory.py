@@ -163,6 +163,18 @@ def test_8b_on_6_learners_at_zero_2_keeps_whole_weights_and_a_sixth_of_the_rest(
     assert total(learner_memory(shape, config)) / GIB == pytest.approx(63, abs=1)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "stage", "held"),
+    [("cuda", "bfloat16", 2, 1.0), ("cuda", "bfloat16", 1, 2.0), ("cpu", "float32", 2, 0.0)],
+)
+def test_the_reduction_buffers_of_a_tiny_model_have_full_size_on_a_gpu(
+    make: Any, device: str, dtype: str, stage: int, held: float
+) -> None:
+    tiny = model_shape({"model_type": "qwen2", **SMALL})
+    config = make(f"cluster.device={device}", f"model.dtype={dtype}", f"learner.zero_stage={stage}")
+    assert gigabytes(learner_work(tiny, config))["gradients, added and reduced"] == held
+
+
 def test_70b_on_64_learners_at_zero_3_divides_everything(make: Any) -> None:
     config = make("learner.zero_stage=3", "cluster.learners=64", "cluster.engines=8", "cluster.tensor_parallel=8")
     shape = model_shape(LLAMA31_70B)
