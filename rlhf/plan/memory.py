@@ -198,7 +198,7 @@ def _trained_work(learner: TrainedConfig, config: GRPOConfig, count: int) -> lis
     stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[config.model.dtype]
     parts: list[Part] = []
     by = ranks if stage >= 2 else 1
-    # DeepSpeed makes buffers of full size for any model; on CPU the unfilled part takes no memory. ZeRO-1's are float32.
+    # DeepSpeed's buffers have full size for any model; on CPU the unfilled part takes no memory. ZeRO-1's are float32.
     elements = REDUCE_BUCKET if config.cluster.device == "cuda" else min(REDUCE_BUCKET, count)
     width = GRADIENT_BYTES if stage == 1 else b
     size = width * elements if stage >= 1 else 0
