@@ -23,7 +23,7 @@ from rlhf.cluster.node_report import ask_nodes, differences, node_names, report
 from rlhf.config.secrets import hide
 
 START_TRIES = 3
-# Of a line such as "(EngineCore pid=7) ERROR 11-22 11:29:20 [core.py:1] RuntimeError: out of memory"
+# The error in a line such as "(EngineCore pid=7) ERROR 11-22 11:29:20 [core.py:1] RuntimeError: out of memory"
 ERROR_LINE = re.compile(r"(?<![\w.])(?!EngineDead|RayActor|RayTask|Connection)[A-Za-z_.]*(?:Error|Exception): \S.*$")
 MAX_ERROR_SHOWN = 300
 
@@ -38,11 +38,12 @@ class RaySession:
     def __init__(self) -> None:
         self.temp: str | None = None
         self._guard: subprocess.Popen[bytes] | None = None
+        self._folder = Path.cwd()  # asked before Ray starts: another node may then remove it, see `compare_nodes`
 
     def start(self, address: str | None) -> None:
         """Join the cluster at `address`, or RAY_ADDRESS; without either, start one on this machine.
 
-        A cluster on this machine listens on the loopback interface alone, and asks everybody for its token.
+        A cluster on this machine listens only on the loopback interface, and asks every client for its token.
 
         Raises:
             ValueError: no cluster answers there, or the environment switches Ray's authentication off.
@@ -85,7 +86,7 @@ class RaySession:
                 with _on_loopback():
                     ray.init(address="local", _temp_dir=self.temp, **local, **options)
                 return
-            except Exception as error:  # Ray has no type for it
+            except Exception as error:  # Ray has no own type for it
                 if "timed out during startup" not in str(error):
                     raise
                 self.stop()
@@ -96,7 +97,7 @@ class RaySession:
                     ) from None
 
     async def compare_nodes(self, *, deadline_s: float) -> None:
-        """Whether every node of a cluster that runs has the same installed as this process.
+        """Check that every node of a running cluster has the same versions installed as this process.
 
         Raises:
             ValueError: a node lacks something or has another version.
@@ -104,14 +105,13 @@ class RaySession:
         """
         if self.temp:
             return
-        folder = Path.cwd()
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = node_names(nodes)
         answers = await ask_nodes(nodes, report, deadline_s=deadline_s)
-        # Every node unpacks the working directory of a job before it answers. Where several nodes share a machine, each
-        # of them removes it first: the path is now another folder than the one that this process began in, and until
-        # now it may have been half full.
-        os.chdir(folder)
+        # Every node unpacks the working directory of a job before it answers. If several nodes share a machine, each of
+        # them removes that directory first. So its path now names another folder than the one in which this process
+        # began, and until now that folder may have been incomplete.
+        os.chdir(self._folder)
         reports = [report()]
         reports[0]["node"] += " (driver)"
         for key, (versions, problem) in answers.items():
@@ -127,7 +127,7 @@ class RaySession:
         """After a failure: copy the actors' output from the temporary folder; add notes with its cause and the copy.
 
         Args:
-            actors: names such as `engine 0` by process; their files are named for them.
+            actors: names such as `engine 0` by process; the copied files get these names.
         """
         if not (isinstance(error, ClusterError) and self.temp and run.is_dir()):
             return
@@ -143,7 +143,7 @@ class RaySession:
             error.add_note(f"What the actors printed is in {saved}.")
 
     def _start_guard(self, folder: str) -> None:
-        """Start the process that ends everything of this cluster, and removes its folder, when this one has ended."""
+        """Start the process that ends this cluster and removes its folder when the driver has ended."""
         command = [sys.executable, "-I", "-S", guard.__file__, folder]
         quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         # a session of its own: neither Ctrl-C nor a kill of the driver's process group may reach it
@@ -157,7 +157,7 @@ class RaySession:
 
 
 def _append(log: Path, file: Path, *, anew: bool) -> Path:
-    """Add a log to a file, which is of an earlier failure if it is to be written anew: that one is kept as .old."""
+    """Append a log to a file. With `anew`, an existing file is from an earlier failure, and is kept as .old."""
     if anew and file.exists():
         file.replace(file.with_suffix(".old"))
     with file.open("a") as output:
@@ -166,7 +166,7 @@ def _append(log: Path, file: Path, *, anew: bool) -> Path:
 
 
 def error_in_logs(logs: Iterable[Path]) -> str:
-    """The first error in what the actors printed that is no consequence of a death; "" if there is none.
+    """The first error in the logs that does not follow from the death of another process; "" if there is none.
 
     Args:
         logs: in the order in which they are read; those of the actors that failed come first.
@@ -192,7 +192,7 @@ def _keep_sigterm_handler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """A context in which a new cluster listens on 127.0.0.1; elsewhere Ray takes this address on macOS and Windows."""
+    """A context in which a new cluster listens on 127.0.0.1; Ray itself does so only on macOS and Windows."""
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         yield

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
+from rlhf.cluster import session
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.session import START_TRIES, RaySession, error_in_logs
 
@@ -27,9 +29,9 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failures: list[Except
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    session = RaySession()
-    session.start(None)
-    session.stop()
+    started = RaySession()
+    started.start(None)
+    started.stop()
     return folders
 
 
@@ -56,6 +58,26 @@ def test_ray_without_its_token_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ValueError, match=r"^RAY_AUTH_MODE=disabled: .* Remove the variable"):
         start(monkeypatch, tmp_path, [])
+
+
+def test_the_nodes_may_remove_the_working_directory_before_they_are_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def ask(*_: Any, **__: Any) -> dict[str, Any]:
+        folder.mkdir()  # where the last node has unpacked it
+        return {}
+
+    folder = tmp_path / "job"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(ray, "init", lambda **_: folder.rmdir())
+    monkeypatch.setattr(ray, "nodes", list)
+    monkeypatch.setattr(session, "check_address", lambda _: None)
+    monkeypatch.setattr(session, "ask_nodes", ask)
+    joined = RaySession()
+    joined.start("host:6379")
+    asyncio.run(joined.compare_nodes(deadline_s=1.0))
+    assert Path.cwd() == folder
 
 
 def test_the_first_error_that_is_no_consequence_is_the_cause(tmp_path: Path) -> None:
