@@ -46,12 +46,14 @@ def ours(cases: list[dict[str, Any]], workers: int) -> tuple[list[Outcome], floa
         outcomes = []
         for case in cases:
             started = time.perf_counter()
-            (graded,) = scorer.score_batch([case["response"]], [case["ground_truth"]])
+            (graded,) = scorer.graded_batch(scorer.submit_batch([case["response"]], [case["ground_truth"]]))
             outcomes.append(Outcome(graded.score == 1.0, time.perf_counter() - started, graded.status))
         scorer.pool.wait_full(10)
     with Scorer(config) as scorer:  # a fresh one without caches
         started = time.perf_counter()
-        scorer.score_batch([case["response"] for case in cases], [case["ground_truth"] for case in cases])
+        scorer.graded_batch(
+            scorer.submit_batch([case["response"] for case in cases], [case["ground_truth"] for case in cases])
+        )
         return outcomes, time.perf_counter() - started
 
 

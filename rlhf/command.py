@@ -5,7 +5,7 @@
     rlhf configs copy quickstart                       a config of this package as a file here
     eval "$(rlhf completion bash)"                     Tab completes programs, flags and keys; also zsh and tcsh
 
-Nothing heavy is imported before the program that is asked for.
+No heavy package is imported before the requested program starts.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def completion(shell: str) -> str:
             elif action.metavar in ("FILE", "RUN", "DIR"):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
         programs.add_parser(name, help=text, parents=[built], add_help=False)
-    configs = programs.add_parser("configs", help=OTHERS["configs"])  # shtab leaves out what has no help
+    configs = programs.add_parser("configs", help=OTHERS["configs"])  # shtab leaves out programs without help
     copy = configs.add_subparsers().add_parser("copy", help="copy a config to a file here")
     copy.add_argument("name", choices=[path.stem for path in sorted(config_folder().glob("*.yaml"))])
     programs.add_parser("completion", help=OTHERS["completion"]).add_argument("shell", choices=SHELLS)
@@ -140,7 +140,7 @@ def completion(shell: str) -> str:
 
 
 def keys_of(program: str) -> list[str]:
-    """The keys that the help of a program lists outside lists, each as `section.key=`."""
+    """The keys that a program's help shows, without those inside lists, each as `section.key=`."""
     epilog = (parser_of(program).epilog or "").split(cli.REWARD_HEADER)[0]
     return [f"{key}=" for key in re.findall(r"^  ([\w.]+) (?:=|\(required\))", epilog, flags=re.MULTILINE)]
 

@@ -32,7 +32,7 @@ DESCRIPTION = "Sample, grade and average: avg@k, pass@k and maj@k of a model on 
 
 
 async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
-    """Start engines alone, sample and grade every prompt of every data set, and stop the engines."""
+    """Start only engines, sample and grade every prompt of every data set, and stop the engines."""
     from rlhf.cluster.cluster import Cluster
     from rlhf.data.load import load_prompts
     from rlhf.data.model_files import load_tokenizer

@@ -2,8 +2,8 @@
 
     python -m rlhf.export RUN[/checkpoints/step-000020 | /checkpoints/best] DIR [--push-to-hub USER/NAME]
 
-It needs the checkpoint and no more: neither DeepSpeed nor the start model, and host memory for one tensor. The folder
-holds safetensors, config, tokenizer, and a model card with what the run was.
+It needs only the checkpoint, and host memory for one tensor; neither DeepSpeed nor the start model. The folder holds
+safetensors, config, tokenizer, and a model card that describes the run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
-    """Write the policy's weights, in the type it was trained in, and all that belongs to them.
+    """Write the policy's weights in the type it was trained in, and the files that belong to them.
 
     Raises:
         ValueError: the folder is not empty, or the checkpoint is of another version.
@@ -70,8 +70,7 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
     from rlhf.run.manifest import MANIFEST, manifest_files
     from rlhf.run.model_card import model_card
 
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder}: it exists and is not empty. Name a new folder.")
+    cli.check_new_folder(folder)
     state, index = RunFolder.read_state(checkpoint), LearnerIndex.read(checkpoint)
     transformer = empty_model(
         checkpoint / MODEL_FOLDER, dtype=state.config["model"]["dtype"], trust_remote_code=trust_remote_code
@@ -102,7 +101,7 @@ def push(folder: Path, repository: str) -> None:
     """Upload a model folder.
 
     Raises:
-        RuntimeError: the hub does not answer or does not take it.
+        RuntimeError: the hub does not answer or refuses the upload.
     """
     from huggingface_hub import HfApi
 

@@ -11,6 +11,9 @@
 With the KL in the reward, advantages need the log-probs and are computed after them. A rollout whose advantage is 0
 has no gradient if the loss has no KL, entropy bonus or balancing loss: then, unless algo.log_kl asks for its log-probs,
 it gets no forward and no backward pass.
+
+The docstring of each package (its `__init__.py`) says where to add to it. The keys of the YAML and the values that they
+accept are in `config/sections.py`, contradictions between keys in `config/grpo.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ async def train(run: TrainingRun) -> None:
                 await train_step(run, step)
             await run.evaluate_if_due(step + 1)
             await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
-            run.signal_watch.check()  # ends it after run.max_useless_steps
+            run.signal_watch.check()  # ends the run after run.max_useless_steps
         await run.finish()
 
 

@@ -2,7 +2,7 @@
 
     python -m rlhf.ppo --config configs/ppo_quickstart.yaml [section.key=value ...]
 
-A step, all of it in `train_step`: take groups -> plan minibatches of policy and critic, fix denominators -> old and
+`train_step` is one training step: take groups -> plan minibatches of policy and critic, fix denominators -> old and
 reference log-probs and values on those microbatches -> rewards per token, GAE -> policy and critic update at the same
 time -> new weights into the engines, canary -> metrics.
 """
@@ -39,7 +39,7 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
             run.state.kl_controller = {"coef": controller.coef}
             await run.evaluate_if_due(step + 1)
             await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
-            run.signal_watch.check()  # ends it after run.max_useless_steps
+            run.signal_watch.check()  # ends the run after run.max_useless_steps
         await run.finish()
 
 
@@ -71,9 +71,9 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
     assert values is not None
     columns = {"old_logprobs": old, "ref_logprobs": ref, "values": values}
     non_finite = non_finite_rows(batch, batch.trained, **columns)
-    if non_finite:  # the updates are skipped; what is logged of the step has to be finite
+    if non_finite:  # the updates are skipped, but logged values must be finite
         values = np.zeros_like(values)
-    policy_learns = step >= config.critic.warmup_steps  # the critic learns alone before; a KL of 0 then says nothing
+    policy_learns = step >= config.critic.warmup_steps  # only the critic learns before; a KL of 0 then says nothing
     kl_coef = controller.coef if config.kl_in_reward and not non_finite else 0.0
     credit = assign_credit(batch, values, old, ref, kl_coef=kl_coef, algo=algo)
     extra_metrics = {**credit.metrics, "policy/kl_coef": controller.coef}

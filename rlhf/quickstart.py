@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.cli import run_program, started_as
+from rlhf.config.cli import check_new_folder, run_program, started_as
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +147,7 @@ def make_problems(count: int, seed: int) -> list[Problem]:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level tokenizer (256 bytes, a few markers) with a chat template; it encodes any text, as NFC."""
+    """A byte-level tokenizer (256 bytes, a few markers) with a chat template; it encodes any text, after NFC."""
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer
 
@@ -170,7 +170,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 def make_model(
     *, hidden_size: int = 128, num_layers: int = 3, num_heads: int = 4, tie_embeddings: bool = True, seed: int = 0
 ) -> Qwen2ForCausalLM:
-    """An untrained float32 Qwen2 for the vocabulary of `make_tokenizer`; vLLM on CPU takes heads of 32 or more."""
+    """An untrained float32 Qwen2 for the vocabulary of `make_tokenizer`; vLLM on CPU needs heads of 32 or more."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
@@ -283,14 +283,13 @@ def write_quickstart(
     model_options: dict[str, Any] | None = None,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
-    """Write `model`, `train.jsonl`, `test.jsonl` and preference pairs for both; `on_step` is told each warm-up loss.
+    """Write `model`, `train.jsonl`, `test.jsonl` and preference pairs for both; `on_step` receives each warm-up loss.
 
     Raises:
         ValueError: `output` already holds files, or the number of steps is negative.
     """
     output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output={output}: it already holds files. Name a new folder, or delete this one first.")
+    check_new_folder(output, "--output=")
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps={warmup_steps}: must not be negative. Use 0 for an untrained model, or more.")
     problems = make_problems(train_rows + test_rows, seed)

@@ -136,7 +136,7 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
 
 
 def _output_to(log: Path) -> TextIO:
-    """Send what libraries print from now on to a file; the stream that is returned is still the terminal."""
+    """Send all later output of libraries to a file; the returned stream still writes to the terminal."""
     log.parent.mkdir(exist_ok=True)
     terminal = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     with log.open("ab") as file:
@@ -146,18 +146,18 @@ def _output_to(log: Path) -> TextIO:
 
 
 def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
-    """Run every rank in a process of its own; if one fails, all are ended.
+    """Run every rank in a separate process; if one fails, all are ended.
 
     Raises:
         RuntimeError: with the error of the first rank that failed.
     """
     from torch.multiprocessing.spawn import ProcessException, spawn
 
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it names the processes that it ends
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it would log each process that it ends
     try:
         spawn(train_rank, (free_port(), config, *pairs), config.cluster.learners, daemon=True)
     except ProcessException as error:
-        # the traceback of the rank; for a rank that was killed, its signal
+        # `error` holds the traceback of the rank, or the signal that killed it
         *_, reason = re.split(r"^  File .*\n(?:    .*\n)*", str(error), flags=re.MULTILINE)
         raise RuntimeError(f"learner {error.error_index}: {reason.strip()}") from None
 
@@ -175,15 +175,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, _ = cli.parse("rlhf.reward_model", DESCRIPTION, RewardTrainingConfig, argv, add_flags=lambda parser: None)
     cluster = config.cluster
     if cluster.device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would look for another one, and print that there is none
+        os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed looks for another one, and prints that there is none
     if cluster.device == "cuda" and len(visible_gpus()) < cluster.learners:
         raise ValueError(
             f"cluster.learners={cluster.learners} with cluster.device=cuda: this machine shows {len(visible_gpus())} "
             "GPUs (CUDA_VISIBLE_DEVICES). Use fewer learners, or cluster.device=cpu."
         )
     folder = Path(config.run.dir)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"run.dir={folder}: already holds files. Name another folder, or remove it (rm -r {folder}).")
+    cli.check_new_folder(folder, "run.dir=")
     from rlhf.config.load import resolved_yaml
     from rlhf.data.model_checks import check_folder
     from rlhf.data.model_files import load_tokenizer

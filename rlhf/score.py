@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rlhf.config.base import first_line
 from rlhf.config.cli import run_program, started_as
 from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE
 from rlhf.rewards.protocol import as_json
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rlhf.rewards.scorer import Scorer
 
 Progress = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
-ROWS_PER_BATCH, MAX_BATCHES = 1024, 4  # that wait for their grades, at most
+ROWS_PER_BATCH, MAX_BATCHES = 1024, 4  # at most: rows of a batch, and batches that wait for grades
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The checked rows, one after another: a file of JSON lines is never held whole."""
+    """The checked rows, one after another: a file of JSON lines is never in memory as a whole."""
     from rlhf.config.data import SourceConfig
     from rlhf.data.read import stream_rows
 
@@ -94,7 +95,7 @@ def _is_text(value: Any, *, several: bool) -> bool:
 
 @contextlib.contextmanager
 def _output(path: str | None) -> Iterator[TextIO | None]:
-    """The file to write; it takes its name when all rows are graded, so that it may be that of the responses."""
+    """The file to write; it gets its name when all rows are graded, so it may replace the file of responses."""
     if path is None:
         yield None
         return
@@ -128,7 +129,7 @@ def _yaml(text: str) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.create(text), resolve=True)
     except Exception as error:  # the YAML parser raises many types
-        raise ValueError(f"--reward {text}: not readable as YAML ({str(error).splitlines()[0]}).") from None
+        raise ValueError(f"--reward {text}: not readable as YAML ({first_line(error)}).") from None
 
 
 def _grade(

@@ -20,8 +20,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rlhf.config.cli import run_program, started_as
-from rlhf.log.sinks import printable
-from rlhf.report.run_files import Row, RunFiles, read_groups, read_run
+from rlhf.log.sinks import Row, printable, shown_reward
+from rlhf.report.run_files import RunFiles, read_groups, read_run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,7 +63,7 @@ def _range(run: RunFiles) -> str:
 
 
 def _fitting(run: RunFiles, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The groups that fit the filters, of one step, or without --step of all, the newest step first."""
+    """The groups that fit the filters: of one step, or without --step of all steps, newest first."""
     files = run.rollout_files()
     steps = [options.step] if options.step is not None else sorted(files, reverse=True)
     for step in steps:
@@ -87,14 +87,13 @@ def _picture(group: Sequence[Row]) -> Panel:
     first = group[0]
     blocks = [Text(printable(first["prompt"])), Text(f"gold answer: {printable(first['answer'])}", style="bold")]
     for row in group:
-        reward = "none" if row["reward"] is None else f"{row['reward']:.4g}"
-        right = row["reward"] is not None and row["reward"] > 0
+        reward, color = shown_reward(row["reward"])
         head = (
             f"\nsample {row['sample']}: reward {reward}, advantage {row['advantage']:.3g}, {row['status']}, "
             f"{row['finish_reason']}, {row['response_tokens']} tokens, "
             f"extracted {printable(row['extracted']) or 'nothing'}"
         )
-        blocks += [Text(head, style="green" if right else "red"), Text(printable(row["text"]))]
+        blocks += [Text(head, style=color), Text(printable(row["text"]))]
     return Panel(
         Group(*blocks), title=Text(f"step {first['step']}, {printable(first['prompt_id'])}"), title_align="left"
     )

@@ -100,6 +100,12 @@ class RolloutGroup:
     def oldest_version(self) -> int:
         return min(sample.rollout.oldest_version for sample in self.samples)
 
+    def distinct_rewards(self, part: str | None = None) -> set[float]:
+        """The rewards of its scorable samples, or one part of them; fewer than two: the group teaches nothing."""
+        scorable = [sample for sample in self.samples if sample.reward is not None]
+        values = {sample.reward if part is None else sample.reward_parts.get(part) for sample in scorable}
+        return {value for value in values if value is not None}
+
 
 @dataclass(frozen=True)
 class PackedTokens:
@@ -146,11 +152,11 @@ class PackedTokens:
 class StepBatch:
     """All rollouts of a training step, flat. A rollout has the same row number in every column and every minibatch.
 
-    What the learners compute comes back as further columns of the same tokens.
+    The learners return what they compute as further columns of the same tokens.
 
     Attributes:
         tokens: columns [N] of all rollouts; its sequences are the rows.
-        groups: [B] int64, the group of each row; the rows of a group stand together.
+        groups: [B] int64, the group of each row; the rows of a group are adjacent.
         prompt_lengths: [B] int64, tokens before the first sampled one; all of them where nothing was sampled.
         response_lengths: [B] int64, sampled tokens.
         rewards: [B] float64; NaN for unscorable responses.
@@ -191,7 +197,7 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class PolicyTargets:
-    """Inputs of the policy loss besides the tokens: columns [N] of a step, or [T] of a microbatch, float32.
+    """Inputs of the policy loss in addition to the tokens: columns [N] of a step, or [T] of a microbatch, float32.
 
     Values outside the response mask do not matter.
 
@@ -214,7 +220,7 @@ class PolicyTargets:
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """Inputs of the value loss besides the tokens: columns [N] of a step, or [T] of a microbatch, float32."""
+    """Inputs of the value loss in addition to the tokens: columns [N] of a step, or [T] of a microbatch, float32."""
 
     old_values: np.ndarray
     returns: np.ndarray
@@ -229,8 +235,8 @@ class GPUMemory:
     """Memory of a GPU that learners share with engines, as one rank sees it, bytes.
 
     Attributes:
-        free: what no process uses.
-        away: what this rank has moved to host memory and will bring back.
+        free: memory that no process uses.
+        away: memory whose content this rank has moved to host memory and will bring back.
     """
 
     total: int
@@ -248,7 +254,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The files that one rank has written of a checkpoint, by name, and what the disk refused."""
+    """The files of a checkpoint that one rank has written, by name, and the disk's error if there was one."""
 
     files: dict[str, WrittenFile]
     error: str | None

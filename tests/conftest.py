@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -26,6 +27,8 @@ from waiting import STACK_WAIT_S
 
 from rlhf.plan.resources import visible_gpus
 
+gc.disable()  # while tests are collected; it would look through what is being imported again and again
+
 # Random cases state nothing about time: hypothesis would fail an example that takes 0.2 s on a busy machine.
 settings.register_profile("without time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("without time")
@@ -45,6 +48,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The long ones first: with two workers, the quick ones fill what is left, and none waits for one long last test.
     long = {item.path for item in items if item.get_closest_marker("stack")}
     items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # nanobind calls it a leak, on the terminal
 
 
 @pytest.fixture(scope="session")

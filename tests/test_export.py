@@ -84,7 +84,7 @@ def test_what_cannot_be_exported_is_one_message(tiny_model_dir: Path, tmp_path: 
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
     for arguments, message in (
         ([tmp_path, tmp_path / "out"], "neither a run (no checkpoints/) nor a checkpoint"),
-        ([checkpoint, tmp_path / "run"], "is not empty. Name a new folder"),
+        ([checkpoint, tmp_path / "run"], "is not an empty folder. Name a new folder"),
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared
             export.main([str(argument) for argument in arguments])

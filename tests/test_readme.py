@@ -22,7 +22,7 @@ def test_the_config_is_valid_and_its_arithmetic_is_right(tmp_path: Path) -> None
     config = load_config(GRPOConfig, [str(tmp_path / "mine.yaml")])
     rollouts, minibatches = config.rollouts_per_step, config.learner.minibatches_per_epoch
     assert f"= {rollouts} rollouts a step, {minibatches} minibatches of {rollouts // minibatches}" in README
-    assert f"= {config.total_updates} optimizer steps" in README
+    assert f"= {config.training.total_updates} optimizer steps" in README
     assert config.checkpoint_every is not None
 
 

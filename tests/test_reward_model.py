@@ -19,7 +19,7 @@ from worlds import make_ppo_config
 
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward_model import RECORD_FILE, RewardModelConfig
-from rlhf.data.model_files import reward_template
+from rlhf.data.model_files import recorded_template, reward_template
 from rlhf.data.templates import reward_input
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.reward_trainer import pair_loss, pair_metrics
@@ -84,6 +84,22 @@ def test_the_normalization_recorded_with_a_model_is_used(tmp_path: Path) -> None
     assert recorded_normalization(str(tmp_path)) == (0.0, 1.0)
     (tmp_path / "reward_normalization.json").write_text('{"mean": 2.5, "std": 0.5}')
     assert recorded_normalization(str(tmp_path)) == (2.5, 0.5)
+
+
+def test_the_normalization_and_the_template_of_a_model_in_the_hubs_cache_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--somebody--scores"
+    for file, text in {
+        "refs/main": "abc",
+        "snapshots/abc/config.json": "{}",
+        f"snapshots/abc/{RECORD_FILE}": '{"mean": 2.5, "std": 0.5, "template": "qa"}',
+    }.items():
+        (repository / file).parent.mkdir(parents=True, exist_ok=True)
+        (repository / file).write_text(text)
+    assert recorded_template("somebody/scores") == "qa"
+    assert recorded_normalization("somebody/scores") == (2.5, 0.5)
 
 
 # --- the model ---
@@ -189,6 +205,13 @@ def test_pairs_for_a_tokenizer_without_a_chat_template_are_refused_with_that_rea
     with pytest.raises(ValueError, match=r"^data\.template=model: .* has no chat template\. Use one of .* raw"):
         main(["--config", str(CONFIG), *(f"{key}={value}" for key, value in values.items())])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_file_in_place_of_the_run_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    (tmp_path / "run").touch()
+    with pytest.raises(ValueError, match=r"^run\.dir=\S+/run: it exists and is not an empty folder\. Name a new"):
+        main(["--config", str(CONFIG), f"run.dir={tmp_path / 'run'}"])
 
 
 def test_a_side_of_a_pair_without_a_token_is_named(plain_folder: Path, tmp_path: Path) -> None:

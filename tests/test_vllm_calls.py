@@ -6,6 +6,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import vllm_calls
 
 (VLLM,) = find_spec("vllm").submodule_search_locations  # type: ignore[union-attr,misc]
@@ -25,6 +26,7 @@ def test_all_calls_fit_the_installed_vllm() -> None:
     assert list(vllm_calls.problems(Path(VLLM).parent)) == []
 
 
+@pytest.mark.slow
 def test_a_call_that_no_longer_fits_is_named(tmp_path: Path) -> None:
     shutil.copytree(VLLM, tmp_path / "vllm", ignore=lambda _, names: [n for n in names if n.endswith((".so", ".pyc"))])
     for file, old, new, _ in BROKEN:

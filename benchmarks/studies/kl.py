@@ -140,9 +140,8 @@ class Trainer:
 
     def run(self, run: Run) -> list[report.Row]:
         """One run of the scan, from the first weights and a new Adam: one row per training step."""
-        self.config = config = run.config(self.config)
+        self.config = self.learner.config = config = run.config(self.config)
         self.learner.load(self._start)
-        self.learner.change_config(config)
         stream = PromptStream(self.prompts, seed=run.seed)
         rows = []
         for step in range(config.run.steps):

@@ -1,5 +1,8 @@
 """The mathematics, without processes: advantages, KL, losses, log-probs, packing, Adam, schedules.
 
-A new KL estimator: a branch in `kl`, and its name in `KLEstimator` of `rlhf/config/sections.py`. A new form of Adam:
-`optim`, and its name in `OptimizerConfig` there; `learner/rank.py` makes the optimizer.
+Names of values are in `rlhf/config/sections.py`. A new KL estimator: a branch in `kl`, a name in `KLEstimator`. A new
+advantage: a case in `advantages.advantages_of_kind`, a name in `AlgoConfig`, and in `NEEDS_A_GROUP` of `config/grpo.py`
+if one sample of a prompt is too few. A new policy loss: a branch of `losses.policy_loss`, and its name in `AlgoConfig`;
+`learner/update.py` calls it. A new form of Adam: `optim`, a name in `OptimizerConfig`; `learner/rank.py` makes the
+optimizer.
 """

@@ -46,8 +46,8 @@ def group_advantages(rewards: Tensor, *, normalize_std: bool, eps: float = STD_E
         normalize_std: divide by (std + eps) of the scorable rewards, std with n - 1.
 
     Returns:
-        [G] reward minus the mean of the scorable ones, over their std if asked; exactly 0 for NaN, for a group of one
-        and for equal rewards, which max == min decides (eight rewards of 0.1 have a float32 std above 0).
+        [G] reward minus the mean of the scorable rewards, divided by their std if asked; exactly 0 for NaN, for a group
+        of one and for equal rewards. Equal means max == min: eight rewards of 0.1 have a float32 std above 0.
     """
     scores = rewards.double()  # in float32 the rounding of the mean would show in small differences
     scorable = ~scores.isnan()
@@ -60,9 +60,9 @@ def group_advantages(rewards: Tensor, *, normalize_std: bool, eps: float = STD_E
 
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
-    """REINFORCE leave-one-out (arXiv:2402.14740): each reward minus the mean of the group's others.
+    """REINFORCE leave-one-out (arXiv:2402.14740): each reward minus the mean of the other rewards of its group.
 
-    That is G / (G - 1) times reward minus mean, G counting the scorable responses.
+    This equals G / (G - 1) times (reward - mean), where G counts the scorable responses.
 
     Args:
         rewards: [G], NaN for unscorable.
@@ -83,8 +83,8 @@ def reinforce_plus_plus_advantages(
     response's scalar. Each response counts once, as in appendix B.2: the mean of the differences to the groups' means
     is then 0 and is not subtracted again, so a group of equal rewards has advantages of exactly 0.
 
-    With `lengths`, each response counts as often as it has tokens, as in the authors' code and in verl: the mean of the
-    differences is no longer 0 where wrong responses are longer, and is subtracted.
+    With `lengths`, each response counts once per token, as in the authors' code and in verl. Where wrong responses are
+    longer, the mean of the differences is then no longer 0, so it is subtracted.
 
     Args:
         rewards: [B] all responses of the step; NaN for unscorable.
@@ -92,8 +92,8 @@ def reinforce_plus_plus_advantages(
         lengths: [B] int, tokens of each response; None: each counts once.
 
     Returns:
-        [B] over (std + eps) of the batch, std with n - 1 (n, with lengths); exactly 0 for NaN, and for equal rewards of
-        the batch (in the baseline form: of each group; without lengths: of the group).
+        [B] differences over (std + eps) of the batch, std with n - 1 (n, with lengths). Exactly 0 for NaN and for equal
+        rewards: of the whole batch; in the baseline form of the group (with lengths: of every group).
     """
     if group_ids is None and lengths is None:
         return group_advantages(rewards, normalize_std=True, eps=eps)
@@ -110,7 +110,7 @@ def reinforce_plus_plus_advantages(
 
 
 def _normalized_by_tokens(values: Tensor, tokens: Tensor, eps: float) -> Tensor:
-    """[B] mean 0 and std 1 over all tokens, of which response i has tokens[i]; 0 where it has none or all are equal."""
+    """[B] values with mean 0 and std 1 over all tokens; response i has tokens[i]. 0 for no tokens and equal values."""
     counted = tokens > 0
     kept, weights = values[counted], tokens[counted] / tokens.sum()
     normalized = torch.zeros_like(values)

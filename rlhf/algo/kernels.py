@@ -1,10 +1,10 @@
 """Kernels for GPUs, in Triton: RMSNorm, rotary positions, the gated product of an MLP, and the softmax of the head.
 
-Each reads and writes memory once, where torch makes several passes. They round where the lines of transformers that
-they replace round, so that a learner in bfloat16 stays as close to its engine. Sums are in float32 and in a fixed
+Each reads and writes memory once, where torch makes several passes. They round at the same points as the transformers
+code that they replace, so that a learner in bfloat16 stays as close to its engine. Sums are in float32 and in a fixed
 order: the same inputs give the same bits.
 
-Imported only where `numerics.has_kernels` says so: a CPU build of torch brings no Triton.
+Imported only where `numerics.has_kernels` is True, because a CPU build of torch brings no Triton.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PROGRAMS = 512  # that share the rows of a norm's backward pass; each has its own sum of the weight's gradient
-ELEMENTS = 2048  # of one program where elements are independent
-COLUMNS = 4096  # of a tile of logits that one program holds at a time
+PROGRAMS = 512  # they share the rows of a norm's backward pass; each has its own sum of the weight's gradient
+ELEMENTS = 2048  # per program, where elements are independent
+COLUMNS = 4096  # columns of a tile of logits that one program holds at a time
 
 
 def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Start a kernel. Each tensor argument is read or written once, which is what the account of bytes counts."""
+    """Start a kernel. Each tensor argument is read or written once; benchmarks count bytes by this rule."""
     kernel[programs](*arguments, **constants)
 
 
@@ -93,7 +93,7 @@ def _norm_sizes(rows: Tensor) -> dict[str, int]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., H] over the root of its mean square, rounded, times weight [H]; both of one type."""
+    """[..., H] over the root of its mean square, rounded, times weight [H]; both of the same type."""
     normed: Tensor = _Norm.apply(x, weight, eps)
     return normed
 
@@ -153,7 +153,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[1, heads, U, d] with each head turned by its token's angles; cos and sin [1, U, d], all of one type."""
+    """[1, heads, U, d] with each head turned by its token's angles; cos and sin [1, U, d], all of the same type."""
     rotated: Tensor = _Rotary.apply(x, cos, sin)
     return rotated
 
@@ -269,10 +269,10 @@ def _tile_backward(
 def tile_softmax(
     products: Tensor, columns: Tensor, lse: Tensor, picked: Tensor, expected: Tensor, slope: float, limit: float | None
 ) -> None:
-    """Of the logits z of one tile: log-sum-exp, the logit at a column of each row, and the mean of z under the softmax.
+    """For each row of a tile of logits z: log-sum-exp, the logit at one column, and the mean of z under the softmax.
 
-    All are always computed: without the mean the compiler could round the others differently, and a pass without
-    entropies must have the bits of one with them.
+    All three are always computed: without the mean the compiler could round the other two differently, and a pass
+    without entropies must give the same bits as a pass with them.
 
     Args:
         products: [n, width] float32, contiguous; z = slope products, or limit tanh(slope products / limit).
@@ -289,7 +289,7 @@ def tile_gradient(
     products: Tensor, columns: Tensor, inside: Tensor, lse: Tensor, entropy: Tensor | None, pull: Tensor,
     push: Tensor | None, grad: Tensor, slope: float, limit: float | None,
 ) -> Tensor:  # fmt: skip
-    """-> [n] float32, the gradient at each row's column; that of the whole tile [n, width] is written to `grad`.
+    """-> [n] float32, the gradient at each row's column; writes the gradient of the whole tile [n, width] to `grad`.
 
     With p = exp(z - lse): pull (1[j is the column, inside] - p_j) - push p_j (z_j - lse + entropy), times the slope of
     the limit. The factor `slope` is in pull and push already.

@@ -55,7 +55,7 @@ def kl_per_token(
         response_mask: [T] bool; where it is False the result and its gradient are 0 for any input.
 
     Returns:
-        [T] float32 (float64 stays). Exponents are exact up to MAX_LOG_RATIO and continue along the tangent.
+        [T] float32 (float64 stays). Exponentials are exact up to MAX_LOG_RATIO and follow the tangent above it.
     """
     assert estimator in KL_ESTIMATORS, estimator
     assert not ratio_weighted or estimator == "k3", "weighted k1 is k4"

@@ -1,10 +1,10 @@
 """Log-probabilities and entropies of sampled tokens straight from hidden states, without a T x V matrix of logits.
 
 The head, the log-softmax and the choice of the sampled token are one operation, computed in tiles of tokens and
-vocabulary; the backward pass computes each tile of logits again. Factors are in the type of the head's weight (tensor
-cores or AMX where there are any), everything after them is float32: log-sum-exp, probabilities, entropy, and the sums
-of both gradients over tiles. So are the products on GPUs, where one kernel reads a tile of them; on CPU they have the
-weight's type. float64 stays float64.
+vocabulary; the backward pass computes each tile of logits again. The factors of a product have the type of the head's
+weight (for tensor cores or AMX). Everything after the product is float32: log-sum-exp, probabilities, entropy, and the
+sums of both gradients over tiles. The product itself is float32 on GPUs, where one kernel reads a tile of it, and has
+the weight's type on CPU. float64 stays float64.
 
 Only response tokens are computed. Positions shift in `response_states` and nowhere else: the state at t - 1 predicts
 token t.
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf.algo.numerics import add_rows, full_precision, has_kernels
+from rlhf.algo.sizes import HEAD_TILE
 
 
 class TokenLogprobs(NamedTuple):
@@ -106,8 +107,7 @@ class _Tiles(NamedTuple):
 
 
 def _default_tiles(weight: Tensor, token_tile: int | None, vocab_tile: int | None) -> _Tiles:
-    """On CPU a tile of logits should fit the caches; on GPU one tile of tokens saves sums over several."""
-    tokens, vocab = (16384, 4096) if has_kernels(weight) else (1024, 2048)
+    tokens, vocab = HEAD_TILE["cuda" if has_kernels(weight) else "cpu"]
     return _Tiles(token_tile or tokens, vocab_tile or vocab)
 
 
@@ -118,7 +118,7 @@ def _spans(length: int, tile: int) -> list[slice]:
 class _Head:
     """Tiles of logits in accumulation precision, made in two buffers that every tile of a pass shares.
 
-    With `kernels`, tiles are products that the kernels transform; else they are transformed logits.
+    With `kernels`, tiles are products that the kernels transform; otherwise they are transformed logits.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class _Head:
         """Gradients of a tile of products [n, v], in the weight's type, and at `column` [n, 1] before it is rounded.
 
         With p = softmax(z), the gradient of logit z_j is pull (1[j = target] - p_j) - push p_j (z_j - lse + entropy);
-        the transform's slope there makes it that of the product. Its slope at 0 is in pull and push.
+        times the transform's slope there it is the gradient of the product. The slope at 0 is in pull and push already.
         """
         if self.kernels:
             from rlhf.algo import kernels
@@ -209,7 +209,7 @@ def _view(buffer: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _in_tile(targets: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
-    """Which targets lie in this part of the vocabulary [n], and their columns [n, 1] there (any, for the others)."""
+    """Which targets lie in this part of the vocabulary [n], and their columns [n, 1] there (0 for the others)."""
     inside = (targets >= vocab.start) & (targets < vocab.stop)
     return inside, torch.where(inside, targets - vocab.start, 0).unsqueeze(1)
 
@@ -230,7 +230,7 @@ def _forward_tiles(head: _Head, targets: Tensor, with_entropy: bool) -> tuple[Te
     lse = partial.logsumexp(0)
     if not with_entropy:
         return lse, chosen, lse[:0]
-    # Differences first: the shares of the tiles, each off by the rounding of `lse`, then weigh small numbers.
+    # Differences first, so that the shares of the tiles, which carry the rounding of `lse`, multiply small numbers.
     return lse, chosen, ((lse - expected) * (partial - lse).exp()).sum(0)
 
 
@@ -282,7 +282,7 @@ def _backward_tiles(
 
 
 class _FusedHead(torch.autograd.Function):
-    """(hidden [U,H], weight [V,H], bias [V]) -> logprobs [N], entropy [N] of N chosen rows, `repeated` or not."""
+    """(hidden [U,H], weight [V,H], bias [V]) -> logprobs [N], entropy [N] of N chosen rows, which may be `repeated`."""
 
     @staticmethod
     def forward(

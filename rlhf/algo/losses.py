@@ -123,7 +123,7 @@ class ImportanceWeights(NamedTuple):
     Attributes:
         weights: [T], 0 outside of the mask; multiply the per-token policy loss with them.
         outside: [T] bool, the ratio is beyond the cap: it was cut (truncated) or the token left out (masked).
-        samples: n, the tokens or (at level `sequence`) the responses that the next two sums are over.
+        samples: n, the number of terms in the next two sums: tokens, or responses at level `sequence`.
         ratio_sum, ratio_square_sum: scalars, of the ratios before any cap, for `EffectiveSampleFraction`.
     """
 

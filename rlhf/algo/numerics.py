@@ -23,7 +23,7 @@ def full_precision(x: Tensor) -> Tensor:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether kernels compute what this tensor takes part in; torch does elsewhere, and in float64."""
+    """Whether kernels compute with this tensor; on other devices and in float64, torch does."""
     return x.device.type in KERNEL_DEVICES and x.dtype != torch.float64
 
 

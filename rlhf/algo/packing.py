@@ -12,15 +12,12 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from rlhf.algo.sizes import WHOLE_TOKENS
 from rlhf.types import PackedTokens
 
 # Attention costs as much as everything else in a transformer at a length of about six times its hidden size
 # (12 H^2 multiply-adds per token and layer against 2 L H): 8,192 stands for hidden sizes of 1,000 to 2,000.
 QUADRATIC_LENGTH = 8192.0
-
-# The budget counts computed tokens. With shared beginnings counted in each sequence, a microbatch holds at most this
-# many times the budget: attention needs keys and values for all of them.
-WHOLE_TOKENS = 4
 
 FILLER_TOKENS = 2
 
@@ -45,7 +42,7 @@ def bundle_samples(
 
     Args:
         lengths: [B] int, tokens of each sequence, prompt and response.
-        prompts: [B], equal where the first `prompt_lengths` [B] tokens are.
+        prompts: [B], equal for sequences whose first `prompt_lengths` [B] tokens are equal.
 
     Returns:
         Indices into `lengths`, ascending in each bundle.
@@ -75,7 +72,7 @@ def bundle_sizes(
     """Tokens of the budget that each bundle takes, and its cost, both [bundles]: arguments of `pack_microbatches`.
 
     A bundle takes its computed tokens, or the tokens of its whole sequences divided by WHOLE_TOKENS if that is more:
-    keys and values are held for all of them. The cost of attention is counted as that of whole sequences.
+    keys and values are held for whole sequences. The cost of attention is counted as that of whole sequences too.
     """
     saved = np.array([(len(members) - 1) * int(prompt_lengths[members[0]]) for members in bundles], np.int64)
     whole = np.array([int(lengths[members].sum()) for members in bundles], np.int64)
@@ -94,7 +91,7 @@ def pack_microbatches(
     ranks, since a reduction follows each of them.
 
     Args:
-        lengths: [B] int, tokens of each sequence, prompt and response; or of each bundle of them.
+        lengths: [B] int, tokens of each sequence, prompt and response; or of each bundle of sequences.
         max_tokens: hard budget of one microbatch.
         ranks: learners.
         costs: [B] float; None: `sequence_cost`, for single sequences.
@@ -123,7 +120,7 @@ def pack_microbatches(
 
 
 def sequence_cost(lengths: np.ndarray) -> np.ndarray:
-    """Compute of sequences in units of one token outside of attention: L + L^2 / QUADRATIC_LENGTH, any shape."""
+    """Compute of sequences, in units of one token outside of attention: L + L^2 / QUADRATIC_LENGTH, any shape."""
     return lengths * (1 + lengths / QUADRATIC_LENGTH)
 
 
@@ -222,7 +219,7 @@ def shared_beginnings(packed: PackedTokens) -> np.ndarray:
     """[S] int64, how many leading tokens of each sequence equal those of the previous sequence in the row.
 
     Their states are the same and are computed once: a prompt that samples share, the common beginning of a chosen and a
-    rejected answer. At least one token of each sequence is its own.
+    rejected answer. At least one token of each sequence counts as its own.
     """
     shared = np.zeros(len(packed.lengths), np.int64)
     bounds = packed.cu_seqlens.tolist()

@@ -3,16 +3,16 @@
 The sequences are prompts of the run, each with a response that the first engine samples at start-up. Two correct
 implementations of a bfloat16 model differ by its rounding, which depends on the model: the mean |log-prob difference|
 is 0.002 with 1 M parameters, 0.04 to 0.08 with 135 M in 30 layers. So the learner scores the sequences twice, in its
-own type and in float32. An engine may differ from the float32 pass by NOISE_FACTOR times what the learner itself does.
+own type and in float32. An engine may differ from the float32 pass by NOISE_FACTOR times the learner's own difference.
 
 One update at lr 1e-6 is far below that rounding: an engine that silently keeps some old tensor would agree with the
 learner for many steps. So at start-up every tensor is perturbed once, a block of consecutive tensors at a time. The
-engines must follow each block, and then the true weights are sent back. All tensors at once would not do: the late
-layers would then attend to noise, and one old query projection in them would not show. After the start the canary runs
-after every transfer.
+engines must follow each block, and then the true weights are sent back. Perturbing all tensors at once is not enough:
+the late layers would attend to noise, and an old query projection in them would not be seen. After the start the canary
+runs after every transfer.
 
-The canary's sequences are short. The rollouts of a step are not, and their log-probs are known on both sides anyway:
-`check_rollouts` bounds policy/engine_kl by the place of the tokens in their sequences, by the same measured rounding.
+The canary's sequences are short, the rollouts of a step are not, and their log-probs are known on both sides anyway. So
+`check_rollouts` compares policy/engine_kl, by the place of the tokens in their sequences, with the measured rounding.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ import numpy as np
 
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.cluster import Cluster
-from rlhf.log.reductions import Mean, Metric, StepMetrics, merge_metrics
-from rlhf.log.rollout_metrics import ENGINE_KL_FROM
+from rlhf.log.reductions import ENGINE_KL_FROM, Mean, Metric, StepMetrics, merge_metrics
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.types import Prompt, Rollout
 
 SEQUENCES = 8
-CANDIDATES = 64  # prompts of which the shortest are taken
+CANDIDATES = 64  # prompts; the shortest of them are taken
 PROMPT_TOKENS, RESPONSE_TOKENS = 128, 64
-# Distance from the float32 pass over the learner's own, measured on SmolLM2-135M in bfloat16: a correct engine is at
-# 0.8 to 1.2, one with a single old tensor at 4.7 or more, one at temperature 0.9 or 1.1 at 4 or more.
+# An engine's distance from the float32 pass divided by the learner's, on SmolLM2-135M in bfloat16: 0.8 to 1.2 measured
+# for a correct engine, 4.7 or more for one with a single old tensor, 4 or more at temperature 0.9 or 1.1.
 NOISE_FACTOR = 2.5
 LATER_FACTOR = 3.0  # after a transfer there is no float32 pass: both sides round, and the noise itself may grow
 TOLERANCE = 1e-3  # the smallest bound, and the one of float32, where correct engines differ by 2e-5
 BLOCK_TENSORS = 36  # perturbed at a time; about four layers
-# A KL grows with the square of a difference. Of a tenth of it the mean over MIN_TOKENS is known well enough.
+# A KL grows with the square of a difference. The mean over MIN_TOKENS is precise enough even for a tenth of the bound.
 KL_FACTOR = LATER_FACTOR**2
 MIN_TOKENS = 1024
-LAG_FACTOR = 4.0  # with a policy lag the policy moves between sampling and training, at no place this much more
-MOVED_FAR = 0.05  # nats per token; further, and the importance weights no longer mend it
+LAG_FACTOR = 4.0  # with a policy lag the policy moves between sampling and training; no place moves this much more
+MOVED_FAR = 0.05  # nats per token; if the policy moves further, importance weights no longer correct it
 FAR = 1e6  # logged in place of NaN and infinity
 MOVED = 5.0  # the perturbation must move log-probs by this many tolerances, or following it would prove nothing
 
@@ -54,8 +53,8 @@ Logprobs = Sequence[np.ndarray]
 class Canary:
     """Fixed sequences, judged by the mean absolute log-prob difference between learner and each engine.
 
-    `measure_noise` comes first, `check_start` after it; `tolerance` is that of the checks after transfers, `kl_bound`
-    that of the rollouts at temperature 1.
+    Call `measure_noise` first, then `check_start`. `tolerance` is the bound of the checks after transfers, `kl_bound`
+    the bound for rollouts at temperature 1.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Canary:
         self.tolerance = TOLERANCE
         self.kl_bound = TOLERANCE**2
         self._expected: Logprobs = []
-        self._rollouts: StepMetrics = {}  # KL by place, of the steps that have too few tokens there to be judged
+        self._rollouts: StepMetrics = {}  # KL by place, collected until the place has MIN_TOKENS
         self._rounds = dtype != "float32"
         self._noise_seed = noise_seed
         self._max_tokens = max_tokens - 1  # an engine scores a sequence while it samples one more token
@@ -75,7 +74,7 @@ class Canary:
         """Write the sequences; measure what rounding costs on the weights of model.path, which both sides have loaded.
 
         Raises:
-            ClusterError: learner and engine differ by more than rounding, or a deterministic run cannot be one.
+            ClusterError: learner and engine differ by more than rounding, or the run cannot be deterministic.
         """
         written = await asyncio.gather(*(self._written(cluster, prompt) for prompt in self._prompts))
         self.sequences = [rollout.token_ids for rollout in written]
@@ -137,7 +136,7 @@ class Canary:
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
     async def check_joined(self, cluster: Cluster) -> None:
-        """Compare the engines with the learner as it was after the last transfer, one that has joined among them.
+        """Compare the engines, with one that has just joined, with the learner's log-probs after the last transfer.
 
         Raises:
             ClusterError: as `check`.
@@ -146,7 +145,7 @@ class Canary:
         _compare(self._expected, by_engine, "has joined and does not hold the current weights", self.tolerance)
 
     def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> dict[str, float]:
-        """How far the engines' log-probs of the trained rollouts are from the learner's, over what rounding explains.
+        """How far the engines' log-probs of trained rollouts are from the learner's, divided by what rounding explains.
 
         With a policy lag a place is compared with the first places, since the policy has moved everywhere.
 
@@ -154,7 +153,7 @@ class Canary:
             metrics: of a step; those of ENGINE_KL_FROM are read.
 
         Returns:
-            policy/engine_kl_excess, of the worst place; empty until a place has MIN_TOKENS.
+            policy/engine_kl_excess of the worst place; empty until a place has MIN_TOKENS.
         """
         places = {name: metrics[name] for name in ENGINE_KL_FROM.values() if name in metrics}
         self._rollouts = merge_metrics([self._rollouts, places])
@@ -180,7 +179,7 @@ class Canary:
 
     async def _exact(self, cluster: Cluster) -> tuple[Logprobs, Logprobs]:
         """The learner's log-probs in float32, and those in its own type."""
-        await cluster.sleep_colocated_engines()  # the float32 pass holds an embedding more
+        await cluster.sleep_colocated_engines()  # the float32 pass needs memory for another embedding
         own = (await cluster.learners.call("canary", self.sequences))[0]
         return (await cluster.learners.call("canary", self.sequences, True))[0] if self._rounds else own, own
 
@@ -191,7 +190,7 @@ def _tokens(metric: Metric) -> float:
 
 
 def _kl(sampled: Logprobs, other: Logprobs) -> float:
-    """Mean KL per token from log-probs of both, the estimator k3 that policy/engine_kl is."""
+    """Mean KL per token from the log-probs of both, by k3, the estimator of policy/engine_kl."""
     d = np.concatenate([a[1:] - b[1:] for a, b in zip(sampled, other, strict=True)]).astype(np.float64)
     return float((np.exp(-d) - 1 + d).mean())
 

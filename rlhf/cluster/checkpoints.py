@@ -12,7 +12,7 @@ from rlhf.cluster.rank_group import RankGroup
 from rlhf.config.roles import LEARNER
 from rlhf.types import WrittenFile
 
-FIRST_POLL_S, LAST_POLL_S = 0.05, 2.0  # between two questions whether a rank has written its files
+FIRST_POLL_S, LAST_POLL_S = 0.05, 2.0  # seconds between two checks whether the ranks have written their files
 
 
 class Checkpoints:
@@ -27,7 +27,7 @@ class Checkpoints:
         self._saving = Path()
 
     async def bytes(self) -> int:
-        """What `save` will write, over all ranks."""
+        """Bytes that `save` will write, over all ranks."""
         return sum([sum(await ranks.call("checkpoint_bytes")) for ranks in self._trained().values()])
 
     async def save(self, folder: Path) -> None:
@@ -43,8 +43,8 @@ class Checkpoints:
             The files by path in the folder.
 
         Raises:
-            OSError: what the disk refused, of the first rank; no rank is writing any more.
-            ClusterError: the deadline of an update has passed, such as on a file system that hangs.
+            OSError: the first rank's error from its disk; no rank is writing any more.
+            ClusterError: the deadline of an update has passed, for example on a file system that hangs.
         """
         files: dict[str, WrittenFile] = {}
         errors, wait_s, began = [], FIRST_POLL_S, time.monotonic()
@@ -64,7 +64,7 @@ class Checkpoints:
         return files
 
     async def load(self, role: str, folder: Path) -> None:
-        """Put back what `save` wrote of a role."""
+        """Load what `save` wrote for a role."""
         await self._trained()[role].call("load", str(_folder_of(role, folder)))
 
 

@@ -3,7 +3,7 @@
 `separate` gives each role its own GPUs. `colocated` puts engine i on the GPUs of learners i x tensor_parallel to
 (i + 1) x tensor_parallel - 1, and critic i on that of learner i. They take turns:
 
-    sample   engines awake; of learners and critics only the weights
+    sample   engines awake; learners and critics have only their weights there
     train    engines asleep; policy and critic one after the other, each brings back its state when it updates
     send     states leave, engines wake without their cache, the weights are sent, buffers are freed, the cache wakes
 """
@@ -177,7 +177,7 @@ class Cluster:
         return self.config, _engine_seed(self.config.run.seed, rank, self._version), self.transfer_backend
 
     async def _leave_gpus(self, *roles: str) -> None:
-        """Make room on shared GPUs: these roles, or all that are trained, keep only their weights there."""
+        """Make room on shared GPUs: these roles, or all trained roles, keep only their weights there."""
         for role in roles or self.trained():
             await self.group(role).call("leave_gpu", self.config.cluster.offload_while_sampling)
 
@@ -237,7 +237,7 @@ class Cluster:
     async def send_weights(self, version: int) -> None:
         """Learners -> engines, in flight: running requests pause, the weights change, the requests continue.
 
-        Colocated engines have none; they sleep until the weights come, so that the KV cache leaves room for buffers.
+        Colocated engines have no requests then; they sleep until the weights come, to leave memory for the buffers.
         """
         await self.sleep_colocated_engines()
         if self._replacements is not None:
@@ -251,10 +251,10 @@ class Cluster:
             self._replacements.ready()
 
     async def _transfer(self, version: int, *, unless_changed: bool = False) -> bool:
-        """Send the weights to every engine, those that have just been built too; the transfer group is made anew then.
+        """Send the weights to every engine, also to new ones; if the engines have changed, build a new transfer group.
 
         Args:
-            unless_changed: not if an update has begun; the result is whether they were sent.
+            unless_changed: send nothing if an update has begun; the result says whether the weights were sent.
         """
         joining = {} if self._replacements is None else self._replacements.admit()
         await self._pause_engines()
@@ -289,7 +289,7 @@ class Cluster:
     # --- engines that are lost ---
 
     def replace_lost_engines(self, check: Callable[[], Awaitable[None]]) -> None:
-        """From now on replace engines that are lost; `check` is called when one has joined."""
+        """From now on replace lost engines, except on shared GPUs; `check` is called when a new one has joined."""
         if self._shares_gpus:
             return
 
@@ -339,7 +339,7 @@ class Cluster:
 
     async def sleep_colocated_engines(self) -> None:
         """Before the learners work: engines on the same GPUs free their memory until the next weights arrive."""
-        if self.config.cluster.placement == "colocated" and not self._asleep:
+        if self._shares_gpus and not self._asleep:
             await self.engines.call("sleep")
             self._asleep = True
 
@@ -349,13 +349,13 @@ class Cluster:
         """All samples of a prompt.
 
         Raises:
-            EngineLostError: the engine is lost and being replaced; another one can do it.
+            EngineLostError: the engine is lost and being replaced; another engine can sample the group.
         """
         sampling = self.engines.call_one(
             engine, "sample_group", prompt, samples, settings, what=f"sampling {prompt.id}"
         )
         try:
-            if self._replacements is not None:  # a failed one may have left this engine paused
+            if self._replacements is not None:  # a failed replacement may have left this engine paused
                 sampling = self._replacements.unless_failed(sampling)
             rollouts: list[Rollout] = await sampling
         except LostError as error:

@@ -27,14 +27,14 @@ def environment_of(role: str, config: GRPOConfig, *, transfer_backend: str, sock
             "CUDA_VISIBLE_DEVICES": "",
         }
         if role == ENGINE:
-            # vLLM compiles the ranks of log-probs with inductor: 5 s of a start, 20 where no cache is, for one sum.
+            # vLLM compiles the ranks of log-probs, one sum, with inductor: 5 s of a start, 20 s without a cache.
             environment["TORCH_COMPILE_DISABLE"] = "1"
-            # oneDNN keeps a kernel for each shape of a product, of 1,024 by default: an engine grew by 700 MB.
+            # oneDNN keeps a kernel for each shape of a product, by default for 1,024: an engine grew by 700 MB.
             environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "64"
     if sockets:
         environment["VLLM_RPC_BASE_PATH"] = sockets
     if transfer_backend == "ipc":
-        # vLLM's processes get handles of GPU memory pickled, which vLLM refuses by default.
+        # vLLM's processes receive pickled handles of GPU memory, which vLLM refuses by default.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if config.run.deterministic and role == ENGINE:
         environment |= cpu_rows.ENVIRONMENT if config.cluster.device == "cpu" else {"VLLM_BATCH_INVARIANT": "1"}

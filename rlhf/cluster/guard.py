@@ -1,10 +1,10 @@
-"""Program: ends what a run has left of its own Ray cluster, as soon as the driver is gone, however it ended.
+"""Program: ends all processes of a run's own Ray cluster as soon as the driver has ended, for whatever reason.
 
     python guard.py FOLDER
 
-The driver holds the other end of the standard input, which is at its end when the driver is. A process belongs to the
-cluster if it names Ray's temporary folder in its command, has a file of it open (the log that Ray's workers and all
-processes below them write to), or was started by one that does. Standard library alone: it starts in an instant.
+The driver holds the other end of the standard input, so the input ends with the driver. A process of this Python or of
+Ray belongs to the cluster if its command names Ray's temporary folder, or if it has a file of that folder open (the log
+that Ray's workers write to); so do all processes below it. Only the standard library is used: it starts at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARED_MEMORY = "/dev/shm/"
 
 
 def main() -> None:
-    folder, spared = sys.argv[1], {os.getpid(), os.getppid()}  # a driver that only ends has the folder open too
+    folder, spared = sys.argv[1], {os.getpid(), os.getppid()}  # a driver that is still ending has the folder open too
     sys.stdin.buffer.read()
     shared: set[str] = set()
     end = time.monotonic() + PATIENCE_S
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _members(folder: str, spared: set[int]) -> set[int]:
-    """The processes of the cluster that have not ended, and all below them, but for those that are spared."""
+    """The processes of the cluster that have not ended, and all below them, except the spared ones."""
     parents: dict[int, int] = {}
     members: set[int] = set()
     for entry in os.listdir("/proc"):

@@ -1,16 +1,14 @@
-"""Looks every few seconds at the processes of all actors: a stopped one is killed, and their memory is measured.
+"""Checks the processes of all actors every few seconds: kills stopped ones, and measures the memory of all.
 
-A dead process breaks the calls that wait for it within seconds. A stopped one (SIGSTOP, a frozen container) breaks
-none: whoever waits for it would do so until `cluster.step_deadline_s`. Killed, its death is noticed. Processes of the
-driver's own node are looked at directly, those of other nodes by a small Ray task there.
+A dead process breaks the calls that wait for it within seconds. A stopped one (SIGSTOP, a frozen container) does not:
+calls would wait for it until `cluster.step_deadline_s`. So it is killed, and its death is noticed. Processes of the
+driver's own node are checked directly, those of other nodes by a small Ray task there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhf.cluster.actors import ActorGroup
+from rlhf.cluster.node_report import nvidia_smi
 from rlhf.plan.memory import GIB
 
 PERIOD_S = 5.0
@@ -29,7 +28,7 @@ LOOKS = 2  # in a row; a terminal may stop a whole run for a moment
 
 
 class Look(NamedTuple):
-    """What was seen on one node: stopped processes; bytes by process, those below it included; bytes used by GPU."""
+    """What was seen on one node: stopped processes; bytes of each process with those below it; bytes in use by GPU."""
 
     stopped: Sequence[int] = ()
     resident: Mapping[int, int] = {}
@@ -37,11 +36,11 @@ class Look(NamedTuple):
 
 
 def look(actors: Sequence[int], kill: Sequence[int] = (), *, others: Sequence[int] = ()) -> Look:
-    """Look at this node, and kill some of the processes that were found stopped before.
+    """Look at this node, and kill the processes in `kill` that are still stopped.
 
     Args:
-        actors: the ids of their processes; those below them are looked at too.
-        others: processes of which only the memory is asked.
+        actors: process ids of actors; the processes below them are looked at too.
+        others: further processes, whose memory only is measured.
     """
     processes = {process.pid: process for process in psutil.process_iter(["ppid", "status"])}
     below = defaultdict(list)
@@ -72,14 +71,10 @@ def _resident(process: psutil.Process) -> int:
 
 def _gpu_bytes() -> dict[str, int]:
     """Bytes in use on each GPU of this node, by its number and by its id; empty without GPUs."""
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=GPU_ANSWER_S, check=True).stdout
-        rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
+        rows = [line.removesuffix(" MiB").split(", ") for line in nvidia_smi("index,uuid,memory.used", GPU_ANSWER_S)]
         return {name: int(used) * 2**20 for number, uuid, used in rows for name in (number, uuid)}
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except ValueError:  # a GPU does not report it
         return {}
 
 
@@ -95,7 +90,7 @@ def memory_metrics(
     sizes = dict(others)
     for group in groups:
         role = group.name.replace(" ", "_")
-        if "," in role:  # an engine that will be one of its role's
+        if "," in role:  # a new engine that has not joined its role yet
             continue
         for rank, location in enumerate(group.locations):
             seen = looks.get(location.node, Look())

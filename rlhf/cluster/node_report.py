@@ -1,6 +1,6 @@
 """What one node of a cluster has installed, and how nodes differ; asked of every node before a run and by the doctor.
 
-Standard library alone, and its functions travel to other nodes by value: they have to say that the package is missing.
+It uses only the standard library, and its functions are sent to nodes by value: they also run without the package.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import importlib.util
-import shutil
 import socket
 import subprocess
 import sys
@@ -25,7 +24,7 @@ NVIDIA_SMI_S = 30.0
 
 
 def report() -> dict[str, str]:
-    """Versions, build tags left out: nodes with and without GPUs may make one cluster."""
+    """Versions without build tags: nodes with and without GPUs may form one cluster."""
     versions = {"node": socket.gethostname(), "python": "{}.{}".format(*sys.version_info)}
     for name in PACKAGES:
         for candidate in (name, OTHER_BUILDS.get(name, name)):
@@ -53,7 +52,7 @@ def plugin_is_installed() -> bool:
 
 
 def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
-    """One line for each thing that a node lacks, or has otherwise than the first node."""
+    """One line for each entry that a node lacks, or in which it differs from the first node."""
     first = reports[0]
     lines = []
     for node in reports:
@@ -65,20 +64,23 @@ def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
     return lines
 
 
+def nvidia_smi(fields: str, timeout_s: float) -> list[str]:
+    """One line per GPU of this node, `a, b` for the fields `a,b`; none if nvidia-smi is missing or fails."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return answer.stdout.splitlines()
+
+
 def gpus() -> list[str]:
     """`name, driver, memory, compute capability` of each GPU of this node from nvidia-smi; none without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader"]
-    try:
-        completed = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
-    except subprocess.TimeoutExpired:
-        return []
-    return completed.stdout.splitlines() if completed.returncode == 0 else []
+    return nvidia_smi("name,driver_version,memory.total,compute_cap", NVIDIA_SMI_S)
 
 
 def node_names(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Ray's id -> `host (address)`, and the beginning of the id where several nodes are at one address."""
+    """Ray's id -> `host (address)`, with the beginning of the id if several nodes share an address."""
     places = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}" for node in nodes}
     shared = {place for place in places.values() if list(places.values()).count(place) > 1}
     return {key: f"{place}, {key[:8]})" if place in shared else f"{place})" for key, place in places.items()}

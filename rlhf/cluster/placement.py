@@ -51,8 +51,8 @@ async def create(
     """Reserve what a role asks for and create its actors; nothing is loaded in them yet.
 
     Args:
-        guests: of the learners: roles that will share their GPUs, and so need CPUs in their bundles.
-        learners: of a guest: those whose GPUs it shares; each of its actors is in the bundle of its first learner.
+        guests: for learners: the roles that will share their GPUs, and so need CPUs in their bundles.
+        learners: for a guest: the learners whose GPUs it shares; each actor is in the bundle of its first learner.
 
     Raises:
         ClusterError: the resources were not free within the deadline. Nothing stays reserved.
@@ -62,7 +62,7 @@ async def create(
         each = len(learners.order) // role.count
         placed = await _start_actors(role, cluster, learners.bundles, learners.order[::each], role.cpus / each)
         return replace(placed, bundles=None)
-    # Any learner may become the first of an engine, whose actor joins its bundle, so all bundles are equal.
+    # Any learner may be the first of an engine, whose actor then joins that learner's bundle. So all bundles are equal.
     shared = sum(guest.cpus * guest.count / role.count for guest in guests)
     bundle = {"CPU": role.cpus + shared} | ({GPU: role.gpus} if role.gpus else {})
     bundles = placement_group([bundle] * role.count, strategy="PACK")
@@ -127,7 +127,7 @@ async def _wait_until_reserved(bundles: PlacementGroup, what: str, deadline_s: f
 
 
 def new_actor(role: Role, cpus: float, bundles: PlacementGroup, index: int) -> Any:
-    """Create an actor of a role in one bundle; it starts when the bundle is there and free."""
+    """Create an actor of a role in one bundle; it starts when the bundle is reserved and free."""
     hosts_coroutines = role.name == ENGINE
     options: dict[str, Any] = {"max_concurrency": 10_000} if hosts_coroutines else {}
     actor: Any = ray.remote(HostedAsyncActor if hosts_coroutines else HostedActor).options(

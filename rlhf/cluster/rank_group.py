@@ -28,7 +28,7 @@ class RankGroup(ActorGroup):
 
     @property
     def update_deadline_s(self) -> float:
-        """For a call that the ranks may answer only after their update; the key bounds one pass over the rollouts."""
+        """For calls that ranks may answer only after an update; `step_deadline_s` bounds one pass over the rollouts."""
         return self.deadline_s * (1 + len(self._epochs))
 
     async def start_step(self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]]) -> None:
@@ -57,13 +57,13 @@ class RankGroup(ActorGroup):
         return column
 
     async def update(self, targets: PolicyTargets | ValueTargets) -> list[StepMetrics]:
-        """Every optimizer step of the step; the metrics of each, over all ranks."""
+        """Run every optimizer step of the training step; returns the metrics of each, merged over all ranks."""
         self.changed = True
         by_rank = await self.call("update", ray.put(targets), deadline_s=self.update_deadline_s)
         return [merge_metrics(list(parts)) for parts in zip(*by_rank, strict=True)]
 
     async def skip_updates(self) -> list[StepMetrics]:
-        """Count every optimizer step of the step as skipped, on all ranks; the metrics of each."""
+        """Count every optimizer step of the training step as skipped, on all ranks; returns the metrics of each."""
         first, *_ = await self.call("skip_updates", sum(map(len, self._epochs)))
         metrics: list[StepMetrics] = first
         return metrics

@@ -5,8 +5,8 @@
     present   it has got the current weights from the learners: with the next transfer, or at once while the learners
               still hold what the engines have, and then the canary compares it before it samples
 
-Whoever waited for a lost engine asks `next_engine` for another one. An engine that is lost during a transfer leaves the
-others with half of the new weights; that ends the run, or starts it again (`run.max_restarts`).
+A caller that waited for a lost engine asks `next_engine` for another one. An engine that is lost during a transfer
+leaves the others with half of the new weights; that ends the run, or starts it again (`run.max_restarts`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Replacements:
         engines: the group; its `absent` ranks are those that are lost or have no current weights.
         start: builds a new engine for a rank.
         join: called when one is built; gives it the weights unless the next transfer has to.
-        fewest: engines without which nothing goes on (`cluster.min_engines`).
+        fewest: the run waits while fewer engines than this are left (`cluster.min_engines`).
         allowed: engines that may be lost between two transfers.
     """
 
@@ -59,7 +59,7 @@ class Replacements:
         self._joining: set[int] = set()  # present, and without the current weights or their check
         self._lost = 0  # since the last transfer
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by the first replacement
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # set when a replacement fails
 
     def take_over(self, rank: int, error: LostError) -> bool:
         """Replace an engine after this error; False if too many were lost."""
@@ -79,7 +79,7 @@ class Replacements:
         except Exception as error:
             if not self._failed.done():
                 self._failed.set_exception(error)
-                self._failed.exception()  # it is raised where somebody waits, or nowhere
+                self._failed.exception()  # marks it as seen: it is raised only where a caller waits
 
     async def _build_and_join(self, rank: int) -> None:
         await self._end(self._engines.actors[rank])
@@ -100,7 +100,7 @@ class Replacements:
         ray.kill(actor)
 
     async def next_engine(self, in_flight: Sequence[int]) -> int:
-        """The least busy engine that can sample; waits where too few are left.
+        """The least busy engine that can sample; waits while too few are left.
 
         Raises:
             ClusterError: a replacement failed.
@@ -130,13 +130,13 @@ class Replacements:
         return admitted
 
     def send_back(self, admitted: Mapping[int, ActorGroup]) -> None:
-        """They got no weights: the next transfer admits them."""
+        """Undo `admit`, since these engines got no weights: the next transfer admits them."""
         self.built |= admitted
         self._engines.absent |= admitted.keys()
         self._joining -= admitted.keys()
 
     def ready(self) -> None:
-        """Every present engine has the current weights."""
+        """Call this when every present engine has the current weights."""
         self._joining.clear()
 
     def raise_failure(self) -> None:
@@ -145,7 +145,7 @@ class Replacements:
             self._failed.result()
 
     async def unless_failed(self, call: Coroutine[Any, Any, R]) -> R:
-        """The result of a call; what a replacement failed with, if that comes first."""
+        """The result of a call; if a replacement fails first, its error is raised."""
         task = asyncio.ensure_future(call)
         waited: set[asyncio.Future[Any]] = {task, self._failed}
         try:
@@ -157,7 +157,7 @@ class Replacements:
             task.cancel()
 
     async def watch(self) -> None:
-        """Ask every engine for its health: an idle one is also missed within seconds."""
+        """Ask every engine for its health, so that the loss of an idle one is noticed within seconds too."""
         while True:
             await asyncio.sleep(HEALTH_PERIOD_S)
             for rank in range(len(self._engines.actors)):

@@ -1,4 +1,4 @@
-"""The YAML: its keys (`sections`, `data`, `reward`), the whole of each program, and what contradicts.
+"""The YAML: its keys (`sections`, `data`, `reward`), the whole config of each program, and contradictions.
 
 A new key: a field of its section, with a description. If a resumed run may change it, `run/resume.py` names it.
 """

@@ -1,4 +1,4 @@
-"""The base of every section of the YAML, and the hint for a name that is not known."""
+"""The base of every section of the YAML, and parts of error messages."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
     if nearest := difflib.get_close_matches(name, known, n=1, cutoff=0.5):
         return f"Did you mean {prefix}{nearest[0]}?"
     return f"Known: {', '.join(known) or 'none'}."
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's text; its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

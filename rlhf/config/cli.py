@@ -1,4 +1,4 @@
-"""What the training programs share: arguments, --help, error messages, exit statuses."""
+"""What the programs share: arguments, --help, error messages, exit statuses."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def parse(
 
     Args:
         add_flags: adds the program's own flags.
-        check: problems of this machine with a config, such as a missing file; not asked with --plan.
+        check: problems of this machine with a config, such as a missing file; not called with --plan.
 
     Raises:
         ValueError: from the config, or from arguments that are neither a flag nor an override.
@@ -149,16 +149,22 @@ def _key_lines(key: Key) -> Iterable[str]:
     yield from textwrap.wrap(key.description, HELP_COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
+def check_new_folder(folder: Path, key: str = "") -> None:
+    """Raise a ValueError unless an output folder does not exist yet, or is empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{key}{folder}: it exists and is not an empty folder. Name a new folder, or delete this one.")
+
+
 def run_async(
     main: Coroutine[Any, Any, R], *, on_signal: Callable[[str, Callable[[], object]], None] | None = None
 ) -> R:
     """asyncio.run of a task; SIGTERM and SIGINT cancel the task, so its `finally` clauses end what it started.
 
     Args:
-        on_signal: called at the first signal instead, with its name and what cancels the task.
+        on_signal: called at the first signal instead, with its name and a function that cancels the task.
     """
     received: list[signal.Signals] = []
-    # if something hangs while the task is cancelled; processes below this one end with it
+    # if something hangs while the task is cancelled; child processes end with this one
     exit_soon = threading.Timer(END_AT_ONCE_S, lambda: os._exit(128 + received[0]))
     exit_soon.daemon = True
 

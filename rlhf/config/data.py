@@ -19,7 +19,11 @@ TemplateName = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
 AnswerFormat = Literal["auto", "gsm8k", "boxed", "text", "none"]
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
-OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")  # files that are not read, and no hub names
+OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")  # files that are not read, and not hub names
+USUAL_COLUMNS = {
+    "prompt_column": ("question", "problem", "prompt", "messages", "instruction", "query"),
+    "answer_column": ("answer", "ground_truth", "final_answer", "expected_answer", "solution"),
+}
 
 
 class SourceConfig(Section):
@@ -65,7 +69,7 @@ class SourceConfig(Section):
 
     @property
     def sampling(self) -> dict[str, float]:
-        """What an evaluation set has of its own in place of the keys of `evaluation`."""
+        """The keys of `evaluation` that this evaluation set replaces with its own."""
         given = self.model_dump(include={"samples_per_prompt", "temperature", "max_response_tokens"})
         return {name: value for name, value in given.items() if value is not None}
 
@@ -97,12 +101,12 @@ class DataConfig(Section):
     prompt_column: str | None = Field(
         None,
         description="column of the prompt, text or role/content messages, a.b for nested ones; "
-        "null: the first that exists of question, problem, prompt, messages, instruction, query",
+        f"null: the first that exists of {', '.join(USUAL_COLUMNS['prompt_column'])}",
     )
     answer_column: str | None = Field(
         None,
         description="column of the answer, a.b for nested ones; "
-        "null: the first that exists of answer, ground_truth, final_answer, expected_answer, solution",
+        f"null: the first that exists of {', '.join(USUAL_COLUMNS['answer_column'])}",
     )
     answer_format: AnswerFormat = Field(
         "auto",

@@ -57,13 +57,8 @@ class GRPOConfig(ProgramConfig):
         return Training(self.learner, self.learner.epochs_per_step, self.learner.minibatches_per_epoch, self.run.steps)
 
     @property
-    def total_updates(self) -> int:
-        """Planned optimizer steps of the policy: N of its learning-rate schedule."""
-        return self.training.total_updates
-
-    @property
     def update_plan(self) -> dict[str, int]:
-        """The keys that the number of optimizer steps follows from; a resumed run must not change them."""
+        """The keys that determine the number of optimizer steps; a resumed run must not change them."""
         plan = {}
         for role, training in self.trained_roles():
             plan[f"{role.section}.epochs_per_step"] = training.epochs_per_step
@@ -74,7 +69,7 @@ class GRPOConfig(ProgramConfig):
         """All roles of the run: learner, critic, reward model, engine.
 
         Args:
-            trains: False for an evaluation, which starts engines alone, on GPUs of their own.
+            trains: False for an evaluation, which starts only engines, on GPUs of their own.
         """
         cluster, on_gpu = self.cluster, int(self.cluster.device == "cuda")
         shares_gpus = trains and cluster.placement == "colocated"
@@ -116,7 +111,7 @@ class GRPOConfig(ProgramConfig):
 
     @property
     def evaluations(self) -> dict[str, EvaluationConfig]:
-        """The `evaluation` section of each set of data.eval, by its label, with what the set has of its own."""
+        """The `evaluation` section of each set of data.eval, by its label, with the keys that the set replaces."""
         return {source.label: self.evaluation.model_copy(update=source.sampling) for source in self.data.eval}
 
     @property
@@ -128,7 +123,7 @@ class GRPOConfig(ProgramConfig):
 
     @property
     def noise_seed(self) -> int | None:
-        """What sampling noise follows from, with the prompt and the sample; None: from the order of arrival as well."""
+        """Seed of sampling noise, with the prompt and the sample; None: noise depends on the order of arrival too."""
         return self.run.seed if self.run.deterministic else None
 
     @property
@@ -348,7 +343,7 @@ def _cluster_problems(config: GRPOConfig) -> Iterator[str]:
 
 
 def _nondeterministic_settings(config: GRPOConfig) -> Iterator[str]:
-    """What makes two runs differ whatever engines and learners do."""
+    """Settings that make two runs differ, whatever engines and learners do."""
     rollout = config.rollout
     if rollout.max_policy_lag > 0:
         yield (

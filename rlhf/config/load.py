@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf.config.base import Section, suggest
+from rlhf.config.base import Section, first_line, suggest
 from rlhf.config.describe import Key, describe_keys
 from rlhf.config.secrets import HIDDEN, missing_secrets, remember, with_references
 
@@ -71,7 +71,7 @@ def load_config(
         values = OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise ValueError(
-            f"{error.full_key}: {_first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} "
+            f"{error.full_key}: {first_line(error)}. In a value, ${{...}} stands for another key; write \\${{...}} "
             "where it is text."
         ) from None
     remember(values)
@@ -133,10 +133,10 @@ def _parse_override(override: str) -> dict[str, Any]:
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
     except OmegaConfBaseException as error:
-        raise ValueError(f"{override!r}: {_first_line(error)}") from error
+        raise ValueError(f"{override!r}: {first_line(error)}") from error
     except Exception as error:  # the YAML parser, about the value
         raise ValueError(
-            f"{override!r}: the value is not readable as YAML ({_first_line(error)}). Quote it: {key}='\"...\"'."
+            f"{override!r}: the value is not readable as YAML ({first_line(error)}). Quote it: {key}='\"...\"'."
         ) from error
     return values
 
@@ -148,19 +148,20 @@ def _merge(base: Any, overlay: Any) -> Any:
     return base | {key: _merge(base.get(key), value) for key, value in overlay.items()}
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def validated(schema: type[C], values: dict[str, Any], check: Callable[[C], Iterable[str]] = lambda config: ()) -> C:
-    """The config of these values.
+def validated(
+    schema: type[C],
+    values: dict[str, Any],
+    check: Callable[[C], Iterable[str]] = lambda config: (),
+    *,
+    section: str = "",
+) -> C:
+    """The config of these values, or of the section of this name.
 
     Raises:
-        ValueError: naming all problems. What is wrong is taken out, and the rest is validated again; a contradiction
-            or a finding of `check` that names a wrong key is left out, as it may be about the value in its place.
+        ValueError: naming all problems. Wrong values are taken out, and the rest is validated again. A contradiction or
+            a finding of `check` that names a wrong key is not reported: it may be about the value in its place.
     """
-    keys = {key.name: key for key in describe_keys(schema)}
+    keys = {key.name: key for key in describe_keys(schema, _general(f"{section}.") if section else "")}
     problems: dict[str, None] = {}
     replacements: dict[tuple[int | str, ...], Iterator[Any]] = {}
     while True:
@@ -173,7 +174,7 @@ def validated(schema: type[C], values: dict[str, Any], check: Callable[[C], Iter
             for problem in found:
                 place = problem["loc"]
                 if not any(place[:length] in replacements for length in range(1, len(place) + 1)):
-                    problems |= dict.fromkeys(_lines(problem, keys))
+                    problems |= dict.fromkeys(_lines(problem, keys, section))
             for problem in found:
                 # for a required value that is wrong: something valid, so that the other keys can be checked
                 replacement = replacements.setdefault(problem["loc"], iter([{}, 1, "-"]))
@@ -210,14 +211,15 @@ def _replace(values: Any, problem: ErrorDetails, replacement: Iterator[Any]) -> 
     return True
 
 
-def _lines(problem: ErrorDetails, keys: Mapping[str, Key]) -> Iterator[str]:
+def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iterator[str]:
     """The messages about one problem.
 
     Args:
         keys: all keys of the schema by name.
+        section: the name of what was validated; "" if it was the whole config.
     """
-    key = ".".join(map(str, problem["loc"]))
-    given, described = f"{key}={_short(problem['input'])}", keys.get(_general(key))
+    key = ".".join(map(str, (section, *problem["loc"]) if section else problem["loc"]))
+    given, described = f"{key}={short_value(problem['input'])}", keys.get(_general(key))
     message = problem["msg"].removeprefix("Value error, ")
     match problem["type"]:
         case "extra_forbidden":
@@ -248,7 +250,7 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key]) -> Iterator[str]:
 
 
 def _unknown(key: str, keys: Mapping[str, Key]) -> str:
-    """Why a key is refused that the schema does not have, and the known key that may be meant."""
+    """Why an unknown key is refused, and the known key that may be meant."""
     if key in REMOVED:
         return f"this key was removed. {REMOVED[key]}"
     section, _, name = key.rpartition(".")
@@ -267,7 +269,7 @@ def _general(key: str) -> str:
     return re.sub(r"\.\d+", "[]", key)
 
 
-def _short(value: Any) -> str:
+def short_value(value: Any) -> str:
     """A value as a message shows it, at most 80 characters; text keeps its quotes where YAML needs them."""
     text = value if isinstance(value, str) and not _reads_as_another_type(value) else json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -54,7 +54,7 @@ def warmup_problems(key: str, trained: TrainedConfig, updates: int, counted_as: 
     """A problem if the warm-up is not shorter than the run, which has `updates` optimizer steps.
 
     Args:
-        counted_as: the product of keys that gives them.
+        counted_as: the product of keys that gives `updates`.
     """
     warmup = trained.schedule.warmup_steps
     if warmup >= max(1, updates):

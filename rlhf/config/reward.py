@@ -11,13 +11,12 @@ Keys of a part other than `name` and `weight` are options of that reward.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf.config.base import Section, suggest
-
-S = TypeVar("S", bound=Section)
+from rlhf.config.load import validated
 
 ExtractionStep = Literal["box", "answer_tag", "hash", "answer_is", "math_span", "last_number"]
 
@@ -97,7 +96,7 @@ class FormatOptions(Section):
         try:
             re.compile(value or "")
         except re.error as error:
-            raise ValueError(f"not a regular expression ({error})") from None
+            raise ValueError(f"{value!r} is not a regular expression ({error}). Correct it.") from None
         return value
 
 
@@ -111,7 +110,7 @@ class LengthOptions(Section):
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> Self:
         if self.max_tokens is not None and self.min_tokens + self.buffer_tokens > self.max_tokens:
-            raise ValueError("min_tokens + buffer_tokens is above max_tokens, so every length would get a penalty")
+            raise ValueError("min_tokens + buffer_tokens exceed max_tokens, so every length has a penalty. Lower them.")
         return self
 
 
@@ -199,9 +198,8 @@ class RewardConfig(Section):
         if not isinstance(value, dict):
             return value
         normalized = dict(value)
-        prefix = "reward.parts" if value.keys() - {"parts"} else "reward"
         if "parts" in value:
-            normalized["parts"] = _parts(value["parts"], prefix)
+            normalized["parts"] = _parts(value["parts"], "reward.parts")
         by_source = value.get("by_source", {})
         if not isinstance(by_source, dict):
             raise ValueError(f"reward.by_source={by_source!r}: not a mapping. Write {{source: [{{name: gsm8k}}]}}.")
@@ -232,12 +230,12 @@ class RewardConfig(Section):
 def _parts(value: Any, key: str) -> tuple[RewardPart, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"{key}={value!r}: not a list of rewards. Write [{{name: math, weight: 1.0}}].")
-    parts = tuple(_part(item, f"{key}[{index}]") for index, item in enumerate(value))
+    parts = tuple(_part(item, f"{key}.{index}") for index, item in enumerate(value))
     names = [part.name for part in parts]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise ValueError(
-                f"{key}[{index}].name={name!r}: named twice, and parts are logged by name. Keep one of the two."
+                f"{key}.{index}.name={name!r}: named twice, and parts are logged by name. Keep one of the two."
             )
     return parts
 
@@ -259,24 +257,11 @@ def _part(value: Any, key: str) -> RewardPart:
     }
     if isinstance(options, dict):
         options = {**options, **{k: v for k, v in value.items() if k not in ("name", "weight", "options", *fields)}}
-    part = _validated(RewardPart, {"name": name, "weight": weight, "options": options, **fields}, key)
+    part = validated(RewardPart, {"name": name, "weight": weight, "options": options, **fields}, section=key)
     if is_built_in:
-        _validated(OPTIONS_OF_REWARD[name], options, key)
+        validated(OPTIONS_OF_REWARD[name], options, section=key)
     elif not USER_FUNCTION.fullmatch(name):
         form = "not of the form package.module:function or path/to/file.py:function"
         reason = form if ":" in name else "there is no such reward"
         raise ValueError(f"{key}.name={name!r}: {reason}. {suggest(name, OPTIONS_OF_REWARD)}")
     return part
-
-
-def _validated(schema: type[S], values: dict[str, Any], key: str) -> S:
-    """The model of these values; the message about the first problem begins with its key."""
-    try:
-        return schema.model_validate(values)
-    except ValidationError as error:
-        problem = error.errors()[0]
-    loc, reason = problem["loc"], problem["msg"].removeprefix("Value error, ")
-    reason = f"{reason[0].lower()}{reason[1:]}. See docs/rewards.md."
-    if problem["type"] == "extra_forbidden":
-        reason = f"there is no such option. {suggest(str(loc[-1]), schema.model_fields)}"
-    raise ValueError(f"{'.'.join([key, *map(str, loc)])}={problem['input']!r}: {reason}")

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlhf.config.base import Section
 from rlhf.config.data import TemplateName
+from rlhf.config.model_folder import local_model_folder
 from rlhf.config.program import ProgramConfig, dtype_problems, training_problems
 from rlhf.config.sections import LearnersConfig, ModelConfig, NonNegativeInt, TrainedConfig
 
 RECORD_FILE = "reward_normalization.json"  # of a trained model: {"mean", "std"} of its scores, and its "template"
+
+
+def reward_model_record(path: str) -> dict[str, Any]:
+    """What was recorded with a reward model, in its folder or in the hub's cache; empty if nothing was."""
+    file = local_model_folder(path) / RECORD_FILE
+    record: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return record
 
 
 class RewardModelConfig(Section):

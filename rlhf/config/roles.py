@@ -6,6 +6,7 @@ Cluster, plan, doctor and the checks walk this table, so they need not know whic
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf.config.sections import TrainedConfig
 
@@ -46,6 +47,13 @@ class Training:
     @property
     def warmup_updates(self) -> int:
         return self.section.schedule.warmup_updates(self.total_updates)
+
+    @property
+    def schedule_arguments(self) -> dict[str, Any]:
+        """The arguments of `learning_rate` except the optimizer step."""
+        shape = self.section.schedule.model_dump(exclude={"warmup_steps", "warmup_fraction"})
+        peak, updates = self.section.optimizer.lr, self.total_updates
+        return shape | {"lr": peak, "total_updates": updates, "warmup_steps": self.warmup_updates}
 
     def updates_before(self, step: int) -> int:
         """Optimizer steps, taken and skipped, before this training step."""

@@ -1,6 +1,6 @@
 """What a secret is, and the only place that keeps secrets out of files and output.
 
-Secret are
+Secrets are
 
 - the value of an environment variable or of a config key with a name such as OPENAI_API_KEY or password;
 - the password in an address: https://user:password@host.
@@ -20,21 +20,21 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 HIDDEN = "<secret>"
-# A word of a name; TOKEN is not a word of TOKENIZERS_PARALLELISM. What a name ending in _FILE has is no secret itself.
+# A word of a name; TOKEN is not a word of TOKENIZERS_PARALLELISM. The value of a name ending in _FILE is no secret.
 NAME = re.compile(
     r"(?!.*_(?:path|file|dir|name)$).*(?:(?:(?<![a-z])|access|account|api|auth|pass|private|ssh)key|(?-i:Key)|token|secret"
     r"|password|passwd|passphrase|credential|authorization|(?<![a-z])pass)s?(?![a-z])",
     re.IGNORECASE,
 )
-# Options of a config with such a word: kinds and numbers of tokens, columns of the data, shares of what passes.
+# Keys of a config with such a word that are no secrets: kinds and numbers of tokens, data columns, pass rates.
 PLAIN_NAME = re.compile(
     r"(?:(?:stop|end|eos|bos|pad|think|special|truncate|max|min|num|new|buffer|prompt|response)_)+tokens?(?:_ids?)?"
     r"|token_values|(?:\w+_)?tokens_per_\w+|tokens|keys"
     r"|(?:answer|prompt|response|label|gold|id|by|sort|column)_keys?|pass_(?:threshold|rate)"
 )
-PASSWORD = re.compile(r"secret|passw(?:or)?d|passphrase", re.IGNORECASE)  # may have digits alone, a number in YAML
+PASSWORD = re.compile(r"secret|passw(?:or)?d|passphrase", re.IGNORECASE)  # may be digits only, a number in YAML
 MIN_LENGTH = 8  # characters; replacing shorter values in a text would destroy other words of it
-# Groups: what stays, and the secret. In https a user name as long as a token is taken for one: https://TOKEN@github.com.
+# Groups: what stays, and the secret. In http(s) a user name of 20 or more characters counts: https://TOKEN@github.com.
 IN_ADDRESS = re.compile(
     r"(://(?:[^/\s:@]*:)?)((?<=:)(?<!://)[^/\s@]+(?=@)|(?:(?<=http://)|(?<=https://))[^/\s:@]{20,}(?=@))"
     r"|([?&][\w-]*(?:key|token|secret|password|signature)=)([^&#\s\"']+)",
@@ -49,7 +49,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def remember(values: Any) -> None:
-    """Take the secrets of a config, so that `hide` knows them, until this program ends."""
+    """Keep the secrets of a config until this program ends, so that `hide` knows them."""
     _of_config.update(text for text in _secrets_in(values) if len(text) >= MIN_LENGTH)
 
 
@@ -84,7 +84,7 @@ def with_references(values: Any) -> Any:
 
 
 def missing_secrets(values: Any, key: str = "") -> Iterator[str]:
-    """A message for each value that a file was written without."""
+    """A message for each value that holds `<secret>`, because the file was written without the secret."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             yield from missing_secrets(value, f"{key}.{name}" if key else str(name))
@@ -165,6 +165,6 @@ def _replaced(values: Any, text: Callable[[str], str], secret: Callable[[str], s
 
 
 def _as_text(name: Any, value: Any) -> Any:
-    """A value of a config; a password of digits, which YAML reads as a number, as the text that it is."""
+    """A value of a config; a password of digits, which YAML reads as a number, becomes text again."""
     is_password = type(value) is int and is_secret_name(str(name)) and PASSWORD.search(str(name))
     return str(value) if is_password else value

@@ -21,7 +21,7 @@ GoldAnswer = Callable[[str, AnswerFormat], str | None]
 
 
 def extract_answer(value: Any, answer_format: AnswerFormat, gold_answer: GoldAnswer) -> str:
-    """The gold answer in one cell of the answer column; of a list of acceptable answers, the list as JSON.
+    """The gold answer in one cell of the answer column; for a list of acceptable answers, the list as JSON.
 
     Args:
         gold_answer: the grader's extractor.

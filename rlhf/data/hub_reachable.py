@@ -1,4 +1,4 @@
-"""Whether the hub is reached, before its own client tries for minutes."""
+"""Checks whether the hub answers, because its own client would try for minutes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def hub_problems(models: Mapping[str, str], data: Mapping[str, str]) -> list[str
     """A message for each model and data set that only the hub has, if the hub does not answer.
 
     Args:
-        models: names at the hub by key of the config; so are those of `data`.
+        models, data: config key -> name on the hub.
     """
     places = [("folder", "model", "", models), ("file", "dataset", " --repo-type dataset", data)]
     missing = [
@@ -33,7 +33,7 @@ def hub_problems(models: Mapping[str, str], data: Mapping[str, str]) -> list[str
 
 
 def _in_cache(name: str, kind: str) -> bool:
-    """Whether anything of it is in a cache of the hub's client, or of `datasets`."""
+    """Whether any part of the model or data set is in the cache of the hub's client, or of `datasets`."""
     from huggingface_hub import constants
 
     folders = [Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"]
@@ -45,7 +45,7 @@ def _in_cache(name: str, kind: str) -> bool:
 
 
 def _hub_silence() -> str:
-    """Why the hub cannot be asked; "" if it answers, with whatever status."""
+    """Why the hub cannot be asked; "" if it answers, with any status."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

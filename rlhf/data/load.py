@@ -1,7 +1,7 @@
 """Data sets -> `Prompt`: choose columns, extract the answer, render, tokenize, leave out prompts that are too long.
 
 This happens once, before any model is loaded, and needs only the tokenizer. Nothing is skipped silently: a row that
-cannot be used is an error that names it, or counted (`data.on_bad_row`), and so are prompts that are too long.
+cannot be used raises an error that names it, or is counted (`data.on_bad_row`). Prompts that are too long are counted.
 """
 
 from __future__ import annotations
@@ -9,16 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rlhf.config.data import AnswerFormat, DataConfig, SourceConfig
+from rlhf.config.data import USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import GoldAnswer, extract_answer
 from rlhf.data.read import BadRows, Row, config_sources, read_rows, rows_per_epoch
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
-
-USUAL_COLUMNS = {
-    "prompt_column": ("question", "problem", "prompt", "messages", "instruction", "query"),
-    "answer_column": ("answer", "ground_truth", "final_answer", "expected_answer", "solution"),
-}
 
 Messages = tuple[dict[str, str], ...]
 
@@ -30,7 +25,7 @@ class LoadedPrompts:
     Attributes:
         prompts: by source; ids are `source/row`, rows counted from 1.
         dropped_too_long: by source, the number of rows left out because they have more than `data.max_prompt_tokens`.
-        bad_rows: by source, why each row was left out that could not be used (`data.on_bad_row=skip`).
+        bad_rows: by source, the reasons why unusable rows were left out (`data.on_bad_row=skip`).
         rows_per_epoch: by source, the number of its prompts in an epoch; all, unless weights or row counts are set.
     """
 
@@ -50,7 +45,7 @@ def load_prompts(
         gold_answer: the grader's extractor, `rewards.answers.extract.gold_answer`.
 
     Raises:
-        ValueError: a source, column or row that cannot be used, or a source none of whose prompts is short enough.
+        ValueError: a source, column or row cannot be used, or all prompts of a source are too long.
     """
     prompts: dict[str, list[Prompt]] = {}
     dropped: dict[str, int] = {}
@@ -83,7 +78,7 @@ def load_prompts(
 def leave_out(
     config: DataConfig, which: Literal["train", "eval"], loaded: LoadedPrompts, ids: set[str]
 ) -> LoadedPrompts:
-    """The same without the prompts of these ids; the mix of an epoch is computed again.
+    """The loaded prompts without those with these ids; the mix of an epoch is computed again.
 
     Raises:
         ValueError: a source has no prompt left.
@@ -241,7 +236,7 @@ def _read_messages(config: DataConfig, row: Row, column: str, where: str) -> Mes
 
 
 def not_text(text: str) -> str | None:
-    """What makes a string unusable as text, if anything does."""
+    """Why a string cannot be used as text; None if it can."""
     if "\0" in text:
         return "holds a NUL character, which ends the text for many programs"
     try:

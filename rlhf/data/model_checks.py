@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.model_folder import looks_local
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.roles import CRITIC, REWARD_MODEL, Role
 from rlhf.data.model_files import (
     lacks_chat_template,
     local_model_config,
-    looks_local,
     recorded_template,
     reward_template,
 )
@@ -37,7 +37,7 @@ def check_folder(path: str, *, key: str = "model.path") -> None:
 
 
 def model_problems(config: GRPOConfig, *, trains: bool = True, policy: Mapping[str, Any] | None = None) -> list[str]:
-    """All reasons to refuse the run.
+    """All reasons in its models' files to refuse the run.
 
     Args:
         policy: config.json of model.path; None to read it from there.
@@ -79,7 +79,7 @@ def _vocabulary_problem(role: Role, config: GRPOConfig, critic: Mapping[str, Any
 
 
 def _template_problem(role: Role, reward_model: RewardModelConfig) -> str:
-    """Why conversations cannot be written for the reward model as it needs them, if anything is known."""
+    """Why conversations cannot be written in the template that the reward model needs; "" if no reason is known."""
     recorded = recorded_template(role.model)
     if reward_model.template is not None and recorded not in (None, reward_model.template):
         return (

@@ -8,15 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.base import first_line
 from rlhf.config.data import TemplateName
-from rlhf.config.reward_model import RECORD_FILE, RewardModelConfig
+from rlhf.config.model_folder import local_model_folder, looks_local
+from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.sections import ModelConfig, RolloutConfig
 from rlhf.log.reachable import no_answer
-
-
-def looks_local(path: str) -> bool:
-    """Whether a model or data path is local; otherwise it is the name of a hub repository."""
-    return path.startswith(("/", ".", "~")) or Path(path).exists() or path.count("/") > 1
 
 
 def local_model_config(path: str) -> dict[str, Any] | None:
@@ -33,27 +30,11 @@ def local_model_config(path: str) -> dict[str, Any] | None:
     return config
 
 
-def local_model_folder(path: str) -> Path:
-    """Where the files of a local model are, or of a model in the hub's cache; the folder may not exist."""
-    folder = Path(path).expanduser()
-    return folder if (folder / "config.json").is_file() or looks_local(path) else _cached_folder(path)
-
-
-def _cached_folder(name: str) -> Path:
-    """Where a model is in the hub's cache, if it is; the hub's own look-up imports an HTTP client."""
-    from huggingface_hub import constants
-
-    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    reference = repository / "refs" / "main"
-    revision = reference.read_text().strip() if reference.is_file() else "main"
-    return repository / "snapshots" / revision
-
-
 def use_cache_if_hub_is_silent() -> str:
     """If the hub does not answer, use what is in its cache, here and in processes that this one starts.
 
     Returns:
-        Why it does not answer; "" if it does, or is not to be asked.
+        Why the hub does not answer; "" if it does, or must not be asked.
     """
     from huggingface_hub import constants
 
@@ -79,13 +60,12 @@ def lacks_chat_template(path: str) -> bool:
 
 def recorded_template(path: str) -> TemplateName | None:
     """The template that a reward model was trained with; None if none is recorded."""
-    file = local_model_folder(path) / RECORD_FILE
-    template: TemplateName | None = json.loads(file.read_text()).get("template") if file.is_file() else None
+    template: TemplateName | None = reward_model_record(path).get("template")
     return template
 
 
 def reward_template(config: RewardModelConfig) -> TemplateName:
-    """How conversations are written for a reward model."""
+    """The template in which conversations are written for a reward model."""
     assert config.path is not None, "an endpoint writes them itself"
     return config.template or recorded_template(config.path) or "model"
 
@@ -102,7 +82,7 @@ def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
     try:
         return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = silent or str(error).strip().splitlines()[0]
+        reason = silent or first_line(error)
         raise ValueError(
             f"{key}={model.path}: its tokenizer cannot be loaded ({reason}). Give a folder in Hugging Face format "
             "or the name of a hub model that this machine can reach."
@@ -126,7 +106,7 @@ def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:
     return int(ids[0])
 
 
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights: training moves every tensor
+SAMPLES, SAMPLE_BYTES = 64, 4096  # parts read of each weight file; so few suffice, since training changes every tensor
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
 CHAT_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates/*", "tekken.json")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -135,8 +115,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 def model_fingerprint(path: str) -> dict[str, str]:
     """Digests of a model's config, tokenizer and weights; "" for files that are not on this machine.
 
-    Of the weights, which may be 100 GB and more, sizes and SAMPLES places in each file are read: it tells models apart,
-    and is no check for damage.
+    Weights may be 100 GB and more, so of each of their files only the size and SAMPLES parts are read. This tells
+    models apart, but does not find damage.
     """
     folder = local_model_folder(path)
     return {

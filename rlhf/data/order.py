@@ -29,7 +29,7 @@ UNCHANGED = {
 
 
 class PromptStream:
-    """An endless stream of prompts: each epoch is a new permutation in which every prompt occurs once.
+    """An endless stream of prompts: each epoch is a new permutation of all prompts, or of `rows_per_epoch` per source.
 
     Args:
         prompts: by source; the order of the mapping does not matter.

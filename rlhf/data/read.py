@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf.config.data import FILE_SUFFIXES, OTHER_SUFFIXES, DataConfig, SourceConfig
-from rlhf.data.model_files import looks_local, use_cache_if_hub_is_silent
+from rlhf.config.model_folder import looks_local
+from rlhf.data.model_files import use_cache_if_hub_is_silent
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the beginning
 DEFAULT_SPLIT = {"train": "train", "eval": "test"}
@@ -52,13 +53,23 @@ def config_sources(config: DataConfig, which: str) -> dict[str, SourceConfig]:
 
 
 def rows_per_epoch(sources: Collection[SourceConfig], prompts: Mapping[str, Sized]) -> dict[str, int]:
-    """Prompts of each source in an epoch: by weight, as many as the scarcest source allows; by row count; or all."""
+    """Prompts of each source in an epoch: by weight, limited by the scarcest source; by row count; or all."""
     sizes = {source.label: len(prompts[source.label]) for source in sources}
     weights = {source.label: source.weight for source in sources if source.weight is not None}
     if weights:
         per_weight = min(sizes[label] / weight for label, weight in weights.items())
         return {label: max(1, min(sizes[label], round(weight * per_weight))) for label, weight in weights.items()}
     return {source.label: min(source.rows or sizes[source.label], sizes[source.label]) for source in sources}
+
+
+def too_few_prompts(available: int, needed: int) -> str:
+    """Why a step cannot take its prompts from one epoch of data.train; "" if it can."""
+    if available >= needed:
+        return ""
+    return (
+        f"rollout.prompts_per_step={needed}: an epoch of data.train has only {available} prompts, so a step would "
+        f"train on the same prompt twice. Use at most {available}, or give it more rows."
+    )
 
 
 def check_source(source: SourceConfig, key: str) -> None:
@@ -89,7 +100,7 @@ def local_path(source: SourceConfig) -> Path | None:
 
 
 def stream_rows(source: SourceConfig, which: str, key: str) -> Iterator[Row]:
-    """The rows of a source, one after another; of a .jsonl file no more than one is held."""
+    """The rows of a source, one after another; of a .jsonl file only one row is in memory at a time."""
     check_source(source, key)
     path = local_path(source)
     if path is None or path.suffix != ".jsonl" or path.is_dir():
@@ -102,7 +113,7 @@ def stream_rows(source: SourceConfig, which: str, key: str) -> Iterator[Row]:
 
 
 def read_rows(source: SourceConfig, which: str, key: str, bad: BadRows | None = None) -> list[Row]:
-    """All rows of a source, but for lines that are no rows if `bad` leaves them out.
+    """All rows of a source, without the lines that are not rows if `bad` leaves those out.
 
     Raises:
         ValueError: missing or empty file, a line that is not JSON, a row that is not an object, a hub that does not
@@ -203,7 +214,7 @@ def _read_dataset(source: SourceConfig, folder: Path | None, split: str, key: st
 
 
 def count_rows(source: SourceConfig) -> int | None:
-    """Rows of a local file, without reading their columns; None for a folder or a data set of the hub."""
+    """Rows of a local file; only a JSON list is parsed for it. None for a folder or a data set of the hub."""
     path = local_path(source)
     if path is None or path.is_dir():
         return None

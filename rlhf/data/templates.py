@@ -1,4 +1,4 @@
-"""Messages -> tokens, of a prompt or a whole conversation: the tokenizer's chat template, a named one, or plain text.
+"""Messages of a prompt or a whole conversation -> tokens: by the tokenizer's chat template, a named one, or plain text.
 
 A chat template itself writes bos if its model needs it, so no special token is added to the rendered text. Plain text
 (`raw`, `qa`) begins with bos if the tokenizer adds one to plain text.
@@ -50,7 +50,7 @@ def render(
     messages as answers.
 
     Args:
-        key: of the template, for messages.
+        key: the template's key of the config, for error messages.
 
     Raises:
         ValueError: the model has no chat template, or its template refuses these messages.
@@ -65,7 +65,7 @@ def render(
 
 
 def reward_input(reward_model: RewardModelConfig | None) -> Callable[..., np.ndarray]:
-    """`conversation_ids` of messages and a tokenizer in the template of this reward model, which is not an endpoint."""
+    """(messages, tokenizer) -> `conversation_ids` in the template of this reward model, which is not an endpoint."""
     assert reward_model is not None
     return partial(conversation_ids, template=reward_template(reward_model), key="reward_model.template")
 
@@ -73,12 +73,12 @@ def reward_input(reward_model: RewardModelConfig | None) -> Callable[..., np.nda
 def conversation_ids(
     messages: Sequence[dict[str, str]], tokenizer: Any, *, template: TemplateName, key: str
 ) -> np.ndarray:
-    """Token ids [L] int32 of a prompt and the response to it, the last message, as a reward model is given them.
+    """Token ids [L] int32 of a prompt and its response (the last message), as a reward model reads them.
 
     As plain text the response follows the prompt without anything between them, as in the policy's own sequence.
 
     Args:
-        key: of the template, for messages.
+        key: the template's key of the config, for error messages.
 
     Raises:
         ValueError: the model has no chat template, or its template refuses these messages.
@@ -92,7 +92,7 @@ def conversation_ids(
 
 
 def no_chat_template(key: str) -> str:
-    """The message about a model that has none."""
+    """The error message for a model without a chat template."""
     return (
         f"{key}=model: the model's tokenizer has no chat template. "
         f"Use one of {', '.join(CHAT_TEMPLATES)}, qa or raw, or a model that was trained to chat."

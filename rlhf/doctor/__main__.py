@@ -36,7 +36,7 @@ _HANGS = "a process hangs: `ray stack`, or py-spy on the actors, shows where"
 
 
 def checks(config: GRPOConfig) -> tuple[Check, ...]:
-    """All checks in order; those that need no others come first."""
+    """All checks in order; checks that need no other check come first."""
     wait_s = config.cluster.start_deadline_s
     same_network = "are the ports between the nodes open in both directions, and RAY_AUTH_TOKEN the same?"
     start = "the message names the part; raise cluster.start_deadline_s if it only needs more time"
@@ -124,7 +124,7 @@ async def diagnose(config: GRPOConfig, *, as_json: bool, tiny: bool) -> list[Res
 
 
 def _described(patient: Patient) -> list[str]:
-    """What a reader of the table has to know of machine and run."""
+    """What a reader of the table has to know about the machine and the run."""
     versions, cluster = node_report.report(), patient.config.cluster
     gpus = [gpu for node in (patient.nodes or {}).values() for gpu in node["gpus"]]
     memory = f"{psutil.virtual_memory().total / GIB:.0f} GiB"

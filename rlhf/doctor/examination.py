@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -59,9 +60,9 @@ class Patient:
     prompts: list[Prompt] | None = None  # the first of each source, tokenized
     nodes: dict[str, dict[str, Any]] | None = None  # by name: `report` of the node, its `gpus`
     cluster: Cluster | None = None
-    canary: Canary | None = None  # that engines and learners have passed
+    canary: Canary | None = None  # one that engines and learners have passed
     targets: PolicyTargets | None = None  # of the step that the learners hold
-    least_free: float = math.inf  # bytes of this machine's memory, at the end of any check
+    least_free: float = math.inf  # bytes: this machine's lowest free memory at the end of a check
     at_end: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
 
@@ -113,7 +114,7 @@ async def examine_all(checks: Sequence[Check], patient: Patient, report: Callabl
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a blocking function in a thread, so that deadlines hold; a thread that hangs does not keep the program."""
+    """Call a blocking function in a thread, so that deadlines hold; a hung thread does not keep the program alive."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so that its result can always be set
 
@@ -125,6 +126,21 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
     threading.Thread(target=work, daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+async def in_process(*arguments: str) -> tuple[bytes, str]:
+    """Run Python in a process that ends with this call; -> its output, and if it failed, its last error line."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    last_line = (errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"])[-1]
+    return output, last_line if process.returncode else ""
 
 
 def lines(result: Result) -> Iterator[str]:

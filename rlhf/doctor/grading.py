@@ -1,4 +1,4 @@
-"""Checks of the scorer and of what the run's model answers: hanging graders, gold answers, eight sampled prompts."""
+"""Checks of the scorer and of the model's responses: hanging graders, gold answers, eight sampled prompts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlhf.config.reward import RewardConfig
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient, Status, in_thread
 from rlhf.doctor.stack import started
 from rlhf.log.diagnosis import RULES, View
-from rlhf.log.reductions import Mean, to_values
-from rlhf.log.rollout_metrics import rollout_metrics
+from rlhf.log.reductions import to_values
 from rlhf.log.sinks import printable
-from rlhf.rewards.grade import OK, TIMEOUT, count_answers
+from rlhf.rewards.grade import OK, TIMEOUT
 from rlhf.rewards.scorer import Scorer
+from rlhf.run.rollout_metrics import rollout_metrics
 from rlhf.types import Prompt, RolloutGroup
 
 SAMPLED_PROMPTS, SHOWN = 8, 2
@@ -50,7 +50,7 @@ def _self_test() -> Finding:
 
 
 async def check_rewards(patient: Patient) -> Finding:
-    """The config's rewards grade the gold answers of the first rows: as right, and without errors in user functions."""
+    """Rewards that compare with an answer grade the gold answers of the first rows as right; the others do not fail."""
     if patient.prompts is None:
         raise NotCheckedError("model or data could not be loaded")
     return await in_thread(_try_rewards, patient.config, patient.prompts)
@@ -102,7 +102,7 @@ async def check_responses(patient: Patient) -> Finding:
 def judge_responses(
     config: GRPOConfig, groups: Sequence[RolloutGroup], statuses: dict[str, float], *, tiny: bool = False
 ) -> Finding:
-    """What a run would be told after this step.
+    """What the diagnosis would tell a run after this step.
 
     Args:
         statuses: counters of the grading.
@@ -110,7 +110,6 @@ def judge_responses(
     """
     samples = [sample for group in groups for sample in group.samples]
     metrics = rollout_metrics(groups, np.zeros(len(samples)), version=0, asynchronous=False)
-    metrics["reward/answered_fraction"] = Mean(*count_answers(samples))
     values = to_values(metrics)
     shown = {"mean reward": "reward/mean", "with an answer": "reward/answered_fraction"}
     shown |= {"stopped": "rollout/stopped_fraction", "groups of equal rewards": "reward/equal_group_fraction"}

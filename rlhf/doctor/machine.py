@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from rlhf.cluster.node_report import plugin_is_installed
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_files import load_tokenizer
-from rlhf.doctor.examination import Finding, Patient, in_thread
+from rlhf.doctor.examination import Finding, Patient, in_process, in_thread
 from rlhf.plan import visible_gpus
 from rlhf.plan.memory import GIB
 from rlhf.plan.start_checks import existing_folder, input_problems, run_bytes
@@ -30,8 +27,6 @@ BUILDS = ("cpu", "gpu")  # extras, one of which is installed: vLLM for this kind
 ROLLOUTS_GIB = 1.0  # for rollouts, metrics and logs of any model
 SHARED_MEMORY_GIB = 1.0  # of /dev/shm: Ray's objects and vLLM's messages
 RAY_FULL_FRACTION = 0.95  # Ray refuses objects if the disk of its folder is fuller
-WANDB_HOST = "https://api.wandb.ai"
-CONNECT_S = 10.0
 PROMPTS_PER_SOURCE = 8  # for the checks that need prompts
 
 
@@ -86,22 +81,13 @@ def _misfit(requirement: Requirement) -> str:
 
 
 async def check_imports(patient: Patient) -> Finding:
-    """Import what engines and learners import, each in a process of its own; on GPUs torch has to see one."""
+    """Import what engines and learners import, each in a separate process; with GPUs, torch must be able to use one."""
     cuda = patient.config.cluster.device == "cuda" and bool(visible_gpus())  # a head node may have none
     names = ("deepspeed", "vllm", *(("flashinfer", "cutlass") if cuda else ()))
     code = "import torch; torch.zeros(1, device='cuda')" if cuda else "import torch"
     for command in (code, *(f"import {name}" for name in names)):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-        )
-        try:
-            _, errors = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if process.returncode:
-            reason = (errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"])[-1]
+        _, reason = await in_process("-c", command)
+        if reason:
             remedy = "make setup (make setup-gpu on GPUs), in a new environment if need be"
             return Finding("fail", f"`{command}`: {reason}", remedy)
     return Finding("ok", ", ".join(("torch", *names)) + (" are imported, and torch computes on a GPU" if cuda else ""))
@@ -153,28 +139,33 @@ _OTHER_DIR = "free space, name another run.dir, lower checkpoint.keep or raise c
 
 async def check_wandb(patient: Patient) -> Finding:
     """Whether metrics will reach wandb, if the config asks for it."""
-    from rlhf.log.wandb_sink import has_wandb_key
-
     mode = patient.config.logging.wandb.mode
     if mode == "disabled":
         return Finding("ok", "logging.wandb.mode=disabled: metrics go to metrics.jsonl alone")
-    if mode == "offline" or (mode == "auto" and not has_wandb_key()):
+    has_key, url, problem = (False, "", "") if mode == "offline" else await in_thread(_ask_wandb)
+    if mode == "offline" or (mode == "auto" and not has_key):
         why = "" if mode == "offline" else " (no API key found)"
         return Finding("ok", f"offline{why}: metrics are kept in run.dir; `wandb sync` uploads them later")
-    if not has_wandb_key():
+    if not has_key:
         remedy = "`wandb login`, WANDB_API_KEY, or logging.wandb.mode=offline"
         return Finding("fail", f"logging.wandb.mode={mode}, but no API key was found", remedy)
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", WANDB_HOST))
-    address = (host.hostname or "", host.port or (443 if host.scheme == "https" else 80))
-    try:
-        (await in_thread(socket.create_connection, address, CONNECT_S)).close()
-    except OSError as error:
+    if problem:
         remedy = "open the network to it, or set logging.wandb.mode=offline"
-        text = (
-            f"an API key was found, but {host.hostname} is not reached ({error}): a run would keep its metrics offline"
-        )
+        text = f"an API key was found, but {url} is not reached ({problem}): a run would keep its metrics offline"
         return Finding("warn", text, remedy)
-    return Finding("ok", f"online: an API key was found and {host.hostname} is reached")
+    return Finding("ok", f"online: an API key was found and {url} is reached")
+
+
+def _ask_wandb() -> tuple[bool, str, str]:
+    """What a run asks at its start: whether there is an API key, and if so, the server and why it does not answer."""
+    import wandb
+
+    from rlhf.log.wandb_sink import has_wandb_key, server_problem
+
+    try:
+        return (True, *server_problem()) if has_wandb_key() else (False, "", "")
+    finally:
+        wandb.teardown()  # it has started a process
 
 
 # --- model and data ---

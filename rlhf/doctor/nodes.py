@@ -2,7 +2,7 @@
 
     python -m rlhf.doctor.nodes ADDRESS SECONDS        describe every node of that Ray cluster, as JSON
 
-A process of its own asks the cluster, so that it can be killed if Ray does not answer.
+A separate process asks the cluster, so that it can be killed if Ray does not answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf.cluster import node_report
-from rlhf.doctor.examination import Finding, NotCheckedError, Patient, in_thread
+from rlhf.doctor.examination import Finding, NotCheckedError, Patient, in_process, in_thread
 from rlhf.plan import count_gpus, joins_a_cluster
 
 LEFT_ON_PURPOSE = (1, 4)  # Ray's NodeDeathInfo: expected termination, idle node drained by the autoscaler
@@ -64,18 +64,8 @@ async def _ask(address: str) -> dict[str, dict[str, Any]]:
     Raises:
         RuntimeError: the cluster is not reached; with the last line of Ray's message.
     """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rlhf.doctor.nodes", address, str(ANSWER_S),
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        reason = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+    output, reason = await in_process("-m", "rlhf.doctor.nodes", address, str(ANSWER_S))
+    if reason:
         raise RuntimeError(f"Ray at {address} is not reached: {reason}")
     answers: dict[str, dict[str, Any]] = json.loads(output.splitlines()[-1])
     return answers

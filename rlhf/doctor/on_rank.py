@@ -29,7 +29,7 @@ PROMPT, RESPONSES = 96, (40, 150, 1, 3, 7, 5, 300)  # tokens; the prompt begins 
 HEAD_TOKENS = 128
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
 
-# Tiny models, one dense and one with a mixer of each kind that is no attention. Their weights are large enough that a
+# Tiny models: one dense, and one for each kind of mixer without attention. Their weights are large enough that each
 # part of the model matters, and small enough that rounding does not.
 TINY_MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {  # norms, also of queries and keys, rotary positions, a gated MLP
@@ -125,7 +125,7 @@ def model_error(rank: TrainedRank, model_type: str, dtype: str) -> float:
         torch.cat([p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None])
         for model in (packed, single)
     ]
-    middle = plain.mean()  # that of any distribution over the vocabulary: what the model adds is around it
+    middle = plain.mean()  # the level of any distribution over the vocabulary; the model's part is around it
     return _worst([own.cpu() - middle, gradients[0]], [plain - middle, gradients[1]])
 
 
@@ -162,7 +162,7 @@ def _with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], s
 
 
 def _worst(values: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
-    """The largest relative error of pairs of tensors; NaN where one is not finite."""
+    """The largest relative error of pairs of tensors; not finite if a value is not."""
     errors = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(values, exact, strict=True)]
     return float(torch.stack(errors).max().detach())
 
@@ -189,8 +189,8 @@ class Updated:
     """What one rank reports of an update.
 
     Attributes:
-        moved: names of the tensors that changed. tensors: how many there are.
-        microbatch_s: seconds of forward and backward of the fastest microbatch but the last; NaN if there was but one.
+        moved: names of the tensors that changed. tensors: number of all tensors.
+        microbatch_s: seconds of forward and backward, the fastest microbatch except the last; NaN for a single one.
         peak_bytes: the most memory that torch held on the GPU; on CPU, that the process ever had.
     """
 

@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING
 
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient
-from rlhf.plan.memory import BYTES
 
 if TYPE_CHECKING:
     from rlhf.cluster.cluster import Cluster
@@ -60,7 +59,7 @@ async def check_transfer(patient: Patient) -> Finding:
     """Seconds of a weight transfer into all engines, from pause to resume; a first transfer warms up."""
     cluster = started(patient)
     metadata = (await cluster.learners.call("metadata"))[0]
-    size = sum(meta.numel * BYTES[meta.dtype] for meta in metadata)
+    size = sum(meta.bytes for meta in metadata)
     await cluster.send_weights(0)
     began = time.monotonic()
     await cluster.send_weights(0)
@@ -72,7 +71,7 @@ async def check_transfer(patient: Patient) -> Finding:
 
 
 async def check_agreement(patient: Patient) -> Finding:
-    """The canary of a run: log-probs of engines and learners on the model, and after weights that all moved."""
+    """The canary of a run: engines and learners agree on log-probs, also after all weights were perturbed."""
     from rlhf.cluster.canary import Canary
 
     cluster, config = started(patient), patient.config

@@ -27,15 +27,15 @@ from rlhf.rollout.requests import SamplingSettings
 if TYPE_CHECKING:
     from rlhf.types import PolicyTargets, Rollout, StepBatch
 
-HEADS = (8, 2, 64)  # heads, those of keys, their width; for models whose sizes are not known
+HEADS = (8, 2, 64)  # heads, key heads, width of a head; for models whose sizes are not known
 VOCABULARY, HIDDEN = 32_768, 1024
 SAMPLES, RESPONSE_TOKENS = 4, 64  # of each prompt of the examined step
 CYCLES = 2
 MICROBATCHES = 3  # the first warms up, and the end of the last is not seen
 LONGEST_ON_CPU, BUDGET_ON_CPU = 256, 512  # tokens of a sequence and of a microbatch
 SAMPLED_ON_CPU, SAMPLED_TOKENS = (16, 32), 512  # sequences, tokens of each
-PEAK_FACTOR = 1.25  # of --plan's estimate, beyond which it is wrong
-LITTLE_MEMORY = 0.05  # of the host's
+PEAK_FACTOR = 1.25  # times --plan's estimate: a peak above it shows that the estimate is wrong
+LITTLE_MEMORY = 0.05  # of the host's memory
 
 _REMEDY = "make setup-gpu; a kernel of another build or version computes something else here"
 
@@ -59,7 +59,7 @@ async def check_head(patient: Patient) -> Finding:
 
 
 async def check_models(patient: Patient) -> Finding:
-    """Tiny models, dense and with a gated delta rule, Mamba 2, a short convolution, packed, against rows in float32."""
+    """Tiny packed models (dense, gated delta rule, Mamba 2, short convolution) against single sequences in float32."""
     from rlhf.doctor.on_rank import TINY_MODELS
 
     return await _parity(patient, {kind: ("model_error", (kind,)) for kind in TINY_MODELS})
@@ -177,7 +177,7 @@ def _full_config(config: GRPOConfig) -> GRPOConfig:
 
 
 def _full_rollouts(config: GRPOConfig, ids: np.ndarray) -> list[Rollout]:
-    """Full microbatches of the longest sequences for every learner, of random ones of these tokens."""
+    """Full microbatches of the longest sequences for every learner, drawn at random from these tokens."""
     from rlhf.types import Rollout, VersionSpan
 
     budget = config.learner.max_tokens_per_microbatch
@@ -232,7 +232,7 @@ async def check_microbatch(patient: Patient) -> Finding:
 
 
 async def check_sampling(patient: Patient) -> Finding:
-    """Sampled tokens per second of the engines, all at work."""
+    """Sampled tokens per second of the engines while all of them work."""
     cluster, config = started(patient), patient.config
     if patient.canary is None:
         raise NotCheckedError("engines and learners do not agree")

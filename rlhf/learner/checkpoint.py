@@ -1,4 +1,4 @@
-"""What the ranks of one trained module write of a checkpoint: their own slices of named tensors, in safetensors.
+"""What the ranks of one trained module write into a checkpoint: their own slices of named tensors, in safetensors.
 
     learner.json                  typed: number of ranks, shape of each tensor, optimizer steps
     weights-00000.safetensors     the slices of rank 0: fp32 master weights, and the buffers that belong to the model
@@ -33,9 +33,9 @@ from rlhf.types import SaveReport, WrittenFile
 WEIGHTS, REFERENCE, RNG = "weights", "reference", "rng"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 INDEX = "learner.json"
-MODEL_FOLDER = "model"  # config.json and generation_config.json: with a tokenizer, all that an export needs
+MODEL_FOLDER = "model"  # config.json and generation_config.json; an export needs them, a tokenizer and the weights
 PIECE_BYTES = 64 * 2**20  # copied to the host and written at once
-MEMORY_MARGIN = 1.25  # of the free memory that a copy of the state may need: other processes grow meanwhile
+MEMORY_MARGIN = 1.25  # required free memory over the size of a copy of the state: other processes grow meanwhile
 KEY = re.compile(r"(.*)\[(\d+):(\d+)\]")
 TYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -47,7 +47,7 @@ class LearnerIndex(Section):
     """learner.json.
 
     Attributes:
-        ranks: files of each kind.
+        ranks: number of ranks, and of files of each kind.
         adam_steps: optimizer steps taken, Adam's t. updates_done: taken and skipped, the schedule's u.
         shapes: of each parameter and stored buffer.
     """
@@ -76,7 +76,7 @@ class Slice:
 
 
 def share(count: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The elements [start, stop) of a rank where a tensor of `count` elements is cut into equal parts."""
+    """The elements [start, stop) of a rank if a tensor of `count` elements is cut into equal parts."""
     size = -(-count // ranks)
     return min(rank * size, count), min((rank + 1) * size, count)
 
@@ -87,7 +87,7 @@ def share(count: int, rank: int, ranks: int) -> tuple[int, int]:
 def layout(
     entries: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """-> the head of a safetensors file with these tensors, and the place of each tensor's bytes in the file.
+    """-> the header of a safetensors file with these tensors, and the offset of each tensor's bytes in the file.
 
     Wide types come first, so that each tensor is aligned.
     """
@@ -110,7 +110,7 @@ def pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def write_slices(path: Path, slices: Sequence[Slice]) -> WrittenFile:
-    """Write a file and its bytes to the disk; the checksum is of what was meant to be written."""
+    """Write a file and sync it to the disk; the checksum is of the bytes that were meant to be written."""
     slices = sorted((part for part in slices if len(part.values)), key=lambda part: -part.values.element_size())
     head, _ = layout([(part.key, part.values.dtype, part.values.shape) for part in slices], {"format": "pt"})
     crc, size = zlib.crc32(head), len(head)
@@ -125,7 +125,7 @@ def write_slices(path: Path, slices: Sequence[Slice]) -> WrittenFile:
 
 
 def _write_all(file: Any, content: memoryview) -> None:
-    """A raw file may take a part of what it is given; the rest says why."""
+    """A raw file may accept only a part of the bytes; writing the rest then raises the reason."""
     while len(content):
         content = content[file.write(content) :]
 
@@ -133,7 +133,7 @@ def _write_all(file: Any, content: memoryview) -> None:
 def write_rank(folder: Path, rank: int, kinds: Mapping[str, Sequence[Slice]], index: LearnerIndex | None) -> SaveReport:
     """Write the files of one rank, and the index if it is given.
 
-    An error of the disk is returned, so that the others' files can be removed once all ranks have ended.
+    A disk error is returned, so that the other ranks' files can be removed once all ranks have finished.
     """
     files = {}
     try:
@@ -161,7 +161,7 @@ def state_bytes(kinds: Mapping[str, Sequence[Slice]]) -> int:
 
 
 def host_copy(kinds: Mapping[str, Sequence[Slice]], *, ranks_on_node: int) -> dict[str, list[Slice]] | None:
-    """The same slices in host memory, so that training may go on; None if the node's free memory does not hold them."""
+    """The same slices in host memory, so that training may go on; None if the node's free memory is too small."""
     if state_bytes(kinds) * ranks_on_node * MEMORY_MARGIN > free_host_memory():
         return None
     return {
@@ -177,7 +177,7 @@ class SliceReader:
     """Reads any part of any tensor of one kind; only the bytes that are asked for are read.
 
     Raises:
-        ValueError: a file is missing or no safetensors file. Nothing is ever unpickled.
+        ValueError: a file is missing or is not a safetensors file. Nothing is ever unpickled.
     """
 
     def __init__(self, folder: Path, kind: str, *, ranks: Iterable[int]) -> None:
@@ -206,7 +206,7 @@ class SliceReader:
         """Elements [start, stop) of the flattened tensor, in host memory.
 
         Raises:
-            ValueError: the files lack some of them.
+            ValueError: the files lack some of these elements.
         """
         values, read = None, 0
         for begin, end, part in self._parts.get(name, ()):
@@ -229,7 +229,7 @@ def check_shapes(folder: Path, index: LearnerIndex, tensors: Mapping[str, Sequen
     """Check that a checkpoint is of a model with these tensors.
 
     Raises:
-        ValueError: the first tensor that is missing, too many or of another shape.
+        ValueError: the first tensor that is missing, extra or of another shape.
     """
     for name in tensors.keys() | index.shapes.keys():
         if name not in tensors:

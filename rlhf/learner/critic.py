@@ -42,7 +42,7 @@ class Critic(StepRank):
         return (self.passes(self.engine),)
 
     def update(self, targets: ValueTargets) -> list[StepMetrics]:
-        """Every optimizer step of the training step; this rank's metrics of each."""
+        """Take every optimizer step of the training step; -> this rank's metrics of each."""
         return self.updates(
             targets, lambda tokens, own, sizes: value_microbatch(self.engine, tokens, own, sizes, clip=self.clip)
         )

@@ -12,18 +12,18 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from rlhf.algo.sizes import REDUCE_BUCKET
 from rlhf.config.sections import TrainedConfig
 from rlhf.learner.packed_attention import use_flash_attention_3
 from rlhf.learner.rank_place import Place
 
-BUCKET = 250_000_000  # elements that GPUs reduce at once, and that ZeRO-3 gathers ahead: about one layer of 7 B
 SHM_OP = "deepspeed_shm_comm"
 
 _meeting_places: list[dist.TCPStore] = []  # they last as long as their process
 
 
 def join_world(device: str, place: Place) -> torch.device:
-    """Join the process group of all ranks; the device of this one."""
+    """Join the process group of all ranks; -> the device of this rank."""
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.world_size),
@@ -41,22 +41,22 @@ def join_world(device: str, place: Place) -> torch.device:
         # killed, its lock makes every later start wait forever. gloo does the same work.
         deepspeed.ops.__compatible_ops__[SHM_OP] = False
     if place.deterministic:
-        torch.manual_seed(0)  # by default each process has another
+        torch.manual_seed(0)  # by default each process has another seed
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
     deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
     if device == "cpu":
         return torch.device("cpu")
-    if not place.deterministic:  # torch says of version 2 alone how to make its backward pass deterministic
+    if not place.deterministic:  # torch documents a deterministic backward pass only for version 2
         use_flash_attention_3()
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _meet_on_loopback(place: Place) -> None:
-    """Let the ranks of one machine listen on its loopback interface alone; by default they do on every interface."""
+    """Let the ranks of one machine listen only on its loopback interface; by default they listen on every interface."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    # The key of torchrun, whose agent holds the meeting place: every rank then connects to one that is there.
+    # The variable of torchrun, whose agent holds the store: every rank then connects to a store that exists already.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if place.rank == 0:
         listener = socket.create_server((place.master_host, place.master_port))
@@ -65,15 +65,15 @@ def _meet_on_loopback(place: Place) -> None:
 
 
 def frozen_settings(place: Place, *, dtype: str) -> dict[str, Any]:
-    """Of a model that is not trained and that ZeRO-3 splits over the ranks."""
+    """Settings of a model that is not trained and that ZeRO-3 splits over the ranks."""
     return _settings_of_any_module(place, dtype) | {"zero_optimization": {"stage": 3}}
 
 
 def training_settings(section: TrainedConfig, place: Place, *, dtype: str, device: str) -> dict[str, Any]:
-    """Of a model that is trained, with one optimizer step per call of `step`."""
+    """Settings of a model that is trained, with one optimizer step per call of `step`."""
     zero: dict[str, Any] = {"stage": section.zero_stage}
     if device == "cuda" and section.zero_stage > 0:
-        zero |= {"reduce_bucket_size": BUCKET, "stage3_prefetch_bucket_size": BUCKET}
+        zero |= {"reduce_bucket_size": REDUCE_BUCKET, "stage3_prefetch_bucket_size": REDUCE_BUCKET}
         # While one bucket is reduced, backward fills another; with offloading both would wait for the host.
         zero["overlap_comm"] = section.zero_stage == 3 or not section.offload_optimizer
     if section.offload_optimizer:

@@ -1,4 +1,4 @@
-"""Capped attention scores and attention sinks on a GPU, where flash attention takes neither: torch's flex attention."""
+"""Attention with capped scores or sinks on a GPU, by torch's flex attention: flash attention supports neither."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def scored_attention_on_gpu(
 ) -> Tensor:
     """q [U, heads, d] of the computed tokens, k and v [T, kv_heads, d] of the whole row -> [U, heads, d].
 
-    A sink takes its share of a softmax that leaves it out: with the log-sum-exp l of the scores, exp(l) of exp(l) +
-    exp(sink) is left to the values, which is sigmoid(l - sink).
+    The softmax leaves the sink out, and its share is removed afterwards: with l the log-sum-exp of the scores, the
+    values keep exp(l) / (exp(l) + exp(sink)) = sigmoid(l - sink).
     """
 
     def capped(cap: Tensor, score: Tensor, *_: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    # a tensor: compiled for any length, a score_mod may hold tensors and whole numbers, no other numbers
+    # a tensor, since a score_mod compiled for any length may hold only tensors and whole numbers
     cap = None if softcap is None else torch.full((), softcap, device=q.device)
     out, aux = _compiled(flex_attention, q.device.type)(
         *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
@@ -49,7 +49,7 @@ def scored_attention_on_gpu(
 
 
 def _block_mask(segments: Segments, window: int | None) -> BlockMask:
-    """Which tokens of the row each computed token sees, made once for all layers of a kind."""
+    """Which tokens of the row each computed token sees, made once for all layers with this window."""
     masks = segments.block_masks
     if window not in masks:
         segment, place = segments.positions()

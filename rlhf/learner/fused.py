@@ -1,7 +1,7 @@
 """One kernel each for RMSNorm, rotary positions and the gated product of an MLP, where a model has the usual ones.
 
-A module is replaced only if its code is that of Llama's, instruction for instruction: most families copy it. Whatever
-differs, as Gemma's norms, stays as transformers computes it. So does everything on CPU, bit for bit.
+A module is replaced only if its code is that of Llama's, instruction for instruction: most families copy it. A module
+that differs, such as Gemma's norms, stays as transformers computes it. So does everything on CPU, bit for bit.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _rotate(
     *args: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """q and k [1, heads, U, d], cos and sin [1, U, d]; what a model passes in another form is computed as before."""
+    """q and k [1, heads, U, d], cos and sin [1, U, d]; inputs of another form go to the model's own function."""
     usual = has_kernels(q) and not (args or options) and q.dtype == cos.dtype and cos.shape == (1, *q.shape[2:])
     if not usual:
         return plain(q, k, cos, sin, *args, **options)

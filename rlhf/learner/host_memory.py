@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-# Of each version: where its groups are, the limit, the use, and the cache in memory.stat that is given back on demand.
+# By version: folder of the groups, file of the limit, file of the use, key in memory.stat of the reclaimable cache.
 V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("", "memory.max", "memory.current", "inactive_file")
 

@@ -21,24 +21,24 @@ FILE_BYTES = 5 * 10**9  # the size at which the hub's own tools begin another fi
 
 
 def state_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a checkpoint holds, such as the bias that balances a router: no gradient, but part of it."""
+    """The buffers that a checkpoint holds, such as a router's balancing bias: part of the model, without gradient."""
     stored = module.state_dict().keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in stored}
 
 
 def hub_tensors(transformer: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What the hub has for a tensor of the model: several where transformers stacked them; always in the same order."""
+    """The hub's tensors for one of the model: several where transformers stacked them; always in the same order."""
     yield from revert_weight_conversion(transformer, {name: tensor}).items()
 
 
 def hub_shapes(transformer: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The same on the meta device; at ZeRO-3 the tensor need not be gathered."""
+    """As `hub_tensors`, on the meta device; at ZeRO-3 the tensor need not be gathered."""
     shape = getattr(tensor, "ds_shape", tensor.shape)
     yield from hub_tensors(transformer, name, torch.empty(shape, dtype=tensor.dtype, device="meta"))
 
 
 def model_tensors(transformer: PreTrainedModel) -> dict[str, Tensor]:
-    """All that makes the model: parameters, then the buffers that are stored with them."""
+    """All tensors of the model: parameters, then the buffers that are stored with them."""
     return {**dict(transformer.named_parameters()), **state_buffers(transformer)}
 
 
@@ -46,7 +46,7 @@ def empty_model(folder: Path, *, dtype: str, trust_remote_code: bool) -> PreTrai
     """The model that a config.json describes, on the meta device.
 
     Raises:
-        ValueError: it is of code of its own, and that is not trusted.
+        ValueError: the model needs code of its own, and that code is not trusted.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):

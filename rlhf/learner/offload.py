@@ -1,9 +1,9 @@
 """Optimizer state in host memory while an engine uses the GPU, and back.
 
-DeepSpeed 0.19.8 has `offload_states`, which does not serve. At ZeRO-3 it takes only its own FusedAdam; at ZeRO-1 and 2
-the moments cannot be read by parameter after a reload, as a checkpoint does; its other optimizers have none. Here a
-tensor stays the object that it is and gets other memory, so whoever holds it needs to know nothing. Meanwhile a
-checkpoint can be written from there.
+DeepSpeed 0.19.8 has `offload_states`, which is not enough. At ZeRO-3 it works only with DeepSpeed's own FusedAdam. At
+ZeRO-1 and 2 a checkpoint cannot read the moments by parameter after a reload. DeepSpeed's other optimizers lack it.
+Here a tensor stays the same object and only its memory changes, so the code that holds it need not know. Meanwhile a
+checkpoint can be written from host memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Offload:
         return sum(storages.values()) + sum(tensor.nbytes for tensor in self._emptied)
 
     def leave(self, tensors: Iterable[Tensor], empty: Iterable[Tensor], device: torch.device) -> None:
-        """Move the tensors that are on `device`, and release the memory of those whose values nobody needs."""
+        """Move the tensors that are on `device`, and release the memory of `empty`, whose values nobody needs."""
         assert not self.away, "the tensors are in host memory already"
         self._home = device
         self._moved = [tensor for tensor in tensors if tensor.device == device and tensor.numel()]
@@ -59,10 +59,10 @@ class Offload:
 
 
 def _change_memory(tensors: list[Tensor], new: Callable[[int, int], Tensor]) -> None:
-    """Give tensors other memory with the same content; those that share memory share it afterwards.
+    """Give tensors other memory with the same content; tensors that shared memory still share it.
 
     Args:
-        new: number of a storage, its bytes -> uint8 memory for it.
+        new: (number of a storage, its size in bytes) -> uint8 memory for it.
     """
     old = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     copies = {}
@@ -92,7 +92,7 @@ def optimizer_tensors(engine: Any, params: Iterable[nn.Parameter]) -> list[Tenso
 
 
 def gradient_buffers(engine: Any) -> list[Tensor]:
-    """Gradients that DeepSpeed keeps allocated between steps; every step begins by writing them, or with zeros."""
+    """Gradients that DeepSpeed keeps allocated between steps; every step first overwrites them or sets them to 0."""
     if engine.zero_optimization_stage() == 3:
         return [engine.optimizer.grad_partitions_flat_buffer]
     if hasattr(engine.optimizer, "fp32_groups_gradients_flat"):  # ZeRO-1 in bfloat16

@@ -7,11 +7,11 @@ ids; here each token attends to the earlier tokens of its own segment and nothin
           is on the right, where no earlier token can attend to it, and its outputs are dropped. Segments that begin
           like another have fewer queries than keys; they are in blocks of their own, by their number of queries.
     CUDA  torch's variable-length flash attention takes the row, with fewer queries than keys if beginnings are shared:
-          version 3 on Hopper where its package (`flash_attn_interface`) is installed, else version 2.
-          Blocks compute what it does not take: float32, heads wider than 256, values of another width than queries.
-          Capped scores and sinks are computed by flex attention there.
+          version 3 on Hopper where its package (`flash_attn_interface`) is installed, else (and if the run is
+          deterministic) version 2. Flex attention computes capped scores and sinks. Blocks compute what both refuse:
+          float32, heads wider than 256, values of another width than queries.
 
-Some layers see a part of the past alone. Each layer's mask function tells that: here it returns a `Window`, not a mask.
+Some layers see only a part of the past. The layer's mask function tells which: here it returns a `Window`, not a mask.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rlhf.algo.numerics import full_precision
 from rlhf.learner.segments import Segments, segments_of_row, take_rows
 
 PACKED = "packed"
-# In bfloat16 the CPU kernel's backward pass sets up each of its small products anew: with so few queries float32 is up
-# to 2.5 times as fast (keys 111 to 600), and no slower from there to 256.
+# In bfloat16 the CPU kernel's backward pass sets up each of its small products anew: with so few queries float32 is
+# up to 2.5 times as fast (keys 111 to 600). From there to 256 queries it is no slower.
 SHORT_QUERIES = 128
 FLASH_WIDTH = 256  # the widest heads of flash attention 2 and 3
 FLASH_3 = "flash_attn_interface"  # the module of flash attention 3, as torch imports it
@@ -53,7 +53,7 @@ class UnpackableError(Exception):
 
 @dataclass(frozen=True)
 class Window:
-    """What a layer sees of the past: a token's last `size` tokens, itself among them, or its chunk of `size` tokens."""
+    """What a layer sees of the past: a token's last `size` tokens, itself included, or its chunk of `size` tokens."""
 
     size: int
     chunked: bool
@@ -78,8 +78,8 @@ def packed_attention(
     Args:
         attention_mask: the layer's window, as this module's mask function returned it.
         softcap: scores become softcap tanh(score / softcap).
-        s_aux: [heads], sinks: a score of each head whose value is 0.
-        segments: None if the model has not passed them on: those of the row that is computed.
+        s_aux: [heads], sinks: one more score per head, whose value vector is 0.
+        segments: None if the model has not passed them on; the current row's segments are used then.
 
     Raises:
         AssertionError: with a batch of rows, an attention mask or dropout.
@@ -115,7 +115,7 @@ def packed_attention(
 
 
 def use_flash_attention_3() -> bool:
-    """Let torch compute with flash attention 3, which is for Hopper; False where GPU or package are others."""
+    """Let torch compute with flash attention 3, which is for Hopper; False without such a GPU or the package."""
     from torch.nn.attention import activate_flash_attention_impl
 
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -126,7 +126,7 @@ def use_flash_attention_3() -> bool:
 
 
 def _scale_by_position(q: Tensor, module: Any, segments: Segments) -> Tensor:
-    """Llama 4 has scaled queries [U, heads, d] by their place in the row: scale them by that in their segment instead.
+    """Llama 4 scales queries [U, heads, d] by their place in the row: scale by the place in the segment instead.
 
     The scale at place t is 1 + attn_scale ln(1 + floor((t + 1) / floor_scale)), in layers without rotary positions.
     """
@@ -149,7 +149,7 @@ def _blockwise_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[U, heads, d] each -> [U, heads, d]; a block of n segments is one batch of n."""
+    """q [U, heads, d], k and v [U, kv_heads, d] -> [U, heads, d]; a block of n segments is one batch of n."""
     scored = softcap is not None or sinks is not None
     layout = segments.layout
     queries = take_rows(q, layout.queries).split([block.places.numel() for block in layout.blocks])
@@ -196,7 +196,7 @@ def _scored_attention(
 def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """`auto_class.from_pretrained` with packed attention; -> the model and transformers' loading report.
 
-    This checks what is known before a forward; `model.check_packed` checks a forward.
+    This checks what is known before a forward; `policy_model.check_packed` checks a forward.
 
     Args:
         key: of the config, for messages.
@@ -246,9 +246,9 @@ def _restore_rotary_frequencies(transformer: PreTrainedModel) -> None:
 def _window_of_mask(
     *_: Any, config: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any
 ) -> Window | None:
-    """What takes the place of a mask: the window of the layers that it is for; None where they see the whole past.
+    """Returned in place of a mask: the window of the layers that the mask is for; None if they see the whole past.
 
-    transformers gives the size of windows and chunks alike. `use_vmap`: the model adds a rule of its own.
+    transformers passes windows and chunks by the same argument. `use_vmap`: the model adds a rule of its own.
     """
     if use_vmap:
         raise UnpackableError("its attention mask has a rule of its own")
@@ -259,5 +259,5 @@ def _window_of_mask(
 
 AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, _window_of_mask)
-# Where sequences begin is known here; transformers would ask the device in every forward, and wait for the answer.
+# The starts of the sequences are known; transformers would ask the device for them in every forward, and wait.
 masking_utils.find_packed_sequence_indices = lambda position_ids: None

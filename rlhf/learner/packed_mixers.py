@@ -67,7 +67,7 @@ def _by_segments(whole: Any) -> Any:
             outputs.append(out)
         of_blocks = [(out[0] if isinstance(out, tuple) else out).flatten(0, 1) for out in outputs]
         row = torch.cat(of_blocks).index_select(0, layout.among_keys).unsqueeze(0)
-        # What else a mixer returns, as its last state, is of a block and not of the row.
+        # Other results of a mixer, such as its last state, belong to a block and not to the row.
         return (row, *(None for _ in outputs[0][1:])) if isinstance(outputs[0], tuple) else row
 
     return forward

@@ -15,12 +15,12 @@ class Partition:
     """Flat parts of parameters, named by kind: `weights`, `exp_avg` or `exp_avg_sq`. No call is a collective.
 
     Stage 0 holds everything on every rank, without a wrapper of DeepSpeed around torch's optimizer. Stages 1 and 2 cut
-    one flat buffer of all parameters, so that a rank holds a part of few of them; stage 3 cuts each parameter.
+    one flat buffer of all parameters, so that a rank holds parts of only some; stage 3 cuts each parameter.
     """
 
     def __init__(self, engine: Any, place: Place) -> None:
         self._optimizer = engine.optimizer
-        # While DeepSpeed has moved it away, the parameters name no part of it, and a checkpoint would lack it.
+        # While DeepSpeed has moved the state away, the parameters have no link to it, and a checkpoint would lack it.
         assert not getattr(self._optimizer, "offloaded_states", None), "reload the optimizer's state first"
         self._place = place
 
@@ -37,17 +37,17 @@ class Partition:
         return address.start, address.start + address.numel
 
     def owned(self, param: Any) -> tuple[int, int]:
-        """The elements that this rank writes, of those that it holds: each element has one owner."""
+        """The held elements that this rank writes: each element has one owner."""
         if hasattr(param, "ds_id") or hasattr(param, "_hp_mapping"):
             return self.held(param)
         return share(param.numel(), self._place.rank, self._place.world_size)
 
     def values(self, param: Any, kind: str) -> Tensor:
-        """[stop - start] float32, the held elements, wherever they are kept; a change of them changes the state."""
+        """[stop - start] float32, the held elements, wherever they are kept; changing them changes the state."""
         start, stop = self.held(param)
         state = None if kind == WEIGHTS else kind
         if hasattr(param, "ds_id"):
-            # safe_get_local_fp32_param would copy what is offloaded to the GPU, all parameters at once in a save.
+            # safe_get_local_fp32_param would copy offloaded values to the GPU: in a save, all parameters at once.
             padded, _ = param._z3_optimizer._get_fp32_opt_state_partition(
                 param, release_swap_buffers=True, optim_state_key=state
             )

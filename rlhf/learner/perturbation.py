@@ -1,4 +1,4 @@
-"""Weights moved so far that an engine must follow, and moved back: bits that are flipped in place, twice.
+"""Perturb weights so far that an engine must follow, and restore them: the same bits are flipped in place, twice.
 
 Nothing is copied: copies of a model of 70 B would take 140 GB of host memory per rank. Every rank flips what it holds.
 """
@@ -13,7 +13,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per elem
 
 
 def bits_to_flip(dtype: torch.dtype, *, all_zero: bool) -> int:
-    """The bits that turn x into -x; in a tensor of zeros those that turn 0 into 1."""
+    """The bits that turn x into -x; for a tensor of zeros, the bits that turn 0 into 1."""
     number = torch.ones((), dtype=dtype) if all_zero else -torch.zeros((), dtype=dtype)
     return int(number.view(INTEGERS[dtype.itemsize]))
 
@@ -23,7 +23,7 @@ def flip(part: Tensor, *, first: int, bits: int) -> None:
 
     Args:
         part: [n] consecutive elements of the tensor, changed in place.
-        first: the number of the first of them.
+        first: the index of the first of them in the tensor.
     """
     numbers = part.view(-1).view(INTEGERS[part.itemsize])
     numbers[-first % STRIDE :: STRIDE].bitwise_xor_(bits)

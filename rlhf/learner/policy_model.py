@@ -91,8 +91,8 @@ class PolicyOutput(NamedTuple):
 class PolicyModel(nn.Module):
     """A causal language model as a policy: packed tokens -> log-probability of each response token.
 
-    `temperature` divides the logits, as in the engine that sampled. With `in_float32` the same weights are computed
-    with in float32, module by module, to measure what the model's own type costs.
+    `temperature` divides the logits, as in the engine that sampled. With `in_float32` it computes in float32
+    from the same weights, module by module, to measure the error that the model's own type causes.
     """
 
     def __init__(self, transformer: PreTrainedModel, *, temperature: float) -> None:
@@ -141,9 +141,9 @@ class PolicyModel(nn.Module):
 def computing_in_float32(model: nn.Module) -> Iterator[None]:
     """Give each module its own parameters in float32 while it computes, and its true ones back right after.
 
-    The memory is that of the largest module, never of the model, and nothing is read from disk. It works on a model
-    that ZeRO-3 partitions: the hooks are set inside the wrapped forward, so that a module is gathered before the first
-    of them and released after the second. Layers that are gathered whole are one module here.
+    It needs extra memory for the largest module, never for the model, and reads nothing from disk. It works on a model
+    that ZeRO-3 partitions: the hooks are set inside the wrapped forward, so that a module is gathered before `widen`
+    runs and released after `narrow` has run. Layers that are gathered whole are one module here.
     """
     kept: dict[nn.Module, list[Tensor]] = {}
     own = {module: list(module.parameters(recurse=False)) for module in model.modules()}
@@ -216,7 +216,7 @@ def check_packed(
 
 
 def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Let kernels compute what they can, and mixers packed rows; gradient checkpointing on if asked, randomness off.
+    """Use kernels where they fit, run mixers on packed rows; gradient checkpointing on if asked, randomness off.
 
     With dropout or sampled experts, old and current log-probabilities would differ before the first update.
     """

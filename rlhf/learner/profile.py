@@ -11,7 +11,7 @@ from torch import profiler
 if TYPE_CHECKING:
     from rlhf.learner.rank import TrainedRank
 
-_running: list[profiler.profile] = []  # the one of this process, between `start` and `stop`
+_running: list[profiler.profile] = []  # this process's profiler, between `start` and `stop`
 
 
 def start(rank: TrainedRank) -> None:
@@ -24,7 +24,7 @@ def start(rank: TrainedRank) -> None:
 
 
 def stop(rank: TrainedRank, file: str) -> str:
-    """Write what was recorded since `start`; "" or why that failed."""
+    """Write what was recorded since `start`; -> "", or why the file could not be written."""
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     trace = _running.pop()

@@ -88,7 +88,7 @@ class TrainedRank:
         return loading(self._settings())
 
     def apply(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function(self, *arguments)` in this process: what the doctor measures needs no methods here."""
+        """Call `function(self, *arguments)` in this process: the doctor's measurements need no methods here."""
         return function(self, *arguments)
 
     def device_name(self) -> str:
@@ -98,7 +98,7 @@ class TrainedRank:
     # --- sharing a GPU with engines ---
 
     def leave_gpu(self, offload: bool) -> None:
-        """Make room for others on this GPU: keep only the weights there, and give back what torch keeps for later.
+        """Make room for others on this GPU: keep only the weights there, and release the memory that torch caches.
 
         Args:
             offload: False leaves optimizer state and reference where they are.
@@ -173,7 +173,7 @@ class TrainedRank:
         }
 
     def skip_updates(self, count: int) -> list[StepMetrics]:
-        """Count optimizer steps as skipped: they take their place in the schedule. The metrics of each."""
+        """Count optimizer steps as skipped: they take their place in the schedule; -> the metrics of each."""
         metrics = []
         for _ in range(count):
             self.updates_done += 1
@@ -189,18 +189,11 @@ class TrainedRank:
         }
 
     def update_counts(self) -> tuple[int, int]:
-        """Optimizer steps taken, and those skipped for a number that was not finite."""
+        """Optimizer steps taken, and those skipped because a number was not finite."""
         return self.adam_steps, self.updates_done - self.adam_steps
 
     def learning_rate(self, update: int) -> float:
-        form = self.training.section.schedule.model_dump(exclude={"warmup_steps", "warmup_fraction"})
-        return learning_rate(
-            update,
-            total_updates=self.training.total_updates,
-            lr=self.training.section.optimizer.lr,
-            warmup_steps=self.training.warmup_updates,
-            **form,
-        )
+        return learning_rate(update, **self.training.schedule_arguments)
 
     def _apply(self) -> tuple[float, bool]:
         """Take the optimizer step unless a gradient is not finite; -> the gradient norm, and whether it was taken."""
@@ -222,7 +215,7 @@ class TrainedRank:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that makes the model: parameters, then the buffers that are stored with them."""
+        """All tensors of the model: parameters, then the buffers that are stored with them."""
         return {**self.names, **self.buffers}
 
     @contextlib.contextmanager
@@ -237,7 +230,7 @@ class TrainedRank:
     def held(self, tensor: Any) -> list[tuple[Tensor, int]]:
         """What this rank holds of a tensor: parts, and the number of the first element of each.
 
-        At ZeRO-3 that is a share of a parameter, and the whole of one that is gathered at the moment.
+        At ZeRO-3 these are a share of a parameter and, while it is gathered, the whole parameter.
         """
         if not hasattr(tensor, "ds_id"):
             return [(tensor.data, 0)]
@@ -272,8 +265,8 @@ class TrainedRank:
     def save(self, folder: str) -> None:
         """Begin to write this rank's part of a checkpoint; `saved` says when it is on disk.
 
-        Where the node's memory holds a copy of the state, the call returns as soon as it is made, and the files are
-        written while the run goes on. Elsewhere it returns when they are written, piece by piece.
+        If a copy of the state fits in the node's memory, the call returns as soon as the copy is made, and the files
+        are written while the run goes on. Otherwise it returns after the files have been written, piece by piece.
         """
         assert self._saving is None or self._saving.done(), "the save before this one is under way"
         state = self.state()
@@ -302,7 +295,7 @@ class TrainedRank:
         return self._saving.result() if self._saving.done() else None
 
     def load(self, folder: str) -> None:
-        """Put back what `save` wrote: weights, moments, both counters, and the random generators of the same ranks.
+        """Restore what `save` wrote: weights, moments, both counters; for an equal number of ranks, random generators.
 
         Each rank reads its own part, whatever number of ranks wrote it.
 
@@ -329,7 +322,7 @@ class TrainedRank:
 
     @torch.no_grad()
     def _put(self, reader: SliceReader | None, kind: str) -> None:
-        """The held part of every parameter from the files, or 0 without a reader."""
+        """Fill the held part of every parameter from the files, or with 0 without a reader."""
         partition = Partition(self.engine, self.place)
         for name, param in self.names.items():
             start, stop = partition.held(param)
@@ -351,7 +344,7 @@ class TrainedRank:
     def _create_optimizer_state(self) -> None:
         """Create Adam's moments by a first step with zero gradient and zero learning rate.
 
-        The step also gives the weights that DeepSpeed keeps in the model's own type the values of its fp32 weights.
+        The step also copies DeepSpeed's fp32 weights into the weights that it keeps in the model's own type.
         """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = 0.0

@@ -11,8 +11,8 @@ class Place:
     """One rank of a world.
 
     Attributes:
-        threads: on CPU.
-        ranks_on_node: those that share its memory.
+        threads: of torch, on CPU.
+        ranks_on_node: ranks that share the node's memory.
         deterministic: whether torch may take only algorithms that give the same bits every time.
     """
 

@@ -17,7 +17,7 @@ from rlhf.learner.rank import TrainedRank
 class Reference:
     """Frozen weights of the policy's architecture, partitioned like the policy at ZeRO-3.
 
-    A moving average is kept in float32 in host memory, of each parameter an equal share on each rank. In bfloat16 the
+    A moving average is kept in float32 in host memory; each rank has an equal share of each parameter. In bfloat16 the
     small change of one step would be lost in rounding.
     """
 
@@ -80,7 +80,7 @@ class Reference:
 
     @torch.no_grad()
     def load(self, rank: TrainedRank, folder: str) -> None:
-        """Put back what `state` gave.
+        """Put back what `state` returned.
 
         Raises:
             ValueError: the checkpoint holds no reference.

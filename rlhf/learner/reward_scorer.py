@@ -1,17 +1,15 @@
-"""A reward model in a process of its own: conversations in, normalized scores out, batched by tokens."""
+"""A reward model in a separate process: conversations in, normalized scores out, batched by tokens."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf.algo.packing import pack, pack_microbatches
-from rlhf.config.reward_model import RECORD_FILE, RewardModelConfig
+from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.policy_model import DeviceTokens, check_packed
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
@@ -23,7 +21,7 @@ class RewardScorer:
     """One copy of a reward model with its own tokenizer; hosted by a Ray actor.
 
     Args:
-        token_ids: a conversation and the tokenizer -> [L] int32, as the model was trained.
+        token_ids: (conversation, tokenizer) -> [L] int32, as in the model's training.
     """
 
     def __init__(
@@ -68,9 +66,6 @@ class RewardScorer:
 
 
 def recorded_normalization(path: str) -> tuple[float, float]:
-    """Mean and std recorded in the model's folder; 0 and 1 if there are none."""
-    file = Path(path) / RECORD_FILE
-    if not file.is_file():
-        return 0.0, 1.0
-    recorded = json.loads(file.read_text())
-    return float(recorded["mean"]), float(recorded["std"])
+    """Mean and std recorded with the model; 0 and 1 if there are none."""
+    record = reward_model_record(path)
+    return (float(record["mean"]), float(record["std"])) if record else (0.0, 1.0)

@@ -39,7 +39,7 @@ class Pair:
 
 
 def training_on(pairs: int, config: RewardTrainingConfig) -> Training:
-    """The training on this many pairs: one step, of which each pass over them is an epoch."""
+    """The training on this many pairs: one step, in which each pass over the pairs is an epoch."""
     updates_per_epoch = math.ceil(pairs / config.learner.pairs_per_update)
     return Training(config.learner, config.run.epochs, updates_per_epoch, steps=1)
 
@@ -95,7 +95,7 @@ class RewardTrainer(TrainedRank):
         return merge_metrics(self._gather(on_host(parts))), float(all_scores.mean()), float(all_scores.std())
 
     def write(self, folder: str, tokenizer_path: str, mean: float, std: float) -> None:
-        """The model in Hugging Face format, with the normalization of its scores and the template of its input."""
+        """Write the model in Hugging Face format, the normalization of its scores and the template of its input."""
         self.export(folder, tokenizer_path)
         if self.place.rank == 0:
             record = {"mean": mean, "std": std, "template": self.config.data.template}

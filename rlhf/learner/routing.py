@@ -44,7 +44,7 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 
 def has_balancing_loss(transformer: PreTrainedModel) -> bool:
-    """Whether its routers are made for a balancing loss; others have a bias that is moved instead."""
+    """Whether the model's routers are made for a balancing loss; others have a bias that balances them."""
     biased = any(name.endswith(SELECTION_BIASES) for name in transformer.state_dict())
     return bool(experts_of(transformer)) and hasattr(transformer, "router_aux_loss_coef") and not biased
 
@@ -95,7 +95,7 @@ def balancing_loss(choices: Sequence[Choices], logits: Sequence[Tensor], segment
         logits: [U, E] of each layer's router.
 
     Returns:
-        [S], 1 if all experts are used alike; its gradient flows through P.
+        [S], 1 if all experts are used equally; its gradient flows through P.
     """
     offsets = segments.cu_seqlens.long()
 

@@ -1,4 +1,4 @@
-"""The sequences of a packed row, laid out for whatever mixes the tokens of a sequence.
+"""The sequences of a packed row, laid out for attention and for other token mixers.
 
 A prompt that samples share goes through the transformer once. If a sequence begins like the previous one, the shared
 tokens are not computed again: U of the row's T tokens are computed, and the transformer sees only those. Attention
@@ -30,7 +30,7 @@ SIMILAR_LENGTH = 0.75  # segments of one block are at least this share of its lo
 class Block:
     """Segments whose attention is one batch: `places` [n, queries] int64, the place of each query in its segment.
 
-    Each segment has `keys` tokens, padded on the right. `whole`: none of its beginnings is shared, so queries are keys.
+    Each segment has `keys` tokens, padded on the right. `whole`: no beginning is shared, so queries are keys.
     """
 
     places: Tensor
@@ -41,7 +41,7 @@ class Block:
         """[n, 1, queries, keys] bool, True where a query attends to a key; None where that is plain causal attention.
 
         Args:
-            window: a query sees its last `window` tokens alone, itself among them; None: all.
+            window: a query sees only the last `window` tokens, itself included; None: all.
         """
         window = None if window is None or window >= self.keys else window
         if self.whole and window is None:
@@ -72,11 +72,11 @@ class Segments:
     Attributes:
         cu_seqlens: [S+1] int32 of the whole row. longest: tokens of the longest segment.
         shared: [S] int64, the leading tokens of each segment that are shared with the previous one.
-        cu_computed: [S+1] int32 of the computed tokens alone; they are the last of each segment.
+        cu_computed: [S+1] int32 of the computed tokens alone, which are the last ones of each segment.
         computed: [U] int64, the row's tokens that are computed.
-        expand: [T] int64, which of the U each token of the row is; None where all are computed.
+        expand: [T] int64, the index among the U of each token of the row; None if all are computed.
         bounds, source: `cu_seqlens` and `expand`, never None, on the host.
-        chunks, block_masks: what `chunked` and flex attention have made.
+        chunks, block_masks: caches of `chunked` and of flex attention.
     """
 
     cu_seqlens: Tensor
@@ -92,7 +92,7 @@ class Segments:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """Made where blocks are computed, once for all layers."""
+        """The blocks, made when they are first needed, once for all layers."""
         return _layout_of(self)
 
     def state_of(self, tokens: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def _on_device(
 
 
 def _computed_once(cu_seqlens: np.ndarray, shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """-> computed [U], which tokens of the row are computed, and expand [T], which of those U each token is."""
+    """-> computed [U], which tokens of the row are computed, and expand [T], the index of each token among those U."""
     expand = np.zeros(int(cu_seqlens[-1]), np.int64)
     own = np.ones(len(expand), bool)
     for start, count in zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True):
@@ -168,7 +168,7 @@ def _layout_of(segments: Segments) -> Layout:
     bounds, shared, device = segments.bounds, segments.shared, segments.computed.device
     lengths = np.diff(bounds)
     own = lengths - shared
-    # Segments that share nothing are in blocks of class 0; the others in classes of up to twice as many queries.
+    # Segments that share nothing are of class 0; in another class, numbers of queries differ by a factor of up to 2.
     classes = np.where(shared > 0, np.ceil(np.log2(np.maximum(own, 1))).astype(np.int64) + 1, 0)
     order = np.lexsort((-lengths, classes))
     keys: list[np.ndarray] = []
@@ -217,13 +217,13 @@ class _TakeRows(torch.autograd.Function):
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """x[index] along the first dimension. The gradients of a row that is taken several times are summed in float32.
 
-    In bfloat16 a sum of hundreds, as for a prompt that all sequences share, would stop growing.
+    In bfloat16 a sum of hundreds of gradients, as for a prompt that all sequences share, would stop growing.
     """
     taken: Tensor = _TakeRows.apply(x, index)
     return taken
 
 
-# Many decoder layers pass no argument of ours on to what mixes their tokens.
+# Many decoder layers do not pass our arguments on to their token mixers.
 _SEGMENTS: ContextVar[Segments | None] = ContextVar("segments of the row that is computed", default=None)
 
 
@@ -243,7 +243,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 def segments_of_row() -> Segments:
-    """The segments of the row that is computed."""
+    """The segments of the row that is being computed."""
     segments = _SEGMENTS.get()
     assert segments is not None, "row_of() says which row is computed"
     return segments

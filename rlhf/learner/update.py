@@ -1,6 +1,6 @@
 """One microbatch of the policy update: forward, loss, metrics. No DeepSpeed here, so that a test can run it alone.
 
-Nothing between forward and backward waits for the device: metrics hold its tensors until the step has been queued.
+Nothing between forward and backward waits for the device: metrics hold device tensors until the step has been queued.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from rlhf.algo.numerics import masked, segment_counts
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.routing import Routing
-from rlhf.log.reductions import Binned, EffectiveSampleFraction, ExpertLoad, Max, Mean, StepMetrics, Sum
-from rlhf.log.rollout_metrics import ENGINE_KL_FROM
+from rlhf.log.reductions import ENGINE_KL_FROM, Binned, EffectiveSampleFraction, ExpertLoad, Max, Mean, StepMetrics, Sum
 from rlhf.types import Denominators, PolicyTargets
 
 RATIO_BINS = np.linspace(0.0, 2.0, 41)  # ratios above are counted in the last bin
@@ -145,7 +144,7 @@ def _kl_metrics(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Ste
 
 
 def _routing_metrics(routing: Routing, trained: Tensor) -> StepMetrics:
-    """The load of the experts over all computed tokens, but for a filler's; the balancing loss of trained sequences."""
+    """Load of the experts, over microbatches with a trained token; balancing loss, over trained sequences."""
     tokens = routing.load * trained.any()
     metrics: StepMetrics = {
         "router/max_load": ExpertLoad(tokens, "max"),
@@ -162,10 +161,10 @@ def masked_mean(values: Tensor, mask: Tensor) -> Mean:
 
 
 def _binned_ratios(ratio: Tensor, mask: Tensor) -> Binned:
-    """Counted in sorted values: torch's own histogram has no deterministic form on a GPU (`run.deterministic`)."""
+    """Counts by sorting: torch's own histogram has no deterministic form on a GPU (`run.deterministic`)."""
     edges = torch.linspace(RATIO_BINS[0], RATIO_BINS[-1], len(RATIO_BINS), device=ratio.device)  # a copy would wait
     values = ratio.float().masked_fill(~mask, torch.inf).sort().values
-    ends = torch.searchsorted(values, edges)  # of the values below each edge
+    ends = torch.searchsorted(values, edges)  # number of values below each edge
     ends[-1] = mask.sum()  # the last bin takes all that is above
     return Binned(ends.diff(), RATIO_BINS)
 

@@ -67,7 +67,7 @@ def load_scalar_transformer(
     Args:
         model: type, gradient checkpointing and trust; its own path is not read.
         key: the key of `path`, for messages.
-        new_head: of a model that has none; None: the model must have one.
+        new_head: start values of a missing head; None: the model must have one.
 
     Raises:
         ValueError: the model has several labels, no head, a head of another form, or does not take packed rows.

@@ -36,7 +36,7 @@ class Learner(StepRank):
         )
         self.config = config
         self._sender: WeightSender | None = None
-        self._flipped: list[tuple[Tensor, int]] = []  # perturbed tensors, and which bits of theirs
+        self._flipped: list[tuple[Tensor, int]] = []  # perturbed tensors, and the bits flipped in each
         model = self._load_model(frozen=False)
         if config.learner.router_balance_coef and not model.has_balancing_loss:
             raise ValueError(
@@ -78,7 +78,7 @@ class Learner(StepRank):
         return old, ref
 
     def update(self, targets: PolicyTargets) -> list[StepMetrics]:
-        """Every optimizer step of the training step; this rank's metrics of each."""
+        """Take every optimizer step of the training step; -> this rank's metrics of each."""
         return self.updates(
             targets, lambda tokens, own, sizes: policy_microbatch(self.engine, tokens, own, sizes, self.config)
         )
@@ -96,10 +96,6 @@ class Learner(StepRank):
         tokens = DeviceTokens.of(packed, self.device)
         logprobs = self.engine(tokens, temperature=1.0, in_float32=in_float32).logprobs.float().cpu().numpy()
         return np.split(logprobs, packed.cu_seqlens[1:-1])
-
-    def change_config(self, config: GRPOConfig) -> None:
-        """Use another `algo` section from the next update on, so that a scan of objectives loads the models once."""
-        self.config = config
 
     def blend_reference(self, decay: float) -> None:
         """Reference := decay x reference + (1 - decay) x policy; a decay of 0 replaces it by the policy."""
@@ -137,19 +133,19 @@ class Learner(StepRank):
         self._sender = make_sender(backend, self, client, rendezvous, rank=self.place.rank)
 
     def send_weights(self, version: int, connection: tuple[str, EngineClient, Rendezvous] | None = None) -> None:
-        """Send the weights to the engines, those of a new `connection` if there is one: no update may come between."""
+        """Connect, if a new `connection` is given, then send the weights; no update may come between."""
         if connection is not None:
             self.connect(*connection)
         assert self._sender is not None, "connect comes first"
         self._sender.send(version)
 
     def tensor_names(self) -> list[str]:
-        """What `perturb_weights` counts: not the constants of activation functions, which vLLM sets itself."""
+        """The tensors that `perturb_weights` numbers: no constants of activation functions, which vLLM sets itself."""
         return [name for name, tensor in self.tensors.items() if tensor.ndim]
 
     @torch.no_grad()
     def perturb_weights(self, start: int = 0, stop: int | None = None) -> None:
-        """Move tensors `start` to `stop`, every STRIDE-th element of each, in place.
+        """Perturb tensors `start` to `stop` in place: every STRIDE-th element of each.
 
         An element changes its sign; in a tensor of zeros it becomes 1. Every rank calls it.
         """

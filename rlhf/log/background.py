@@ -1,4 +1,4 @@
-"""A sink in a thread of its own: a slow server does not slow the run, and one that fails is asked again."""
+"""A sink in a separate thread: a slow server does not slow the run, and a row that fails is sent again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf.log.sinks import NO_DETAILS, Details, Sink
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0  # before a row is tried again; the wait doubles
 CLOSE_S = 20.0  # at the end of a run, for the rows that wait
 MAX_REASON = 200  # characters
-MAX_ROWS = 2000  # that wait; a longer failure loses the newest, which metrics.jsonl has
+MAX_ROWS = 2000  # rows that can wait; after a longer failure the newest are only in metrics.jsonl
 
 
 class ClosingSink(Sink, Protocol):
@@ -29,17 +29,8 @@ class BackgroundSink:
         key: of the config, for messages.
     """
 
-    def __init__(
-        self,
-        sink: ClosingSink,
-        key: str,
-        warn: Callable[[str], None],
-        *,
-        first_wait_s: float = FIRST_WAIT_S,
-        close_s: float = CLOSE_S,
-    ) -> None:
+    def __init__(self, sink: ClosingSink, key: str, warn: Callable[[str], None]) -> None:
         self._sink, self._key, self._warn = sink, key, warn
-        self._first_wait_s, self._close_s = first_wait_s, close_s
         self._rows: queue.Queue[Callable[[], None]] = queue.Queue(MAX_ROWS)
         self._lost = 0
         self._closing = threading.Event()
@@ -53,8 +44,8 @@ class BackgroundSink:
             self._lost += 1
 
     def close(self, *, failed: bool = False) -> None:
-        """Send what waits, within seconds; what is not sent then is counted in a warning."""
-        end = time.monotonic() + self._close_s
+        """Send the waiting rows, within CLOSE_S; a warning counts the rows that were not sent."""
+        end = time.monotonic() + CLOSE_S
         self._closing.set()
         with contextlib.suppress(queue.Full):
             self._rows.put_nowait(lambda: self._sink.close(failed=failed))
@@ -76,6 +67,6 @@ class BackgroundSink:
                 if tries == 0:
                     reason = " ".join(str(error).split())[:MAX_REASON]
                     self._warn(f"{self._key}: it takes no rows ({reason}). The run goes on, and they are sent later.")
-            wait_s = min(self._first_wait_s * 2 ** min(tries, 20), LONGEST_WAIT_S)
+            wait_s = min(FIRST_WAIT_S * 2 ** min(tries, 20), LONGEST_WAIT_S)
             if self._closing.wait(wait_s):
-                time.sleep(self._first_wait_s)
+                time.sleep(FIRST_WAIT_S)

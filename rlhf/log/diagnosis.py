@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
 
-STEPS = 5  # that a rule looks at; one step of few prompts can look odd by chance
+STEPS = 5  # steps that a rule looks at; one step of few prompts can look odd by chance
 HISTORY = 20  # steps before them, for the usual size of a gradient
 
 FEW_ANSWERS = 0.1
@@ -25,8 +25,8 @@ HIGH_CLIP_FRACTION = 0.2  # runs that learn clip less than 0.02 of the tokens
 COLLAPSED = 0.1  # of the first entropy
 SPIKE = 10.0  # times the median gradient norm
 TOO_STALE, UNGRADED = 0.05, 0.02  # of the rollouts; of the grades
-KEPT_ROWS = 64  # of the whole run, evenly spaced, at most; half as many at least, if the run has them
-GROWN, GROWN_GIB = 0.2, 0.25  # of the memory of a process in the second half of the run so far; caches fill up before
+KEPT_ROWS = 64  # at most, evenly spaced over the whole run; at least half as many if the run has them
+GROWN, GROWN_GIB = 0.2, 0.25  # of a process's memory, in the second half of the run so far; caches fill up before
 
 
 class View(NamedTuple):
@@ -81,7 +81,7 @@ def equal_groups(view: View) -> Found | None:
     if share is None or share < EQUAL_GROUPS or (view.config.get("algo.advantage") == "gae" and low != high):
         return None
     if few_answers(view) is not None:
-        return None  # that is the reason
+        return None  # that rule gives the reason
     if mean is None:
         failed = [name for name in view.last[-1] if name.startswith("reward/status/") and view.rise(name) > 0]
         names = ", ".join(name.removeprefix("reward/status/") for name in failed if not name.endswith("/ok"))
@@ -227,7 +227,7 @@ def grader_failures(view: View) -> Found | None:
 
 
 def growing_memory(view: View) -> Found | None:
-    """Some process takes more in each quarter of the second half of the run; what only fills up slows down."""
+    """Some process takes more in each quarter of the second half of the run; a cache that fills up grows less."""
     rows = view.whole[len(view.whole) // 2 :]
     if len(rows) < KEPT_ROWS // 4:
         return None
@@ -276,7 +276,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found, in the steps `first` to `last`; `seen` is of the last one."""
+    """What a rule found, in the steps `first` to `last`; `seen` is of the last step."""
 
     title: str
     first: int
@@ -326,7 +326,7 @@ class Diagnosis:
         return new
 
     def now(self) -> list[Finding]:
-        """What the rules find after the last step, however few there were."""
+        """What the rules find after the last step, however few steps there were."""
         view = View(self._rows[-STEPS:], self._rows[:-STEPS], self._first, self._whole, self._config)
         step = self._rows[-1]["step"]
         return [Finding(title, step, step, *found) for title, check in RULES if (found := check(view)) is not None]

@@ -1,4 +1,4 @@
-"""Which metrics stand together: the sections and panels of the report and of the wandb dashboard."""
+"""Which metrics belong together: the sections and panels of the report and of the wandb dashboard."""
 
 from __future__ import annotations
 
@@ -90,6 +90,6 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
 
 
 def matching(panel: Panel, names: Iterable[str]) -> list[str]:
-    """The metrics of a panel that are there, without the bounds of an interval, which belong to their metric."""
+    """The metrics of a panel that exist, without the bounds of intervals, which belong to their metric."""
     present = [name for name in names if not name.endswith(BOUNDS)]
     return [name for pattern in panel.metrics for name in present if fnmatchcase(name, pattern)]

@@ -1,4 +1,4 @@
-"""The files of a run's log: what a full disk does not take waits in memory, and is written when there is room.
+"""The files of a run's log: text that a full disk refuses waits in memory, and is written when there is room.
 
 A run of weeks is worth more than its log: it goes on, and no row is lost while the process lives.
 """
@@ -36,10 +36,10 @@ class PatientFiles:
         self._add(_replace, path, text)
 
     def check(self) -> None:
-        """Write what waits.
+        """Write the waiting text.
 
         Raises:
-            OSError: naming the path, the bytes needed and those free; something still waits.
+            OSError: if some text still waits; names the path, the bytes needed and the bytes free.
         """
         self._write()
         if self._waiting:

@@ -1,6 +1,6 @@
 """Metrics of a step; the type of a metric says how it merges over microbatches, ranks and updates.
 
-The values come from log/rollout_metrics.py (rollouts), learner/update.py (losses) and run/speed.py (throughput).
+The values come from run/rollout_metrics.py (rollouts), learner/update.py (losses) and run/speed.py (throughput).
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any, Literal, Self
 import numpy as np
 
 HISTOGRAM_BINS = 32
-Scalar = Any  # a number; of a microbatch whose step is not yet queued, a tensor of one number on the learner's device
+# policy/engine_kl by the token's place in its sequence, prompt included: from each of these places up to the next. The
+# canary's sequences are short; an engine that differs from the learner only in long contexts shows here.
+ENGINE_KL_FROM = {place: f"policy/engine_kl/from_{place}" for place in (0, 64, 1024, 4096)}
+Scalar = Any  # a number; until its microbatch's step is queued, a tensor of one number on the learner's device
 
 
 class _Added:
@@ -56,7 +59,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Last:
-    """The newest value wins, as of a learning rate or a counter."""
+    """The newest value wins, as for a learning rate or a counter."""
 
     newest: float
 
@@ -91,9 +94,9 @@ class Histogram(_Added):
 
 @dataclass(frozen=True)
 class Binned:
-    """Counts in fixed bins, which are shown as a histogram alone."""
+    """Counts in fixed bins, which are shown only as a histogram."""
 
-    counts: Any  # an array; a tensor where others have a tensor of one number
+    counts: Any  # an array, or a tensor where a Scalar would be a tensor
     edges: np.ndarray
 
     def merge(self, other: Binned) -> Binned:
@@ -108,7 +111,7 @@ class ExpertLoad:
     """How evenly the experts of a model are used, from the tokens of each of them in each layer.
 
     Attributes:
-        tokens: [layers][experts], an array; a tensor where others have a tensor of one number.
+        tokens: [layers][experts], an array, or a tensor where a Scalar would be a tensor.
         statistic: `max`: tokens of the most used expert over the mean, of the layer where it is highest. `entropy`:
             entropy of the experts' shares over its maximum, mean over layers. Both are 1 for an even load.
     """

@@ -9,7 +9,7 @@ import json
 import os
 import time
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,15 +20,17 @@ from rich.table import Column, Table
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.reductions import Counts
 
+Row = dict[str, Any]
+
 STEP = "step"
 # For a server to answer; MLflow itself would try for half an hour.
 MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
-BOUNDS = ("/low", "/high")  # of the interval of an evaluation; they end its names
+BOUNDS = ("/low", "/high")  # name endings of the bounds of an evaluation's interval
 
 
 @dataclass(frozen=True)
 class Details:
-    """What a step has besides numbers, for the sinks that can show it.
+    """What a step has in addition to numbers, for the sinks that can show it.
 
     Attributes:
         responses: sampled responses, rows as in rollouts/; empty in most steps.
@@ -59,21 +61,27 @@ class JsonlSink:
 
 
 def keep_lines_up_to(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a last line that a kill cut short; by rename, so that a crash loses none."""
+    """Drop lines of later steps, and a last line that a kill cut short; by rename, so that a crash loses no line."""
     if not path.exists():
         return
     shorter = path.with_suffix(".new")
-    with path.open() as lines, shorter.open("w") as kept:
+    with shorter.open("w") as kept:
+        kept.writelines(json.dumps(row) + "\n" for row in read_rows(path) if row[STEP] <= step)
+        kept.flush()
+        os.fsync(kept.fileno())
+    shorter.replace(path)
+
+
+def read_rows(file: Path) -> Iterator[Row]:
+    """The JSON objects of a file, one per line; a line that is not whole, as at the end of a live file, is left out."""
+    with file.open() as lines:
         for line in lines:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if row[STEP] <= step:
-                kept.write(line if line.endswith("\n") else line + "\n")
-        kept.flush()
-        os.fsync(kept.fileno())
-    shorter.replace(path)
+            if isinstance(row, dict) and STEP in row:
+                yield row
 
 
 class TensorBoardSink:
@@ -105,7 +113,7 @@ class TensorBoardSink:
 
 
 class MlflowSink:
-    """A run of an MLflow experiment; `run_id` goes on with an earlier one.
+    """A run of an MLflow experiment; `run_id` continues an earlier run.
 
     Raises:
         ValueError: the server does not take the run.
@@ -146,9 +154,14 @@ class MlflowSink:
 
 
 def printable(value: Any) -> str:
-    """Text of a model for a terminal: control characters, which could move the cursor or turn the text, are spelled."""
+    """Text of a model for a terminal; control characters, which could move the cursor or turn the text, are escaped."""
     text = value if isinstance(value, str) else repr(value)
     return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else f"\\u{ord(c):04x}" for c in text)
+
+
+def shown_reward(reward: float | None) -> tuple[str, str]:
+    """A reward as text, and the color of its response: green above 0, else red."""
+    return ("none", "red") if reward is None else (f"{reward:.4g}", "green" if reward > 0 else "red")
 
 
 def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -> Table:

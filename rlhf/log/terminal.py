@@ -1,6 +1,6 @@
 """What a run prints: stages of its start, one line per step, evaluations, warnings; on a terminal also a live view.
 
-Elsewhere, as in a file, every line fits 80 columns, or as many as the variable COLUMNS says; a path is never broken.
+Elsewhere, such as in a file, lines fit in 80 columns, or in $COLUMNS if it is set; paths are never broken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.log.sinks import BOUNDS, NO_DETAILS, Details, printable
+from rlhf.log.sinks import BOUNDS, NO_DETAILS, Details, printable, shown_reward
 
 Row = Mapping[str, Any]
 
@@ -37,7 +37,7 @@ class Terminal:
         warmup_steps: first steps, in which only the critic is trained.
 
     Attributes:
-        evaluation_steps: after which there is an evaluation.
+        evaluation_steps: steps after which there is an evaluation.
     """
 
     COLUMNS = (  # from the left, as many as fit
@@ -68,7 +68,7 @@ class Terminal:
         self._exports = exports
         self._warmup_steps = warmup_steps
         self._title = title
-        self._stages: dict[str, float] = {}  # those that run: name -> when it began
+        self._stages: dict[str, float] = {}  # running stages: name -> when the stage began
         self._phases: dict[str, float] = {}
         self._spent: dict[str, list[float]] = defaultdict(list)  # seconds of each phase, since the start-up ended
         self._progress: tuple[str, int, int] | None = None
@@ -106,7 +106,7 @@ class Terminal:
             self._spent[name].append(time.monotonic() - began)
 
     def progress(self, what: str, total: int) -> Callable[[], None]:
-        """The function that is returned counts one of `total`, until the phase ends."""
+        """-> a function; each call counts one more of `total`, until the phase ends."""
         done, printed = 0, time.monotonic()
 
         def count() -> None:
@@ -164,9 +164,9 @@ class Terminal:
     # --- remaining time ---
 
     def remaining_s(self) -> float:
-        """Steps at their mean so far, the evaluations that are left, and an export as long as the longest save.
+        """The steps left at their mean so far, the evaluations left, and an export as long as the longest save.
 
-        An evaluation counts once the first one has been measured.
+        Evaluations count only after the first one has been measured.
         """
         done, left = self._step - self._first, self._total - self._step
         evaluations = self._spent["evaluation"]
@@ -235,15 +235,13 @@ def _line(text: str, style: str = "") -> Text:
 
 
 def _response(row: Row) -> Panel:
-    reward = "none" if row["reward"] is None else f"{row['reward']:.4g}"
+    reward, color = shown_reward(row["reward"])
     prompt = " ".join(printable(row["prompt"]).split())
     title = f"step {row['step']}, reward {reward}, {row['status']}, {row['finish_reason']}"
     lines = printable(row["text"]).strip().splitlines()
     shown = "\n".join([*lines[:RESPONSE_LINES], *(["..."] if len(lines) > RESPONSE_LINES else [])])
     block = [_line(prompt, "dim"), Text(shown, no_wrap=True, overflow="ellipsis")]
-    return Panel(
-        Group(*block), title=_line(title), title_align="left", border_style="green" if row["reward"] else "red"
-    )
+    return Panel(Group(*block), title=_line(title), title_align="left", border_style=color)
 
 
 def duration(seconds: float) -> str:

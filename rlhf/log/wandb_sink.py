@@ -7,7 +7,6 @@ rewound to the step of a checkpoint: by the server, or, offline, by cutting the 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import struct
@@ -16,19 +15,22 @@ from collections.abc import Callable, Iterator, Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
+from rlhf.config.base import first_line
 from rlhf.config.secrets import hide
 from rlhf.config.sections import WandbConfig
 from rlhf.log.reachable import ANSWER_S, no_answer
-from rlhf.log.sinks import NO_DETAILS, STEP, Details
+from rlhf.log.sinks import NO_DETAILS, STEP, Details, read_rows
 
 if TYPE_CHECKING:
     import wandb
 
 WANDB_START_S = 20.0  # for a server that answers to accept the run
-WANDB_RETRIES = 3  # of an alert, say, which holds up the end of the run; rows are sent until they arrive
+CLOUD_HOST = "api.wandb.ai"  # a key for it is also one for wandb's default server, which has another name now
+WANDB_RETRIES = 3  # of requests such as an alert, which delays the end of the run; rows are sent until they arrive
 WANDB_FINISH_S = 60.0  # to upload the rest at the end of a run; wandb itself would try for days
-BEST = re.compile(r"eval/.+/(avg|pass|maj)@\d+")  # of which the summary keeps the highest value too
+BEST = re.compile(r"eval/.+/(avg|pass|maj)@\d+")  # the summary keeps the highest value of these too
 COLUMNS = ("step", "prompt", "answer", "text", "extracted", "reward", "advantage", "status", "finish_reason")
 FILE_HEADER, BLOCK, RECORD_HEADER = 7, 32768, struct.Struct("<IHB")  # of a .wandb file: LevelDB's log format
 
@@ -73,7 +75,7 @@ class WandbSink:
                 name=config.name or run_dir.name,
                 tags=list(config.tags) or None,
                 config={**resolved, "about": dict(about)},
-                # of a git repository wandb would store its remote's address and every uncommitted change
+                # in a git repository, wandb would store the remote's address and every uncommitted change
                 settings=wandb.Settings(
                     silent=True,
                     init_timeout=WANDB_START_S,
@@ -98,7 +100,7 @@ class WandbSink:
 
     def _log_lost_rows(self, metrics: Path, held: int) -> None:
         """Log the rows after the step `held`, which a killed program had not yet given to its offline file."""
-        for row in map(json.loads, metrics.read_text().splitlines()):
+        for row in read_rows(metrics):
             if row[STEP] > held:
                 self.log(row[STEP], {name: value for name, value in row.items() if name not in (STEP, "time")})
 
@@ -106,7 +108,7 @@ class WandbSink:
         self._unless_lost(lambda: self._log(step, values, details))
 
     def _unless_lost(self, call: Callable[[], Any]) -> None:
-        """Call wandb; if its service, a process of its own, is lost, go on without it."""
+        """Call wandb; if its service process is lost, go on without it."""
         if self._lost:
             return
         try:
@@ -143,7 +145,7 @@ class WandbSink:
         if self._lost:
             import wandb
 
-            with contextlib.suppress(Exception):  # else it fails, with a traceback, when the program exits
+            with contextlib.suppress(Exception):  # else wandb fails, with a traceback, when the program exits
                 wandb.teardown()
 
 
@@ -157,32 +159,44 @@ def _start_online(
     """
     import wandb
 
-    settings = wandb.setup().settings
     # The server is asked first, because a run that fails to start keeps trying in the background, even when the program
-    # ends. A proxy in wandb's own settings can be used by wandb alone.
-    problem = "" if settings.http_proxy or settings.https_proxy else no_answer(settings.base_url)
+    # ends.
+    url, problem = server_problem()
     for rewinds in (True, False) if rewind and not problem else (False,) if not problem else ():
         try:
             return start("online", rewind=rewinds)
         except wandb.errors.UsageError:
             raise
         except wandb.errors.Error as error:
-            problem = str(error).strip().splitlines()[0]
-            wandb.teardown()  # the start that failed goes on in the background, and holds the id of the run
+            problem = first_line(error)
+            wandb.teardown()  # else the failed start continues in the background, and holds the id of the run
     warn(
-        f"logging.wandb: {settings.base_url} does not take the run ({problem}). Metrics are kept in "
+        f"logging.wandb: {url} does not take the run ({problem}). Metrics are kept in "
         f"{run_dir / 'wandb'}; `wandb sync` uploads them later."
     )
     return start("offline")
 
 
+def server_problem() -> tuple[str, str]:
+    """The server's address in wandb's settings, and why it does not answer; "" if it does, or if only wandb can ask."""
+    import wandb
+
+    settings = wandb.setup().settings
+    through_proxy = settings.http_proxy or settings.https_proxy  # in wandb's own settings, which only wandb can use
+    return settings.base_url, "" if through_proxy else no_answer(settings.base_url)
+
+
 def has_wandb_key() -> bool:
-    """Whether wandb could log in without asking."""
+    """Whether wandb could log in to the server of its settings without asking."""
+    import wandb
+
     if os.environ.get("WANDB_API_KEY"):
         return True
+    url = wandb.setup().settings.base_url
+    hosts = [urlsplit(url).netloc, *([CLOUD_HOST] if url == wandb.Settings().base_url else [])]
     try:
-        return netrc().authenticators("api.wandb.ai") is not None
-    except (FileNotFoundError, NetrcParseError):
+        return any(map(netrc(os.environ.get("NETRC")).authenticators, hosts))
+    except (OSError, NetrcParseError):
         return False
 
 
@@ -190,9 +204,9 @@ def has_wandb_key() -> bool:
 
 
 def rewind_files(run_dir: Path, run_id: str, step: int) -> int:
-    """Cut each offline file of the run before the first row of a later step than `step`; the last step that is left.
+    """Cut each offline file of the run before the first row of a step later than `step`.
 
-    -1 if no row is left.
+    Returns the last step that is left; -1 if no row is left.
     """
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
@@ -210,7 +224,7 @@ def rewind_files(run_dir: Path, run_id: str, step: int) -> int:
 
 
 def records(file: Path) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, content) of each whole record of a .wandb file; what a kill has cut short is left out."""
+    """(where it begins, content) of each whole record of a .wandb file; a record that a kill cut short is left out."""
     data = file.read_bytes()
     place = start = FILE_HEADER
     parts: list[bytes] = []

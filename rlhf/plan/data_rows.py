@@ -1,4 +1,4 @@
-"""How many prompts an epoch has: rows are counted, not read. Rows that a run leaves out later are still among them."""
+"""How many prompts an epoch has: rows are counted, not read. Rows that a run leaves out later are counted too."""
 
 from __future__ import annotations
 

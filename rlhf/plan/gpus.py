@@ -16,7 +16,7 @@ class Gpu(NamedTuple):
 
 
 def gpus_here() -> list[Gpu]:
-    """The GPUs that this process may use; none without a driver, without its package, or if it does not answer."""
+    """The GPUs that this process may use; none without a driver or its Python package, or if the driver fails."""
     visible = visible_gpus()
     if not visible:
         return []
@@ -43,7 +43,7 @@ def _read(nvml: Any, visible: str) -> Gpu:
 
 
 def with_gpus_here(config: GRPOConfig) -> tuple[GRPOConfig, str]:
-    """The config with the GPUs of this machine where it does not say them, and where their memory is known from.
+    """The config, with this machine's GPUs for the keys that it does not set; and a text: their memory and its source.
 
     A run that joins a Ray cluster may use other machines: then nothing is read.
     """

@@ -17,7 +17,7 @@ class Expected:
 
     Attributes:
         tokens: of prompts and responses.
-        sampled: of responses alone.
+        sampled: of responses only.
         passes: before the update, for log-probs or values, whichever needs more; each costs FORWARD_SHARE of an epoch.
         epochs: of the update, for policy or critic, whichever needs more.
     """
@@ -35,7 +35,7 @@ class Expected:
 
 
 def expected(config: GRPOConfig) -> Expected | None:
-    """None unless both throughputs are given. A critic is assumed as fast as the policy, at the same time."""
+    """None unless both throughputs are given. Assumes that a critic runs with the policy, and as fast."""
     plan, cluster = config.plan, config.cluster
     if plan.engine_tokens_per_second is None or plan.learner_tokens_per_second is None:
         return None
@@ -46,7 +46,7 @@ def expected(config: GRPOConfig) -> Expected | None:
     epochs = max(training.epochs_per_step for _, training in config.trained_roles())
     passes = config.needs_old_logprobs_pass + config.needs_reference
     if any(role.name == CRITIC for role in roles):
-        passes = max(passes, 1)  # of the critic, for its values
+        passes = max(passes, 1)  # the critic's pass, for its values
     learner_speed = cluster.learners * plan.learner_tokens_per_second
     sampling = sampled / (cluster.engines * plan.engine_tokens_per_second)
     logprobs, update = passes * FORWARD_SHARE * tokens / learner_speed, epochs * tokens / learner_speed

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rlhf.algo.sizes import HEAD_TILE, REDUCE_BUCKET, WHOLE_TOKENS
 from rlhf.config import roles
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import Role
@@ -28,13 +29,8 @@ GIB = 2**30
 BYTES = {"bfloat16": 2, "float32": 4}
 MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
 
-# elements: two buckets of learner/deepspeed_settings.py (on CPU one of DeepSpeed's default), and DeepSpeed's default
-REDUCE_BUCKET = 500_000_000
-ZERO3_MAX_LIVE_PARAMETERS = 1_000_000_000
-
-# tiles of logits in rlhf/algo/logprobs.py, tokens x vocabulary; a test compares them
-HEAD_TILE = {"cuda": (16384, 4096), "cpu": (1024, 2048)}
-WHOLE_TOKENS = 4  # as in rlhf/algo/packing.py; a test compares them
+REDUCE_BUFFERS = 2 * REDUCE_BUCKET  # elements in two buckets; on CPU one bucket has this size, DeepSpeed's default
+ZERO3_MAX_LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's default
 
 # Assumed, on GPU: CUDA context, NCCL and fragmentation of a learner; profile run, CUDA graphs and sampler of an engine.
 GPU_OVERHEAD = {"learner": 2 * GIB, "engine": 3 * GIB}
@@ -50,7 +46,7 @@ class Part:
     """One row of the estimate: name, bytes, and how they are computed.
 
     Attributes:
-        use: `state` is held between updates, of which `movable` can be in host memory while engines sample.
+        use: `state` and `movable` are held between updates; `movable` can be in host memory while engines sample.
     """
 
     name: str
@@ -199,7 +195,7 @@ def _trained_work(learner: TrainedConfig, config: GRPOConfig, count: int) -> lis
     parts: list[Part] = []
     by = ranks if stage >= 2 else 1
     # DeepSpeed's buffers have full size for any model; on CPU the unfilled part takes no memory. ZeRO-1's are float32.
-    elements = REDUCE_BUCKET if config.cluster.device == "cuda" else min(REDUCE_BUCKET, count)
+    elements = REDUCE_BUFFERS if config.cluster.device == "cuda" else min(REDUCE_BUFFERS, count)
     width = GRADIENT_BYTES if stage == 1 else b
     size = width * elements if stage >= 1 else 0
     bucket = Part("reduction buffer", float(size), f"bucket of {elements / 1e9:.2f} B x {width}")

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.data.model_files import local_model_config, local_model_folder
+from rlhf.config.model_folder import local_model_folder
+from rlhf.data.model_files import local_model_config
 
-KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' own
+KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' defaults
 QWEN3_HEAD_DIM = 128  # if its config.json has no head_dim
 SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # by formula
 
@@ -66,7 +67,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """V H of the input embedding; the head has as many more, unless the two are tied."""
+        """V H of the input embedding; the head has V H more, unless the two are tied."""
         return self.vocabulary * self.hidden
 
     @property
@@ -109,7 +110,7 @@ class ModelShape:
     def training_flops(self, lengths: Sequence[int], response_tokens: int, shared: Sequence[int]) -> float:
         """Floating-point operations of forward and backward, without recomputation (model FLOPs).
 
-        6 per computed token and parameter (2 forward, 4 backward), the head at response tokens alone, and causal
+        6 per computed token and parameter (2 forward, 4 backward), the head only at response tokens, and causal
         attention: half of 12 L^2 n d per layer and sequence of L tokens.
 
         Args:
@@ -134,7 +135,7 @@ def stored_tensors(path: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes in the weight files of a local or cached model, from their headers; empty if a file is missing.
 
     Raises:
-        ValueError: a file is no safetensors file, such as a pointer of git-lfs.
+        ValueError: a file is not a safetensors file but, for example, a pointer of git-lfs.
     """
     folder = local_model_folder(path)
     index = folder / "model.safetensors.index.json"
@@ -267,7 +268,7 @@ def _attention_layers(config: Mapping[str, Any], layers: int) -> int | None:
 
 
 def _is_tied(config: Mapping[str, Any], stored: Stored | None) -> bool:
-    """By config.json; its key may be missing where the family's default is to tie: then the files have no head."""
+    """As config.json says. If the key is missing, the family may tie by default: then the files have no head."""
     tied = config.get("tie_word_embeddings")
     if tied is None and stored:
         return not any("lm_head" in name for name in stored)

@@ -8,6 +8,7 @@ from typing import Any
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import ENGINE, LEARNER
 from rlhf.data.model_checks import model_problems
+from rlhf.data.read import too_few_prompts
 from rlhf.plan.memory import GIB, EngineMemory, RoleMemory, total
 from rlhf.plan.model_shape import ModelShape
 from rlhf.plan.shared_gpus import planned_problems
@@ -48,12 +49,8 @@ def data_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
     Args:
         prompts: rows per epoch, or why they are not known.
     """
-    needed = config.rollout.prompts_per_step
-    if isinstance(prompts, int) and prompts < needed:
-        yield (
-            f"rollout.prompts_per_step={needed}: an epoch of data.train has only {prompts} rows. The run will be "
-            f"refused. Use at most {prompts}, or give it more rows."
-        )
+    if isinstance(prompts, int) and (problem := too_few_prompts(prompts, config.rollout.prompts_per_step)):
+        yield f"{problem} The run will be refused."
 
 
 def model_warnings(config: GRPOConfig, model: Mapping[str, Any]) -> Iterator[str]:

@@ -12,8 +12,9 @@ import psutil
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
+from rlhf.config.model_folder import looks_local
 from rlhf.config.roles import Training
-from rlhf.data.model_files import local_model_config, looks_local
+from rlhf.data.model_files import local_model_config
 from rlhf.plan.data_rows import prompts_per_epoch
 from rlhf.plan.gpus import with_gpus_here
 from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
@@ -130,9 +131,8 @@ def _learning_rate(config: GRPOConfig) -> list[str]:
         warmup, last = training.warmup_updates, training.total_updates
         shape = f"{schedule.name}, peak {lr:g}"
         lines.append((f"schedule, {role.name}", shape + (f", warm-up of {warmup:,} optimizer steps" if warmup else "")))
-        form: Any = schedule.model_dump(exclude={"warmup_steps", "warmup_fraction"})
         for name, update in (("first", 1), ("middle", -(-last // 2)), ("last", last)):
-            rate = learning_rate(update, total_updates=last, lr=lr, warmup_steps=warmup, **form)
+            rate = learning_rate(update, **training.schedule_arguments)
             lines.append((f"{name} optimizer step", f"{rate:.4g}  (step {update:,})"))
     return rows(*lines)
 

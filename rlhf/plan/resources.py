@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from rlhf.config.roles import Role
 from rlhf.plan.text import counted
 
 GPU = "GPU"
+LISTING_S = 30.0  # for nvidia-smi, which may have to wake the driver first
 
 
 def check_resources(config: GRPOConfig, available: Mapping[str, float], *, trains: bool = True) -> None:
@@ -20,7 +22,7 @@ def check_resources(config: GRPOConfig, available: Mapping[str, float], *, train
 
     Args:
         available: numbers of CPUs and GPUs.
-        trains: False for engines alone.
+        trains: False if only engines run.
 
     Raises:
         ValueError: fewer CPUs or GPUs than the config asks for.
@@ -72,6 +74,8 @@ def _count_gpus() -> int:
     if proc.is_dir():
         return len(list(proc.iterdir()))
     if shutil.which("nvidia-smi"):
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-        return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # a broken driver offers no GPU
+            command = ["nvidia-smi", "-L"]
+            listing = subprocess.run(command, capture_output=True, text=True, timeout=LISTING_S, check=False)
+            return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
     return 0

@@ -1,9 +1,9 @@
-"""Whether those who take turns on a GPU fit there, with placement=colocated.
+"""Whether the processes that take turns on a GPU fit there, with placement=colocated.
 
     awake    weights of the learners + what the engine may use, or during a transfer its weights and two buckets
     training weights of the learners + what one of them brings back + its work + what a sleeping engine keeps
 
---plan estimates all of it. At the start the learners say what is really free, before the engines are built.
+--plan estimates all of it. At the start the learners measure what is really free, before the engines are built.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rlhf.algo.sizes import BUCKET_BYTES
 from rlhf.config.grpo import GRPOConfig
 from rlhf.plan.memory import GIB, RoleMemory, engine_memory, kept_while_sampling, memory_of_roles, total
 from rlhf.plan.model_shape import ModelShape, shape_at
@@ -18,9 +19,7 @@ from rlhf.plan.model_shape import ModelShape, shape_at
 if TYPE_CHECKING:
     from rlhf.types import GPUMemory
 
-BUCKET_BYTES = 256 * 2**20  # as in rlhf/weights/transfer.py; a test compares them
-
-# Assumed. A learner scores the canary beside an engine that is awake; a sleeping one keeps CUDA's context and kernels.
+# Assumed. A learner scores the canary while an engine is awake; a sleeping engine keeps CUDA's context and kernels.
 CANARY_BYTES = 1 * GIB
 ASLEEP_BYTES = 2 * GIB
 
@@ -61,7 +60,7 @@ def training_problems(peaks: Mapping[str, float], *, kept: float, have: float) -
 
 
 def planned_problems(config: GRPOConfig, estimates: Sequence[RoleMemory], shape: ModelShape) -> Iterator[str]:
-    """The same from the estimates alone."""
+    """Both problems, from the estimates alone."""
     trained = [estimate for estimate in estimates if estimate.role.training is not None]
     kept = {estimate.role.name: kept_while_sampling(estimate.parts, config) for estimate in trained}
     have = config.cluster.gpu_memory_gib * GIB
@@ -72,16 +71,16 @@ def planned_problems(config: GRPOConfig, estimates: Sequence[RoleMemory], shape:
 
 
 def check_shared_gpus(config: GRPOConfig, measured: Mapping[str, Sequence[GPUMemory]]) -> list[str]:
-    """Compare what is free before the engines start with what all will need.
+    """Compare the memory that is free before the engines start with what all roles will need.
 
     Args:
         measured: by trained role, what each of its ranks sees of its GPU.
 
     Returns:
-        Warnings: of an estimate, since activations are not measured yet.
+        Warnings from an estimate, since activations are not measured yet.
 
     Raises:
-        ValueError: an engine cannot start beside what the learners keep.
+        ValueError: an engine cannot start with what the learners keep on its GPU.
     """
     shape = shape_at(config.model.path)
     ranks = [rank for role in measured.values() for rank in role]

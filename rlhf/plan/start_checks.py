@@ -1,4 +1,4 @@
-"""What stands in the way of a run on this machine, all of it in one list, before anything is created."""
+"""All reasons why a run cannot start on this machine, in one list, before anything is created."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.model_folder import looks_local
 from rlhf.data.hub_reachable import hub_problems
 from rlhf.data.model_checks import check_folder, model_problems
-from rlhf.data.model_files import looks_local
 from rlhf.data.read import check_source, config_sources, local_path
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model_shape import shape_at
@@ -24,7 +24,7 @@ def start_problems(config: GRPOConfig) -> list[str]:
 
 
 def evaluation_problems(config: GRPOConfig) -> list[str]:
-    """Reasons to refuse an evaluation, which starts engines alone."""
+    """Reasons to refuse an evaluation, which starts only engines."""
     resources = _gather(lambda: _check_local_resources(config, trains=False))
     return input_problems(config, trains=False) + resources
 
@@ -73,7 +73,7 @@ def run_bytes(config: GRPOConfig, *, written: int = 0) -> int | None:
     """The most that a run writes: its checkpoints (`checkpoint.most`) and the exported model.
 
     Args:
-        written: checkpoints that are there already.
+        written: number of checkpoints that exist already.
 
     Returns:
         None if the model's config.json is not found or not supported.

@@ -15,7 +15,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def rows(*pairs: tuple[str, str]) -> list[str]:
-    """Label and value side by side; long values go on below their own beginning."""
+    """Label and value side by side; long values continue below their own beginning."""
     return [line for label, value in pairs for line in wrapped(f"  {label:<{LABEL}}", value)]
 
 

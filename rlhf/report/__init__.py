@@ -1,1 +1,1 @@
-"""What a run was, from the files in its folder: the readers, and a page that shows it."""
+"""Reads the files in the folder of a run, and makes a page that shows them."""

@@ -1,6 +1,6 @@
 """The page: data of the runs, a plotting library and a program in JavaScript, all in one HTML file.
 
-Responses are untrusted text. They stand in the file as compressed base64, the program shows them as text only, and the
+Responses are untrusted text. The file holds them as compressed base64, the program shows them as text only, and the
 page's policy forbids it to load anything.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 
 from rlhf.log.diagnosis import diagnose_run
 from rlhf.log.panels import SECTIONS, Panel, matching
-from rlhf.log.sinks import BOUNDS
-from rlhf.report.run_files import Row, RunFiles, differing_keys, sample_groups
+from rlhf.log.sinks import BOUNDS, Row
+from rlhf.report.run_files import RunFiles, differing_keys, sample_groups
 
 ROLLOUT_BYTES = 96 * 2**20  # of rollout files that a page holds; 100,000 rollouts of the quickstart are 35 MB
 MAX_POINTS = 2000  # of one curve
@@ -51,7 +51,7 @@ def _packed(text: str) -> str:
 
 
 def _names(runs: Sequence[RunFiles]) -> list[str]:
-    """The folders' names, with their parents' where two are alike."""
+    """The names of the folders; their paths if two names are equal."""
     short = [run.name for run in runs]
     if len(set(short)) == len(runs):
         return short
@@ -59,7 +59,7 @@ def _names(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """Everything that the page shows besides rollouts."""
+    """Everything that the page shows except rollouts."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     sections: list[dict[str, Any]] = [
         {"title": title, "panels": [shown for panel in panels for shown in _panels(panel, metrics, len(runs))]}
@@ -123,7 +123,7 @@ def _seconds(run: RunFiles) -> dict[str, float]:
 
 
 def _rollouts(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """The rollouts in columns; a text that several rows have stands once in `texts`."""
+    """The rollouts in columns; a text that several rows have is stored once, in `texts`."""
     texts: dict[str, int] = {}
     columns: dict[str, list[Any]] = defaultdict(list)
     shares, groups_before = [], 0

@@ -14,8 +14,7 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys, stored_values, validated
 from rlhf.config.ppo import PPOConfig
-
-Row = dict[str, Any]
+from rlhf.log.sinks import Row, read_rows
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class RunFiles:
 
     Attributes:
         config: every key of the run's config, with dots: `learner.optimizer.lr`.
-        rows: metrics by training step; an evaluation stands in the row of its step. Step 0 is before the first step.
+        rows: metrics by training step; an evaluation is in the row of its step. Step 0 is before the first step.
     """
 
     path: Path
@@ -63,18 +62,13 @@ class RunFiles:
             training = validated(schema, stored_values(_config_file(self.path))).training
         except ValueError:
             return {}
-        form = training.section.schedule.model_dump(exclude={"warmup_steps", "warmup_fraction"})
-        form |= {"lr": training.section.optimizer.lr, "warmup_steps": training.warmup_updates}
+        arguments = training.schedule_arguments
         updates = {step: training.updates_before(step) for step in range(1, training.steps + 1)}
-        return {
-            step: learning_rate(update, total_updates=training.total_updates, **form)
-            for step, update in updates.items()
-            if update
-        }
+        return {step: learning_rate(update, **arguments) for step, update in updates.items() if update}
 
 
 def read_run(folder: str | Path) -> RunFiles:
-    """Read the config and the metrics of a run; what a running program has half written is left out.
+    """Read the config and the metrics of a run; a line that a running program has half written is left out.
 
     Raises:
         ValueError: the folder holds no run.
@@ -91,18 +85,6 @@ def read_run(folder: str | Path) -> RunFiles:
     return RunFiles(path, flat_keys(config), [rows[step] for step in sorted(rows)])
 
 
-def read_rows(file: Path) -> Iterator[Row]:
-    """The JSON objects of a file, one per line; a line that is not whole, as at the end of a live file, is left out."""
-    with file.open() as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict) and "step" in row:
-                yield row
-
-
 def read_groups(file: Path) -> Iterator[list[Row]]:
     """The groups of a rollout file, each a list of the rows of one prompt."""
     for _, group in itertools.groupby(read_rows(file), key=lambda row: (row["prompt_id"], row["epoch"])):
@@ -112,8 +94,8 @@ def read_groups(file: Path) -> Iterator[list[Row]]:
 def sample_groups(run: RunFiles, max_bytes: int) -> tuple[list[list[Row]], float]:
     """Groups of all steps, in order, and the share of the files' bytes that they are; 1 if they fit in `max_bytes`.
 
-    Of larger files each gives its first groups, as many as its share of `max_bytes` holds; what a file leaves over is
-    for the next one. The order of prompts is drawn at random, so these are no special groups.
+    If they do not fit, each file gives its first groups, within its share of `max_bytes`; the unused part of a share
+    goes to the next file. The order of prompts is random, so the first groups are not special.
     """
     files = {file: file.stat().st_size for file in run.rollout_files().values()}
     total = sum(files.values())

@@ -1,13 +1,13 @@
 """What a grading process may reach: by default its code, the system's files, a folder of its own, and no network.
 
-Three mechanisms of Linux, which any process may use on itself, and which hold for all processes below it:
+Any process may use these three mechanisms on itself. The first two are of Linux and hold for all processes below it:
 
-    Landlock    files: whatever is not named cannot be opened, nor another process examined or sent a signal
-    seccomp     network: no socket can be made, and so nothing be connected to
-    audit hook  network: the same in Python, for a message that names the remedy
+    Landlock    files: only named files can be opened; no process outside can be examined or sent a signal
+    seccomp     network: no socket can be made, so nothing can be connected to
+    audit hook  network: the same in Python, with a message that names the remedy
 
-What a kernel lacks is left out and reported. The worker confines itself when it has been forked, before it imports a
-function of the user.
+Mechanisms that the kernel lacks are left out and reported. A worker confines itself after it has been forked, before it
+imports a function of the user.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from rlhf.config.reward import GRANTS, RewardPart
+from rlhf.rewards.processes import prctl
 
-# Of the environment, what a program needs to start; a part's `env` names more.
+# The environment variables that a program needs to start; `env` of a part names more.
 KEPT_VARIABLES = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE",
 )  # fmt: skip
@@ -51,10 +52,10 @@ ABSTRACT_SOCKETS, SIGNALS = 1, 2
 ABI_TRUNCATE, ABI_REFER, ABI_SCOPES = 3, 2, 6
 PATH_BENEATH = 1
 
-# linux/seccomp.h, linux/prctl.h, and by machine: its AUDIT_ARCH and the number of socket()
+# linux/seccomp.h, linux/prctl.h; MACHINES: machine -> its AUDIT_ARCH and the number of the call socket()
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 MACHINES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
-IO_URING_SETUP, X32 = 425, 0x40000000  # another way to a socket; another numbering of the calls
+IO_URING_SETUP, X32 = 425, 0x40000000  # another way to make a socket; another numbering of the calls
 LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 13  # with EACCES
 
@@ -72,11 +73,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NoNetworkError(BaseException):
-    """A grading process tried to connect. No Exception, so that no client tries again until its time is over."""
+    """A grading process tried to connect. Not an Exception: a client would catch that and retry until its deadline."""
 
 
 class Grants(NamedTuple):
-    """What the parts of one pool get beyond the default."""
+    """What the parts of one pool may reach beyond the default."""
 
     env: tuple[str, ...] = ()
     network: bool = False
@@ -108,11 +109,11 @@ class Grants(NamedTuple):
         return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
     def confine(self, functions: Sequence[str], folder: Path) -> list[str]:
-        """Confine this process for good; returns what this kernel cannot forbid, of `files` and `network`.
+        """Confine this process for good; returns which of `files` and `network` this kernel cannot forbid.
 
         Args:
             functions: names of user functions, whose code may be read.
-            folder: what it may write to, and the place of its temporary files.
+            folder: the process may write to it, and its temporary files go there.
         """
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # an ended keeper has removed it
         folder.mkdir(exist_ok=True)
@@ -132,9 +133,9 @@ class Grants(NamedTuple):
 
 
 def _code(functions: Iterable[str]) -> Iterator[str]:
-    """The interpreter, and of each folder that modules are imported from its modules and packages, not its other files.
+    """Paths to read: the interpreter, the functions' files with their folders, modules and packages on sys.path.
 
-    Runs are often started in the folder that holds both the code and the run folders.
+    Not the other files on sys.path: runs are often started in the folder that holds both the code and the run folders.
     """
     yield from {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(__file__).parents[1])}
     for function in functions:
@@ -142,7 +143,7 @@ def _code(functions: Iterable[str]) -> Iterator[str]:
         if name.endswith(".py"):
             yield str(Path(name).absolute().parent)
             continue
-        with contextlib.suppress(ValueError, ImportError):  # the message about it comes with its import
+        with contextlib.suppress(ValueError, ImportError):  # its import reports the error
             if spec := importlib.util.find_spec(name.partition(".")[0]):
                 yield from spec.submodule_search_locations or [spec.origin or ""]
     roots = (*SYSTEM, sys.prefix, sys.base_prefix)
@@ -162,7 +163,7 @@ def _holds_code(folder: os.DirEntry[str]) -> bool:
 
 
 def _forbid_files(readable: Sequence[str], writable: Sequence[str]) -> bool:
-    """Open no file but those in these folders; False if the kernel has no Landlock."""
+    """Allow only files under these paths to be opened; False if the kernel has no Landlock."""
     abi = _call(CREATE_RULESET, None, 0, 1)
     if abi < 1:
         return False
@@ -179,14 +180,14 @@ def _forbid_files(readable: Sequence[str], writable: Sequence[str]) -> bool:
             of_this = rights if os.path.isdir(path) else rights & (READ_FILE | WRITE_FILE | TRUNCATE)
             _call(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", of_this, fd), 0)
             os.close(fd)
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     is_confined = _call(RESTRICT_SELF, ruleset, 0) == 0
     os.close(ruleset)
     return is_confined
 
 
 def _forbid_sockets() -> bool:
-    """Make no socket but pairs of connected ones; False if the kernel has no seccomp, or on an unknown machine."""
+    """Forbid sockets, except connected pairs; False if the kernel has no seccomp or the machine is unknown."""
     if platform.machine() not in MACHINES:
         return False
     machine, make_socket = MACHINES[platform.machine()]
@@ -206,21 +207,14 @@ def forbid_calls(machine: int, numbers: Sequence[int]) -> bool:
 def _install(program: bytes) -> bool:
     held = ctypes.create_string_buffer(program, len(program))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(held)))
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    return _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head) == 0
+    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    return bool(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(head), 0, 0) == 0)
 
 
 def _call(number: int, *arguments: Any) -> int:
     """A system call; -1 if the kernel refuses it."""
-    return int(_libc.syscall(ctypes.c_long(number), *map(_word, arguments)))
-
-
-def _prctl(option: int, *arguments: Any) -> int:
-    return int(_libc.prctl(option, *map(_word, (*arguments, 0, 0, 0)[:4])))
-
-
-def _word(value: Any) -> Any:
-    return ctypes.c_long(value) if isinstance(value, int) else value
+    words = [ctypes.c_long(value) if isinstance(value, int) else value for value in (number, *arguments)]
+    return int(_libc.syscall(*words))
 
 
 def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
@@ -233,5 +227,5 @@ def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
         return  # one of a connected pair, which event loops make
     while frame := frame and frame.f_back:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            raise PermissionError(errno.EACCES, NO_NETWORK)  # a module may try what there is: urllib3 looks for IPv6
+            raise PermissionError(errno.EACCES, NO_NETWORK)  # a module may test what exists: urllib3 tests for IPv6
     raise NoNetworkError(NO_NETWORK)

@@ -18,12 +18,12 @@ DIED = "died"  # the process crashed, or ran out of memory
 UNSCORABLE = "unscorable"  # a user function returned None
 FAILED = "failed"  # an exception, or a user function returned something that is not a number
 
-PLAIN_KEYS = 3  # of the message of most grades: value, status and extracted
+PLAIN_KEYS = 3  # number of keys in most messages: value, status and extracted
 STATUSES = (OK, NO_ANSWER, BAD_GOLD, TIMEOUT, DIED, UNSCORABLE, FAILED)
 
 
 def count_answers(samples: Iterable[ScoredRollout]) -> tuple[int, int]:
-    """(responses with an answer, responses of which one was asked); a reward that reads no answers asks for none."""
+    """(responses with an answer, responses that had to state one); a reward that reads no answers requires none."""
     answered, missing = 0, 0
     for sample in samples:
         answered += sample.extracted != ""

@@ -1,4 +1,4 @@
-"""What the pool knows of a job and of a worker, and which worker takes which job.
+"""What the pool knows about jobs and workers, and which worker takes which job.
 
 A worker either computes jobs one after the other, or holds many calls of functions that wait (`async def`) at once.
 """
@@ -16,12 +16,12 @@ from rlhf.rewards.grade import Grade
 from rlhf.rewards.protocol import QUICK_REWARDS, Channel
 from rlhf.rewards.time_limit import Stopwatch
 
-SENT_AHEAD = 32  # a worker with at most so many quick jobs left gets the next ones
+SENT_AHEAD = 32  # a worker gets the next quick jobs when it has at most this many left
 MAX_JOBS_PER_MESSAGE = 128  # cheap jobs share system calls
 
 
 class Batch:
-    """The results of many jobs, with one lock for all: a Future per job would cost more than to grade an answer."""
+    """The results of many jobs, with one lock for all: a Future per job would cost more than grading an answer."""
 
     def __init__(self, jobs: int) -> None:
         self._grades: list[Grade | None] = [None] * jobs
@@ -79,17 +79,17 @@ class Worker:
     pid: int = 0
     ready: bool = False
     doomed: str = ""  # why it is being killed
-    jobs: dict[int, Job] = field(default_factory=dict)  # by number; without `waits` the first one is running
+    jobs: dict[int, Job] = field(default_factory=dict)  # by number; unless `waits`, the first one is running
     waits: bool = False  # all of its jobs are calls that wait, and all are running
     asked: tuple[str, ...] = ()  # the costly comparison that the running job is about to compute
-    watch: Stopwatch = field(default_factory=Stopwatch)  # of its start, its running job or its last sign of life
+    watch: Stopwatch = field(default_factory=Stopwatch)  # since its start, its job's start or its last sign of life
 
     @property
     def first(self) -> Job:
         return next(iter(self.jobs.values()))
 
     def is_one_of_several(self) -> bool:
-        """Whether any of its jobs may be the one that takes too long."""
+        """Whether it has several jobs, and any of them may be what takes too long."""
         return len(self.jobs) > 1 and (self.waits or (not self.asked and self.first.request["name"] in QUICK_REWARDS))
 
 
@@ -107,7 +107,7 @@ class Queue:
         self._waiting: dict[str, deque[Job]] = {}
 
     def set_waiting(self, names: Iterable[str]) -> None:
-        """Name the functions that wait; only the workers know, which import them."""
+        """Name the functions that wait; only the workers know this, because they import them."""
         self._waiting = self._waiting or {name: deque() for name in names}
 
     @property

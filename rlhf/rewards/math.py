@@ -68,7 +68,7 @@ def grade_answer(stated: str, wanted: str, options: MathOptions, ask: Callable[.
 def check_gold(gold: str) -> Grade:
     """1 if the gold answer can be graded; else bad_gold, with the reason.
 
-    It is not enough that it equals itself as a string: `\\frac{1}{` does, and no right answer would ever match it.
+    Equality with itself as a string is not enough: `\\frac{1}{` has it, but no right answer would ever match it.
     """
     wanted = gold_answer(gold) or ""
     cleaned = clean(wanted)

@@ -1,4 +1,4 @@
-"""Responses -> scores of a reward model; responses that arrive while a copy is busy go into its next batch."""
+"""Responses -> scores of a reward model; responses that arrive while all copies are busy go into the next batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RewardModelClient:
         """Give all later scores mean 0 and variance 1 over these conversations (arXiv:1909.08593, sec. 2.1).
 
         Raises:
-            RuntimeError: fewer than two of them have a score, or all have the same.
+            RuntimeError: fewer than two of them have a score, or all have the same score.
         """
         scores = [score for score in await self._scores(conversations) if score is not None]
         if not scores or min(scores) == max(scores):
@@ -96,7 +96,7 @@ class RewardModelClient:
             for (_, future), score in zip(batch, scores, strict=True):
                 if not future.done():
                     future.set_result(score)
-        except Exception as error:  # handed to whoever waits for the scores
+        except Exception as error:  # raised in the caller that waits for the scores
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
@@ -129,7 +129,7 @@ def endpoint_scorer(config: RewardModelConfig) -> Score:
 
     async def score(conversations: list[Conversation]) -> list[float | None]:
         body = json.dumps({"conversations": conversations}).encode()
-        # urllib's own are OSErrors; an answer that breaks off is an HTTPException
+        # urllib raises OSErrors; an answer that breaks off raises an HTTPException
         errors = (OSError, HTTPException, ValueError, KeyError, TypeError)
         try:
             return await patiently(

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class RateLimit:
-    """At most so many calls per second, spread evenly; of one worker, since workers do not know of each other."""
+    """At most `per_second` calls per second, spread evenly, in one worker: workers do not know of each other."""
 
     def __init__(self, per_second: float) -> None:
         self._interval_s, self._next = 1 / per_second, 0.0
@@ -31,11 +31,11 @@ async def patiently(
     limit: RateLimit | None = None,
     retry_on: tuple[type[Exception], ...] = (Exception,),
 ) -> T:
-    """The result of `await call()`, tried again after an exception; the wait doubles, by chance up to half longer.
+    """The result of `await call()`, retried after an exception; the wait doubles, plus a random part of up to half.
 
     Args:
         retries: further tries after the first one; the last exception is raised.
-        limit: waited for before every try.
+        limit: the rate limit to wait for before every try.
     """
     for attempt in range(retries + 1):
         if limit is not None:

@@ -36,7 +36,7 @@ from typing import Any
 from rlhf.config.reward import RewardPart
 from rlhf.rewards.answers.extract import alternatives
 from rlhf.rewards.confinement import Grants
-from rlhf.rewards.grade import Grade
+from rlhf.rewards.grade import DIED, TIMEOUT, Grade
 from rlhf.rewards.jobs import Batch, Job, Queue, Slot, Worker
 from rlhf.rewards.processes import count_below
 from rlhf.rewards.protocol import Channel
@@ -59,14 +59,14 @@ class Pool:
         user_functions: parts of the reward, all with the same grants, whose functions every worker imports first.
 
     Attributes:
-        unconfined: what this kernel cannot keep the workers from.
+        unconfined: which of `files` and `network` this kernel cannot forbid the workers.
 
     Raises:
-        ValueError: a user function cannot be imported, or not be called as it would be; a grant is not there.
+        ValueError: a user function cannot be imported or called as configured; a granted file or variable is missing.
         RuntimeError: the processes did not start within START_S.
     """
 
-    keeper_silent_s, ping_s = 20.0, 1.0  # seconds: without an answer until a keeper is replaced; between pings
+    keeper_silent_s, ping_s = 20.0, 1.0  # seconds without an answer before the keeper is replaced; between pings
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Pool:
             self._wake()
 
     def close(self) -> None:
-        """Kill every process; jobs without a result are cancelled."""
+        """Kill every process; running jobs and jobs of a batch get the status `died`, other jobs are cancelled."""
         self._closing = True
         self._wake()
         if threading.current_thread() is not self._thread:
@@ -215,7 +215,7 @@ class Pool:
         worker = Worker(self._numbers, Channel(ours))
         self._workers[worker.number] = worker
         self._selector.register(ours, selectors.EVENT_READ, worker)
-        with contextlib.suppress(OSError):  # a dead keeper has an event of its own
+        with contextlib.suppress(OSError):  # the end of the keeper is another event
             self._control.send({"fork": worker.number}, fd=theirs.fileno())
         theirs.close()
 
@@ -235,13 +235,13 @@ class Pool:
             try:
                 for message in messages:
                     self._on_worker(source, message)
-            except Exception:  # not a message that our code sends: it ends this worker alone
+            except Exception:  # not a message of our code: only this worker ends
                 open_ = False
             if not open_ and source.number in self._workers and not source.doomed:
-                self._kill(source, "died")
+                self._kill(source, DIED)
 
     def _watch_keeper(self) -> None:
-        """Ping the keeper now and then, and kill it when it has not answered for long; its end starts another one."""
+        """Ping the keeper regularly, and kill it when it has not answered for long; then another one is started."""
         now = time.monotonic()
         if now > self._keeper_deadline:
             self._keeper_deadline = now + START_S
@@ -282,12 +282,12 @@ class Pool:
                 self._finish(worker, number, Grade.from_message(reply))
                 if reply.get("last"):  # the worker reports that it cannot take another job
                     self._requeue(worker)
-                    self._kill(worker, "died")
+                    self._kill(worker, DIED)
             worker.watch.cpu = float(message["cpu"])
-            worker.watch.start()  # replies, even none of them, show that no call blocks the others
+            worker.watch.start()  # a message, even without replies, shows that no call blocks the others
 
     def _expect_waiting_calls(self, names: list[str]) -> None:
-        """Have further workers for calls that wait, since those would keep the others from computing."""
+        """Start more workers for calls that wait: such calls would keep the first workers from computing."""
         if names and not self._queue.has_waiting_functions:
             self._queue.set_waiting(names)
             self.full_size += self.size
@@ -296,7 +296,7 @@ class Pool:
 
     def _finish(self, worker: Worker, number: int, grade: Grade) -> None:
         job = worker.jobs.pop(number)
-        # With several acceptable answers the grade is of the best one, which need not be the one that was asked about.
+        # With several acceptable answers the grade is of the best one, and `asked` may be about another one.
         if worker.asked and len(alternatives(job.request["answer"])) == 1:
             self._cache[worker.asked] = grade
             if len(self._cache) > MAX_REMEMBERED:
@@ -308,11 +308,11 @@ class Pool:
         try:
             worker.channel.send(message)
         except OSError:
-            self._kill(worker, "died")
+            self._kill(worker, DIED)
 
     def _dispatch(self) -> None:
         for worker, jobs in self._queue.assign(self._workers.values()):
-            if len(jobs) == len(worker.jobs):  # it had none
+            if len(jobs) == len(worker.jobs):  # it had no job before
                 worker.watch.start()
             self._tell(worker, {"jobs": [job.request for job in jobs]})
 
@@ -320,18 +320,18 @@ class Pool:
         for worker in list(self._workers.values()):
             elapsed = worker.watch.elapsed()
             if not worker.ready and not worker.doomed and elapsed > START_S:
-                self._kill(worker, "died")
+                self._kill(worker, DIED)
             if not worker.jobs or worker.doomed or elapsed < min(POLL_S, self._wall_seconds):
                 continue
             if ":" in worker.first.request["name"] and count_below(worker.pid, MAX_PROCESSES) > MAX_PROCESSES:
-                self._kill(worker, "died", f"over {MAX_PROCESSES} processes")
+                self._kill(worker, DIED, f"over {MAX_PROCESSES} processes")
                 continue
             limits = {"cpu_seconds": self._cpu_seconds, "wall_seconds": self._wall_seconds}
             if limit := worker.watch.exceeded(worker.pid, **limits):
-                self._kill(worker, "timeout", limit)
+                self._kill(worker, TIMEOUT, limit)
 
     def _kill(self, worker: Worker, why: str, detail: str = "the process died") -> None:
-        """Have the keeper kill a worker; the running job gets the status `why`, the jobs behind it are queued again."""
+        """Have the keeper kill a worker; the running job, if known, gets the status `why`, others are queued again."""
         if worker.doomed:
             return
         worker.doomed = why
@@ -358,7 +358,7 @@ class Pool:
 
     def _remove(self, worker: Worker) -> None:
         if not worker.doomed:
-            self._kill(worker, "died")
+            self._kill(worker, DIED)
         del self._workers[worker.number]
         worker.channel.close()
 
@@ -370,7 +370,7 @@ class Pool:
         self._control.close()
         self._keeper.wait()
         for worker in list(self._workers.values()):
-            worker.doomed = worker.doomed or "died"
+            worker.doomed = worker.doomed or DIED
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(worker.channel.socket)
             self._requeue(worker)
@@ -382,7 +382,7 @@ class Pool:
         running = [job for worker in self._workers.values() for job in worker.jobs.values()]
         for job in [*self._incoming, *self._queue.clear(), *running]:
             if job.begun or not job.future.cancel():
-                job.future.set_result(Grade(None, "died", "", "the pool was closed"))
+                job.future.set_result(Grade(None, DIED, "", "the pool was closed"))
         if hasattr(self, "_keeper"):
             self._control.close()  # tells the keeper to kill every worker
             try:

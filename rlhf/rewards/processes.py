@@ -10,7 +10,10 @@ import time
 from collections.abc import Collection
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-KILL_S = 4.0  # for a tree of processes that start others while it is killed
+KILL_S = 4.0  # time limit for killing processes that keep starting others
+
+prctl = ctypes.CDLL(None).prctl
+prctl.argtypes = (ctypes.c_int, *4 * (ctypes.c_ulong,))
 
 
 def children_of(pid: int) -> set[int]:
@@ -26,7 +29,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def count_below(pid: int, limit: int) -> int:
-    """How many processes are below a process; counting ends above the limit."""
+    """How many processes are below a process; counting stops above the limit."""
     count, frontier = 0, {pid}
     while frontier and count <= limit:
         frontier = {child for parent in frontier for child in children_of(parent)}
@@ -35,7 +38,7 @@ def count_below(pid: int, limit: int) -> int:
 
 
 def kill_children(*, spared: Collection[int]) -> bool:
-    """Kill every child but the spared ones; a subreaper gets the children of those it killed. False: some are left."""
+    """Kill every child except `spared`; a subreaper adopts the children of those it killed. False if some are left."""
     deadline = time.monotonic() + KILL_S
     while (doomed := children_of(os.getpid()) - set(spared)) and time.monotonic() < deadline:
         for pid in doomed:
@@ -56,20 +59,16 @@ def default_workers() -> int:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes below whose own parent ends."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    """Become the parent of descendant processes whose own parent ends."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent(number: int) -> None:
     """Have the kernel send this signal when the parent ends."""
-    _prctl(PR_SET_PDEATHSIG, number)
+    prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _parent(pid: int) -> int:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return int(file.read().rpartition(")")[2].split()[1])
     return 0
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

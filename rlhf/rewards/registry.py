@@ -61,12 +61,12 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Call
             return max((REWARDS[name](one, options, ask) for one in jobs), key=_worth)
     except MemoryError:
         raise
-    except Exception as error:  # any exception is caused by the text of the response: it fails alone
+    except Exception as error:  # the text of the response caused it: only this response fails
         return Grade(None, FAILED, detail=f"{type(error).__name__}: {error}")
 
 
 def _worth(grade: Grade) -> float:
-    """The order of the grades by several acceptable answers."""
+    """The sort key of the grades against several acceptable answers."""
     return -math.inf if grade.value is None else grade.value
 
 
@@ -137,7 +137,7 @@ def _module_of_file(path: str) -> ModuleType:
 
 
 def waits(function: Callable[..., Any]) -> bool:
-    """Whether a function is `async def`, so that its calls wait next to each other."""
+    """Whether a function is `async def`, so that many of its calls can wait at the same time."""
     return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  # an object with an asynchronous __call__
     )
@@ -216,14 +216,14 @@ def _grade_of_one(function: Callable[..., Any], result: Any) -> Grade:
 
 
 def _number(value: Any) -> float:
-    """What a function meant as a number; text is none, even if it looks like one."""
+    """The value as a float. Text is not a number, even if it looks like one."""
     if isinstance(value, str | bytes):
         raise TypeError
     return float(value)
 
 
 def _remedy(error: BaseException | None, *, otherwise: str = "") -> str:
-    """How to get what the confinement of a worker refused; "" if the error says so, `otherwise` for other errors."""
+    """How to get what the confinement of a worker refused; "" if the error says it, `otherwise` for other errors."""
     frames = list(traceback.walk_tb(error.__traceback__)) if error else []
     raised_in = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
     match error:

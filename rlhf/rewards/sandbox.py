@@ -1,8 +1,8 @@
 """Keeps the grading of a response from running code, writing files or connecting, even if a parser is tricked.
 
 A worker has two further layers of protection for built-in rewards. `replace_sympify` makes sympy read literals from
-strings, where it would call eval. The audit hook refuses everything else while a built-in reward runs. What every
-worker may reach, user functions included, is limited in confinement.py.
+strings instead of calling eval. The audit hook refuses everything else while a built-in reward runs. confinement.py
+limits what every worker may reach, user functions included.
 """
 
 from __future__ import annotations

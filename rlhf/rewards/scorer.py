@@ -1,7 +1,7 @@
 """The rewards as the training loop uses them: one response in, one number and its parts out.
 
 Each part is a job of its own in the pool, so a part that hangs costs only its own share of the reward. A response is
-scored as soon as it arrives, next to any number of others.
+scored as soon as it arrives, at the same time as any number of others.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Scorer:
 
     @property
     def processes(self) -> dict[str, int]:
-        """By name, the process above the workers of each pool: graders, and graders/1 and on with other grants."""
+        """Name -> process id of the keeper of each pool: `graders`, then `graders/1` and so on for other grants."""
         pools = enumerate(self._pools.values())
         return {f"graders/{number}" if number else "graders": pool._keeper.pid for number, pool in pools}
 
@@ -154,14 +154,6 @@ class Scorer:
         self._counted[prompt.epoch, prompt.id] = self.counters - before
         return scores
 
-    def score_batch(self, responses: Sequence[str], golds: Sequence[str | Sequence[str]]) -> list[Graded]:
-        """Grade responses against their gold answers with the parts of the config.
-
-        Returns:
-            (score, extracted, status) of each response, in order; an unscorable response has score 0.
-        """
-        return self.graded_batch(self.submit_batch(responses, golds))
-
     def submit_batch(
         self,
         responses: Sequence[str],
@@ -177,7 +169,10 @@ class Scorer:
         ]
 
     def graded_batch(self, batches: Sequence[Batch], *, first_row: int = 0) -> list[Graded]:
-        """Wait for the results of `submit_batch`; the row is named in the error if a user function fails on it."""
+        """Wait for the results of `submit_batch`, in order; an unscorable response has score 0.
+
+        An error names the row on which a user function failed.
+        """
         columns = [batch.result() for batch in batches]
         scores = (
             self._combine(self.config.parts, [_of_each([grade], 1)[0] for grade in grades], f"row {row}")
@@ -343,7 +338,7 @@ def _job(part: RewardPart, answer: str, columns: dict[str, Any], metadata: Any) 
 
 
 def _of_each(grades: Sequence[Grade], responses: int) -> Sequence[Grade]:
-    """One grade per response; a group that failed gives its failure to all."""
+    """One grade per response; if the call for a group failed, each of its responses gets that grade."""
     return grades[0].group or [*grades] * (responses // len(grades))
 
 

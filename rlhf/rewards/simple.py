@@ -33,7 +33,7 @@ def _gsm8k_number(text: str) -> str | None:
 
 
 def multiple_choice_reward(response: str, gold: str, options: MultipleChoiceOptions) -> Grade:
-    """1 if the response chooses the gold letter: boxed, in answer tags, or after "the answer is"."""
+    """1 if the response chooses the gold letter: boxed, in answer tags, after "the answer is", or as its whole text."""
     wanted = _letter(gold_answer(gold) or "", options.letters)
     if wanted is None:
         return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is none of the letters {options.letters}")

@@ -30,7 +30,7 @@ class Stopwatch:
         return time.monotonic() - self._started
 
     def exceeded(self, pid: int, *, cpu_seconds: float, wall_seconds: float) -> str:
-        """The limit that the job has used up, as a message says it; "" while it is within both."""
+        """The limit that the job has used up, as text for a message; "" while it is within both."""
         waited = seconds_waiting_for_a_core(pid)
         if self._waited is None:
             self._waited = waited

@@ -15,7 +15,7 @@ BEAT_S = 0.2  # how often a worker tells the driver that no call blocks the othe
 
 
 class WaitingCalls:
-    """Runs calls in an event loop, which is kept, so that a client of the user's module may outlive a call.
+    """Runs all calls in the same event loop, so that a client in the user's module can be used by several calls.
 
     Args:
         call: job -> its reply; never raises an exception.

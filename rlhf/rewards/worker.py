@@ -29,7 +29,7 @@ from rlhf.rewards.protocol import QUICK_REWARDS, Channel
 from rlhf.rewards.waiting import WaitingCalls
 
 MAX_REPLY_DELAY_S = 0.01  # replies wait for others at most this long, to save system calls
-RETRY_S = 0.1  # between attempts to kill what does not die at once
+RETRY_S = 0.1  # between attempts to kill processes that do not die at once
 RECURSION_LIMIT = 3000  # enough for every answer within the limits of the parser; that many C frames fit the stack
 MAX_TEXT_SHOWN = 2000  # characters of an extracted answer or a message that are sent to the driver
 
@@ -56,7 +56,7 @@ class Keeper:
         self._control, self._hello = control, hello
         self._fds: deque[int] = deque()  # of the fork commands, in the order of the commands
         self._pids: dict[int, int] = {}  # number of the worker -> process
-        self._orphans = False  # some that a worker left behind are not dead yet
+        self._orphans = False  # some processes that a worker left behind are not dead yet
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
@@ -130,7 +130,7 @@ class Keeper:
 
 
 def _own_folder(hello: dict[str, Any], pid: int) -> Path:
-    """What a worker may write to."""
+    """The folder that a worker may write to."""
     return Path(hello["folder"], str(pid))
 
 
@@ -155,7 +155,7 @@ def _serve(channel: Channel, hello: dict[str, Any]) -> NoReturn:
         with contextlib.suppress(EOFError, OSError):  # the driver is gone
             _answer_jobs(channel, hello, unconfined)
     except Exception:
-        traceback.print_exc()  # the keeper would report no more than an end
+        traceback.print_exc()  # the keeper reports only that the worker ended
     finally:
         os._exit(0)
 
@@ -228,7 +228,7 @@ class Replies:
         self._flushed = time.monotonic()
 
     def ask(self, *key: str) -> Any:
-        """Ask the driver whether any worker has already made a costly comparison; None if none has."""
+        """Ask the driver for the result of a costly comparison; None if no worker has made it yet."""
         self.flush()
         self._channel.send({"ask": key})
         while "known" not in (message := self._channel.receive_one()):
@@ -249,7 +249,7 @@ def _answer(job: dict[str, Any], functions: dict[str, Any], ask: Any) -> dict[st
 
 
 def _close_output() -> None:
-    """Close the output: parsers print messages about their input, which must not reach the trainer's terminal."""
+    """Discard the output: parsers print messages about their input, which must not reach the trainer's terminal."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (1, 2):
         os.dup2(null, fd)

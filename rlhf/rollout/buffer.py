@@ -66,14 +66,14 @@ class RolloutBuffer:
         sample: one prompt -> its graded group, on the engine with the fewest groups in progress.
         next_ticket: draws the next prompt of the stream.
         groups_per_step: groups that one training step takes.
-        replacements: groups that were replaced for the step before this start.
+        replacements: groups that an earlier start of the run has replaced for the current step.
         total_steps: training steps of the run; no group is dispatched beyond them.
-        max_replacements: before each training step, at most so many groups of equal rewards are filtered and replaced
+        max_replacements: before each training step, at most this many groups of equal rewards are filtered and replaced
             by groups of other prompts; further ones are trained on. 0 replaces none. (Dynamic sampling, DAPO,
             arXiv:2503.14476, sec. 3.2.)
         deciding_part: the part of the reward that must differ within a group; None: the whole reward.
-        in_order: replace groups when all have arrived, in the order of their prompts: those that arrive first would
-            otherwise use up `max_replacements`.
+        in_order: replace groups only when all have arrived, in the order of their prompts. Otherwise the groups that
+            arrive first would use up `max_replacements`.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class RolloutBuffer:
         kept = []
         for ticket, group in self._ready:
             can_replace = self.replacements < self._max_replacements and ticket.position in positions
-            if can_replace and not _rewards_differ(group, self._deciding_part):
+            if can_replace and len(group.distinct_rewards(self._deciding_part)) < 2:
                 self.replacements += 1
                 self.account.filtered += len(group.samples)
                 self._dispatched -= 1
@@ -207,10 +207,3 @@ class RolloutBuffer:
         for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-
-
-def _rewards_differ(group: RolloutGroup, part: str | None) -> bool:
-    scorable = [sample for sample in group.samples if sample.reward is not None]
-    values = [sample.reward if part is None else sample.reward_parts.get(part) for sample in scorable]
-    rewards = [value for value in values if value is not None]
-    return bool(rewards) and max(rewards) != min(rewards)

@@ -20,11 +20,12 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.rollout import vllm_process
 from rlhf.rollout.requests import Completion, SamplingSettings, engine_arguments, request_seed, to_rollout
 from rlhf.types import Prompt, Rollout, VersionSpan
 
-# Samples share the whole blocks of their prompt: with vLLM's 128 a shorter prompt is computed once per sample. Its CPU
-# kernels take multiples of 32.
+# Samples share only full blocks of their prompt: with vLLM's default of 128 tokens per block, a shorter prompt would be
+# computed once per sample. vLLM's CPU kernels take multiples of 32.
 CPU_BLOCK_TOKENS = 32
 
 CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
@@ -42,15 +43,16 @@ class RolloutEngine:
             model = arguments.create_model_config()
             if not (model.is_hybrid or model.use_mla):  # their blocks have sizes of their own
                 arguments.block_size = CPU_BLOCK_TOKENS
-        # The tokens of one forward pass that vLLM chooses by hardware for its offline class, 16,384 on an H100. The
-        # default here, 2,048, is for many users that wait; after an update in flight every running request is
-        # prefilled again.
+        vllm_process.run_in_children()
+        # LLM_CLASS allows the tokens of one forward pass that vLLM chooses by hardware for its offline class, 16,384 on
+        # an H100. The default of AsyncLLM, 2,048, suits many waiting users. Here every running request is prefilled
+        # again after an update in flight.
         self._engine = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if config.run.deterministic:
             self._check_cache(config)
 
     def _check_cache(self, config: GRPOConfig) -> None:
-        """Refuse a KV cache that may not hold all sequences: those that lose their place are computed again in a piece.
+        """Refuse a KV cache that may not hold all sequences: one that loses its place is computed again in one piece.
 
         Raises:
             ValueError: what it holds, and what to change.

@@ -27,11 +27,11 @@ class SamplingSettings:
     """How responses are sampled.
 
     Attributes:
-        stop: strings that end a response, besides the eos ids of the generation config.
+        stop: strings that end a response, in addition to the eos ids of the generation config.
         truncate_token: id of the token at which `truncate` cuts; None: responses are not cut.
         whole: nothing ends a response before max_tokens, and nothing is cut: the token only says whether it stopped.
-        noise_seed: with it the noise of a token follows from this seed, the prompt, the sample and the token's place,
-            and from nothing else; None: from the engine's generator, in the order in which requests arrive.
+        noise_seed: the noise of a token depends only on this seed, the prompt, the sample and the token's place; None:
+            the noise comes from the engine's generator, in the order in which requests arrive.
     """
 
     temperature: float
@@ -43,7 +43,7 @@ class SamplingSettings:
     whole: bool = False
 
     def truncated(self, completion: Completion) -> Completion:
-        """What is trained of a completion."""
+        """The completion as it is trained on."""
         if self.truncate_token is None:
             return completion
         if not self.whole:
@@ -61,7 +61,7 @@ class SamplingSettings:
 def request_seed(noise_seed: int | None, prompt: Prompt) -> int | None:
     """The seed of a prompt's first sample; that of sample i is i more.
 
-    Epoch and id stand for the place of the prompt in the stream: an epoch holds every prompt once.
+    Epoch and id stand for the place of the prompt in the stream: an epoch holds no prompt twice.
     """
     if noise_seed is None:
         return None
@@ -71,11 +71,11 @@ def request_seed(noise_seed: int | None, prompt: Prompt) -> int | None:
 
 
 def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
-    """The arguments that vLLM gets for an engine of this run, besides the weight transfer."""
+    """The arguments that vLLM gets for an engine of this run, except for the weight transfer."""
     rollout, cluster = config.rollout, config.cluster
     on_cpu = cluster.device == "cpu"
-    # A prompt that is computed in other pieces than in the other run is rounded differently. On CPU an engine would
-    # even die of a piece: vLLM takes back a request's random number, which torch's CPU generators cannot do.
+    # A prompt that two runs compute in different pieces is rounded differently. On CPU a piece would even end the
+    # engine: vLLM takes back a request's random number, which torch's CPU generators cannot do.
     whole_prompts = {"enable_chunked_prefill": False} if config.run.deterministic else {}
     return whole_prompts | {
         "model": config.model.path,
@@ -100,7 +100,7 @@ def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
 
 
 def truncation_end(token_ids: np.ndarray, *, token: int, after: int) -> int | None:
-    """The number of tokens up to the first `token` at position `after` or later, with it; None if there is none."""
+    """The number of tokens up to and with the first `token` at position `after` or later; None if there is none."""
     positions = np.flatnonzero(token_ids[after:] == token)
     return after + int(positions[0]) + 1 if len(positions) else None
 

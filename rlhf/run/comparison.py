@@ -50,10 +50,10 @@ def read_responses(file: Path, *, samples_per_prompt: Collection[int]) -> Rows:
     """Rows of `graded_responses`, one per line.
 
     Args:
-        samples_per_prompt: of each data set.
+        samples_per_prompt: the numbers that the data sets have in the config.
 
     Raises:
-        ValueError: the file is not one of these, or has other numbers of responses per problem.
+        ValueError: the file does not hold such rows, or has other numbers of responses per problem.
     """
     try:
         rows: Rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -72,7 +72,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def bootstrap_interval(values: np.ndarray) -> tuple[float, float]:
-    """The 2.5% and 97.5% quantiles of the mean over RESAMPLES draws of as many problems, with replacement.
+    """The 2.5% and 97.5% quantiles of the mean in RESAMPLES draws of N problems each, with replacement.
 
     Args:
         values: [N], one per problem: responses to the same problem are not independent.

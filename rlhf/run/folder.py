@@ -38,7 +38,7 @@ from rlhf.types import RolloutGroup, ScoredRollout, WrittenFile
 
 STATE_FILE = "driver.json"
 FILE_OF_A_STEP = re.compile(r"step-(\d{6,})\.jsonl")
-# Files of a run that has not finished a step; besides them it has empty folders and metrics of step 0.
+# Files of a run that has not finished a step; it also has empty folders and metrics of step 0.
 FIRST_FILES = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|tensorboard|logs|report\.html|\.lock")
 
 
@@ -111,7 +111,7 @@ class RunFolder:
         return True
 
     def create(self, config: Section) -> None:
-        """Make the folders and save the resolved config; a resumed run saves its own next to the first.
+        """Make the folders and save the resolved config; a resumed run saves its config next to the first one.
 
         The files of an earlier run that finished no step are kept: its config and metrics are renamed.
 
@@ -142,7 +142,7 @@ class RunFolder:
         file.write_text(text)
 
     def _remove_newer(self, than: str) -> None:
-        """Remove newer checkpoints, which a later --resume would take, here and in the mirror; name none of them."""
+        """Remove newer checkpoints here and in the mirror, and their names: a later --resume would take them."""
         if self._mirror is not None:
             try:
                 self._mirror.remove_newer(than)
@@ -163,7 +163,7 @@ class RunFolder:
                 )
 
     def _remove_rollouts_after(self, step: int) -> None:
-        """Remove the rollouts of later steps, which will be taken again, and files that a kill cut short."""
+        """Remove the rollouts of later steps, which will be run again, and files that a killed run left incomplete."""
         for path in self.rollouts.iterdir():
             match = FILE_OF_A_STEP.fullmatch(path.name)
             if path.suffix == NEW or (match and int(match[1]) > step):
@@ -189,7 +189,7 @@ class RunFolder:
     # --- checkpoints ---
 
     def _find_undamaged(self, mirror: Mirror | None) -> None:
-        """Find the newest undamaged checkpoint, here or in the mirror, from which it is copied."""
+        """Find the newest undamaged checkpoint, here or in the mirror; one from the mirror is copied here."""
         here = {path.name for path in all_checkpoints(self.checkpoints)}
         there: set[str] = set()
         if mirror is not None:
@@ -230,7 +230,7 @@ class RunFolder:
         return [name]
 
     def _fetch(self, mirror: Mirror, name: str) -> str:
-        """Copy a checkpoint from the mirror, in place of a damaged one; "" or how that is damaged too."""
+        """Copy a checkpoint from the mirror, in place of a missing or damaged one; "" or why that failed."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock()
         try:
@@ -260,21 +260,21 @@ class RunFolder:
         """Write the driver's state and the manifest, rename the folder, then point `latest` to it.
 
         Everything is on the disk before the next thing is written: after a crash at any moment, the newest folder with
-        the name of a checkpoint is whole. Older checkpoints beyond `keep` are removed at last, but not `being_copied`.
+        the name of a checkpoint is whole. Older checkpoints beyond `keep`, except `being_copied`, are removed last.
 
         Args:
-            best: metric of the evaluations, whose highest checkpoint is kept too, and named in the file `best`.
+            best: a metric of the evaluations; the checkpoint with its highest value is kept, and named in `best`.
             written: what the learners have written, by path in the folder.
 
         Raises:
-            OSError: the disk refuses, or lacks a file of `written`.
+            OSError: the disk takes no more, or a file of `written` is missing.
         """
         if self.metrics.exists():
-            sync(self.metrics)  # a resumed run goes on behind its last line
+            sync(self.metrics)  # a resumed run appends after its last line
         write_synced(folder / STATE_FILE, state.to_json())
         write_manifest(folder, written or {})
         final = folder.with_suffix("")
-        if final.exists():  # a damaged one, that the run has passed over
+        if final.exists():  # a damaged one, which the run did not resume from
             shutil.rmtree(final)
         folder.rename(final)
         sync(self.checkpoints)
@@ -295,7 +295,7 @@ class RunFolder:
         """The driver's state.
 
         Raises:
-            ValueError: it is not of this version.
+            ValueError: this version cannot read it.
         """
         file = checkpoint / STATE_FILE
         try:
@@ -320,7 +320,7 @@ def best_step(
     """The step with the highest value of a metric, the first of equal ones; None if none of them has it.
 
     Args:
-        among: steps to choose from; None: all but step 0, of which there is no checkpoint.
+        among: steps to choose from; None: all except step 0, which has no checkpoint.
     """
     steps = evaluations.keys() - {0} if among is None else evaluations.keys() & among
     scored = {step: evaluations[step][metric] for step in sorted(steps) if metric in evaluations[step]}

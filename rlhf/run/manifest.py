@@ -1,4 +1,4 @@
-"""Which files a checkpoint has, and whether they are those that were written: manifest.json, checksums, fsync.
+"""Which files a checkpoint has, and whether they are as they were written: manifest.json, checksums, fsync.
 
 Only files that the manifest names are ever read, so anything else in the folder changes nothing.
 """
@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 FORMAT = 2  # raised when an older program could not read what this one writes
 PARTIAL = ".partial"
 LATEST = "latest"  # in the folder of the checkpoints and in a mirror: the name of the newest complete one
-BEST = "best"  # and of the one with the highest checkpoint.best
+BEST = "best"  # in the same places: the name of the one with the highest checkpoint.best
 CHUNK_BYTES = 2**22
 READERS = 8  # threads; a checksum is faster than one disk, and slower than several
 
@@ -31,12 +31,12 @@ def all_checkpoints(folder: Path) -> list[Path]:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Those that are complete by the sizes of their files, oldest first."""
+    """The checkpoints in this folder that are complete, judged by the sizes of their files; oldest first."""
     return [path for path in all_checkpoints(folder) if not find_damage(path, contents=False)]
 
 
 def partial_checkpoints(folder: Path) -> list[Path]:
-    """What saves left that did not come to their end."""
+    """The folders that unfinished saves left."""
     return sorted(folder.glob(f"step-*{PARTIAL}"))
 
 
@@ -47,7 +47,7 @@ def write_manifest(folder: Path, written: Mapping[str, WrittenFile]) -> None:
         written: what other processes have written and synced, by path in the folder.
 
     Raises:
-        OSError: a file is not here as it was written.
+        OSError: a file of `written` is missing here, or has another size.
     """
     files = dict(written)
     for path in sorted(folder.rglob("*")):
@@ -145,7 +145,7 @@ def write_synced(file: Path, text: str) -> None:
 
 
 def replace_synced(file: Path, text: str) -> None:
-    """Give a file another content by rename: whoever reads it, after a crash too, finds the old or the new one."""
+    """Replace a file's content by a rename: every reader, also after a crash, finds the old or the new content."""
     new = file.with_name(f"{file.name}.new")
     write_synced(new, text)
     new.replace(file)
@@ -153,7 +153,7 @@ def replace_synced(file: Path, text: str) -> None:
 
 
 def remove(checkpoint: Path) -> str:
-    """Remove a checkpoint, so that what cannot be removed is no longer taken for one; "" or why it is still there."""
+    """Remove a checkpoint, renamed first, so that a remainder does not count as one; "" or why it is still there."""
     try:
         doomed = checkpoint
         if checkpoint.suffix != PARTIAL:

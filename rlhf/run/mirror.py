@@ -20,8 +20,8 @@ from rlhf.config.secrets import hide
 from rlhf.run.manifest import BEST, LATEST, MANIFEST, PARTIAL, find_damage, manifest_files
 
 WAITS_S = (1.0, 5.0, 25.0)  # before each further try of a failed request
-ANSWER_S = 60.0  # that a request may take; a file longer, by its size
-SLOWEST = 2**20  # bytes per second
+ANSWER_S = 60.0  # that a request may take; one that moves a file may take longer, by the file's size
+SLOWEST = 2**20  # bytes per second of the slowest transfer that is accepted
 
 
 class Mirror:
@@ -47,7 +47,7 @@ class Mirror:
             ) from None
 
     def checkpoints(self) -> list[str]:
-        """Names of the checkpoints that are there as a whole, oldest first.
+        """Names of the complete checkpoints in the mirror, oldest first.
 
         Raises:
             OSError: the place cannot be read.
@@ -73,9 +73,9 @@ class Mirror:
             )
 
     def send(self, checkpoint: Path, others: Sequence[Path], *, pointer: str, keep: int) -> None:
-        """Copy a checkpoint and other files of the run, unless it is there, and name it in the file `pointer`.
+        """Copy a checkpoint and other files of the run, unless the mirror has it; name it in the file `pointer`.
 
-        After the newest (`latest`), older ones beyond `keep` are removed, and copies that were not completed; the one
+        If `pointer` is `latest`, older checkpoints beyond `keep` and older incomplete copies are then removed; the one
         that `best` names stays.
 
         Raises:
@@ -104,7 +104,7 @@ class Mirror:
         self._remove(name for name in self._folders() if name > than)
 
     def _folders(self) -> list[str]:
-        """Names of the checkpoints that are there, also of incomplete ones."""
+        """Names of the checkpoints in the mirror, including incomplete ones."""
         self._fs.invalidate_cache()
         return [path.rpartition("/")[2] for path in self._tries(self._fs.glob, f"{self._root}/step-*")]
 
@@ -158,12 +158,12 @@ class Mirror:
             self._tries(self._fs.get_file, remote, str(file))
 
     def close(self) -> None:
-        """Let a request that is under way fail at once: the run ends."""
+        """Make a request in progress fail at once, because the run ends."""
         self._closed.set()
         self._answers.put(OSError("the run ended"))
 
     def _tries(self, request: Callable[..., Any], *arguments: Any, size: int = 0) -> Any:
-        """The answer to a request; a failed one is tried again after growing waits. Clients raise many types.
+        """The answer to a request; a failed one is tried again after growing waits. Clients raise many types of error.
 
         Args:
             size: bytes that the request moves.
@@ -182,7 +182,7 @@ class Mirror:
         raise AssertionError
 
     def _answer(self, request: Callable[[], Any], seconds: float) -> Any:
-        """What a request returns or raises; not every client has time limits of its own."""
+        """What a request returns or raises, with a time limit, because not every client has its own."""
         if self._closed.is_set():
             return OSError("the run ended")
         answers = self._answers = queue.SimpleQueue()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.data.model_files import looks_local
+from rlhf.config.model_folder import looks_local
+from rlhf.config.secrets import with_references
+from rlhf.log.sinks import read_rows
 from rlhf.run.state import RunState
 
 SHOWN = ("reward/mean", "policy/kl_k3", "policy/entropy", "rollout/response_length/mean", "learner/lr")
@@ -41,7 +42,7 @@ def model_card(state: RunState, metrics: Path) -> str:
 
 
 def _table(corner: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Rows by name of numbers by name, as a table of Markdown; "" without rows."""
+    """A Markdown table of {row name: {column name: value}}; "" without columns."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     if not columns:
         return ""
@@ -56,16 +57,12 @@ def _shown(value: Any) -> str:
 
 def _row_of(metrics: Path, step: int) -> dict[str, dict[str, Any]]:
     """The main metrics of a training step, if the file has them."""
-    if metrics.is_file():
-        with metrics.open() as lines:
-            for line in lines:
-                row = json.loads(line)
-                if row["step"] == step and "time/step" in row:
-                    return {str(step): {name: row[name] for name in SHOWN if name in row}}
-    return {}
+    rows = read_rows(metrics) if metrics.is_file() else ()
+    row = next((row for row in rows if row["step"] == step and "time/step" in row), {})
+    return {str(step): {name: row[name] for name in SHOWN if name in row}}
 
 
 def _yaml(config: dict[str, Any]) -> str:
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(json.loads(json.dumps(config).replace("${", r"\\${"))))
+    return OmegaConf.to_yaml(OmegaConf.create(with_references(config)))

@@ -29,7 +29,7 @@ class RunLog:
 
     Attributes:
         files: writes metrics.jsonl and the rollouts.
-        wandb_run_id, mlflow_run_id: of the run there, which a resumed run continues; None without it.
+        wandb_run_id, mlflow_run_id: ids of the run there, which a resumed run continues; None without one.
     """
 
     def __init__(self, config: GRPOConfig, *, first_step: int, state: RunState) -> None:
@@ -110,5 +110,5 @@ def _check_packages(config: GRPOConfig) -> None:
 
 
 def about() -> dict[str, Any]:
-    """Versions of what computes, and the commit of the source where that is a git checkout."""
+    """Versions of Python and the packages, and the commit of the source if it is a git checkout."""
     return {"versions": {name: text for name, text in report().items() if name != "node"}, "code": code_state()}

@@ -1,4 +1,4 @@
-"""A run that goes on after a process of it has died: from the newest checkpoint, with new engines and learners."""
+"""Continues a run after one of its processes has died: from the newest checkpoint, with new engines and learners."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ C = TypeVar("C", bound=GRPOConfig)
 
 
 class Restarts(Generic[C]):
-    """Trains, and starts again after a failure, at most `run.max_restarts` times in a row without a new checkpoint."""
+    """Trains, and restarts after a LostError, at most `run.max_restarts` times in a row without a new checkpoint."""
 
     def __init__(self, config: C, *, resume: bool, start_at: str | None = None) -> None:
         self._run: TrainingRun[C] | None = TrainingRun(config, resume=resume or start_at is not None, start_at=start_at)
@@ -29,8 +29,8 @@ class Restarts(Generic[C]):
         """Call `train` with the run until it ends.
 
         Raises:
-            LostError: of the last failure: no checkpoint was complete, a signal had asked the run to end, or too many
-                restarts in a row brought no new checkpoint.
+            LostError: the last failure, if no checkpoint was complete, the first start failed, a signal had asked the
+                run to end, or too many restarts in a row brought no new checkpoint.
         """
         restarts, restarted_from = 0, -1
         while True:

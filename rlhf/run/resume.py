@@ -1,7 +1,7 @@
 """What a resumed run may change: nothing that would make it another run.
 
-Every key of the config is kept unless FREE names it or a section of it. The start models and the data are compared by
-their fingerprints, so that their folders may move.
+A key of the config may change only if FREE names it or a section around it, or if it is a grant of a reward. The start
+models and the data are compared by their fingerprints, so that their folders may move.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import short_value
 from rlhf.config.reward import GRANTS
 from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
@@ -33,8 +34,8 @@ FREE = frozenset(
         "critic.path", "critic.zero_stage", "critic.offload_optimizer",
     )
 )  # fmt: skip
-KEPT = frozenset(("run.seed",))  # of the sections in FREE
-# Keys in FREE that change how sums are rounded: a run that is and was deterministic keeps them too.
+KEPT = frozenset(("run.seed",))  # keys of the sections in FREE that may not change
+# Keys in FREE that change how sums are rounded: they may not change if the run was deterministic and still is.
 ROUNDING = frozenset(
     (
         "cluster.device", "cluster.learners", "cluster.threads_per_learner", "cluster.tensor_parallel",
@@ -55,7 +56,7 @@ def is_free(key: str, *, deterministic: bool = False) -> bool:
 
 
 def changed_keys(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, value before, value now) where two configs differ; keys that only one version of the program has do not."""
+    """(key, value before, value now) where two configs differ; keys that only one of the two has are ignored."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for name in before.keys() & now.keys():
             yield from changed_keys(before[name], now[name], f"{key}.{name}" if key else name)
@@ -92,14 +93,14 @@ def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) 
         )
     changes = [(key, before[key], now[key]) for key in before if before[key] != now[key]]
     deterministic = config.run.deterministic and state.config.get("run", {}).get("deterministic", False)
-    plan = before.keys()  # of these keys a null stands for another key's value
+    plan = before.keys()  # a null in these keys stands for the value of another key
     changes += [
         change
         for change in changed_keys(hidden(state.config), hidden(config.model_dump(mode="json")))
         if change[0] not in plan and not is_free(change[0], deterministic=deterministic)
     ]
     problems = [
-        f"{key}={_short(now)}: the run began with {_short(before)}. Resume with {key}={_short(before)}, "
+        f"{key}={short_value(now)}: the run began with {short_value(before)}. Resume with {key}={short_value(before)}, "
         + ("or run.deterministic=false, " if key in ROUNDING else "")
         + "or start another run.dir from this one's model."
         for key, before, now in sorted(changes)
@@ -143,8 +144,3 @@ def _other_models(config: GRPOConfig, state: RunState) -> Iterator[str]:
                 f"{parts[part]}. Resume with the same model, or start another run.dir."
             )
     yield from keys.values()
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -79,7 +79,7 @@ class Sampler:
         return RolloutGroup(group.prompt, samples)
 
     async def for_evaluation(self, prompt: Prompt) -> RolloutGroup:
-        """Sample a group as its evaluation set asks; the verifiers grade it, or, without any, the reward model."""
+        """Sample a group by the settings of its evaluation set. The verifiers, or else the reward model, grade it."""
         evaluation = self._config.evaluations[prompt.source]
         longest = evaluation.max_response_tokens or self._config.rollout.max_response_tokens
         settings = self._settings(evaluation.temperature, longest)
@@ -89,7 +89,7 @@ class Sampler:
         return group
 
     async def normalize_scores(self, prompts: LoadedPrompts, state: RunState) -> None:
-        """Set the scale of the reward model's scores: the run's, or what they have over responses of the engines now.
+        """Set mean and std of the reward model's scores: those of the run, or measured now on sampled responses.
 
         A resumed run keeps the scale that it began with.
         """
@@ -124,7 +124,7 @@ class Sampler:
         return RolloutGroup(prompt, await self._graded(prompt, rollouts, settings))
 
     def _texts(self, rollouts: Sequence[Rollout], settings: SamplingSettings) -> list[str]:
-        """What is graded of each response."""
+        """The text of each response that is graded."""
         ids = [settings.graded(rollout.token_ids[rollout.response_mask]).tolist() for rollout in rollouts]
         return [self._tokenizer.decode(each, skip_special_tokens=True) for each in ids]
 
@@ -142,7 +142,7 @@ class Sampler:
         """Sample a group on the engine with the fewest groups."""
         rollouts = None
         while rollouts is None:
-            with contextlib.suppress(EngineLostError):  # it is being replaced: the group is sampled by another one
+            with contextlib.suppress(EngineLostError):  # it is being replaced: another engine samples the group
                 rollouts = await self._sample_once(prompt, samples, settings)
         self.meter.tokens += sum(rollout.response_length for rollout in rollouts)
         return rollouts

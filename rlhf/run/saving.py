@@ -22,12 +22,12 @@ class CheckpointSaver:
     """Saves one checkpoint at a time.
 
     Args:
-        write_log: writes what of the log waits for room on the disk; raises OSError if there is none.
+        write_log: writes the rows of the log that wait for room on the disk; raises OSError if there is none.
 
     Attributes:
         failure: why the newest checkpoint could not be written; "" if it was. The run goes on and tries again after
-            the next step: the checkpoint before it is whole, and an ended run would lose as much.
-        writing_step: the step of the save that is under way, or that was the last; 0 if it failed.
+            the next step: the checkpoint before it is whole, and ending the run would lose as much.
+        writing_step: the step of the current save, or of the last one; 0 if it failed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CheckpointSaver:
         partial: Path | None = None
         try:
             partial = await asyncio.to_thread(self._folder.begin_checkpoint, state.step)
-            self._write_log()  # a resumed run would not make up for rows before its checkpoint
+            self._write_log()  # a resumed run does not write rows from before its checkpoint again
             self._check_space(await self._checkpoints.bytes())
             (partial / MODEL_FOLDER).mkdir()
             for name, content in self._tokenizer.items():
@@ -73,7 +73,7 @@ class CheckpointSaver:
             written = await self._checkpoints.saved()
             keep, best = self._config.keep, self._config.best
             async with self._removing:
-                await asyncio.to_thread(  # engines must be served meanwhile
+                await asyncio.to_thread(  # the loop must serve the engines meanwhile
                     self._folder.finish_checkpoint, partial, state, keep=keep, best=best, written=written
                 )
         except OSError as error:
@@ -94,7 +94,7 @@ class CheckpointSaver:
             await self._send_named(mirror, LATEST)
 
     async def _send_named(self, mirror: Mirror, pointer: str) -> None:
-        """Copy the checkpoint that the file `pointer` names, unless it is there."""
+        """Copy the checkpoint that the file `pointer` names, unless the mirror has it."""
         file = self._folder.checkpoints / pointer
         async with self._removing:
             checkpoint = file.with_name(file.read_text().strip()) if file.is_file() else None
@@ -125,7 +125,7 @@ class CheckpointSaver:
         """Wait until the save that is under way is complete, and copied.
 
         Raises:
-            ClusterError: a learner is lost.
+            ClusterError: a learner is lost, or does not finish writing in time.
         """
         await self._finish_writing()
         if self._sending is not None:

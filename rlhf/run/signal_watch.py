@@ -26,13 +26,13 @@ def no_group_has_a_signal(groups: Sequence[RolloutGroup], advantages: np.ndarray
 
     PPO's advantages also depend on the critic: there a step has no signal if all of its rewards are equal.
     """
-    return not advantages.any() or len({sample.reward for group in groups for sample in group.samples}) <= 1
+    return not advantages.any() or len(set[float]().union(*(group.distinct_rewards() for group in groups))) < 2
 
 
 def updates_taken(updates: Sequence[StepMetrics]) -> int:
     """How many of these optimizer steps were taken: those of the policy, and of a critic that learns alone.
 
-    A skipped one has no finite gradient norm.
+    A skipped step has no finite gradient norm.
     """
     policy = any(name.startswith("learner/") for update in updates for name in update)
     norm = "learner/grad_norm" if policy else "critic/grad_norm"
@@ -40,7 +40,7 @@ def updates_taken(updates: Sequence[StepMetrics]) -> int:
 
 
 class SignalWatch:
-    """Counts steps in a row that taught the policy nothing; what to change, the diagnosis says."""
+    """Counts steps in a row that taught the policy nothing; the diagnosis says what to change."""
 
     def __init__(self, config: RunConfig, diagnosis: Diagnosis) -> None:
         self._allowed, self._diagnosis = config.max_useless_steps, diagnosis
@@ -54,7 +54,7 @@ class SignalWatch:
 
         Args:
             trained: rollouts of the step that count in the loss.
-            updates_taken: optimizer steps of the step, those skipped as not finite left out.
+            updates_taken: optimizer steps of the step, without those skipped as not finite.
         """
         if not trained:
             self._useless.append(NOTHING_TRAINED)

@@ -1,4 +1,4 @@
-"""The batches of steps with skipped optimizer steps, as files: what was in them when a number was not finite?"""
+"""Keeps the batch of each step with skipped optimizer steps in a file, to show what made a number not finite."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SkippedBatches:
         """Write the batch if an optimizer step of it was skipped.
 
         Args:
-            non_finite: rows of columns that were not finite, for which the whole step was skipped; else {}.
+            non_finite: column -> its rows that were not finite, if the whole step was skipped for them; else {}.
             columns: further columns of the file.
         """
         skipped = len(updates) - updates_taken(updates)

@@ -52,16 +52,16 @@ class LearnerSpeed:
     def of_step(
         self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]], shared: np.ndarray, update_s: float
     ) -> dict[str, float]:
-        """Metrics of the policy's updates in one step; empty if it had none, as while a critic warms up.
+        """Metrics of the policy's updates in one step; empty if it had none, for example while a critic warms up.
 
         learner/mfu: forward and backward FLOPs of the computed tokens over the peak of the learners; left out if the
             peak or the shape of the model is not known. A critic is not counted.
-        learner/shared_fraction: tokens that were computed only once, as the beginning of several sequences.
-        learner/padding_fraction: computed positions that belong to no rollout, which only fillers have.
+        learner/shared_fraction: tokens not computed, because the sequence before had the same beginning.
+        learner/padding_fraction: computed positions that belong to no rollout; only fillers have such positions.
 
         Args:
-            shared: [S] first tokens of each sequence that were computed with the sequence before it, in the order in
-                which the ranks compute.
+            shared: [S] how many first tokens of each sequence were computed with the sequence before it, in the order
+                in which the ranks compute.
         """
         if not epochs:
             return {}

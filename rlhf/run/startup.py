@@ -8,6 +8,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, show_prompt
 from rlhf.data.model_files import load_tokenizer
+from rlhf.data.read import too_few_prompts
 from rlhf.data.templates import reward_input
 from rlhf.rewards.scorer import Scorer
 
@@ -15,27 +16,19 @@ MAX_ROWS_SHOWN = 5
 
 
 class Say(Protocol):
-    """Prints for the user; without `wrap`, lines as long as they are."""
+    """Prints a text for the user; without `wrap`, long lines are not broken."""
 
     def __call__(self, text: str, *, wrap: bool = True) -> None: ...
 
 
 def check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:
-    """Refuse a step that takes more prompts than an epoch has: a group would be in it more than once.
-
-    Raises:
-        ValueError: both numbers, and what to change.
-    """
-    available, needed = sum(prompts.rows_per_epoch.values()), config.rollout.prompts_per_step
-    if available < needed:
-        raise ValueError(
-            f"rollout.prompts_per_step={needed}: an epoch of data.train has only {available} prompts, so a step would "
-            f"train on the same prompt twice. Use at most {available}, or give it more rows."
-        )
+    """Raise a ValueError if a step takes more prompts than an epoch has."""
+    if problem := too_few_prompts(sum(prompts.rows_per_epoch.values()), config.rollout.prompts_per_step):
+        raise ValueError(problem)
 
 
 def check_reward_model_reads(config: GRPOConfig, prompts: LoadedPrompts) -> None:
-    """Write the first prompt of each source for the reward model, as its responses will be during the run.
+    """Check that the first prompt of each source can be written in the reward model's template.
 
     Raises:
         ValueError: its tokenizer cannot be loaded, or has no chat template for such messages.
@@ -50,7 +43,7 @@ def check_reward_model_reads(config: GRPOConfig, prompts: LoadedPrompts) -> None
 
 
 def show_data(say: Say, prompts: LoadedPrompts, tokenizer: Any, *, max_prompt_tokens: int) -> None:
-    """Print how many prompts each source has, and the first one as the model is given it."""
+    """Print how many prompts each source has, and the first prompt as the model receives it."""
     for source, rows in prompts.prompts.items():
         dropped = prompts.dropped_too_long[source]
         left_out = f", {dropped} left out as longer than {max_prompt_tokens} tokens" if dropped else ""

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from rlhf.rollout.buffer import Account
 
-GIT_S = 5.0  # that a question to git may take
+GIT_S = 5.0  # that a call of git may take
 
 
 @dataclass
@@ -63,7 +63,7 @@ class RunState:
     reward_scale: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """What of it a finished run's `summary.json` has."""
+        """The part of the state that a finished run writes to `summary.json`."""
         return {
             "evaluation_before": self.evaluations.get(0, {}),
             "evaluation_after": self.evaluations.get(self.step, {}),

@@ -52,14 +52,14 @@ class Stop:
         self._timer = asyncio.get_running_loop().call_later(self._grace_s, grace_is_over)
 
     def close(self) -> None:
-        """After the last step boundary: a further signal ends the run at once, and the grace has no end."""
+        """After the last step boundary: a further signal ends the run at once, and the grace time no longer does."""
         self.can_save = False
         if self._timer is not None:
             self._timer.cancel()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """A context that the end of the grace does not interrupt."""
+        """A context that the end of the grace time does not interrupt."""
         self._saving = True
         try:
             yield
@@ -67,7 +67,7 @@ class Stop:
             self._saving = False
 
     async def unless_requested(self, awaitable: Awaitable[R]) -> R | None:
-        """The result; None, and the wait is cancelled, if the run is asked to end first."""
+        """The result of the awaitable; if the run is asked to end first, it is cancelled, and the result is None."""
         task, request = asyncio.ensure_future(awaitable), asyncio.ensure_future(self._requested.wait())
         try:
             await asyncio.wait({task, request}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What is known of every token of a rollout, for the report's browser: its text, its advantage, the engine's error."""
+"""Values of every token of a rollout, for the report's browser: its text, its advantage, the engine's error."""
 
 from __future__ import annotations
 

@@ -21,11 +21,9 @@ from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.log.clock import Clock, waiting_seconds
 from rlhf.log.diagnosis import Diagnosis
-from rlhf.log.reductions import Mean, StepMetrics, mean_over_updates, to_histograms, to_values
-from rlhf.log.rollout_metrics import rollout_metrics
+from rlhf.log.reductions import StepMetrics, mean_over_updates, to_histograms, to_values
 from rlhf.log.sinks import Details, evaluation_table
 from rlhf.rewards.answers.extract import gold_answer
-from rlhf.rewards.grade import count_answers
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness
 from rlhf.run.evaluation import evaluate, evaluation_metrics
@@ -35,6 +33,7 @@ from rlhf.run.model_card import model_card
 from rlhf.run.outputs import RunLog
 from rlhf.run.prompts import PromptTickets
 from rlhf.run.resume import check_resumed_state, model_fingerprints, resume_warnings
+from rlhf.run.rollout_metrics import rollout_metrics
 from rlhf.run.sample_and_grade import Sampler
 from rlhf.run.saving import CheckpointSaver
 from rlhf.run.signal_watch import SignalWatch, updates_taken
@@ -46,7 +45,7 @@ from rlhf.run.stop import Stop
 from rlhf.run.token_values import token_values
 from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
-SAVE_S = 60.0  # that a run which fails waits for the checkpoint that is being written
+SAVE_S = 60.0  # that a failed run waits for the checkpoint that is being written
 TABLES, GROUPS_IN_TABLE = 20, 2  # tables of sampled responses in a run, for wandb; groups in each
 
 C = TypeVar("C", bound=GRPOConfig)
@@ -59,7 +58,7 @@ class TrainingRun(Generic[C]):
     is started: the run folder's contents, the tokenizer and every row of the data. It raises ValueError.
 
     Attributes:
-        state: what the run has counted so far; of a resumed run, what the checkpoint held.
+        state: what the run has counted so far; a resumed run begins with the state of its checkpoint.
         restored: the checkpoint that a resumed run goes on from.
     """
 
@@ -197,7 +196,7 @@ class TrainingRun(Generic[C]):
 
     @contextlib.asynccontextmanager
     async def profiled(self, step: int) -> AsyncIterator[None]:
-        """A training step, of which learner 0 writes a trace if `logging.profile_steps` names it."""
+        """A context around a training step; learner 0 writes a trace of it if `logging.profile_steps` names it."""
         if step not in self.config.logging.profile_steps:
             yield
             return
@@ -210,7 +209,7 @@ class TrainingRun(Generic[C]):
             self.log.warn(f"{file} was not written: {why}.")
 
     async def take_groups(self, step: int) -> Sequence[RolloutGroup]:
-        """The graded groups of the step after `step` training steps; a signal meanwhile saves and ends the run."""
+        """The graded groups for the step after `step` finished ones; a signal meanwhile saves and ends the run."""
         groups = await self.stop.unless_requested(self.buffer.take())
         if groups is None:
             await self.checkpoint_if_due(step)
@@ -218,7 +217,7 @@ class TrainingRun(Generic[C]):
         return groups
 
     def evaluation_is_due(self, step: int) -> bool:
-        """Whether the `evaluation` section asks for one after this many training steps, and there was none yet."""
+        """Whether the `evaluation` section asks for an evaluation after this many steps, and it was not done yet."""
         evaluation = self.config.evaluation
         if step in self.state.evaluations:
             return False
@@ -238,7 +237,7 @@ class TrainingRun(Generic[C]):
             evaluation = evaluate(self.eval_prompts.prompts, self.sampler.for_evaluation, at_once=at_once, count=count)
             groups = await self.stop.unless_requested(evaluation)
         if groups is None:
-            return  # a resumed run makes up for it
+            return  # a resumed run does this evaluation
         values = evaluation_metrics(groups)
         self.state.evaluations[step] = values
         self.log.write(step, values)
@@ -274,7 +273,6 @@ class TrainingRun(Generic[C]):
         """
         asynchronous = self.config.rollout.max_policy_lag > 0
         sampled = rollout_metrics(groups, advantages, version=step - 1, asynchronous=asynchronous)
-        sampled["reward/answered_fraction"] = Mean(*count_answers(sample for g in groups for sample in g.samples))
         learned = mean_over_updates(updates)
         metrics = sampled | learned
         values = to_values(metrics)
@@ -311,7 +309,7 @@ class TrainingRun(Generic[C]):
         self.state.updates_taken, self.state.updates_skipped = counts[0]
 
     async def update_reference(self, done: int) -> None:
-        """After `done` training steps: replace the reference by the policy when that is due, or average it in."""
+        """After `done` training steps: replace the reference by the policy when due, or average the policy into it."""
         algo = self.config.algo
         if algo.ref_update == "average":
             await self.cluster.learners.call("blend_reference", algo.ref_decay)
@@ -319,14 +317,14 @@ class TrainingRun(Generic[C]):
             await self.cluster.learners.call("blend_reference", 0.0)
 
     def checkpoint_is_due(self, step: int) -> bool:
-        """Every `checkpoint_every` steps, after the last and the best, and at a signal; never where they are off."""
+        """Every `checkpoint_every` steps, after the last and the best step, and at a signal; never if that is null."""
         every, best = self.config.checkpoint_every, self.config.checkpoint.best
         is_best = best is not None and best_step(self.state.evaluations, best) == step
         is_last = step == self.config.run.steps
         return every is not None and (step % every == 0 or is_last or is_best or self.stop.requested)
 
     async def checkpoint_if_due(self, step: int) -> None:
-        """Write a checkpoint if one is due. If a signal asks the run to end, write one of this step and end it."""
+        """Write a checkpoint if one is due or the last save failed. If a signal asks the run to end, then end it."""
         is_due = self.checkpoint_is_due(step)
         with self.clock.phase("checkpoint"), self.stop.saving():
             if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.failure:
@@ -347,7 +345,7 @@ class TrainingRun(Generic[C]):
         raise asyncio.CancelledError
 
     async def _state_after(self, step: int) -> RunState:
-        """All that the driver knows of the run, for a checkpoint."""
+        """All that the driver knows about the run, for a checkpoint."""
         await self._count_updates()
         if not self.state.models:
             self.state.models = await asyncio.to_thread(model_fingerprints, self.config)
@@ -367,7 +365,7 @@ class TrainingRun(Generic[C]):
             wandb_run_id=self.log.wandb_run_id,
             mlflow_run_id=self.log.mlflow_run_id,
             seconds=dict(self.clock.total),
-            # what the loop goes on changing
+            # copies, because the loop goes on changing these
             tokens=dict(self.state.tokens),
             evaluations=dict(self.state.evaluations),
         )
@@ -376,8 +374,8 @@ class TrainingRun(Generic[C]):
         """Export the model and write the summary.
 
         Raises:
-            OSError: the disk does not take the end of the log.
-            RuntimeError: the last checkpoint could not be written; the export and the summary are.
+            OSError: the end of the log could not be written.
+            RuntimeError: the last checkpoint could not be written; the export and the summary were.
         """
         config, steps = self.config, self.config.run.steps
         await self._end_saved(steps)
@@ -388,7 +386,7 @@ class TrainingRun(Generic[C]):
                 card = model_card(await self._state_after(steps), self.folder.metrics)
                 (self.folder.model / "README.md").write_text(card)
         end = await self._state_after(steps)
-        counted = {"updates_planned": config.total_updates, **self.buffer.account.metrics()}
+        counted = {"updates_planned": config.training.total_updates, **self.buffer.account.metrics()}
         self.folder.write_summary(end.summary() | counted)
         if after := end.evaluations.get(steps):
             training_s = sum(spent for phase, spent in end.seconds.items() if phase not in ("start", "evaluation"))

@@ -12,10 +12,10 @@ from rlhf.types import RolloutGroup, ScoredRollout, StepBatch
 
 
 def make_batch(groups: Sequence[RolloutGroup], *, mask_truncated: bool) -> StepBatch:
-    """Flatten groups in their order: the rows of a group stand together, its samples in order.
+    """Flatten groups in their order: the rows of a group are neighbours, in the order of its samples.
 
     Args:
-        mask_truncated: leave responses that did not stop by themselves out of the loss, like unscorable ones.
+        mask_truncated: responses that did not stop by themselves are left out of the loss, like unscorable ones.
     """
     samples = [sample for group in groups for sample in group.samples]
     rollouts = [sample.rollout for sample in samples]

@@ -1,4 +1,4 @@
-"""Numbers of a step that no update may see: NaN and inf in what engines and learners computed."""
+"""Finds NaN and inf in the numbers that engines and learners computed for a step: no update may use them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlhf.types import StepBatch
 def non_finite_rows(
     batch: StepBatch, rows_to_compute: np.ndarray, **columns: np.ndarray | None
 ) -> dict[str, np.ndarray]:
-    """Rows with NaN or inf at a sampled token, by the name of the column; {} if there is none, as in a healthy run.
+    """Column name -> rows with NaN or inf at a sampled token; {} if there are none, as in a healthy run.
 
     Args:
         rows_to_compute: [B] bool, rows whose columns are known.
-        columns: [N] each, of the step; None is left out. The engines' log-probs are looked at in any case.
+        columns: [N] each, of the step; None is left out. The engines' log-probs are always checked.
     """
     sampled = batch.tokens.response_mask & np.repeat(rows_to_compute, batch.tokens.lengths)
     row_of_token = np.repeat(np.arange(len(rows_to_compute)), batch.tokens.lengths)

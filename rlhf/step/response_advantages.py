@@ -41,7 +41,7 @@ def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_
 
     Args:
         rewards: [B], of the batch, with or without the KL penalty; NaN is unscorable.
-        normalize_over: what the statistics of REINFORCE++ count, as `algo.normalize_over`.
+        normalize_over: what the statistics of REINFORCE++ count, responses or tokens, as `algo.normalize_over`.
     """
     lengths = torch.from_numpy(batch.response_lengths) if normalize_over == "tokens" else None
     groups = torch.from_numpy(batch.groups)

@@ -70,7 +70,7 @@ def assign_credit(
     Args:
         values: [N], the critic's values before the first update of the step.
         old_logprobs, ref_logprobs: [N]; used only if kl_coef is above 0.
-        kl_coef: of the controller; 0 if the KL is not part of the reward.
+        kl_coef: the controller's coefficient; 0 if the KL is not part of the reward.
     """
     rows = np.flatnonzero(batch.trained)
     advantages, returns = np.zeros_like(values), np.zeros_like(values)
@@ -105,7 +105,7 @@ def assign_credit(
         "policy/advantage_raw_std": float(estimate.advantages[mask].std(correction=0)),
         "reward/token_sum": float(rewards[mask].sum() / len(rows)),
     }
-    # With lambda below 1 a target holds the critic's own values, and any critic explains much of itself.
+    # With lambda below 1 the returns contain the critic's own values, of which any critic would explain much.
     sampled = adv.gae(rewards, torch.zeros_like(rewards), mask, cu_seqlens, gamma=algo.gamma, lam=1.0)
     explained = adv.explained_variance(old_values, sampled.returns, mask)
     if np.isfinite(explained):

@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rlhf.weights.transfer import Inbox
 
-# Layers of gpt-oss that its load_weights fills without their weight loaders, unseen by vLLM's layerwise reload.
+# gpt-oss fills these layers in its load_weights without their weight loaders: vLLM's layerwise reload does not see it.
 FILLED_DIRECTLY = ("GptOssRoutedExperts", "OAIAttention")
 
 
@@ -38,7 +38,7 @@ class CPUUpdateInfo(WeightTransferUpdateInfo):
 class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
     """Receives buckets from learner rank 0 and loads them through vLLM's layerwise reload.
 
-    A layer is loaded when the last of its tensors is there, so those of a bucket may be read until the update ends.
+    A layer is loaded when its last tensor has arrived, so the tensors of a bucket may be read until the update ends.
     """
 
     init_info_cls = CPUInitInfo
@@ -69,7 +69,7 @@ class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
         return [layer for layer in self.model.modules() if type(layer).__name__ in FILLED_DIRECTLY]
 
     def _forget_expert_kernels(self) -> None:
-        """Make vLLM build the kernels of experts again. It packs their weights only then: an update would not."""
+        """Make vLLM build the kernels of experts again: it packs their weights only then, not in an update."""
         for module in self.model.modules():
             method: Any = getattr(module, "quant_method", None)
             if hasattr(method, "moe_kernel"):

@@ -1,4 +1,4 @@
-"""A fault of vLLM's rotary positions on CPU, mended in each of its processes by the plugin."""
+"""Corrects a fault of vLLM's rotary positions on CPU; the plugin calls it in each of vLLM's processes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def rotate_heads_on_cpu() -> None:
-    """vLLM's rotary kernel for CPU takes [tokens, heads x size]. Models that hand it [tokens, heads, size] get torch's.
+    """vLLM's rotary kernel for CPU takes [tokens, heads x size]. Models that pass [tokens, heads, size] get torch's.
 
-    The kernel would turn one head of each token, and it by a wrong angle (LFM2, DeepSeek).
+    For these models (LFM2, DeepSeek) the kernel would rotate only one head of each token, and by a wrong angle.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 

@@ -1,14 +1,14 @@
-"""Rows that come out of a CPU engine alike whatever else is in the batch (`run.deterministic`).
+"""Makes a CPU engine compute each row to the same bits, whatever else is in the batch (`run.deterministic`).
 
 Measured on AVX-512 with the kernels of vLLM 0.32, in float32 and bfloat16:
 
-    matrix products   on one thread, oneDNN rounds a row alike in every batch but that of a single float32 row, which
-                      goes to another kernel; with more threads the batch decides how the work is cut
-    attention         of a row is alike if its keys are not split over threads; in long sequences it also depends on how
+    matrix products   on one thread, oneDNN rounds a row equally in every batch, except a single float32 row, which goes
+                      to another kernel; with more threads the batch decides how the work is divided
+    attention         equal for a row if its keys are not split over threads; in long sequences it also depends on how
                       many rows of the sequence are computed at once, so prompts must be computed whole, once
     everything else   works row by row
 
-The canary compares sequences that were sampled alone and together, so that another machine or model is not trusted.
+Other machines and models are not trusted: the canary compares a sequence that was sampled alone and with others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-# Of an engine's processes. The plugin runs in each of them and reads the first one.
+# The environment of an engine's processes. The plugin runs in each process and reads the first variable.
 ENVIRONMENT = {
     "RLHF_EQUAL_ROWS": "1",
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 
 def round_rows_alike() -> None:
-    """If this process is one of an engine that has ENVIRONMENT, a single row is multiplied as one of two equal rows."""
+    """In the processes of an engine with ENVIRONMENT, multiply a single row as one of two equal rows."""
     from vllm import _custom_ops as ops
 
     module: Any = ops

@@ -7,8 +7,8 @@
     its bytes              ===memory/gloo/nccl===>  ... load_weights
     client.finish_weight_update(v)      ----->      finalize_layerwise_reload, version := v
 
-On CPU the bytes go through memory that both sides map where all of them are on one node, and through gloo where they
-are not. Ranks of the transfer group: 0 is learner rank 0, then the workers of engine 0, of engine 1, ...
+On CPU the bytes go through memory that both sides map if learner rank 0 and all engines are on one node, else through
+gloo. Ranks of the transfer group: 0 is learner rank 0, then the workers of engine 0, of engine 1, ...
 
 vLLM finds `register_with_vllm` through the `vllm.general_plugins` entry point in each of its processes, so the package
 has to be installed where an engine runs. Only the functions that talk to vLLM import it: a learner on CPU needs none.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import itertools
 import math
 import mmap
@@ -31,9 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf.algo.sizes import BUCKET_BYTES
+
 BACKEND = "rlhf_cpu"
-BUCKET_BYTES = 256 * 2**20  # bytes sent at once; the next bucket is filled while an engine loads this one
-ALIGNMENT = 64  # bytes; where a bucket of another dtype may begin
+ALIGNMENT = 64  # bytes; every bucket begins at a multiple of it
 # On CPU vLLM's workers busy-wait this long after a message; its own 1 s takes half a core from the learner.
 SPIN_S = 0.002
 
@@ -45,9 +47,9 @@ def backend_of(device: str, placement: str) -> str:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the transfer group meets; a free port for each group that is built.
+    """The address where the transfer group meets, with a new free port for each group.
 
-    `one_node`: learner rank 0 and all engines share a node and so its memory; no group is needed there on CPU.
+    `one_node`: learner rank 0 and all engines share a node, and so its memory; on CPU no group is needed then.
     """
 
     host: str
@@ -108,11 +110,9 @@ class EngineClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Give every engine its own place in the group: workers of engine i start at rank 1 + i x workers."""
-        infos = []
-        for i in range(self._engines):
-            offset = {"rank_offset": 1 + i * self._workers} if "rank_offset" in init_info else {}
-            infos.append((init_info | offset,))
-        self._all("init_weight_transfer_engine", infos)
+        ranks = [1 + i * self._workers for i in range(self._engines)]
+        infos = [init_info | ({"rank_offset": rank} if "rank_offset" in init_info else {}) for rank in ranks]
+        self._all("init_weight_transfer_engine", [(info,) for info in infos])
 
     def start_weight_update(self) -> None:
         self._all("start_weight_update", [()] * self._engines)
@@ -176,10 +176,10 @@ def buckets(metadata: Iterable[ParameterMeta], bucket_bytes: int = BUCKET_BYTES)
 
 
 class SharedMemory:
-    """Memory of this node that learner and engines map alike.
+    """Memory of this node that both the learner and the engines map.
 
-    It belongs to a file without a name, so that it is gone with the last process that maps it, however that one ends;
-    and it counts as shared memory without being limited by the size of /dev/shm, which containers keep small.
+    It belongs to a file without a name, so it disappears with the last process that maps it, however that one ends. It
+    counts as shared memory, but is not limited by the size of /dev/shm, which is small in containers.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -187,7 +187,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, size: int) -> tuple[SharedMemory, str]:
-        """Of `size` bytes, and the path under which other processes find it while this one lives."""
+        """Memory of `size` bytes, and the path under which other processes find it while this one lives."""
         descriptor = os.memfd_create("rlhf-weights")
         os.ftruncate(descriptor, size)
         return cls(descriptor, size), f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -201,7 +201,7 @@ class SharedMemory:
             os.close(descriptor)
 
     def view(self, bucket: Bucket) -> Tensor:
-        """[numel] of the bucket, the memory itself."""
+        """[numel], the bucket's part of the memory itself, not a copy."""
         return torch.frombuffer(self._map, dtype=bucket.dtype, count=bucket.numel, offset=bucket.start)
 
 
@@ -216,7 +216,7 @@ def gloo_group(info: Mapping[str, Any], rank: int) -> dist.ProcessGroup:
 
 
 def _broadcast(group: dist.ProcessGroup, tensor: Tensor) -> None:
-    # gloo has no bfloat16 on every build: the bytes are what travels
+    # not every build of gloo has bfloat16, so the tensor is sent as bytes
     group.broadcast([tensor.view(torch.uint8)], dist.BroadcastOptions()).wait()
 
 
@@ -227,10 +227,10 @@ class Inbox:
         self._buckets = buckets(ParameterMeta(name, dtype, tuple(shape)) for name, dtype, shape in info["parameters"])
         self._memory = SharedMemory.open(info["memory"]) if info["memory"] else None
         self._group = None if info["memory"] else gloo_group(info, info["rank_offset"] + worker)
-        self._kept: dict[int, Tensor] = {}  # by bucket: new memory costs four times the sending
+        self._kept: dict[int, Tensor] = {}  # by bucket: allocating new memory takes four times as long as sending
 
     def receive(self, number: int) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a bucket; they stay as they are until the next weights are sent."""
+        """The tensors of a bucket; they do not change until the next weights are sent."""
         bucket = self._buckets[number]
         if self._memory is not None:
             flat = self._memory.view(bucket)
@@ -286,7 +286,7 @@ class CPUSender:
         self._client.finish_weight_update(str(version))
 
     def _send_bucket(self, number: int, stream: Iterator[tuple[str, Tensor]], pool: ThreadPoolExecutor) -> Future[None]:
-        """Fill a bucket and send it; what is returned ends when the engines have loaded it."""
+        """Fill a bucket and send it; the returned future ends when the engines have loaded it."""
         bucket = self._buckets[number]
         flat = self._staged(bucket) if self._memory is None else self._memory.view(bucket)
         with _one_thread():
@@ -314,7 +314,7 @@ class CPUSender:
 def _one_thread() -> Iterator[None]:
     """Copy with one thread: the engine loads at the same time, and threads that wait for a core cost 20 times more.
 
-    Measured with two busy cores: 435 MB in 200 tensors take 2.0 s with two threads a side, 0.08 s with one.
+    Measured with two busy cores: 435 MB in 200 tensors take 2.0 s with two threads per side, 0.08 s with one.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -374,17 +374,16 @@ class VLLMSender:
 def make_sender(
     backend: str, source: ParameterSource, client: EngineClient, rendezvous: Rendezvous, *, rank: int
 ) -> WeightSender:
-    """The learner's end of `backend`: rlhf_cpu, nccl or ipc. Meets the engines, which must be up."""
+    """The learner's end of `backend`: rlhf_cpu, nccl or ipc. It connects to the engines, which must be running."""
     if backend == BACKEND:
         return CPUSender(source, client, rendezvous, rank=rank)
     return VLLMSender(source, client, rendezvous, rank=rank, backend=backend)
 
 
-# --- the engine's end ---
-
-
 def register_with_vllm() -> None:
-    """Entry point of the plugin: runs in every vLLM process, more than once in some."""
+    """The engine's end, entry point of the plugin: it runs in every vLLM process, more than once in some."""
+    gc.freeze()  # imported modules stay
+    gc.enable()  # rollout/vllm_process.py stopped it
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform

@@ -14,7 +14,6 @@ from worlds import pack_rows
 
 from rlhf.algo.packing import (
     FILLER_TOKENS,
-    WHOLE_TOKENS,
     bundle_samples,
     bundle_sizes,
     draw_minibatches,
@@ -24,6 +23,7 @@ from rlhf.algo.packing import (
     sequence_cost,
     shared_beginnings,
 )
+from rlhf.algo.sizes import WHOLE_TOKENS
 from rlhf.types import PackedTokens, Rollout
 
 # --- minibatches ---

@@ -14,8 +14,7 @@ from fake_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
 
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.canary import FAR, MIN_TOKENS, MOVED_FAR, SEQUENCES, TOLERANCE, Canary
-from rlhf.log.reductions import Mean, StepMetrics
-from rlhf.log.rollout_metrics import ENGINE_KL_FROM
+from rlhf.log.reductions import ENGINE_KL_FROM, Mean, StepMetrics
 from rlhf.types import Rollout
 
 

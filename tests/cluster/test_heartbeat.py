@@ -52,7 +52,7 @@ def test_memory_of_an_actor_is_that_of_all_processes_below_it_and_of_its_gpus(
     actor: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in = tmp_path / "nvidia-smi"
-    stand_in.write_text("#!/bin/sh\necho '0, GPU-aa, 512\n1, GPU-bb, 1024'\n")
+    stand_in.write_text("#!/bin/sh\necho '0, GPU-aa, 512 MiB\n1, GPU-bb, 1024 MiB'\n")
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     family = [psutil.Process(actor.pid), *psutil.Process(actor.pid).children(recursive=True)]

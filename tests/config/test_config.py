@@ -328,7 +328,7 @@ def test_a_contradiction_names_both_keys_and_the_remedy(base: str, overrides: li
 
 def test_a_warm_up_as_a_fraction_suits_even_a_run_of_one_update(base: str) -> None:
     config = load_config(GRPOConfig, [base], ["run.steps=1", "learner.schedule.warmup_fraction=0.02"])
-    assert (config.total_updates, config.training.warmup_updates) == (1, 1)
+    assert (config.training.total_updates, config.training.warmup_updates) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_optimizer_steps_follow_from_steps_epochs_and_minibatches(base: str) -> 
     config = load_config(GRPOConfig, [base], ["learner.epochs_per_step=3", "learner.minibatches_per_epoch=4"])
     assert config.rollouts_per_step == 8 * 4
     assert config.training.updates_per_step == 3 * 4
-    assert config.total_updates == 10 * 12
+    assert config.training.total_updates == 10 * 12
     assert config.max_sequence_tokens == 100 + 28
 
 

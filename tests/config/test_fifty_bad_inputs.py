@@ -26,8 +26,8 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "algo.beta=0.1": ("algo.beta", "=0.1", "It is algo.kl_coef here."),
     "rollout.top_p=0.9": ("rollout.top_p", "=0.9", "Delete the line."),
     "data.train={pth: x.jsonl}": ("data.train.0.pth", "=x.jsonl", "Did you mean data.train.0.path?"),
-    "reward=[{name: maths}]": ("reward[0].name", "'maths'", "Did you mean math?"),
-    "reward=[{name: math, mod: strict}]": ("reward[0].mod", "'strict'", "Did you mean mode?"),
+    "reward=[{name: maths}]": ("reward.parts.0.name", "'maths'", "Did you mean math?"),
+    "reward=[{name: math, mod: strict}]": ("reward.parts.0.mod", "=strict", "Did you mean reward.parts.0.mode?"),
     # how it is written
     "steps": ("'steps'", "steps", "Write section.key=value, such as run.steps=10."),
     "run..steps=3": ("run..steps", "3", "Write section.key=value, such as run.steps=10."),
@@ -54,7 +54,7 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "algo.advantage=gae": ("algo.advantage", "=gae", "rlhf.ppo"),
     "cluster.device=gpu": ("cluster.device", "=gpu", "'cuda' or 'cpu'"),
     "learner.zero_stage=4": ("learner.zero_stage", "=4", "0, 1, 2 or 3"),
-    "reward=[{name: math, mode: harsh}]": ("reward[0].mode", "'harsh'", "'strict' or 'lenient'"),
+    "reward=[{name: math, mode: harsh}]": ("reward.parts.0.mode", "=harsh", "'strict' or 'lenient'"),
     "checkpoint.every=never": ("checkpoint.every", "=never", "steps above 0, auto or null"),
     # contradictions
     "rollout.samples_per_prompt=1": ("rollout.samples_per_prompt", "=1", "Use at least 2"),
@@ -139,7 +139,7 @@ def test_a_bad_row_is_named_with_its_value_and_the_remedy(config: Path, tmp_path
         (show.main, ["nowhere"], ("nowhere", "no", "run")),
         (report, ["nowhere"], ("nowhere", "no", "run")),
         (export.main, ["nowhere", "model"], ("nowhere", "neither a run", "Name one of them.")),
-        (quickstart.main, ["--output", "."], ("--output", "already holds files", "Name a new folder")),
+        (quickstart.main, ["--output", "."], ("--output=.", "not an empty folder", "Name a new folder")),
         (command.main, ["configs", "copy", "mth"], ("configs copy", "mth", "There are cispo, ")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

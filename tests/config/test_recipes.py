@@ -79,7 +79,7 @@ def test_the_run_of_the_real_model_has_no_warnings_and_adds_up_as_its_header_say
     rollout, steps = config.rollout, config.run.steps
     prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
     assert f"{prompts} prompts x {samples} samples = {config.rollouts_per_step} rollouts a step" in header
-    assert f"{steps} steps = {config.total_updates} optimizer steps on {steps * prompts:,} of" in header
+    assert f"{steps} steps = {config.training.total_updates} optimizer steps on {steps * prompts:,} of" in header
 
 
 def test_dapos_rewards_are_one_and_minus_one_up_to_a_shift_and_the_published_overlong_penalty() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from rlhf.config.data import DataConfig, SourceConfig
+from rlhf.config.sections import ModelConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, load_prompts, show_prompt
+from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
 from rlhf.data.read import check_source
 from rlhf.rewards.answers.extract import gold_answer
@@ -289,6 +291,17 @@ def test_missing_files_are_found_before_anything_is_read(folder: Path) -> None:
         check_source(SourceConfig(path="no/train.jsonl"), "data.train")
     with pytest.raises(ValueError, match=r"data\.eval\.1=\./nothing: there is no such file"):
         check_source(SourceConfig(path="./nothing"), "data.eval.1")
+
+
+def test_a_tokenizer_that_fails_without_a_text_is_reported_with_the_type_of_the_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
+    with pytest.raises(ValueError, match=r"^model\.path=\S+: its tokenizer cannot be loaded \(OSError\)"):
+        load_tokenizer(ModelConfig(path=str(folder)))
 
 
 def test_a_hub_name_is_asked_for_by_configuration_and_split_and_a_failure_is_one_message(

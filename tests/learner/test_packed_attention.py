@@ -130,6 +130,7 @@ ATTENTIONS: dict[str, tuple[Window | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["caps", "sinks in a window", "caps and sinks"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_capped_scores_and_sinks_are_the_same_by_flex_attention_as_in_blocks(batch: str, name: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from waiting import WAIT_S, eventually
 
+from rlhf.log import background
 from rlhf.log.background import BackgroundSink
 from rlhf.log.sinks import NO_DETAILS, Details, MlflowSink
 
@@ -35,14 +36,16 @@ class Server:
         self.closed = failed
 
 
-def sink_for(server: Server, warnings: list[str], *, close_s: float = WAIT_S) -> BackgroundSink:
-    return BackgroundSink(server, "logging.mlflow", warnings.append, first_wait_s=0.001, close_s=close_s)
+@pytest.fixture(autouse=True)
+def waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(background, "CLOSE_S", WAIT_S)
 
 
 @pytest.mark.parametrize("server", [Server(), Server(refuses=3), Server(every_second=True)])
 def test_every_row_arrives_in_order(server: Server) -> None:
     warnings: list[str] = []
-    sink = sink_for(server, warnings)
+    sink = BackgroundSink(server, "logging.mlflow", warnings.append)
     for step in range(5):
         sink.log(step, {})
     sink.close(failed=True)
@@ -52,9 +55,12 @@ def test_every_row_arrives_in_order(server: Server) -> None:
         assert warnings == ["logging.mlflow: it takes no rows (refused). The run goes on, and they are sent later."]
 
 
-def test_a_server_that_never_answers_costs_the_run_nothing_but_a_count_at_its_end() -> None:
+def test_a_server_that_never_answers_costs_the_run_nothing_but_a_count_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(background, "CLOSE_S", 0.05)
     warnings: list[str] = []
-    sink = sink_for(server := Server(hangs=True), warnings, close_s=0.05)
+    sink = BackgroundSink(server := Server(hangs=True), "logging.mlflow", warnings.append)
     began = time.monotonic()
     for step in range(3):
         sink.log(step, {})

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from rlhf.log import terminal
-from rlhf.log.sinks import Details
+from rlhf.log.sinks import Details, shown_reward
 from rlhf.log.terminal import Terminal, duration, two_responses
 
 STEP = {  # as a run logs them
@@ -175,6 +175,11 @@ def test_the_live_view_on_a_terminal_shows_stage_step_and_responses(monkeypatch:
     assert r"seven\u001b[2J \boxed{7}" in text  # a response cannot clear the screen
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")  # the cursor is back
     assert text.splitlines()[-1] == "the end"
+
+
+def test_a_response_is_green_only_for_a_reward_above_0() -> None:
+    shown = [shown_reward(reward) for reward in (None, -0.1, 0.0, 0.25)]
+    assert shown == [("none", "red"), ("-0.1", "red"), ("0", "red"), ("0.25", "green")]
 
 
 def test_two_responses_differ_in_their_reward_or_at_least_in_their_prompt() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
@@ -85,6 +86,15 @@ def test_a_server_that_answers_anything_is_reached() -> None:
         assert no_answer(f"http://127.0.0.1:{answering.server_port}") == ""
         answering.shutdown()
     assert "refused" in no_answer(f"http://127.0.0.1:{answering.server_port}")
+
+
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), URLError(TimeoutError("timed out"))])
+def test_a_request_that_gives_up_first_has_the_same_reason(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("urllib.request.urlopen", give_up)
+    assert no_answer("http://127.0.0.1") == f"no answer within {ANSWER_S:.0f} s"
 
 
 # --- what an offline run holds, read back from its files ---
@@ -225,3 +235,25 @@ def test_no_secret_is_in_any_file_of_a_run_or_in_its_output(tmp_path: Path) -> N
     assert any(path.suffix == ".wandb" for path in files)
     contents = {"output": (done.stdout + done.stderr).encode()} | {str(path): path.read_bytes() for path in files}
     assert [(name, s) for name, text in contents.items() for s in secrets if s.encode() in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("login", "server", "found"),
+    [
+        ("api.wandb.ai", None, True),  # wandb's own server, by the name that an older wandb has stored
+        ("api.wandb.ai", "http://wandb.company:8080", False),
+        ("wandb.company:8080", "http://wandb.company:8080", True),
+    ],
+)
+def test_a_key_is_found_for_the_server_of_wandbs_settings_alone(
+    login: str, server: str | None, found: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "netrc").write_text(f"machine {login}\n  login user\n  password {'0' * 40}\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")} | (
+        {"WANDB_BASE_URL": server} if server else {}
+    )
+    program = "from rlhf.log.wandb_sink import has_wandb_key; print(has_wandb_key())"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == str(found)

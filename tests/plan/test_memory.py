@@ -13,8 +13,6 @@ from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.plan.memory import (
     GIB,
-    HEAD_TILE,
-    WHOLE_TOKENS,
     Part,
     critic_memory,
     engine_memory,
@@ -296,20 +294,6 @@ def test_latent_attention_caches_one_latent_per_token_and_layer_whole_on_each_gp
 def test_on_cpu_the_kv_cache_is_what_the_config_says(make: Any) -> None:
     config = make("cluster.device=cpu", "rollout.kv_cache_gib=2", "model.dtype=float32", "cluster.tensor_parallel=1")
     assert engine_memory(model_shape(QWEN25_1B5), config).kv_tokens == 37_449  # of 56 KiB
-
-
-def test_tiles_of_logits_and_shares_of_beginnings_are_those_that_are_computed() -> None:
-    from types import SimpleNamespace
-
-    import torch
-
-    from rlhf.algo.logprobs import _default_tiles
-    from rlhf.algo.packing import WHOLE_TOKENS as PACKED_WHOLE_TOKENS
-
-    assert WHOLE_TOKENS == PACKED_WHOLE_TOKENS
-    for device, tile in HEAD_TILE.items():
-        weight: Any = SimpleNamespace(device=SimpleNamespace(type=device), dtype=torch.bfloat16)
-        assert tuple(_default_tiles(weight, None, None)) == tile
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from processes import cpu_seconds
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
-from rlhf.plan import check_resources
+from rlhf.plan import check_resources, resources
 from rlhf.plan.gpus import gpus_here
 from rlhf.plan.layout import draw, example_layout
 from rlhf.plan.report import plan_text
@@ -108,7 +109,8 @@ def test_steps_and_epochs_follow_from_the_rows_of_the_data(make: Any, tmp_path: 
 
 def test_fewer_rows_than_a_step_takes_are_a_warning_with_both_numbers(make: Any, tmp_path: Path) -> None:
     text = " ".join(plan_text(make(f"data.train={write_rows(tmp_path / 'few.jsonl', 31)}")).split())
-    assert "rollout.prompts_per_step=32: an epoch of data.train has only 31 rows. The run will be refused." in text
+    assert "rollout.prompts_per_step=32: an epoch of data.train has only 31 prompts, so a step would train" in text
+    assert "Use at most 31, or give it more rows. The run will be refused." in text
 
 
 def test_data_that_cannot_be_counted_is_named_with_the_reason(make: Any) -> None:
@@ -163,6 +165,19 @@ def test_without_a_gpu_its_memory_is_assumed_and_the_plan_says_so(make: Any, mon
     assert line_of(plan_text(make()), "memory of a GPU").startswith("79 GiB, assumed: no GPU is read here")
 
 
+@pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="the driver lists its GPUs without nvidia-smi")
+@pytest.mark.parametrize("program", ["#!/bin/sh\nexec sleep 60\n", "no program"])
+def test_an_nvidia_smi_that_hangs_or_cannot_be_run_counts_no_gpu(
+    program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(program)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(resources, "LISTING_S", 0.1)
+    assert resources.local_resources()["GPU"] == 0
+
+
 @pytest.mark.gpu
 def test_nvml_names_the_gpus_that_torch_sees() -> None:
     import torch
@@ -196,7 +211,7 @@ def test_the_configs_for_one_gpu_fit_it_without_a_warning(name: str, shape: dict
         f"{config.rollout.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = {rollouts:,} "
         f"rollouts a step, {minibatches} minibatches of {rollouts // minibatches}"
     ) in file.read_text()
-    assert f"= {config.total_updates} optimizer steps" in file.read_text()
+    assert f"= {config.training.total_updates} optimizer steps" in file.read_text()
     too_big = plan_text(config, model=QWEN25 | QWEN25_15B | {"num_hidden_layers": 60})
     assert "Warnings" in too_big
 
@@ -400,7 +415,7 @@ def test_warm_up_steps_of_the_critic_count_for_the_critic_and_not_for_the_policy
 def test_a_critic_may_take_more_optimizer_steps_on_the_same_rollouts(make_ppo: Any) -> None:
     config = make_ppo("critic.epochs_per_step=1", "critic.minibatches_per_epoch=12")
     assert line_of(plan_text(config), "optimizer steps, critic") == "100 steps x 1 epoch x 12 minibatches = 1,200"
-    assert (config.total_updates, config.critic_training.updates_per_step) == (400, 12)
+    assert (config.training.total_updates, config.critic_training.updates_per_step) == (400, 12)
     with pytest.raises(ValueError, match=r"critic\.minibatches_per_epoch=257: there are only 256 rollouts per step"):
         make_ppo("critic.minibatches_per_epoch=257")
 
@@ -487,6 +502,6 @@ def test_the_published_experiment_adds_up() -> None:
     assert config.rollouts_per_step == 48 * 16 == 768
     assert config.rollouts_per_step // config.learner.minibatches_per_epoch == 384
     assert config.run.steps == 1_000_000 // 768 == 1302
-    assert config.total_updates == 2604
+    assert config.training.total_updates == 2604
     gpus = config.cluster.learners + config.cluster.engines * config.cluster.tensor_parallel
     assert gpus == 6 + 2

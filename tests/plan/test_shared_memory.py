@@ -10,7 +10,7 @@ import pytest
 from worlds import make_config, make_ppo_config
 
 from rlhf.plan.memory import GIB
-from rlhf.plan.shared_gpus import BUCKET_BYTES, check_shared_gpus
+from rlhf.plan.shared_gpus import check_shared_gpus
 from rlhf.types import GPUMemory
 
 LLAMA31_8B = {
@@ -50,9 +50,3 @@ def test_policy_and_critic_are_judged_each_for_its_own_turn(tmp_path: Path) -> N
     (warning,) = check_shared_gpus(config, {"learner": ranks(62), "critic": ranks(61, away=60.0)})
     assert warning.startswith("memory: on a shared GPU a critic that trains needs about")
     assert "beside 18.0 GiB of weights" in warning
-
-
-def test_a_bucket_is_what_the_transfer_sends() -> None:
-    from rlhf.weights import transfer
-
-    assert BUCKET_BYTES == transfer.BUCKET_BYTES

@@ -219,7 +219,7 @@ def test_a_grant_of_what_is_not_there_is_named_before_anything_starts(key: str, 
 
 
 def test_a_built_in_reward_takes_no_grants() -> None:
-    with pytest.raises(ValueError, match=r"reward\[0\]\.options\.network=True: there is no such option|network=True"):
+    with pytest.raises(ValueError, match=r"reward\.parts\.0\.network=true: there is no such key"):
         RewardConfig.model_validate([{"name": "math", "network": True}])
 
 
@@ -231,7 +231,7 @@ from rlhf.rewards.scorer import Scorer
 assert forbid_calls(int(sys.argv[1]), [CREATE_RULESET])
 with Scorer(RewardConfig.model_validate({"parts": ["math"], "workers": 1, "spares": 0})) as scorer:
     print(*scorer.warnings)
-    print(scorer.score_batch([r"\\boxed{5}"], ["5"])[0].score)
+    print(scorer.graded_batch(scorer.submit_batch([r"\\boxed{5}"], ["5"]))[0].score)
 """
 
 

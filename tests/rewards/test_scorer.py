@@ -106,8 +106,8 @@ def test_many_responses_are_scored_at_once_and_each_gets_its_own(scorer: Scorer)
     assert asyncio.run(run()) == [float(k % 7 == k) for k in range(300)]
 
 
-def test_score_batch_gives_score_answer_and_status_in_order(scorer: Scorer) -> None:
-    graded = scorer.score_batch([r"\boxed{5}", "no", r"\boxed{6}"], ["5", "5", ""])
+def test_a_batch_gives_score_answer_and_status_in_order(scorer: Scorer) -> None:
+    graded = scorer.graded_batch(scorer.submit_batch([r"\boxed{5}", "no", r"\boxed{6}"], ["5", "5", ""]))
     assert [(g.extracted, g.status) for g in graded] == [("5", "ok"), ("", "no_answer"), ("", "bad_gold")]
 
 

@@ -13,9 +13,8 @@ from worlds import make_config, make_groups
 
 from rlhf.config.load import flat_keys
 from rlhf.log.diagnosis import Diagnosis
-from rlhf.log.reductions import Mean, to_values
-from rlhf.log.rollout_metrics import rollout_metrics
-from rlhf.rewards.grade import count_answers
+from rlhf.log.reductions import to_values
+from rlhf.run.rollout_metrics import rollout_metrics
 from rlhf.run.signal_watch import SignalWatch, UselessRunError
 from rlhf.types import RolloutGroup, ScoredRollout
 
@@ -51,7 +50,6 @@ def end_of(*steps: Step, budget: int | None = 4, planned: int = 10, **sections: 
     for number, (groups, advantages, trained, taken) in enumerate(steps, start=1):
         samples = [sample for group in groups for sample in group.samples]
         metrics = rollout_metrics(groups, advantages, version=0, asynchronous=False)
-        metrics["reward/answered_fraction"] = Mean(*count_answers(samples))
         skipped += not taken
         statuses.update(f"reward/status/math/{sample.status}" for sample in samples)
         values = to_values(metrics) | statuses | {"learner/updates_skipped": skipped}
@@ -97,6 +95,14 @@ def test_a_run_that_learns_nothing_ends_and_says_why_and_what_to_change(
 
 def test_equal_rewards_are_no_signal_even_if_a_critic_gives_advantages() -> None:
     assert end_of(*[(FLAT[0], np.linspace(-1, 1, 8), 8, 1)] * 4)[0] == 4
+
+
+def test_an_unscorable_response_does_not_make_the_rewards_of_its_group_differ() -> None:
+    first, second = FLAT[0]
+    groups = [dataclasses.replace(first, samples=(*first.samples[:3], UNSCORABLE[0][0].samples[3])), second]
+    metrics = to_values(rollout_metrics(groups, np.zeros(8), version=0, asynchronous=False))
+    assert metrics["reward/equal_group_fraction"] == 1
+    assert end_of(*[(groups, np.linspace(-1, 1, 8), 7, 1)] * 4)[0] == 4
 
 
 def test_a_run_goes_on_while_some_steps_teach_and_a_short_one_is_judged_by_all_of_its_steps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,5 +78,7 @@ def test_workers_busy_wait_less_on_cpu_and_as_vllm_does_on_gpus(on_cpu: bool, mo
 
     monkeypatch.setattr(SpinCondition.__init__, "__defaults__", (1,))
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: on_cpu)
+    gc.disable()  # as in vLLM's own processes
     transfer.register_with_vllm()
+    assert gc.isenabled()
     assert SpinCondition.__init__.__defaults__ == ((transfer.SPIN_S,) if on_cpu else (1,))

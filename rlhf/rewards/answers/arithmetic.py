@@ -13,7 +13,7 @@ from rlhf.rewards.answers.errors import UndefinedError
 
 MAX_WORK = 200_000  # of one comparison, in units of about a microsecond; a fraction of a second
 MAX_EXACT_BITS = 400_000  # of an exact power or factorial; more than any answer has
-BITS_PER_WORK = 1_000  # two fractions of together so many bits are added or multiplied in a unit of work
+BITS_PER_WORK = 1_000  # two fractions with this many bits together are added or multiplied in one unit of work
 MAX_MAGNITUDE = 64  # bits of an exponent; a tower of powers has more
 MAX_FACTORIAL = 5_000
 MAX_BINOMIAL = 20_000
@@ -45,7 +45,7 @@ def work(amount: int) -> None:
 
 
 def values_agree(a: Value, b: Value, digits: int) -> bool | None:
-    """Whether two values agree; None if that takes more than so many digits."""
+    """Whether two values agree; None if this many digits do not decide it."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
     a, b = as_real(a), as_real(b)
@@ -141,14 +141,14 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
         return None
     roots = []
     for part in (value.numerator, value.denominator):
-        root = _integer_root(part, degree)
+        root = integer_root(part, degree)
         if root**degree != part:
             return None
         roots.append(root)
     return Fraction(roots[0], roots[1])
 
 
-def _integer_root(value: int, degree: int) -> int:
+def integer_root(value: int, degree: int) -> int:
     """floor(value ** (1 / degree)) by Newton's method on integers."""
     if degree == 2:
         return math.isqrt(value)
@@ -178,7 +178,7 @@ def _binomial(upper: Value, lower: Value) -> Value:
 
 
 def _log(value: Value, base: Value | None = None) -> Value:
-    """The logarithm; without a base the natural one, for `log` too, as in most of mathematics."""
+    """The logarithm. Without a base it is the natural one, for `log` too, as in most of mathematics."""
     if value == 0:
         raise UndefinedError("logarithm of zero")
     numerator = mp.log(check_size(value, 10**9))

@@ -31,7 +31,7 @@ OVER = re.compile(  # how long, or for how many; after a noun: 5 over 3 is a fra
 
 
 def without_asides(text: str) -> str:
-    """The answer without such remarks; a remark that states another number, or hedges, stays."""
+    """The answer without such remarks; a repetition of another number stays, and so does a reason that hedges."""
     if "(" in text:
         once = SAID_TWICE.sub(_once, " ".join(unwrapped(text).split()))
         text = once if once != " ".join(unwrapped(text).split()) else text

@@ -92,7 +92,7 @@ REPEATING = re.compile(
     r"(?<![\d.])(\d{0,60})\.(\d{0,60})(?:\\(?:overline|bar|dot)\s*(?:\{(\d{1,60})\}|(\d))|\((\d{1,60})\))"
 )
 REPEATING_FROM_TO = re.compile(r"\\dot\s*\{?(\d)\}?(\d{0,58})\\dot\s*\{?(\d)\}?")
-# What stands left of the last `=` and only names the value, in notation that the grammar does not know.
+# The part before the last `=` that only names the value, in notation that the grammar does not know.
 NAME_OF_VALUE = re.compile(
     r"^\s*(?:[A-DI-OR-Z]\s?\([\d,\s]+\)"
     r"|\\(?:Pr|deg|dim|min|max|gcd|lcm|lim|int|sum|prod|lVert|bar|overline|tilde|mathbb\s*\{[PE]\})(?![a-z])|\\\|"
@@ -255,7 +255,7 @@ def _one_character(char: str) -> str:
 
 
 def _strip_outer(text: str) -> str:
-    """Without the delimiters of a formula around all of it."""
+    """The text without formula delimiters around all of it."""
     changed = True
     while changed:
         changed = False
@@ -277,7 +277,7 @@ def _roman(match: re.Match[str]) -> str:
 
 
 def _half_line(match: re.Match[str]) -> str:
-    r"""The positive numbers as an interval, for `\\mathbb{R}^+`; R_{\\ge 0} has the 0."""
+    r"""The positive numbers as an interval, for `\\mathbb{R}^+`; R_{\\ge 0} includes 0."""
     sign = (match[1] or match[2]).rstrip("0 ")
     if re.fullmatch(NONZERO, sign):
         return r"(-\infty,0)\cup(0,\infty)"
@@ -293,7 +293,7 @@ def _base(match: re.Match[str]) -> str:
 
 
 def _cases(match: re.Match[str]) -> str:
-    """The rows of a system as a list of equations; of a function defined by cases as pairs of value and condition."""
+    """A system becomes a list of equations; a function defined by cases becomes pairs of value and condition."""
     rows: list[str] = []
     for row in re.split(r"\\\\", match[2]):
         if rows and re.match(r"[\s&]*=", row):  # the next step of a calculation
@@ -337,7 +337,7 @@ OPTION_NAMED = re.compile(
     r"(?:(?i:(?:the )?(?:correct )?(?:option|choice|answer)(?: is|:)?)\s*)?\(?\s*([A-Za-z])\s*\)?\s*[.:]?"
 )
 OPTION_LEADING = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?=\S)")
-# Another option after the first: (D), D) or a lone D. The article of "A bird" and the letters of a formula are none.
+# Another option after the first: (D), D) or a lone D. The article in "A bird" and letters in a formula do not count.
 ANOTHER_OPTION = re.compile(
     r"(?<![\w\\])\(\s*([A-Ja-j])\s*\)|(?!(?<!.)[AI] (?!or\b|and\b|but\b)[a-z]{2})(?<![\w\\'])([A-J])(?![\w'])"
 )
@@ -356,7 +356,7 @@ FORMULA = re.compile(
 def option_letter(text: str) -> tuple[str, str] | None:
     """(letter, rest) of a chosen option: C, (c), C., `C) 42`, `(C) 42`, option C; None if the text is no option.
 
-    None too if another option follows, unless it is called wrong, or if the letter itself is: `(C) or (D)`.
+    Also None if another option follows that is not called wrong, `(C) or (D)`, or if the letter itself is called wrong.
     """
     plain = unwrapped(text)
     if named := OPTION_NAMED.fullmatch(plain):

@@ -106,7 +106,7 @@ def _squeezed(text: str) -> str:
 
 
 def _as_words(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
-    """Compare options and prose; None if one of the two is mathematics and the other may be."""
+    """Compare options and prose; None if the two must be compared as mathematics."""
     if (same_time := same_clock_time(answer, gold)) is not None:
         return same_time
     wanted, given = option_letter(gold), option_letter(answer)
@@ -192,7 +192,7 @@ def _equations(gold: Node, answer: Node) -> bool | None:
 
 
 def _collections(gold: Node, answer: Node) -> bool | None:
-    """Compare sets and lists in any order; a list without brackets may be a tuple, in its order."""
+    """Compare sets and lists in any order; a list without brackets may equal a tuple in the same order."""
     kinds = (gold.kind, answer.kind)
     if "set" not in kinds and "list" not in kinds:
         return None
@@ -301,7 +301,7 @@ def _tuples(gold: Node, answer: Node) -> bool | None:
 
 
 def _ratios(gold: Node, answer: Node) -> bool | None:
-    """Compare ratios: 3:4 equals 6:8 and three quarters; 12:30 is a time and equals no other."""
+    """Compare ratios: 3:4 equals 6:8 and three quarters; 12:30 is a time and equals no other time."""
     ratios = [node for node in (gold, answer) if node.kind == "ratio"]
     if not ratios:
         return None

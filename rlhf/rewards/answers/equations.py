@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 
 from rlhf.rewards.answers.arithmetic import Value, as_real, mpf, same_number
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import Node, free_symbols
-from rlhf.rewards.answers.value import LINE_POINTS, POINTS, constant, estimate_of, evaluate, points
+from rlhf.rewards.answers.value import POINTS, constant, estimate_of, evaluate, points, zero_and_slope
 
 Same = Callable[[Node, Node], bool]
 
 LABEL_KINDS = ("sym", "const", "call", "text", "group", "mul", "div", "worded", "unit")
 EXPRESSION_LABEL_KINDS = (*LABEL_KINDS, "add", "neg")
-MAX_ROUNDING = 0.02  # relative; further off than this, the number after an approximation sign is another answer
+MAX_ROUNDING = 0.02  # relative; if the number after an approximation sign is further off, it is another answer
 FLIPPED = {">": "<", ">=": "<=", "<": "<", "<=": "<="}
 
 
@@ -51,7 +50,7 @@ def unlabelled(node: Node, same: Same, *, of_gold: bool) -> Node | None:
 
 
 def _without_rounded_side(node: Node, kinds: tuple[str, ...]) -> Sequence[Node]:
-    """The sides before `\\approx`, if the last of them is an exact value: sqrt(2) of sqrt(2) ~ 1.414."""
+    """The sides before `\\approx`, if the last of them is an exact value: sqrt(2) in sqrt(2) ~ 1.414."""
     if not node.name.endswith("~") or is_label(node.args[-2], kinds=kinds):
         return node.args
     exact, rounded = (_rough_value(side) for side in node.args[-2:])
@@ -160,20 +159,14 @@ def _same_solution(left: Node, right: Node) -> bool:
     """
     for symbol in sorted(free_symbols(left)):
         try:
-            roots = [[_root(node, point, symbol) for node in (left, right)] for point in points([*free_symbols(left)])]
+            roots = [
+                [zero_and_slope(node, point, symbol)[0] for node in (left, right)]
+                for point in points([*free_symbols(left)])
+            ]
         except (UndefinedError, UnsupportedError):
             continue
         return all(same_number(*pair) for pair in roots)
     raise UnsupportedError("equations that are not linear")
-
-
-def _root(node: Node, point: dict[str, Value], symbol: str) -> Value:
-    """The only zero along a symbol. Raises UnsupportedError if the expression is not linear in it."""
-    at = [as_real(evaluate(node, {**point, symbol: Fraction(x)})) for x in LINE_POINTS]
-    slope = at[1] - at[0]
-    if slope == 0 or not all(same_number(value, at[0] + slope * x) for value, x in zip(at, LINE_POINTS, strict=True)):
-        raise UnsupportedError("not linear")
-    return -at[0] / slope
 
 
 def _divides_by_a_symbol(node: Node) -> bool:

@@ -13,12 +13,13 @@ from fractions import Fraction
 from itertools import combinations
 from math import gcd
 
+from rlhf.rewards.answers.arithmetic import integer_root
 from rlhf.rewards.answers.node import Node, free_symbols, number
 from rlhf.rewards.answers.value import constant, estimate_of
 
 CONTAINERS = ("list", "set", "group", "matrix", "row", "unit", "worded", "percent", "degree", "ratio", "setop")
 SIGNS = ("neg", "pm")
-MAX_CALLS = 2  # of functions in an expression with variables whose gold answer has fewer: sin x / cos x for tan x
+MAX_CALLS = 2  # of functions in an expression with variables, if the gold answer has fewer: sin x / cos x for tan x
 SIMPLIFIED = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "log"])  # sin^2 x + cos^2 x is 1
 MAX_FACTOR = 10_000  # of a radicand: the root of a larger factor is not taken out
 MAX_DEGREE = 12  # roots of a higher degree, or of a number of more bits, are not simplified
@@ -35,7 +36,7 @@ def is_evaluated(answer: Node, gold: Node) -> bool:
 
 
 def _values(node: Node) -> Iterator[Node]:
-    """The expressions in lists, intervals, relations and the like; of an equation the side that states the value."""
+    """The expressions in lists, intervals, relations and the like; in an equation the side that states the value."""
     if node.kind == "relation" and set(node.name.split()) <= EQUALS:
         yield from _values(_stated_side(node))
     elif node.kind == "builder":
@@ -51,7 +52,7 @@ def _values(node: Node) -> Iterator[Node]:
 
 
 def _stated_side(equation: Node) -> Node:
-    """The last side, or the first one of `5 = x`; before a rounded number the exact one."""
+    """The last side; in `5 = x` the first one; before a rounded number the exact one."""
     sides = equation.args[:-1] if equation.name.split()[-1] == "~" and len(equation.args) > 2 else equation.args
     if equation.name == "~" and equation.args[0].kind not in ("sym", "call", "text"):
         return equation.args[0]
@@ -59,7 +60,7 @@ def _stated_side(equation: Node) -> Node:
 
 
 def _conditions(gold: Node) -> Iterator[Node]:
-    """The left sides of equations that are more than a label: xy of xy = 1."""
+    """The sides of equations that are more than a label: xy in xy = 1."""
     for relation in _relations(gold):
         if set(relation.name.split()) <= EQUALS:
             yield from (side for side in relation.args if side.kind in ("add", "mul", "div", "pow"))
@@ -125,7 +126,7 @@ def _value_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> bool:
 
 
 def _with_unit_as_constant(node: Node, units: set[str]) -> Node:
-    """The same expression with the symbol of a unit, m of 5m, as a factor like pi."""
+    """The same expression with the symbol of a unit, m in 5m, as a factor like pi."""
     if node.kind == "sym" and node.name in units:
         return Node("const", name="unit " + node.name)
     return replace(node, args=tuple(_with_unit_as_constant(arg, units) for arg in node.args))
@@ -241,7 +242,7 @@ def _is_power_of_ten(node: Node) -> bool:
 
 
 def _irrational(node: Node) -> tuple[object, object] | None:
-    """What identifies a root, a constant or a power of one; None for any other kind of factor."""
+    """The key of a root, a constant or a power of a constant; None for any other kind of factor."""
     if node.kind == "const":
         return node.name, 1
     if node.kind == "pow":
@@ -289,7 +290,7 @@ def _root(node: Node) -> tuple[int, int] | None:
     if value < 0 and degree % 2 == 0:
         return degree, -_without_powers(radicand, degree)
     for divisor in (divisor for divisor in range(degree, 1, -1) if degree % divisor == 0):
-        root = _whole_root(radicand, divisor)
+        root = integer_root(radicand, divisor)
         if root**divisor == radicand:
             return (degree // divisor, _without_powers(root, degree // divisor)) if divisor < degree else RATIONAL
     return degree, _without_powers(radicand, degree)
@@ -297,17 +298,9 @@ def _root(node: Node) -> tuple[int, int] | None:
 
 def _without_powers(radicand: int, degree: int) -> int:
     """The radicand without the factors whose root can be taken."""
-    largest = min(_whole_root(radicand, degree), MAX_FACTOR)
+    largest = min(integer_root(radicand, degree), MAX_FACTOR)
     powers = (root**degree for root in range(largest, 1, -1)) if radicand < MAX_FACTOR**2 else ()
     return radicand // next((power for power in powers if radicand % power == 0), 1)
-
-
-def _whole_root(radicand: int, degree: int) -> int:
-    """The largest whole number whose power is not above the radicand, by Newton's method."""
-    root = 1 << -(-radicand.bit_length() // degree)
-    while (better := ((degree - 1) * root + radicand // root ** (degree - 1)) // degree) < root:
-        root = better
-    return root
 
 
 def _has_square_factor(root: Node) -> bool:
@@ -337,7 +330,7 @@ def _expression_is_evaluated(value: Node, wanted: list[Node]) -> bool:
 
 
 def _constants(node: Node) -> Iterator[Node]:
-    """The largest parts without a variable: 2 and log_2 8 of 2x^{log_2 8}."""
+    """The largest parts without a variable: 2 and log_2 8 in 2x^{log_2 8}."""
     if not free_symbols(node):
         yield node.args[0] if node.kind in ("percent", "degree") else node
     else:
@@ -346,7 +339,7 @@ def _constants(node: Node) -> Iterator[Node]:
 
 
 def _is_plain(constant_part: Node) -> bool:
-    """Whether a coefficient or exponent is worked out; a root that is a whole number, sqrt(4) of sqrt(4) x, is not."""
+    """Whether a coefficient or exponent is worked out; a root with a rational value, sqrt(4) in sqrt(4) x, is not."""
     return is_number(constant_part) and (constant_part.kind != "call" or _root(constant_part) != RATIONAL)
 
 

@@ -17,7 +17,7 @@ from rlhf.rewards.answers.last_number import MEASURE, WORD, Span, last_number, o
 
 # Chat templates end a turn with one of these; the text after it does not answer this prompt.
 END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end)\|>|</s>|<eos>|<end_of_turn>")
-TAIL_CHARACTERS = 20_000  # an answer without a mark is searched in the last so many characters
+TAIL_CHARACTERS = 20_000  # all steps except `box` search only this many characters at the end
 LAST_LINE = 400  # characters, at most
 MAX_CONNECTOR = 80  # characters between two boxes that can be one answer
 CLAUSE_CHARACTERS = 2_000  # of an answer after "the answer is", at most
@@ -94,7 +94,7 @@ OPTION_ARTICLE = re.compile(
 ROUNDED = re.compile(r"\s*\(?\s*(?:≈|~|(?:or )?(?:about|approximately|approx\.))\s*")  # $4\\sqrt{3}$ ≈ 6.93
 COPULA = re.compile(r"\b(?:is|are|equals|equal to|be|becomes)\b\s*:?")
 PERCENT_WORD = re.compile(r"\s*(?:\\?%|percent(?:age)?\b|pct\b)", re.IGNORECASE)
-MARKDOWN = (  # a text that the mark needs, the mark around \1; 9**9 is a power, __import__ is code
+MARKDOWN = (  # (text that the mark contains, the mark around its content \1); 9**9 is a power, __import__ is code
     ("```", re.compile(r"^[ \t]*```\w*[ \t]*$\n?()", re.MULTILINE)),
     ("**", re.compile(r"\*(?<![\w)*]\*)\*{1,2}(?=[^\s*])([^\n]{1,300}?)(?<=[^\s*])\*{2,3}(?![\w(*])")),
     ("*", re.compile(r"\*(?<![\w)\\*]\*)(?=[^\s*])([^*\n]{1,300}?)(?<=\S)\*(?![\w(*])")),
@@ -153,7 +153,7 @@ def after_thinking(response: str) -> str | None:
 def without_markdown(text: str) -> str:
     """The text without the marks of bold, italics, code, quotes and lists, and without a remark after the answer.
 
-    Of a text that is very long, only the end.
+    Only the end of a very long text is kept.
     """
     text = REMARK.sub("", text[-TAIL_CHARACTERS:])
     text = BOLD_WORDS.sub(r"\1$\\text{\2}$\3", BOLD_FORMULA.sub(r"\1$\3$\4", text))
@@ -167,7 +167,7 @@ def without_markdown(text: str) -> str:
 
 
 def gold_answer(gold: str, answer_format: AnswerFormat = "auto") -> str | None:
-    r"""The answer in a gold column, for training and grading alike: "1, 2" of `\boxed{1} and \boxed{2}`.
+    r"""The answer in a gold column, for training and grading alike: "1, 2" for `\boxed{1} and \boxed{2}`.
 
     Args:
         answer_format: gsm8k (the text after `####` on the last line, without thousands separators), boxed (the last
@@ -300,7 +300,7 @@ def _sentence(sentence: str) -> str | None:
 
 
 def _leading_spans(text: str) -> str | None:
-    """The math spans at the beginning of the text, with connectors between them and maybe a percent sign after them."""
+    """The math spans that begin the text, with connectors between them and a percent sign or unit after them."""
     spans: list[Span] = []
     position = 0
     while (match := MATH_SPAN.match(text, position)) is not None:
@@ -343,7 +343,7 @@ def _last_span(text: str) -> Span | None:
 
 
 def _same_name(spans: list[Span]) -> bool:
-    """Whether two spans are values of one variable, or of none: x = 2 and x = 3; not m = 2 and n = 3."""
+    """Whether two spans are values of the same variable or of no variable: x = 2 and x = 3; not m = 2 and n = 3."""
     return spans[0].content.rpartition("=")[0].strip() == spans[1].content.rpartition("=")[0].strip()
 
 
@@ -379,7 +379,7 @@ def _whole(text: str) -> str | None:
 
 
 def _refuses(text: str) -> bool:
-    """Whether the end says that there is no answer, or is program code: then a number in it is not an answer."""
+    """Whether the end of the text refuses to answer, or is program code: a number in it is then not an answer."""
     return REFUSAL.search(text[-200:]) is not None or CODE.search(text[-1000:]) is not None
 
 

@@ -11,7 +11,7 @@ WHOLE, CONSTANTS, UNKNOWNS = frozenset("kmn"), frozenset("CcK"), frozenset({*"xy
 
 
 def in_one_notation(gold: Node, answer: Node) -> tuple[Node, Node]:
-    """Both, a vector as a tuple if the other is a tuple or a row or column, and with the letters of the gold answer."""
+    """Both trees: a vector becomes a tuple if the other is a tuple, row or column; the answer gets the gold letters."""
     sizes = _size(gold), _size(answer)
     if sizes[1] and not sizes[0]:
         gold = _as_tuple(gold, sizes[1]) or gold
@@ -21,7 +21,7 @@ def in_one_notation(gold: Node, answer: Node) -> tuple[Node, Node]:
 
 
 def _with_letters_of(gold: Node, answer: Node) -> Node:
-    """The answer with the gold answer's letter for any whole number, k of 2k pi, or for a constant, C of x^2 + C."""
+    """The answer with the gold answer's letter for any whole number, k in 2k pi, or for a constant, C in x^2 + C."""
     names = free_symbols(gold), free_symbols(answer)
     for letters, is_free in ((WHOLE, _has_pi), (CONSTANTS, _adds_a_constant)):
         (wanted, given) = (sorted(letters & used) for used in names)
@@ -47,7 +47,7 @@ def _renamed(node: Node, old: str, new: str) -> Node:
 
 
 def _size(node: Node) -> int:
-    """How many entries a vector has; 0 if the node is none."""
+    """How many entries a vector has; 0 if the node is not a vector."""
     if node.kind == "group" and node.name == "()":
         return len(node.args)
     if node.kind == "matrix" and (len(node.args) == 1 or len(node.args[0].args) == 1):
@@ -72,7 +72,7 @@ def _as_tuple(node: Node, size: int) -> Node | None:
 
 
 def _entry(term: Node) -> tuple[Node, Node]:
-    """(2, j) of 2j and (1, j) of j."""
+    """(2, j) for 2j and (1, j) for j."""
     if term.kind == "neg":
         entry, unit = _entry(term.args[0])
         return Node("neg", (entry,)), unit

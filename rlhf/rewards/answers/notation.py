@@ -97,7 +97,7 @@ def _root(p: Parser) -> Node:
         p.take()
         degree = p.sum()
         p.expect("]")
-    # people who write \sqrt10 mean the root of ten, though LaTeX does not
+    # \sqrt10 is meant as the root of ten, although LaTeX reads it as the root of 1, then 0
     radicand = p.group(keep=False) if p.at("op", "(") else numeral(p.take().value) if p.at("num") else p.argument()
     return Node("call", (radicand, degree), "root")
 

@@ -16,7 +16,7 @@ from rlhf.rewards.answers.value import constant, equal
 from rlhf.rewards.answers.words import SCALES, may_stand_after, may_stand_before
 
 RADIANS = unit_of("radian")
-MIN_ROUNDED_DIGITS = 6  # a decimal of so many significant digits may be a rounded repeating decimal
+MIN_ROUNDED_DIGITS = 6  # a decimal with at least this many significant digits may be a rounded repeating decimal
 
 
 def same_quantity(gold: Node, answer: Node) -> bool:
@@ -71,7 +71,7 @@ def _same_text(a: str, b: str) -> bool:
 
 
 def _conversion(unit: str, into: str) -> Fraction | None:
-    """How many `into` make one `unit`; 1 if one is not a measure (eggs), None if their dimensions differ."""
+    """How many `into` make one `unit`; 1 if either is not a measure (eggs), None if their dimensions differ."""
     source, target = unit_of(unit), unit_of(into)
     if source is None or target is None:
         return Fraction(1)
@@ -139,7 +139,7 @@ def _is_share(node: Node) -> bool:
 
 
 def _with_decimal_logarithms(node: Node) -> Node:
-    """`log` without a base is the natural one in most of mathematics and the decimal one at school."""
+    """Read `log` without a base as the decimal logarithm, as at school; in most mathematics it is the natural one."""
     name = "lg" if node.kind == "call" and node.name == "log" and len(node.args) == 1 else node.name
     return Node(node.kind, tuple(map(_with_decimal_logarithms, node.args)), name, node.value)
 

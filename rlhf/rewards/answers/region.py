@@ -5,14 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cmp_to_key
 from itertools import pairwise
 
 from rlhf.rewards.answers.arithmetic import Value, as_real, mp, mpc, mpf, same_number
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import INFINITY, Node, free_symbols
-from rlhf.rewards.answers.value import LINE_POINTS, evaluate
+from rlhf.rewards.answers.value import evaluate, zero_and_slope
 
 COMPARE = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "!=": operator.ne}
 SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
@@ -74,7 +73,7 @@ def region(node: Node) -> Region:
 def same_region(gold: Node, answer: Node) -> bool:
     """Whether both describe the same subset of the real line; one of the two may be an inequality of any shape.
 
-    Raises UnsupportedError when neither can be written as intervals.
+    Raises UnsupportedError unless one is a set of intervals and the other too, or inequalities in one variable.
     """
     regions: list[Region | None] = []
     for node in (gold, answer):
@@ -103,7 +102,7 @@ def _is_condition(node: Node) -> bool:
 
 
 def _holds(condition: Node, point: dict[str, Value]) -> bool:
-    """Whether inequalities hold at a point: one of a list joined by `or`, all of other lists; False without a value."""
+    """Whether inequalities hold at a point: any in a list joined by `or`, all in other lists; False without a value."""
     if condition.kind == "list":
         return (any if condition.name == "or" else all)(_holds(part, point) for part in condition.args)
     try:
@@ -116,7 +115,7 @@ def _holds(condition: Node, point: dict[str, Value]) -> bool:
 
 
 def _probes(known: Region) -> Iterator[tuple[Value, bool]]:
-    """Points at which an inequality must agree with the region: its ends, points near them, and all over the line."""
+    """Points at which an inequality must agree with the region: its ends, points near and between them, and others."""
     ends = sorted({end for piece in known.pieces for end in (piece.low, piece.high) if mp.isfinite(end)})
     near = [end + sign * mpf(10) ** -power for end in ends for sign in (-1, 1) for power in (9, 6, 3)]
     spread = [mpf(k * abs(k)) / 7 + mpf(1) / 30 for k in range(-60, 61)]
@@ -189,15 +188,10 @@ def _solved(left: Node, op: str, right: Node, variable: str) -> tuple[Piece, ...
         if infinite in (INFINITY, Node("neg", (INFINITY,))) and side.kind == "sym" and direction in ORDERED:
             return (LINE,)
     difference = Node("add", (left, Node("neg", (right,))))
-    at = [as_real(evaluate(difference, {variable: Fraction(x)})) for x in LINE_POINTS]
-    slope = at[1] - at[0]
-    if (
-        isinstance(slope, mpc)
-        or slope == 0
-        or not all(same_number(value, at[0] + slope * x) for value, x in zip(at, LINE_POINTS, strict=True))
-    ):
-        raise UnsupportedError("not linear")
-    return _half_line(op if slope > 0 else SWAPPED[op], -at[0] / slope)
+    zero, slope = zero_and_slope(difference, {}, variable)
+    if isinstance(slope, mpc):
+        raise UnsupportedError("not real")
+    return _half_line(op if slope > 0 else SWAPPED[op], zero)
 
 
 def _half_line(op: str, bound: Value) -> tuple[Piece, ...]:
@@ -219,7 +213,7 @@ def _builder(node: Node) -> Region:
 
 
 def _listed(node: Node) -> Region:
-    """The union of a list joined by `or`; of other lists the intersection, or the union if that is empty."""
+    """The union for a list joined by `or`; for other lists the intersection, or the union if that is empty."""
     if not all(arg.kind in ("relation", "setop", "numbers") for arg in node.args):
         raise UnsupportedError("a list")
     regions = [region(arg) for arg in node.args]

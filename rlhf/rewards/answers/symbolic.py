@@ -74,7 +74,7 @@ def _may_exceed_bits(text: str) -> bool:
 
 
 def _group(text: str, start: int) -> str:
-    """The brackets that begin here with what is in them, or one token."""
+    """The bracketed text that begins here, or one token."""
     depth = 0
     for position in range(start, len(text)):
         depth += (text[position] in "{(") - (text[position] in "})")

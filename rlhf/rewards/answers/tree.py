@@ -23,7 +23,7 @@ MAX_DEPTH = 60  # nested brackets; each level takes about ten Python frames
 
 CALLABLE_LETTERS = frozenset("fghFGHPQE")  # before a bracket, these are functions, not factors
 IGNORED_COMMANDS = frozenset(["$", "angle", "triangle", "ce", "#", "therefore"])
-MEASURES = {"pct": "percent", "degree": "degree"}  # weaker than a product: 33\\frac13\\% is 33 1/3 per cent
+MEASURES = {"pct": "percent", "degree": "degree"}  # bind weaker than a product: 33\\frac13\\% is 33 1/3 per cent
 
 
 def parse(text: str, *, thousands: bool = True) -> Node:

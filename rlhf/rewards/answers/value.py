@@ -1,4 +1,4 @@
-"""The value of an expression: an exact fraction if possible, else a number of as many digits as asked for.
+"""The value of an expression: an exact fraction if possible, else a number with the requested number of digits.
 
 Two expressions are equal if they agree exactly, or to hundreds of digits, at every point: constants at one, expressions
 with variables at several. Nothing is simplified, so no result can grow without bound, and no float is compared.
@@ -23,6 +23,7 @@ from rlhf.rewards.answers.arithmetic import (
     over,
     plus,
     power,
+    same_number,
     times,
     values_agree,
     work,
@@ -72,6 +73,15 @@ def evaluate(node: Node, point: dict[str, Value]) -> Value:
         raise UndefinedError(str(error)) from None
 
 
+def zero_and_slope(node: Node, point: dict[str, Value], symbol: str) -> tuple[Value, Value]:
+    """The only zero along a symbol, and the slope. Raises UnsupportedError if the node is not linear in the symbol."""
+    at = [as_real(evaluate(node, {**point, symbol: Fraction(x)})) for x in LINE_POINTS]
+    slope = at[1] - at[0]
+    if slope == 0 or not all(same_number(value, at[0] + slope * x) for value, x in zip(at, LINE_POINTS, strict=True)):
+        raise UnsupportedError("not linear")
+    return -at[0] / slope, slope
+
+
 def equal(left: Node, right: Node) -> bool:
     """Whether two expressions have the same value at every point where both have one.
 
@@ -114,8 +124,6 @@ def _agree(left: Node, right: Node, point: dict[str, Value]) -> bool | None:
     for digits in DIGITS:
         with mp.workdps(digits):
             a, b = evaluate(left, point), evaluate(right, point)
-            if isinstance(a, Fraction) and isinstance(b, Fraction):
-                return a == b
             verdict = values_agree(a, b, digits)
             if verdict is False and negative and (_is_complex(a) or _is_complex(b)):
                 return None

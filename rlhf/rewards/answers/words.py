@@ -30,7 +30,7 @@ SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "bil
 WORD_OF_A_NUMBER = rf"(?:{'|'.join([*VALUES, *SCALES])})"
 IN_WORDS = rf"{WORD_OF_A_NUMBER}(?:(?: |-| and ){WORD_OF_A_NUMBER}){{0,12}}"
 
-# Words that make another value of the number next to them, or leave it open: they are never dropped.
+# Words that change the value of the number next to them, or leave it open: they are never dropped.
 CHANGING_WRITTEN = (
     "or nor not no never none neither either nobody nothing except without unless if maybe perhaps possibly probably "
     "almost nearly least most more less fewer than greater over under above below up between beyond exceeds exceeding "
@@ -106,7 +106,7 @@ VALUE_AND_WORDS = re.compile(
     r"(?:[^={}]{1,30}=)?(?:\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z])|\\\$|[-\d\s+*/^{}().,!:])*\d"
     r"(?:[\s)}!.,]|\\(?:pi|degree|pct)(?![a-zA-Z]))*((?:\s*\\text\s*\{[^{}]*\})+)"
 )
-NUMBER_WORDS = re.compile(  # of at least one; words after it follow: eighteen dollars
+NUMBER_WORDS = re.compile(  # a number in words, followed by another word: eighteen dollars
     rf"\b(?:(?:half )?a (?=hundred|thousand|million|dozen))?{IN_WORDS}\b(?=[ ][\w\\])", re.IGNORECASE
 )
 ALTERNATIVES = re.compile(rf"-?(?:{AMOUNT})(?:,? or -?(?:{AMOUNT}))+")  # the roots of an equation
@@ -143,7 +143,7 @@ def may_stand_after(words: str) -> bool:
 
 
 def _is_number_word(word: str) -> bool:
-    """Whether a word is a number or a part in any form: ten, tens, sixes, twenties, hundredths. Zeros are counted."""
+    """Whether a word is a number or a part in any form: ten, tens, sixes, twenties, hundredths; not zeros."""
     if word in VALUES or word in SCALES:
         return True
     forms = {word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("ies") + "y"} - {"zero", "second"}
@@ -166,7 +166,7 @@ def may_stand_before(words: str) -> bool:
 def with_words_marked(text: str) -> str:
     r"""A number between words in one spelling: `\text{5 apples}` is `5\text{ apples}`, `minus 5` is `-5`.
 
-    Words that give the number another meaning make prose of it all: `\text{half of 5}`.
+    If the words give the number another meaning, the whole text becomes prose: `\text{half of 5}`.
     """
     plain = " ".join(unwrapped(text).split()).rstrip(".!")
     if NUMBER_WORDS.search(plain) and not any(map(str.isdigit, plain)):
@@ -282,7 +282,7 @@ def same_items(a: str, b: str) -> bool:
 
 
 def meaning_of(text: str) -> str:
-    """The mathematics that a phrase means, or the text itself if it means none."""
+    """The mathematics that a phrase means, or the text itself if the phrase has no such meaning."""
     plain = " ".join(unwrapped(text).lower().split()).rstrip(".")
     for phrase, meaning in MEANINGS.items():
         if re.fullmatch(phrase, plain):
@@ -315,7 +315,7 @@ def number_in_words(text: str) -> Fraction | None:
 
 
 def _whole_in_words(words: list[str]) -> int | None:
-    """The whole number that words name; None of "five six" and "five and six", which are two numbers."""
+    """The whole number that words name; None for "five six" and "five and six", which are two numbers."""
     total = current = 0
     for before, word in zip(["", *words], words, strict=False):
         if word == "hundred":

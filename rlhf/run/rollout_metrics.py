@@ -8,11 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf.log.reductions import HISTOGRAM_BINS, Binned, Histogram, Mean, StepMetrics
+from rlhf.rewards.grade import count_answers
 from rlhf.types import RolloutGroup, ScoredRollout
-
-# policy/engine_kl of the tokens at these places of their sequences, prompt included, each up to the next. The canary's
-# sequences are short; an engine that differs from the learner in long contexts alone shows here.
-ENGINE_KL_FROM = {place: f"policy/engine_kl/from_{place}" for place in (0, 64, 1024, 4096)}
 
 
 def rollout_metrics(
@@ -21,7 +18,7 @@ def rollout_metrics(
     """Metrics of the rollouts of a step, before any update.
 
     Args:
-        version: of the weights that the step trains; the lag of a token is counted from it.
+        version: the version of the weights that the step trains; a token's lag is counted from it.
         asynchronous: whether there can be a lag; otherwise it is not logged.
     """
     samples = [sample for group in groups for sample in group.samples]
@@ -29,8 +26,9 @@ def rollout_metrics(
     metrics: StepMetrics = {
         "reward": Histogram(tuple(rewards)),
         "reward/equal_group_fraction": Mean(
-            float(sum(len({s.reward for s in group.samples}) == 1 for group in groups)), float(len(groups))
+            float(sum(len(group.distinct_rewards()) < 2 for group in groups)), float(len(groups))
         ),
+        "reward/answered_fraction": Mean(*count_answers(samples)),
         "rollout/response_length": Histogram(tuple(float(s.rollout.response_length) for s in samples)),
         "rollout/stopped_fraction": Mean(
             float(sum(s.rollout.finish_reason == "stop" for s in samples)), float(len(samples))

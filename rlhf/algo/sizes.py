@@ -1,0 +1,15 @@
+"""Sizes of tiles and buffers, which --plan also reads, so this file imports nothing."""
+
+# The budget of a microbatch counts computed tokens, and so a shared beginning once. Counted in each sequence, the
+# tokens are at most this many times the budget, because attention holds keys and values for all of them.
+WHOLE_TOKENS = 4
+
+# Tokens x vocabulary of a tile of logits. On CPU a tile should fit the caches; on GPU a single tile of tokens avoids
+# sums over several tiles.
+HEAD_TILE = {"cuda": (16384, 4096), "cpu": (1024, 2048)}
+
+# Elements that GPUs reduce at once, and that ZeRO-3 gathers ahead: about one layer of a 7 B model.
+REDUCE_BUCKET = 250_000_000
+
+# Bytes of a weight transfer sent at once; the next bucket is filled while an engine loads this one.
+BUCKET_BYTES = 256 * 2**20

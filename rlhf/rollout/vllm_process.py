@@ -1,0 +1,17 @@
+"""What vLLM's own processes (its core and its workers) run before they import vLLM: Python stops collecting garbage.
+
+The collector would scan the modules that are being imported again and again, for a third of the time that `import vllm`
+takes in each process. `weights.transfer.register_with_vllm` turns it on again.
+"""
+
+import gc
+import importlib.util
+import sys
+
+if __name__ == "__mp_main__":  # the name that multiprocessing gives to the main module of its parent
+    gc.disable()
+
+
+def run_in_children() -> None:
+    """Let the processes that this one spawns, and those that they spawn, run this module first, not Ray's script."""
+    sys.modules["__main__"].__spec__ = importlib.util.find_spec(__name__)
