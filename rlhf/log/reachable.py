@@ -21,11 +21,12 @@ def no_answer(url: str) -> str:
             urllib.request.urlopen(url, timeout=ANSWER_S).close()
         except urllib.error.HTTPError:
             pass
-        except urllib.error.URLError as error:
-            if not isinstance(error.reason, ssl.SSLError):  # its client may know certificates that Python does not
-                reason = str(error.reason)
         except (OSError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
+            cause = error.reason if isinstance(error, urllib.error.URLError) else error
+            if isinstance(cause, TimeoutError):  # in this thread first or in the other: one reason
+                return
+            if not isinstance(cause, ssl.SSLError):  # the service's client may know more certificates
+                reason = str(cause) or type(cause).__name__
         reasons.append(reason)
 
     asking = threading.Thread(target=ask, daemon=True)  # a name look-up has no time limit of its own
