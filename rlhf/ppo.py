@@ -39,7 +39,7 @@ async def train(run: TrainingRun[PPOConfig]) -> None:
             run.state.kl_controller = {"coef": controller.coef}
             await run.evaluate_if_due(step + 1)
             await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
-            run.signal_watch.check()  # ends the run after run.max_useless_steps
+            run.useless_steps.check()  # ends the run after run.max_useless_steps
         await run.finish()
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.adam --output runs/studies/adam
 
-Both variants take the same batch from the same policy. They differ by a per-step epsilon (rlhf/algo/optim.py): at the
+Both variants take the same batch from the same policy. They differ by a per-step epsilon (rlhf/algo/adam.py): at the
 first update TensorFlow's is eps / sqrt(1 - 0.999) = 32 eps, and an element with gradient g moves by lr g / (|g| +
 eps_t). Policies, update and statistics are in benchmarks/studies/adam_update.py. Each policy and seed is a JSON file
 under `runs` of the output; what is there is not computed again.

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.studies import report
+from rlhf.algo.adam import set_step
 from rlhf.algo.advantages import whiten
 from rlhf.algo.kl import kl_per_token
 from rlhf.algo.losses import policy_loss
-from rlhf.algo.optim import set_step
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.reward import MathOptions

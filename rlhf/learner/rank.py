@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
-from rlhf.algo.optim import set_step
+from rlhf.algo.adam import set_step
 from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.roles import Training

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf.log.reductions import StepMetrics
 from rlhf.run.manifest import reason
-from rlhf.run.signal_watch import updates_taken
+from rlhf.run.useless_steps import updates_taken
 from rlhf.types import StepBatch
 
 MAX_KEPT = 10  # files of one process; a run that skips for days would fill the disk

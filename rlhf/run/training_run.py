@@ -36,13 +36,13 @@ from rlhf.run.resume import check_resumed_state, model_fingerprints, resume_warn
 from rlhf.run.rollout_metrics import rollout_metrics
 from rlhf.run.sample_and_grade import Sampler
 from rlhf.run.saving import CheckpointSaver
-from rlhf.run.signal_watch import SignalWatch, updates_taken
 from rlhf.run.skipped import SkippedBatches
 from rlhf.run.speed import LearnerSpeed
 from rlhf.run.startup import check_prompts_suffice, check_reward_model_reads, show_data, without_bad_gold
 from rlhf.run.state import RunState, code_state
 from rlhf.run.stop import Stop
 from rlhf.run.token_values import token_values
+from rlhf.run.useless_steps import UselessSteps, updates_taken
 from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
 SAVE_S = 60.0  # that a failed run waits for the checkpoint that is being written
@@ -74,7 +74,7 @@ class TrainingRun(Generic[C]):
         self.log = RunLog(config, first_step=self.first_step, state=self.state)
         self.clock = Clock(self.state.seconds, self.log.terminal.phase)
         self.diagnosis = Diagnosis(flat_keys(hidden(config.model_dump(mode="json"))))
-        self.signal_watch = SignalWatch(config.run, self.diagnosis)
+        self.useless_steps = UselessSteps(config.run, self.diagnosis)
         self.skipped = SkippedBatches(self.folder.path / "skipped", self.log.warn)
         self.stop = Stop(config.run.grace_s, self.log.print)
         with self.log.terminal.stage("data"):
@@ -300,7 +300,7 @@ class TrainingRun(Generic[C]):
         for error in self.scorer.new_errors():
             self.log.warn(error)
         trained, taken = int(batch.trained.sum()), updates_taken(updates)
-        self.signal_watch.after_step(groups, advantages, trained=trained, updates_taken=taken)
+        self.useless_steps.after_step(groups, advantages, trained=trained, updates_taken=taken)
         for finding in self.diagnosis.after_step(step, values):
             self.log.alert(finding.title, finding.text)
 

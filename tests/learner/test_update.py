@@ -14,7 +14,7 @@ from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, r
 
 from rlhf.learner.rank_place import Place
 from rlhf.log.reductions import StepMetrics
-from rlhf.run.signal_watch import updates_taken
+from rlhf.run.useless_steps import updates_taken
 from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import PolicyTargets
 

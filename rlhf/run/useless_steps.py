@@ -39,7 +39,7 @@ def updates_taken(updates: Sequence[StepMetrics]) -> int:
     return sum(norm in to_values(update) for update in updates)
 
 
-class SignalWatch:
+class UselessSteps:
     """Counts steps in a row that taught the policy nothing; the diagnosis says what to change."""
 
     def __init__(self, config: RunConfig, diagnosis: Diagnosis) -> None:

@@ -1,4 +1,4 @@
-"""Adam in its two published forms (rlhf/algo/optim.py)."""
+"""Adam in its two published forms (rlhf/algo/adam.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.algo.optim import adam_epsilon, set_step
+from rlhf.algo.adam import adam_epsilon, set_step
 
 BETAS = (0.9, 0.99)
 

@@ -15,7 +15,7 @@ from rlhf.config.load import flat_keys
 from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.reductions import to_values
 from rlhf.run.rollout_metrics import rollout_metrics
-from rlhf.run.signal_watch import SignalWatch, UselessRunError
+from rlhf.run.useless_steps import UselessRunError, UselessSteps
 from rlhf.types import RolloutGroup, ScoredRollout
 
 Step = tuple[list[RolloutGroup], np.ndarray, int, int]  # groups, advantages, rollouts trained, updates taken
@@ -46,7 +46,7 @@ def end_of(*steps: Step, budget: int | None = 4, planned: int = 10, **sections: 
     run = {"max_useless_steps": budget, "steps": planned}
     config = make_config(Path("x/model"), run=run, **sections)
     diagnosis = Diagnosis(flat_keys(config.model_dump(mode="json")))
-    watch, skipped, statuses = SignalWatch(config.run, diagnosis), 0, Counter[str]()
+    watch, skipped, statuses = UselessSteps(config.run, diagnosis), 0, Counter[str]()
     for number, (groups, advantages, trained, taken) in enumerate(steps, start=1):
         samples = [sample for group in groups for sample in group.samples]
         metrics = rollout_metrics(groups, advantages, version=0, asynchronous=False)
