@@ -53,7 +53,7 @@ PAYLOADS = [
 GOLDS = ["1", r"\begin{pmatrix}1\\2\end{pmatrix}", r"\int_0^1 x dx", r"\text{yes}"]
 
 PROGRAM = """
-import json, sys
+import json, re, sys
 from rlhf.config.reward import MathOptions
 from rlhf.rewards.answers import symbolic
 from rlhf.rewards.answers.clean import clean
@@ -62,12 +62,16 @@ from rlhf.rewards.math import math_reward, preload
 preload()
 events, watching = [], False
 
+def is_sympys_own(code):  # sympy writes functions such as monomial_mul for a number of variables
+    names = getattr(code, "co_names", None)
+    return re.match(r"(b'def )?monomial_[a-z]+\\b", names[0] if names else str(code))
+
 def audit(event, arguments):
     if not watching:
         return
     if event in ("exec", "compile"):
         name = arguments[0].co_filename if event == "exec" else arguments[1]
-        if not str(name).startswith("/"):
+        if not str(name).startswith("/") and not is_sympys_own(arguments[0]):
             events.append([event, str(name)])
     elif event == "open" and any(c in str(arguments[1]) for c in "wax+"):
         events.append([event, str(arguments[0])])
@@ -93,18 +97,18 @@ print(json.dumps([events, right]))
 
 @pytest.mark.slow
 def test_no_payload_runs_code_or_passes_for_an_answer(tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
-    payloads = [payload.replace("CANARY", str(canary)) for payload in PAYLOADS]
+    payloads = [payload.replace("CANARY", "canary") for payload in PAYLOADS]  # a path with numbers would hold answers
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps([payloads, GOLDS]),
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
         timeout=WAIT_S,
     )
     assert json.loads(done.stdout) == [[], []]
-    assert not canary.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
