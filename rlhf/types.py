@@ -64,7 +64,8 @@ class Rollout:
     @property
     def prompt_length(self) -> int:
         """Tokens before the first sampled one; all of them where none was sampled."""
-        return int(np.argmax(self.response_mask)) if self.response_mask.any() else len(self.token_ids)
+        first = int(self.response_mask.argmax())
+        return first if self.response_mask[first] else len(self.token_ids)
 
     @property
     def oldest_version(self) -> int:

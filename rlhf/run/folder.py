@@ -307,8 +307,9 @@ class RunFolder:
 
     def write_rollouts(self, step: int, rows: Sequence[dict[str, Any]], files: PatientFiles) -> None:
         """One file per step and one line per rollout."""
-        lines = (_escape_line_ends(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows)
-        files.replace(self.rollouts / f"step-{step:06d}.jsonl", "".join(lines))
+        encode = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
+        lines = _escape_line_ends("".join(encode(row) + "\n" for row in rows))
+        files.replace(self.rollouts / f"step-{step:06d}.jsonl", lines)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")

@@ -17,11 +17,9 @@ def non_finite_rows(
         columns: [N] each, of the step; None is left out. The engines' log-probs are always checked.
     """
     sampled = batch.tokens.response_mask & np.repeat(rows_to_compute, batch.tokens.lengths)
-    row_of_token = np.repeat(np.arange(len(rows_to_compute)), batch.tokens.lengths)
     known = {"rollout_logprobs": batch.tokens.rollout_logprobs, **columns}
-    found = {
-        name: np.unique(row_of_token[sampled & ~np.isfinite(column)])
-        for name, column in known.items()
-        if column is not None
+    positions = {
+        name: np.flatnonzero(sampled & ~np.isfinite(column)) for name, column in known.items() if column is not None
     }
-    return {name: rows for name, rows in found.items() if len(rows)}
+    ends = batch.tokens.cu_seqlens[1:]
+    return {name: np.unique(np.searchsorted(ends, at, side="right")) for name, at in positions.items() if len(at)}
