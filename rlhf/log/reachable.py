@@ -23,7 +23,7 @@ def no_answer(url: str) -> str:
             pass
         except (OSError, http.client.HTTPException) as error:
             cause = error.reason if isinstance(error, urllib.error.URLError) else error
-            if isinstance(cause, TimeoutError):  # in this thread first or in the other: one reason
+            if isinstance(cause, TimeoutError):  # the reason is the same, whichever thread notices it first
                 return
             if not isinstance(cause, ssl.SSLError):  # the service's client may know more certificates
                 reason = str(cause) or type(cause).__name__
