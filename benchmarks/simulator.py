@@ -20,10 +20,11 @@ from __future__ import annotations
 import heapq
 import json
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -49,6 +50,7 @@ class System:
     groups_per_step: int
     max_policy_lag: int
     prompt_tokens: int = 0
+    on_stale: Literal["wait", "drop"] = "wait"
 
     def token_s(self, running: int) -> float:
         return self.base_s + self.sequence_s * running
@@ -75,6 +77,8 @@ class Simulation:
     now: float = 0.0
     done_at: list[float] = field(default_factory=list)
     stale: int = 0
+    trained: list[int] = field(default_factory=list)  # numbers of groups
+    slow_wait_s: float = 0.0  # in which a step had enough groups and waited for older ones
 
     def run(self) -> float:
         """Mean seconds of a step, without the first ones and the last, for which nothing more is sampled."""
@@ -83,14 +87,18 @@ class Simulation:
         self._load = [(0, i) for i in range(system.engines)]
         self._in_flight = [0] * system.engines
         self._open: dict[int, int] = {}  # group -> samples under way
-        self._version_of: dict[int, int] = {}
+        self._dispatched_at: dict[int, int] = {}  # group -> version
+        self._version_of: dict[int, int] = {}  # of its first token
         self._engine_of: dict[int, int] = {}
         self._ready: list[int] = []
+        self._ready_at: Counter[int] = Counter()  # ready groups by version
+        self._running: Counter[int] = Counter()  # groups under way by the version at which they were dispatched
+        self._waits_since: float | None = None
         # time, kind (0: an engine's next sequence ends, 1: training ends, 2: transfer ends), engine, stamp
         self._events: list[tuple[float, int, int, int]] = []
         self._step = self._dispatched = self._drawn = 0
         self._learner_busy = False
-        self._staleness = Staleness(system.max_policy_lag)
+        self._staleness = Staleness(system.max_policy_lag, system.on_stale)
         self._dispatch()
         while len(self.done_at) < self.steps:
             self.now, kind, which, stamp = heapq.heappop(self._events)
@@ -115,6 +123,8 @@ class Simulation:
             while count != self._in_flight[index]:  # an entry from before a group ended
                 heapq.heappush(self._load, (self._in_flight[index], index))
                 count, index = heapq.heappop(self._load)
+            self._dispatched_at[group] = self._step
+            self._running[self._step] += 1
             self._in_flight[index] += 1
             heapq.heappush(self._load, (count + 1, index))
             samples = self.lengths[group % len(self.lengths)]
@@ -127,18 +137,30 @@ class Simulation:
         self._take(self._ready)
 
     def _take(self, unchecked: Sequence[int]) -> None:
-        """Drop what is stale among groups that came, or all when the step has changed; train when there are enough."""
+        """Drop what is stale among groups that came, or all when the step has changed; train when the rule allows."""
         stale = {g for g in unchecked if not self._staleness.admits(self._version_of[g], step=self._step)}
         if stale:
             self._ready = [g for g in self._ready if g not in stale]
+            self._ready_at -= Counter(self._version_of[g] for g in stale)
             self.stale += len(stale)
             self._dispatched -= len(stale)
             self._dispatch()
             return
-        if not self._learner_busy and len(self._ready) >= self.system.groups_per_step:
-            self._ready = sorted(self._ready)[self.system.groups_per_step :]
-            self._learner_busy = True
-            heapq.heappush(self._events, (self.now + self.system.training_s, 1, 0, 0))
+        if self._learner_busy or len(self._ready) < self.system.groups_per_step:
+            return
+        if self._staleness.must_wait(
+            self._ready_at, self._running, step=self._step, groups_per_step=self.system.groups_per_step
+        ):
+            self._waits_since = self.now if self._waits_since is None else self._waits_since
+            return
+        self.slow_wait_s += 0.0 if self._waits_since is None else self.now - self._waits_since
+        self._waits_since = None
+        oldest_first = sorted(self._ready, key=lambda group: (self._version_of[group], group))
+        self.trained += oldest_first[: self.system.groups_per_step]
+        self._ready_at -= Counter(self._version_of[group] for group in oldest_first[: self.system.groups_per_step])
+        self._ready = oldest_first[self.system.groups_per_step :]
+        self._learner_busy = True
+        heapq.heappush(self._events, (self.now + self.system.training_s, 1, 0, 0))
 
     def _step_done(self) -> None:
         self._learner_busy = False
@@ -178,7 +200,9 @@ class Simulation:
         if self._open[group] == 0:
             self._in_flight[index] -= 1
             heapq.heappush(self._load, (self._in_flight[index], index))
+            self._running[self._dispatched_at[group]] -= 1
             self._ready.append(group)
+            self._ready_at[self._version_of[group]] += 1
         self._fill(index)
         if self._open[group] == 0:
             self._take([group])
@@ -211,6 +235,7 @@ def row_of(name: str, system: System, lengths: Sequence[Sequence[int]], steps: i
     return {
         "run": name, "lag": system.max_policy_lag, "step s": step_s, "sampling s": sampling, "training s": training,
         "bound s": bound, "above the bound": step_s / bound - 1,
+        "waiting for slow groups s": simulation.slow_wait_s / steps,
         "stale groups": simulation.stale / max(1, simulation._drawn),
     }  # fmt: skip
 

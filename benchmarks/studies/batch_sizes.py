@@ -161,11 +161,11 @@ def graded(prompt: Prompt, sample: int, response: np.ndarray, tokenizer: Any) ->
 
 def curve_of(by_rank: Sequence[Sequence[tuple[Any, int]]]) -> runs.Steps:
     """What the driver would log, from what each rank has logged of every training step."""
-    from rlhf.log.reductions import mean_over_updates, merge_metrics, to_values
+    from rlhf.log.reductions import mean_over_updates, merge_outcomes, to_values
 
     curve = []
     for step, ranks in enumerate(zip(*by_rank, strict=True), start=1):
-        updates = [merge_metrics(list(parts)) for parts in zip(*(updates for updates, _ in ranks), strict=True)]
+        updates = [merge_outcomes(parts) for parts in zip(*(updates for updates, _ in ranks), strict=True)]
         microbatches = sum(count for _, count in ranks) / len(updates)
         curve.append(to_values(mean_over_updates(updates)) | {"step": step, "microbatches": microbatches})
     return curve

@@ -9,7 +9,7 @@ import numpy as np
 import ray
 
 from rlhf.cluster.actors import ActorGroup
-from rlhf.log.reductions import StepMetrics, merge_metrics
+from rlhf.log.reductions import UpdateOutcome, merge_outcomes
 from rlhf.types import Minibatch, PackedTokens, PolicyTargets, StepBatch, ValueTargets
 
 
@@ -56,17 +56,16 @@ class RankGroup(ActorGroup):
             assert read == len(part)
         return column
 
-    async def update(self, targets: PolicyTargets | ValueTargets) -> list[StepMetrics]:
-        """Run every optimizer step of the training step; returns the metrics of each, merged over all ranks."""
+    async def update(self, targets: PolicyTargets | ValueTargets) -> list[UpdateOutcome]:
+        """Run every optimizer step of the training step; metrics are merged over all ranks."""
         self.changed = True
         by_rank = await self.call("update", ray.put(targets), deadline_s=self.update_deadline_s)
-        return [merge_metrics(list(parts)) for parts in zip(*by_rank, strict=True)]
+        return [merge_outcomes(ranks) for ranks in zip(*by_rank, strict=True)]
 
-    async def skip_updates(self) -> list[StepMetrics]:
-        """Count every optimizer step of the training step as skipped, on all ranks; returns the metrics of each."""
-        first, *_ = await self.call("skip_updates", sum(map(len, self._epochs)))
-        metrics: list[StepMetrics] = first
-        return metrics
+    async def skip_updates(self) -> list[UpdateOutcome]:
+        """Count every optimizer step of the training step as skipped, on all ranks."""
+        by_rank = await self.call("skip_updates", sum(map(len, self._epochs)))
+        return [merge_outcomes(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
 def rows_of_rank(epochs: Sequence[Sequence[Minibatch]], rank: int) -> np.ndarray:

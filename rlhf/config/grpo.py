@@ -159,6 +159,11 @@ class GRPOConfig(ProgramConfig):
                 "algo.kl_estimator=k1 with algo.kl_place=loss: its expected gradient is zero, it will not hold the "
                 "policy near the reference. Use k2 in the loss, or k1 in the reward."
             )
+        if self.rollout.on_stale == "drop" and self.rollout.max_policy_lag:
+            yield (
+                "rollout.on_stale=drop: groups that come too late are discarded, so slow prompts, which are often the "
+                "long and hard ones, are trained less often than they are drawn. wait trains every sampled group."
+            )
         if self.rollouts_per_step % self.learner.minibatches_per_epoch:
             yield (
                 f"{self.rollouts_per_step} rollouts per step do not divide by learner.minibatches_per_epoch="

@@ -91,6 +91,11 @@ class RolloutConfig(Section):
     max_policy_lag: NonNegativeInt = Field(
         0, description="maximum age of a rollout's oldest token, in training steps; 0 is synchronous"
     )
+    on_stale: Literal["wait", "drop"] = Field(
+        "wait",
+        description="what a step does about running groups that would become older than max_policy_lag: wait for them, "
+        "or go on and discard them, so that slow prompts are trained less often",
+    )
     on_weight_update: Literal["recompute", "keep_kv"] = Field(
         "recompute", description="KV cache of running requests when weights change: recompute or keep it"
     )

@@ -221,7 +221,7 @@ def update(rank: Learner, targets: PolicyTargets, lr: float) -> Updated:
     if rank.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(rank.device)
     try:
-        metrics = merge_metrics(rank.updates(targets, loss))
+        metrics = merge_metrics([update.metrics for update in rank.updates(targets, loss)])
     finally:
         rank.training, rank.updates_done = training, done
     after = fingerprints(rank)

@@ -14,7 +14,7 @@ from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import masked_mean
 from rlhf.learner.value_model import HEAD, ValueModel, load_scalar_transformer
-from rlhf.log.reductions import StepMetrics, Sum
+from rlhf.log.reductions import StepMetrics, Sum, UpdateOutcome
 from rlhf.types import Denominators, ValueTargets
 
 
@@ -41,8 +41,8 @@ class Critic(StepRank):
         """Values on the microbatches of the first epoch."""
         return (self.passes(self.engine),)
 
-    def update(self, targets: ValueTargets) -> list[StepMetrics]:
-        """Take every optimizer step of the training step; -> this rank's metrics of each."""
+    def update(self, targets: ValueTargets) -> list[UpdateOutcome]:
+        """Take every optimizer step of the training step."""
         return self.updates(
             targets, lambda tokens, own, sizes: value_microbatch(self.engine, tokens, own, sizes, clip=self.clip)
         )

@@ -44,7 +44,7 @@ from rlhf.learner.partition import Partition
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.rank_place import Place
 from rlhf.learner.update import on_host
-from rlhf.log.reductions import Last, Mean, StepMetrics, merge_metrics
+from rlhf.log.reductions import Last, Mean, StepMetrics, UpdateOutcome, merge_metrics
 from rlhf.types import GPUMemory, SaveReport
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ class TrainedRank:
 
     # --- update ---
 
-    def take_step(self, microbatches: int, forward: Callable[[int], tuple[Tensor, StepMetrics]]) -> StepMetrics:
+    def take_step(self, microbatches: int, forward: Callable[[int], tuple[Tensor, StepMetrics]]) -> UpdateOutcome:
         """One optimizer step: forward and backward of every microbatch, reduction after the last, update.
 
         Args:
@@ -166,19 +166,21 @@ class TrainedRank:
         set_step(self.engine.optimizer, lr=lr, adam_step=self.adam_steps + 1, **options)
         grad_norm, taken = self._apply()
         self.adam_steps += taken
-        return on_host(merge_metrics(parts)) | {
+        metrics = on_host(merge_metrics(parts)) | {
             f"{self.name}/grad_norm": Mean(grad_norm, 1.0),
             f"{self.name}/update_seconds": Mean(time.monotonic() - started, 1.0),
             **self._schedule_metrics(lr),
         }
+        return UpdateOutcome(self.name, taken, metrics)
 
-    def skip_updates(self, count: int) -> list[StepMetrics]:
-        """Count optimizer steps as skipped: they take their place in the schedule; -> the metrics of each."""
-        metrics = []
+    def skip_updates(self, count: int) -> list[UpdateOutcome]:
+        """Count optimizer steps as skipped: they take their place in the schedule."""
+        outcomes = []
         for _ in range(count):
             self.updates_done += 1
-            metrics.append(self._schedule_metrics(self.learning_rate(self.updates_done)))
-        return metrics
+            metrics = self._schedule_metrics(self.learning_rate(self.updates_done))
+            outcomes.append(UpdateOutcome(self.name, False, metrics))
+        return outcomes
 
     def _schedule_metrics(self, lr: float) -> StepMetrics:
         taken, skipped = self.update_counts()

@@ -23,7 +23,7 @@ from rlhf.learner.rank import TrainedRank
 from rlhf.learner.rank_place import Place
 from rlhf.learner.update import on_host
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
-from rlhf.log.reductions import Mean, StepMetrics, Sum, merge_metrics
+from rlhf.log.reductions import Mean, StepMetrics, Sum, merge_metrics, merge_outcomes
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class RewardTrainer(TrainedRank):
             loss = pair_loss(margins).sum() / len(pairs) + 0.0 * scores.sum()
             return loss, pair_metrics("train", margins.detach()) | {"train/loss": Sum(loss.detach().double())}
 
-        return merge_metrics(self._gather(self.take_step(len(microbatches), forward)))
+        return merge_outcomes(self._gather(self.take_step(len(microbatches), forward))).metrics
 
     @torch.no_grad()
     def measure(self, pairs: Sequence[Pair]) -> tuple[StepMetrics, float, float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf.algo.packing import FILLER_TOKENS, filler
 from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.rank import TrainedRank
-from rlhf.log.reductions import StepMetrics
+from rlhf.log.reductions import StepMetrics, UpdateOutcome
 from rlhf.types import Denominators, Minibatch, PackedTokens, PolicyTargets, ValueTargets
 
 Targets = TypeVar("Targets", PolicyTargets, ValueTargets)
@@ -86,14 +86,14 @@ class StepRank(TrainedRank):
         self,
         targets: Targets,
         loss: Callable[[DeviceTokens, Targets, Denominators], tuple[Tensor, StepMetrics]],
-    ) -> list[StepMetrics]:
-        """One optimizer step for each minibatch of every epoch; this rank's metrics of each.
+    ) -> list[UpdateOutcome]:
+        """One optimizer step for each minibatch of every epoch, as this rank saw it.
 
         Args:
             targets: columns [N] of the step; `loss` gets the part [T] of its microbatch.
         """
 
-        def update(minibatch: Sequence[HeldMicrobatch]) -> StepMetrics:
+        def update(minibatch: Sequence[HeldMicrobatch]) -> UpdateOutcome:
             def forward(i: int) -> tuple[Tensor, StepMetrics]:
                 held = minibatch[i]
                 return loss(held.tokens, targets.take(held.index), held.denominators)

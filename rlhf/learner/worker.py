@@ -22,7 +22,7 @@ from rlhf.learner.rank_place import Place
 from rlhf.learner.reference import Reference
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
-from rlhf.log.reductions import StepMetrics
+from rlhf.log.reductions import UpdateOutcome
 from rlhf.types import PolicyTargets
 from rlhf.weights.transfer import EngineClient, ParameterMeta, Rendezvous, WeightSender, make_sender
 
@@ -77,8 +77,8 @@ class Learner(StepRank):
             ref = self.passes(lambda tokens: model(tokens).logprobs)
         return old, ref
 
-    def update(self, targets: PolicyTargets) -> list[StepMetrics]:
-        """Take every optimizer step of the training step; -> this rank's metrics of each."""
+    def update(self, targets: PolicyTargets) -> list[UpdateOutcome]:
+        """Take every optimizer step of the training step."""
         return self.updates(
             targets, lambda tokens, own, sizes: policy_microbatch(self.engine, tokens, own, sizes, self.config)
         )

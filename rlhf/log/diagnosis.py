@@ -25,6 +25,7 @@ HIGH_CLIP_FRACTION = 0.2  # runs that learn clip less than 0.02 of the tokens
 COLLAPSED = 0.1  # of the first entropy
 SPIKE = 10.0  # times the median gradient norm
 TOO_STALE, UNGRADED = 0.05, 0.02  # of the rollouts; of the grades
+SLOW_GROUPS = 0.25  # of a step's time
 KEPT_ROWS = 64  # at most, evenly spaced over the whole run; at least half as many if the run has them
 GROWN, GROWN_GIB = 0.2, 0.25  # of a process's memory, in the second half of the run so far; caches fill up before
 
@@ -198,10 +199,18 @@ def stale_rollouts(view: View) -> Found | None:
     sampled = view.rise("account/sampled")
     share = view.rise("account/stale") / sampled if sampled > 0 else 0.0
     median = view.mean("rollout/lag/p50")
+    step_s, slow_s = view.mean("time/step"), view.mean("time/slow_groups")
     if share >= TOO_STALE:
         return Found(
             f"{share:.0%} of the rollouts were too old when a step could take them, and were dropped.",
-            f"Raise {view.key('rollout.max_policy_lag')} or {view.key('cluster.learners')}.",
+            f"Raise {view.key('rollout.max_policy_lag')} or {view.key('cluster.learners')}, or set "
+            "rollout.on_stale=wait.",
+        )
+    if bound and step_s and slow_s and slow_s / step_s >= SLOW_GROUPS:
+        return Found(
+            f"Steps waited {slow_s / step_s:.0%} of their time for slow groups, so that none becomes too old.",
+            f"Raise {view.key('rollout.max_policy_lag')} or {view.key('rollout.prompts_per_step')}, so that the "
+            "longest responses take fewer steps.",
         )
     if bound < 2 or median is None or median < bound:
         return None

@@ -73,7 +73,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Engines", ("rollout/tokens_per_second",), "tokens/s"),
         Panel("Learners", ("learner/tokens_per_second",), "tokens/s"),
         Panel("Model FLOPs utilization", ("learner/mfu",)),
-        Panel("Waiting", ("time/engine_idle", "time/learner_idle"), "s"),
+        Panel("Waiting", ("time/engine_idle", "time/learner_idle", "time/slow_groups"), "s"),
         Panel("Microbatches", ("learner/packing_efficiency", "learner/*_fraction")),
     ),
     "Memory": (

@@ -140,6 +140,20 @@ Counts = tuple[np.ndarray, np.ndarray]  # of a histogram with N bins: counts [N]
 StepMetrics = dict[str, Metric]
 
 
+@dataclass(frozen=True)
+class UpdateOutcome:
+    """One optimizer step.
+
+    Attributes:
+        module: `critic`, or `learner` for the policy and for a reward model.
+        taken: False if it was skipped because a number was not finite.
+    """
+
+    module: str
+    taken: bool
+    metrics: StepMetrics
+
+
 def merge_metrics(parts: list[StepMetrics]) -> StepMetrics:
     """Merge the metrics of several microbatches, ranks or minibatches; a name has the same reduction in all of them."""
     merged: StepMetrics = {}
@@ -149,10 +163,20 @@ def merge_metrics(parts: list[StepMetrics]) -> StepMetrics:
     return merged
 
 
-def mean_over_updates(updates: Sequence[StepMetrics]) -> StepMetrics:
+def merge_outcomes(ranks: Sequence[UpdateOutcome]) -> UpdateOutcome:
+    """One optimizer step from what each rank says of it."""
+    first = ranks[0]
+    assert all(rank.taken == first.taken for rank in ranks), "ranks take and skip the same optimizer steps"
+    return UpdateOutcome(first.module, first.taken, merge_metrics([rank.metrics for rank in ranks]))
+
+
+def mean_over_updates(updates: Sequence[UpdateOutcome]) -> StepMetrics:
     """The metrics of a step from those of its updates; a sum over one update (its loss) becomes a mean over updates."""
     return merge_metrics(
-        [{name: Mean(m.value(), 1.0) if isinstance(m, Sum) else m for name, m in update.items()} for update in updates]
+        [
+            {name: Mean(m.value(), 1.0) if isinstance(m, Sum) else m for name, m in update.metrics.items()}
+            for update in updates
+        ]
     )
 
 

@@ -38,6 +38,7 @@ class Terminal:
 
     Attributes:
         evaluation_steps: steps after which there is an evaluation.
+        sampling_waits_for: says what a step still needs while it is in the phase `sampling`.
     """
 
     COLUMNS = (  # from the left, as many as fit
@@ -72,6 +73,7 @@ class Terminal:
         self._phases: dict[str, float] = {}
         self._spent: dict[str, list[float]] = defaultdict(list)  # seconds of each phase, since the start-up ended
         self._progress: tuple[str, int, int] | None = None
+        self.sampling_waits_for: Callable[[], str] | None = None
         self._values: dict[str, Any] = {}
         self._evaluation = ""
         self._responses: Sequence[Row] = ()
@@ -201,6 +203,8 @@ class Terminal:
         if self._progress is not None:
             what, done, total = self._progress
             running.append(f"{what} {done}/{total}")
+        if self.sampling_waits_for is not None and "sampling" in self._phases:
+            running.append(self.sampling_waits_for())
         if self._step < self._warmup_steps:
             running.append(f"critic warm-up {self._step + 1}/{self._warmup_steps}")
         parts.append(_line(f"now     {', '.join(running) or 'between two phases'}", "cyan"))

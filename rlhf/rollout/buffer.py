@@ -5,22 +5,32 @@ s - (version of the group's oldest token) <= max_policy_lag. Dispatch follows th
 in progress than the steps up to s + max_policy_lag can take. With a lag of 0 these are exactly the groups of the
 current step, and the loop is synchronous.
 
-The account, in rollouts: sampled = trained + filtered + stale + failed + waiting, at any time.
+No group is discarded for its age: a step takes the oldest groups first, and waits for running groups that the later
+steps could not all take in time. Discarding slow groups would take long and hard prompts out of the data.
+
+The account, in rollouts: sampled = trained + filtered + stale + failed + waiting, whenever no step is in progress.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Set
-from dataclasses import dataclass, fields
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from dataclasses import asdict, dataclass
+from typing import Literal
 
-from rlhf.types import Prompt, RolloutGroup
+import numpy as np
+
+from rlhf.types import Prompt, RolloutGroup, StepBatch
+
+SHOWN_PROMPTS = 3  # prompts that a message about waiting names
 
 
 @dataclass
 class Account:
-    """Rollouts since the run began, by their use; `waiting` are sampled and not used yet."""
+    """Rollouts since the run began, by their use."""
 
     sampled: int = 0
     trained: int = 0
@@ -28,20 +38,28 @@ class Account:
     stale: int = 0
     failed: int = 0
 
-    @property
-    def waiting(self) -> int:
-        return self.sampled - self.trained - self.filtered - self.stale - self.failed
+    def add_step(self, batch: StepBatch) -> None:
+        """Count the rollouts of a training step: unscorable as failed, masked as filtered, the others as trained."""
+        failed = np.isnan(batch.rewards)
+        self.failed += int(failed.sum())
+        self.filtered += int((~failed & ~batch.trained).sum())
+        self.trained += int(batch.trained.sum())
 
     def metrics(self) -> dict[str, int]:
-        counts = {f"account/{f.name}": getattr(self, f.name) for f in fields(self)}
-        return counts | {"account/waiting": self.waiting}
+        return {f"account/{use}": count for use, count in asdict(self).items()}
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """Train a group at step s only if s - version <= max_policy_lag."""
+    """Train a group at step s only if s - (version of its oldest token) <= max_policy_lag.
+
+    Attributes:
+        on_stale: `wait`: a step waits for running groups that would become too old. `drop`: it does not, and groups
+            that are too old are discarded.
+    """
 
     max_policy_lag: int
+    on_stale: Literal["wait", "drop"] = "wait"
 
     def admits(self, oldest_version: int, *, step: int) -> bool:
         return step - oldest_version <= self.max_policy_lag
@@ -49,6 +67,29 @@ class Staleness:
     def groups_ahead(self, *, step: int, groups_per_step: int) -> int:
         """Groups that may be dispatched in total before training step `step` begins."""
         return (step + 1 + self.max_policy_lag) * groups_per_step
+
+    def must_wait(
+        self, ready: Mapping[int, int], running: Mapping[int, int], *, step: int, groups_per_step: int
+    ) -> bool:
+        """Whether training step `step` has to wait for running groups, if it takes the oldest ready ones.
+
+        It does while too few are ready, and (on_stale=wait) while the groups that it would leave could not all be
+        trained in time: of the groups that step t admits at the latest, at most (t - step) x groups_per_step may be
+        left. Dispatch keeps to `groups_ahead`, so waiting always ends in a step that leaves no more than that.
+
+        Args:
+            ready: number of groups by the version of their oldest token.
+            running: number of groups by the version at which they were dispatched.
+        """
+        to_take, left = groups_per_step, 0
+        for version in sorted({*ready, *running}):
+            taken = min(to_take, ready.get(version, 0))
+            to_take -= taken
+            left += ready.get(version, 0) + running.get(version, 0) - taken
+            steps_left = version + self.max_policy_lag - step
+            if self.on_stale == "wait" and left > max(0, steps_left) * groups_per_step:
+                return True
+        return to_take > 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +115,10 @@ class RolloutBuffer:
         deciding_part: the part of the reward that must differ within a group; None: the whole reward.
         in_order: replace groups only when all have arrived, in the order of their prompts. Otherwise the groups that
             arrive first would use up `max_replacements`.
+        deadline_s: seconds that `take` waits for the next group to end.
+
+    Attributes:
+        slow_wait_s: seconds since it was last set to 0 in which `take` had enough groups and waited for older ones.
     """
 
     def __init__(
@@ -90,8 +135,10 @@ class RolloutBuffer:
         max_replacements: int = 0,
         deciding_part: str | None = None,
         in_order: bool = False,
+        deadline_s: float | None = None,
     ) -> None:
         self.account = account or Account()
+        self.slow_wait_s = 0.0
         self._sample = sample
         self._next_ticket = next_ticket
         self._groups_per_step = groups_per_step
@@ -99,14 +146,16 @@ class RolloutBuffer:
         self._staleness = staleness
         self._step = step
         self._dispatched = step * groups_per_step
-        self._running: dict[asyncio.Task[None], Ticket] = {}
-        self._ready: list[tuple[Ticket, RolloutGroup]] = []
-        self._failure: BaseException | None = None
+        self._running: dict[asyncio.Task[None], tuple[Ticket, int]] = {}  # and the version at dispatch
+        self._ready: list[tuple[Ticket, RolloutGroup]] = []  # in the order of their positions
+        self._rollouts_taken = 0  # by the training step in progress
+        self._failure: Exception | None = None
         self._max_replacements = max_replacements
         self.replacements = replacements
         self._deciding_part = deciding_part
         self._in_order = in_order
-        self._changed = asyncio.Condition()
+        self._deadline_s = deadline_s
+        self._changed = asyncio.Event()
 
     def dispatch(self) -> None:
         """Start as many groups as the staleness rule allows."""
@@ -114,14 +163,15 @@ class RolloutBuffer:
         while self._dispatched < min(allowed, self._total_groups) and self._failure is None:
             self._dispatched += 1
             ticket = self._next_ticket()
-            self._running[asyncio.ensure_future(self._run(ticket))] = ticket
+            self._running[asyncio.ensure_future(self._run(ticket))] = ticket, self._step
 
     async def _run(self, ticket: Ticket) -> None:
         try:
             group = await self._sample(ticket.prompt)
-        except Exception as error:  # raised again in `take`
-            self._failure = self._failure or error
-            self._remove_task()
+        except Exception as error:
+            self._fail(error)
+        except asyncio.CancelledError:  # by `close`, or because something that the group waited for was cancelled
+            self._fail(RuntimeError(f"the sampling of prompt {ticket.prompt.id} was cancelled."))
         else:
             self._remove_task()
             self.account.sampled += len(group.samples)
@@ -131,8 +181,12 @@ class RolloutBuffer:
                 self._replace_equal({ticket.position})
             elif not self._running:
                 self._replace_equal({ticket.position for ticket, _ in self._ready})
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
+
+    def _fail(self, error: Exception) -> None:
+        """Keep the first failure; `take` raises it."""
+        self._remove_task()
+        self._failure = self._failure or error
 
     def _replace_equal(self, positions: Set[int]) -> None:
         """Filter the groups at these positions whose rewards are all equal, and dispatch others, as far as allowed."""
@@ -154,26 +208,66 @@ class RolloutBuffer:
         assert task is not None
         del self._running[task]
 
-    async def take(self) -> list[RolloutGroup]:
-        """The groups of the next training step, in the order in which their prompts were drawn.
+    # --- a training step ---
 
-        Groups that have become too old are dropped, counted as stale and replaced.
+    async def take(self) -> list[RolloutGroup]:
+        """The groups of the next training step, the oldest first; in the order in which their prompts were drawn.
+
+        Raises:
+            TimeoutError: no group ended within `deadline_s`; the message says what is waited for.
         """
         while True:
-            self.dispatch()
+            self._changed.clear()
             if self._failure is not None:
                 raise self._failure
-            self._drop_stale()
-            if len(self._ready) >= self._groups_per_step:
-                taken, self._ready = self._ready[: self._groups_per_step], self._ready[self._groups_per_step :]
-                return [group for _, group in taken]
-            if len(self._running) + len(self._ready) < self._groups_per_step:
-                continue  # stale groups were dropped: dispatch their replacements
-            async with self._changed:
-                if len(self._ready) < self._groups_per_step and self._failure is None:
-                    await self._changed.wait()
+            if self._staleness.on_stale == "drop":
+                self._drop_stale()
+            self.dispatch()
+            if not self._must_wait():
+                oldest_first = sorted(self._ready, key=lambda pair: pair[1].oldest_version)
+                taken, left = oldest_first[: self._groups_per_step], oldest_first[self._groups_per_step :]
+                self._ready = sorted(left, key=lambda pair: pair[0].position)
+                groups = [group for _, group in sorted(taken, key=lambda pair: pair[0].position)]
+                assert all(self._staleness.admits(group.oldest_version, step=self._step) for group in groups)
+                self._rollouts_taken += _rollouts(groups)
+                return groups
+            await self._next_group()
+
+    def _must_wait(self) -> bool:
+        return self._staleness.must_wait(
+            Counter(group.oldest_version for _, group in self._ready),
+            Counter(version for _, version in self._running.values()),
+            step=self._step,
+            groups_per_step=self._groups_per_step,
+        )
+
+    async def _next_group(self) -> None:
+        """Wait until a running group ends."""
+        enough, began = len(self._ready) >= self._groups_per_step, time.monotonic()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._changed.wait()
+        except TimeoutError:
+            raise TimeoutError(
+                f"cluster.step_deadline_s={self._deadline_s:g}: no group ended within these seconds. "
+                f"{self.waits_for()}. Shorten the responses, or raise cluster.step_deadline_s."
+            ) from None
+        finally:
+            if enough:
+                self.slow_wait_s += time.monotonic() - began
+
+    def waits_for(self) -> str:
+        """What the training step still needs, in words."""
+        oldest = min((version for _, version in self._running.values()), default=self._step)
+        slow = sorted((t.position, t.prompt.id) for t, version in self._running.values() if version == oldest)
+        missing = self._groups_per_step - len(self._ready)
+        what = f"{missing} more groups" if missing > 0 else f"groups {self._step - oldest} steps old"
+        ids = ", ".join(prompt for _, prompt in slow[:SHOWN_PROMPTS])
+        running = f"{len(self._running)} are running, the oldest of them of prompts {ids}"
+        return f"Step {self._step + 1} waits for {what}; {running}"
 
     def _drop_stale(self) -> None:
+        """Discard groups that have become too old."""
         fresh = []
         for ticket, group in self._ready:
             if self._staleness.admits(group.oldest_version, step=self._step):
@@ -183,11 +277,31 @@ class RolloutBuffer:
                 self._dispatched -= 1
         self._ready = fresh
 
+    def count(self, batch: StepBatch) -> None:
+        """Count the rollouts of the training step, `batch`, by their use."""
+        assert len(batch.rewards) == self._rollouts_taken, "the batch of a step holds what `take` gave"
+        self.account.add_step(batch)
+        self._rollouts_taken = 0
+
     def begin_next_step(self) -> None:
         """Let the groups of the next training step be dispatched; its weights are in the engines."""
         self._step += 1
         self.replacements = 0
         self.dispatch()
+
+    # --- the account ---
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts that were sampled and not used yet."""
+        return _rollouts(group for _, group in self._ready) + self._rollouts_taken
+
+    def account_metrics(self) -> dict[str, int]:
+        """Every rollout by its use; raises AssertionError if one was lost or counted twice."""
+        account, waiting = self.account, self.waiting
+        used = account.trained + account.filtered + account.stale + account.failed
+        assert account.sampled == used + waiting, f"{account} with {waiting} waiting does not add up"
+        return account.metrics() | {"account/waiting": waiting}
 
     def outstanding(self) -> list[int]:
         """Stream positions of prompts that were dispatched and not trained on; a resumed run samples them again."""
@@ -198,7 +312,7 @@ class RolloutBuffer:
         return [ticket.prompt for ticket in self._waiting_tickets()]
 
     def _waiting_tickets(self) -> list[Ticket]:
-        return [*self._running.values(), *(ticket for ticket, _ in self._ready)]
+        return [*(ticket for ticket, _ in self._running.values()), *(ticket for ticket, _ in self._ready)]
 
     async def close(self) -> None:
         tasks = list(self._running)
@@ -207,3 +321,7 @@ class RolloutBuffer:
         for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+
+def _rollouts(groups: Iterable[RolloutGroup]) -> int:
+    return sum(len(group.samples) for group in groups)

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.log.reductions import StepMetrics
+from rlhf.log.reductions import UpdateOutcome
 from rlhf.run.manifest import reason
-from rlhf.run.useless_steps import updates_taken
 from rlhf.types import StepBatch
 
 MAX_KEPT = 10  # files of one process; a run that skips for days would fill the disk
@@ -32,7 +31,7 @@ class SkippedBatches:
         self,
         step: int,
         batch: StepBatch,
-        updates: Sequence[StepMetrics],
+        updates: Sequence[UpdateOutcome],
         non_finite: Mapping[str, np.ndarray],
         **columns: np.ndarray | None,
     ) -> None:
@@ -42,7 +41,7 @@ class SkippedBatches:
             non_finite: column -> its rows that were not finite, if the whole step was skipped for them; else {}.
             columns: further columns of the file.
         """
-        skipped = len(updates) - updates_taken(updates)
+        skipped = sum(not update.taken for update in updates)
         if not skipped:
             return
         reasons = [

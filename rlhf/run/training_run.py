@@ -21,7 +21,7 @@ from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.log.clock import Clock, waiting_seconds
 from rlhf.log.diagnosis import Diagnosis
-from rlhf.log.reductions import StepMetrics, mean_over_updates, to_histograms, to_values
+from rlhf.log.reductions import UpdateOutcome, mean_over_updates, to_histograms, to_values
 from rlhf.log.sinks import Details, evaluation_table
 from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.scorer import Scorer
@@ -46,6 +46,7 @@ from rlhf.run.useless_steps import UselessSteps, updates_taken
 from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
 SAVE_S = 60.0  # that a failed run waits for the checkpoint that is being written
+SAY_FRACTION = 0.1  # of cluster.step_deadline_s, after which a step says which groups it waits for
 TABLES, GROUPS_IN_TABLE = 20, 2  # tables of sampled responses in a run, for wandb; groups in each
 
 C = TypeVar("C", bound=GRPOConfig)
@@ -182,14 +183,16 @@ class TrainingRun(Generic[C]):
             self.tickets.next,
             groups_per_step=config.rollout.prompts_per_step,
             total_steps=config.run.steps,
-            staleness=Staleness(config.rollout.max_policy_lag),
+            staleness=Staleness(config.rollout.max_policy_lag, config.rollout.on_stale),
             step=self.first_step,
             account=self.state.account,
             replacements=self.state.replacements,
             max_replacements=config.rollout.max_replacements if config.rollout.dynamic_sampling else 0,
             deciding_part=config.rollout.dynamic_sampling_part,
             in_order=config.run.deterministic,
+            deadline_s=config.cluster.step_deadline_s,
         )
+        self.log.terminal.sampling_waits_for = self.buffer.waits_for
         self._exit_stack.push_async_callback(self.buffer.close)
 
     # --- around a step ---
@@ -210,7 +213,12 @@ class TrainingRun(Generic[C]):
 
     async def take_groups(self, step: int) -> Sequence[RolloutGroup]:
         """The graded groups for the step after `step` finished ones; a signal meanwhile saves and ends the run."""
-        groups = await self.stop.unless_requested(self.buffer.take())
+        say_s = self.config.cluster.step_deadline_s * SAY_FRACTION
+        say = asyncio.get_running_loop().call_later(say_s, lambda: self.log.print(f"{self.buffer.waits_for()}."))
+        try:
+            groups = await self.stop.unless_requested(self.buffer.take())
+        finally:
+            say.cancel()
         if groups is None:
             await self.checkpoint_if_due(step)
         assert groups is not None, "checkpoint_if_due ends the run"
@@ -244,11 +252,8 @@ class TrainingRun(Generic[C]):
         self.log.terminal.evaluation(step, values)
 
     def count_rollouts(self, batch: StepBatch) -> None:
-        """Count the rollouts of the step: unscorable as failed, cut-off as filtered, the others as trained."""
-        unscorable, trained = int(np.isnan(batch.rewards).sum()), int(batch.trained.sum())
-        self.buffer.account.trained += trained
-        self.buffer.account.failed += unscorable
-        self.buffer.account.filtered += len(batch.rewards) - trained - unscorable
+        """Count the rollouts of the step by their use, and their tokens."""
+        self.buffer.count(batch)
         response_tokens = int(batch.response_lengths.sum())
         self.state.tokens["prompt"] += len(batch.tokens.token_ids) - response_tokens
         self.state.tokens["response"] += response_tokens
@@ -261,7 +266,7 @@ class TrainingRun(Generic[C]):
         advantages: np.ndarray,
         targets: PolicyTargets,
         epochs: Sequence[Sequence[Minibatch]],
-        updates: Sequence[StepMetrics],
+        updates: Sequence[UpdateOutcome],
         measured: dict[str, float],
     ) -> None:
         """Write the metrics and the rollouts of a finished step.
@@ -276,12 +281,13 @@ class TrainingRun(Generic[C]):
         learned = mean_over_updates(updates)
         metrics = sampled | learned
         values = to_values(metrics)
-        values |= measured | self.buffer.account.metrics() | self.cluster.heartbeat.memory
+        values |= measured | self.buffer.account_metrics() | self.cluster.heartbeat.memory
         values["time/step"] = self.clock.step_seconds()
         phases, window_s = self.clock.take()
         rate, engines_busy_s = self.sampler.meter.take()
         values |= waiting_seconds(phases, window_s, engines_busy_s)
         values |= self.speed.of_step(batch, epochs, self.cluster.learners.shared, phases.get("update", 0.0))
+        values["time/slow_groups"], self.buffer.slow_wait_s = self.buffer.slow_wait_s, 0.0
         values |= {"rollout/tokens_per_second": rate, "data/epoch": self.tickets.stream.epochs}
         rollout = self.config.rollout
         values |= self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
@@ -299,8 +305,8 @@ class TrainingRun(Generic[C]):
             self.folder.write_rollouts(step, rows, self.log.files)
         for error in self.scorer.new_errors():
             self.log.warn(error)
-        trained, taken = int(batch.trained.sum()), updates_taken(updates)
-        self.useless_steps.after_step(groups, advantages, trained=trained, updates_taken=taken)
+        trained = int(batch.trained.sum())
+        self.useless_steps.after_step(groups, advantages, trained=trained, updates_taken=updates_taken(updates))
         for finding in self.diagnosis.after_step(step, values):
             self.log.alert(finding.title, finding.text)
 
@@ -359,7 +365,7 @@ class TrainingRun(Generic[C]):
             stream=self.tickets.stream.state(),
             outstanding=sorted([*self.buffer.outstanding(), *self.tickets.waiting()]),
             # a resumed run samples the waiting rollouts again
-            account=replace(account, sampled=account.sampled - account.waiting),
+            account=replace(account, sampled=account.sampled - self.buffer.waiting),
             replacements=self.buffer.replacements,
             reward_status=self.scorer.counted_besides(self.buffer.outstanding_prompts()),
             wandb_run_id=self.log.wandb_run_id,
@@ -386,7 +392,7 @@ class TrainingRun(Generic[C]):
                 card = model_card(await self._state_after(steps), self.folder.metrics)
                 (self.folder.model / "README.md").write_text(card)
         end = await self._state_after(steps)
-        counted = {"updates_planned": config.training.total_updates, **self.buffer.account.metrics()}
+        counted = {"updates_planned": config.training.total_updates, **self.buffer.account_metrics()}
         self.folder.write_summary(end.summary() | counted)
         if after := end.evaluations.get(steps):
             training_s = sum(spent for phase, spent in end.seconds.items() if phase not in ("start", "evaluation"))

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlhf.config.roles import LEARNER
 from rlhf.config.sections import RunConfig
 from rlhf.log.diagnosis import Diagnosis
-from rlhf.log.reductions import StepMetrics, to_values
+from rlhf.log.reductions import UpdateOutcome
 from rlhf.types import RolloutGroup
 
 NOTHING_TRAINED = "no rollout was trained on"
@@ -29,14 +30,10 @@ def no_group_has_a_signal(groups: Sequence[RolloutGroup], advantages: np.ndarray
     return not advantages.any() or len(set[float]().union(*(group.distinct_rewards() for group in groups))) < 2
 
 
-def updates_taken(updates: Sequence[StepMetrics]) -> int:
-    """How many of these optimizer steps were taken: those of the policy, and of a critic that learns alone.
-
-    A skipped step has no finite gradient norm.
-    """
-    policy = any(name.startswith("learner/") for update in updates for name in update)
-    norm = "learner/grad_norm" if policy else "critic/grad_norm"
-    return sum(norm in to_values(update) for update in updates)
+def updates_taken(updates: Sequence[UpdateOutcome]) -> int:
+    """How many optimizer steps were taken: those of the policy, or of a critic that learns alone."""
+    policy = [update for update in updates if update.module == LEARNER]
+    return sum(update.taken for update in policy or updates)
 
 
 class UselessSteps:

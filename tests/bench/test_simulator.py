@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,19 @@ def test_groups_spread_over_engines() -> None:
 
 
 def test_a_response_that_is_overtaken_by_too_many_steps_is_stale_and_sampled_again() -> None:
-    step_s, stale = mean_step([[1], [1], [1], [9]], max_policy_lag=1, groups_per_step=1, training_s=1.0)
+    lengths: list[list[int]] = [[1], [1], [1], [9]]
+    step_s, stale = mean_step(lengths, max_policy_lag=1, groups_per_step=1, training_s=1.0, on_stale="drop")
     assert stale > 0
     assert step_s > 1
+
+
+def test_a_step_waits_for_a_response_that_would_be_too_old_at_the_next_one() -> None:
+    lengths = [[1], [1], [1], [9]]
+    simulation = Simulation(System(**PLAIN | {"max_policy_lag": 1, "training_s": 1.0}), lengths, STEPS)
+    simulation.run()
+    assert simulation.stale == 0
+    assert set(range(STEPS - 1)) <= set(simulation.trained)  # every fourth is slow
+    assert simulation.slow_wait_s > 0
 
 
 def test_the_bound_is_a_steps_tokens_on_full_engines() -> None:
@@ -75,8 +86,11 @@ def test_a_replay_of_a_benchmark_that_had_no_machine_says_so(tmp_path: Path, mon
     assert written["quick"]
 
 
-def test_at_lag_2_a_long_tailed_run_stays_within_5_percent_of_the_bound() -> None:
+def test_at_lag_2_a_long_tailed_run_stays_near_the_bound_and_nearer_if_it_discards_slow_groups() -> None:
     from benchmarks.simulator import large_cluster, row_of
 
     system, lengths = large_cluster(8, 2)
-    assert row_of("", system, lengths, 8)["above the bound"] < 0.05
+    waiting, dropping = (row_of("", replace(system, on_stale=rule), lengths, 8) for rule in ("wait", "drop"))
+    assert dropping["above the bound"] < 0.05
+    assert waiting["above the bound"] < 0.10
+    assert (waiting["stale groups"], dropping["stale groups"] > 0) == (0, True)

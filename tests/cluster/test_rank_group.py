@@ -22,7 +22,7 @@ from rlhf.cluster import rank_group
 from rlhf.cluster.rank_group import RankGroup
 from rlhf.learner.rank_place import Place
 from rlhf.learner.step import StepRank
-from rlhf.log.reductions import StepMetrics, Sum, merge_metrics
+from rlhf.log.reductions import StepMetrics, Sum, UpdateOutcome, merge_metrics
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.types import Minibatch, PolicyTargets, StepBatch
@@ -48,7 +48,7 @@ class Rank(StepRank):
     def token_ids(self) -> tuple[np.ndarray, None]:
         return self.passes(lambda tokens: tokens.token_ids), None
 
-    def update(self, targets: PolicyTargets) -> list[StepMetrics]:
+    def update(self, targets: PolicyTargets) -> list[UpdateOutcome]:
         def loss(tokens: Any, own: PolicyTargets, denominators: Any) -> tuple[torch.Tensor, StepMetrics]:
             mask = tokens.response_mask
             ids = tokens.token_ids[mask]
@@ -57,8 +57,8 @@ class Rank(StepRank):
 
         return self.updates(targets, loss)
 
-    def take_step(self, microbatches: int, forward: Callable[[int], tuple[Any, StepMetrics]]) -> StepMetrics:
-        return merge_metrics([forward(i)[1] for i in range(microbatches)])
+    def take_step(self, microbatches: int, forward: Callable[[int], tuple[Any, StepMetrics]]) -> UpdateOutcome:
+        return UpdateOutcome("learner", True, merge_metrics([forward(i)[1] for i in range(microbatches)]))
 
 
 class LocalRanks(RankGroup):
@@ -106,8 +106,8 @@ def test_every_update_trains_its_minibatch_with_the_targets_of_its_own_tokens_on
     assert len(updates) == len(minibatches) == 4
     for update, minibatch in zip(updates, minibatches, strict=True):
         tokens = batch.tokens.take(np.array(rows_of_minibatch(minibatch)))
-        assert update["ids"].value() == tokens.token_ids[tokens.response_mask].sum()
-        assert update["tokens"].value() == tokens.response_mask.sum()
+        assert update.metrics["ids"].value() == tokens.token_ids[tokens.response_mask].sum()
+        assert update.metrics["tokens"].value() == tokens.response_mask.sum()
 
 
 def test_shared_counts_the_common_beginning_of_every_sequence_rank_after_rank(started: Any) -> None:

@@ -149,7 +149,7 @@ def train_save_resume(place: Place, model: Path, folder: Path) -> dict[str, Any]
     resumed = Critic(config, place)
     resumed.load(str(folder))
     resumed.start_step(BATCH.tokens, [minibatches_of(config)])
-    (metrics, _) = resumed.update(TARGETS)
+    metrics = resumed.update(TARGETS)[0].metrics
     return {
         "before": before,
         "whole": critic.values()[0],

@@ -13,8 +13,7 @@ import torch
 from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world, save
 
 from rlhf.learner.rank_place import Place
-from rlhf.log.reductions import StepMetrics
-from rlhf.run.useless_steps import updates_taken
+from rlhf.log.reductions import UpdateOutcome
 from rlhf.step.batch import broadcast_to_tokens
 from rlhf.types import PolicyTargets
 
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.stack
 GROUPS: dict[str, Any] = {"groups": 4, "samples": 4, "vocabulary": 250, "longest": 60, "seed": 5}
 
 
-def step(learner: Any, config: Any) -> list[StepMetrics]:
+def step(learner: Any, config: Any) -> list[UpdateOutcome]:
     """Log-prob passes and updates of one training step, as the loop makes them, on one rank."""
     batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
     learner.start_step(batch.tokens, [minibatches])
@@ -73,7 +72,7 @@ def first_step_metrics(place: Place, model: Path, checkpointing: bool) -> list[d
         cluster={"device": "cpu", "learners": place.world_size},
     )
     learner = Learner(config, place)
-    return [{name: metric.value() for name, metric in update.items()} for update in step(learner, config)]
+    return [{name: metric.value() for name, metric in update.metrics.items()} for update in step(learner, config)]
 
 
 @pytest.mark.parametrize(("learners", "checkpointing"), [(1, True), (2, False)])
@@ -210,14 +209,14 @@ def run_with_a_poisoned_update(place: Place, model: Path, stage: int) -> dict[st
         if update == 1:
             before = whole_weights(learner)
         if update == 2:
-            (metrics,) = learner.skip_updates(1)
-            assert updates_taken([metrics]) == 0
+            (outcome,) = learner.skip_updates(1)
+            assert not outcome.taken
         else:
-            (metrics,) = learner.update(poisoned if update == 1 else targets)
-            assert updates_taken([metrics]) == (update != 1)
+            (outcome,) = learner.update(poisoned if update == 1 else targets)
+            assert outcome.taken == (update != 1)
         if update == 2:
             after = whole_weights(learner)
-        rates.append(metrics["learner/lr"].value())
+        rates.append(outcome.metrics["learner/lr"].value())
     return {
         "rates": rates,
         "unmoved": all(np.array_equal(before[name], after[name]) for name in learner.names),

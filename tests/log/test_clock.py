@@ -12,7 +12,7 @@ from rich.console import Console
 from worlds import make_groups
 
 from rlhf.log.clock import Clock, waiting_seconds
-from rlhf.log.reductions import Last, Mean, Sum, mean_over_updates, to_values
+from rlhf.log.reductions import Last, Mean, Sum, UpdateOutcome, mean_over_updates, to_values
 from rlhf.log.terminal import Terminal
 from rlhf.run.rollout_metrics import rollout_metrics
 from rlhf.types import RolloutGroup, VersionSpan
@@ -66,7 +66,10 @@ def test_the_loss_of_a_step_is_the_mean_over_its_updates_and_its_learning_rate_t
         {"policy/loss": Sum(1.0), "policy/entropy": Mean(3.0, 1.0), "learner/lr": Last(0.2)},
         {"policy/loss": Sum(2.0), "policy/entropy": Mean(3.0, 2.0), "learner/lr": Last(0.1)},
     ]
-    values = {name: metric.value() for name, metric in mean_over_updates(updates).items()}
+    values = {
+        name: metric.value()
+        for name, metric in mean_over_updates([UpdateOutcome("learner", True, update) for update in updates]).items()
+    }
     assert values == {"policy/loss": 1.5, "policy/entropy": 2.0, "learner/lr": 0.1}
 
 

@@ -82,6 +82,11 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "gradient spike": ({"learner/grad_norm": lambda step: 50.0 if step == 60 else 0.5}, {}, "was 50, usually 0."),
     "updates were skipped": ({"learner/updates_skipped": 1.0}, {}, "1 updates were skipped"),
     "lag at its bound, dropped": ({"account/stale": since_40(100)}, {}, "rollout.max_policy_lag=0"),
+    "lag at its bound, slow groups": (
+        {"time/slow_groups": lambda step: 100.0},
+        {"rollout.max_policy_lag": 2},
+        "rollout.max_policy_lag=2 or rollout.prompts_per_step=",
+    ),
     "lag at its bound": ({"rollout/lag/p50": 4.0}, {"rollout.max_policy_lag": 4}, "cluster.learners=1"),
     "grades are missing": (GRADER, {}, "(math/timeout). Raise reward.wall_seconds=10.0"),
 }

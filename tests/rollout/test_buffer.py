@@ -1,15 +1,20 @@
-"""The buffer between engines and learners: one staleness rule, whole groups, and an account that always adds up."""
+"""The buffer between engines and learners: the oldest groups first, none too old, and an account that adds up."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import heapq
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 from waiting import WAIT_S
 
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
+from rlhf.step.batch import make_batch
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
 
 SAMPLES = 2
@@ -31,13 +36,14 @@ class Engines:
         return group(prompt, version)
 
 
-def group(prompt: Prompt, version: int) -> RolloutGroup:
+def group(prompt: Prompt, version: int, rewards: tuple[float, ...] = (1.0, 1.0)) -> RolloutGroup:
     rollouts = [
         Rollout(prompt.id, 0, i, np.array([1, 2]), np.array([False, True]), np.zeros(2, np.float32),
                 (VersionSpan(1, 2, version),), "stop")
         for i in range(SAMPLES)
     ]  # fmt: skip
-    return RolloutGroup(prompt, tuple(ScoredRollout(r, "", "", 1.0, {}, "ok") for r in rollouts))
+    graded = zip(rollouts, rewards, strict=True)
+    return RolloutGroup(prompt, tuple(ScoredRollout(r, "", "", reward, {}, "ok") for r, reward in graded))
 
 
 def tickets() -> Iterator[Ticket]:
@@ -47,20 +53,67 @@ def tickets() -> Iterator[Ticket]:
         position += 1
 
 
-def make(engines: Engines, *, lag: int, groups: int = 2, steps: int = 100) -> RolloutBuffer:
-    stream = tickets()
+def make(
+    engines: Engines | Clockwork, *, lag: int, groups: int = 2, steps: int = 100, drop: bool = False, **options: Any
+) -> RolloutBuffer:
+    stream, staleness = tickets(), Staleness(lag, "drop" if drop else "wait")
     return RolloutBuffer(
-        engines.sample, lambda: next(stream), groups_per_step=groups, total_steps=steps, staleness=Staleness(lag)
+        engines.sample, lambda: next(stream), groups_per_step=groups, total_steps=steps, staleness=staleness, **options
     )
 
 
 def consume(buffer: RolloutBuffer, groups: list[RolloutGroup]) -> None:
-    buffer.account.trained += sum(len(g.samples) for g in groups)
+    buffer.count(make_batch(groups, mask_truncated=False))
 
 
-def balanced(buffer: RolloutBuffer) -> bool:
-    a = buffer.account
-    return a.waiting >= 0 and a.sampled == a.trained + a.filtered + a.stale + a.failed + a.waiting
+class Clockwork:
+    """Engines whose groups end at their times; time goes on only where nothing else can."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self.version, self.now, self.seconds = 0, 0.0, seconds
+        self._ends: list[tuple[float, int, asyncio.Event]] = []
+
+    async def sample(self, prompt: Prompt) -> RolloutGroup:
+        position, version = int(prompt.id.removeprefix("p")), self.version
+        ended = asyncio.Event()
+        heapq.heappush(self._ends, (self.now + self.seconds(position), position, ended))
+        await ended.wait()
+        return group(prompt, version, rewards=(0.0, float(position % 3 > 0)))
+
+    async def until(self, time: float) -> None:
+        """Let groups end up to this time."""
+        while self._ends and self._ends[0][0] <= time:
+            self.now, _, ended = heapq.heappop(self._ends)
+            ended.set()
+            await settle()
+        self.now = max(self.now, time)
+
+    async def done(self, awaitable: Awaitable[list[RolloutGroup]]) -> list[RolloutGroup]:
+        task = asyncio.ensure_future(awaitable)
+        await settle()
+        while not task.done():
+            assert self._ends, "the buffer waits, and nothing is running"
+            await self.until(self._ends[0][0])
+        return task.result()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def train(engines: Clockwork, buffer: RolloutBuffer, steps: int) -> list[list[int]]:
+    """Train these steps, each of 1 second; positions of the prompts of each."""
+    taken = []
+    for step in range(steps):
+        groups = await engines.done(buffer.take())
+        taken.append([int(g.prompt.id.removeprefix("p")) for g in groups])
+        consume(buffer, groups)
+        await engines.until(engines.now + 1.0)
+        engines.version = step + 1
+        buffer.begin_next_step()
+        buffer.account_metrics()  # raises if it does not add up
+    return taken
 
 
 def test_with_lag_0_only_the_groups_of_the_current_step_are_sampled() -> None:
@@ -75,7 +128,7 @@ def test_with_lag_0_only_the_groups_of_the_current_step_are_sampled() -> None:
             consume(buffer, taken)
             engines.version = step + 1
             buffer.begin_next_step()
-        assert balanced(buffer)
+        assert buffer.account_metrics()["account/trained"] == 3 * 2 * SAMPLES
 
     asyncio.run(run())
 
@@ -93,16 +146,132 @@ def test_with_a_lag_engines_run_ahead_by_so_many_steps_and_no_more(lag: int) -> 
             consume(buffer, taken)
             engines.version = step + 1
             buffer.begin_next_step()
-            assert balanced(buffer)
+            await settle()
+            metrics = buffer.account_metrics()
+            assert (metrics["account/trained"], metrics["account/waiting"]) == (
+                2 * SAMPLES * (step + 1),
+                2 * SAMPLES * (lag + 1),
+            )
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("slow_s", [3, 6])
+@pytest.mark.parametrize("lag", [1, 2, 4])
+def test_every_prompt_is_trained_in_time_however_slow_it_is(lag: int, slow_s: int) -> None:
+    """A quarter of the prompts takes 3 or 6 steps: their share among the trained is their share among the drawn."""
+
+    async def run() -> None:
+        engines = Clockwork(lambda position: slow_s if position % 4 == 0 else 1)
+        buffer = make(engines, lag=lag, groups=8, steps=20)
+        taken = await train(engines, buffer, 20)
+        assert sorted(chain(*taken)) == list(range(8 * 20))
+        assert all(len(positions) == 8 for positions in taken)
+        for step in range(lag, 20):  # a prompt is drawn at most `lag` steps before it is trained
+            assert set(range(8 * (step + 1 - lag))) <= set(chain(*taken[: step + 1]))
+        assert (buffer.account.stale, buffer.waiting) == (0, 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_times_of_any_length_and_groups_that_are_replaced_no_group_is_ever_too_old(seed: int) -> None:
+    async def run() -> None:
+        rng = np.random.default_rng(seed)
+        lag, groups = int(rng.integers(0, 5)), int(rng.integers(1, 6))
+        times = rng.lognormal(0.0, 1.5, 2000)
+        engines = Clockwork(lambda position: float(times[position]))
+        buffer = make(engines, lag=lag, groups=groups, steps=30, max_replacements=int(rng.integers(0, 4)))
+        taken = await train(engines, buffer, 30)  # `take` itself asserts that no group is too old
+        assert len(set(chain(*taken))) == 30 * groups
+        assert (buffer.account.stale, buffer.waiting) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_step_waits_for_more_slow_groups_than_one_later_step_could_train() -> None:
+    """Lag 2, one group per step: p0, p1 and p2 begin at version 0, so step 1 must train one of the slow p1 and p2."""
+
+    async def run() -> None:
+        engines = Clockwork(lambda position: 10.0 if position in (1, 2) else 0.5)
+        buffer = make(engines, lag=2, groups=1, steps=9)
+        assert (await train(engines, buffer, 3)) == [[0], [1], [2]]
+        assert buffer.slow_wait_s > 0  # p3 was ready long before
+        await buffer.close()
+
+    asyncio.run(run())
+
+
+def test_a_wait_names_what_it_waits_for_and_ends_at_its_deadline() -> None:
+    async def run() -> None:
+        engines = Engines()
+        engines.gates["p1"] = asyncio.Event()
+        buffer = make(engines, lag=1, deadline_s=0.05)
+        consume(buffer, await buffer.take())
+        buffer.begin_next_step()
+        with pytest.raises(
+            TimeoutError, match=r"cluster\.step_deadline_s=0\.05: .* groups 1 steps old; .* prompts p1\."
+        ):
+            await buffer.take()
+        await buffer.close()
+
+    asyncio.run(run())
+
+
+def test_a_group_whose_sampling_is_cancelled_from_elsewhere_ends_the_wait() -> None:
+    async def run() -> None:
+        async def cancelled(prompt: Prompt) -> RolloutGroup:
+            raise asyncio.CancelledError
+
+        engines = Engines()
+        engines.sample = cancelled  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="the sampling of prompt p0 was cancelled"):
+            await asyncio.wait_for(make(engines, lag=0).take(), WAIT_S)
+
+    asyncio.run(run())
+
+
+def test_the_account_counts_unscorable_masked_and_trained_rollouts_of_a_step_each_by_itself() -> None:
+    async def run() -> None:
+        buffer = make(Engines(), lag=1)
+        first, second = await buffer.take()
+        cut = replace(first.samples[0], rollout=replace(first.samples[0].rollout, finish_reason="length"))
+        unscorable = replace(second.samples[0], reward=None)
+        changed = [
+            replace(first, samples=(cut, first.samples[1])),
+            replace(second, samples=(unscorable, second.samples[1])),
+        ]
+        buffer.count(make_batch(changed, mask_truncated=True))
+        account = buffer.account
+        assert (account.trained, account.filtered, account.failed, account.stale) == (2, 1, 1, 0)
+        assert buffer.account_metrics()["account/waiting"] == 2 * SAMPLES
+        await buffer.close()
+
+    asyncio.run(run())
+
+
+def test_a_rollout_that_is_lost_is_noticed() -> None:
+    async def run() -> None:
+        buffer = make(Engines(), lag=1)
+        taken = await buffer.take()
+        buffer._ready.pop()
+        with pytest.raises(AssertionError, match="does not add up"):
+            buffer.account_metrics()
+        with pytest.raises(AssertionError, match="holds what `take` gave"):
+            consume(buffer, taken[:1])
+        await buffer.close()
+
+    asyncio.run(run())
+
+
+# --- on_stale=drop ---
 
 
 def test_a_group_that_has_become_too_old_is_dropped_counted_and_replaced() -> None:
     async def run() -> None:
         engines = Engines()
         engines.gates["p1"] = asyncio.Event()  # dispatched at version 0, finished only when version 2 trains
-        buffer = make(engines, lag=1)
+        buffer = make(engines, lag=1, drop=True)
         for step in range(2):
             taken = await buffer.take()
             assert "p1" not in [g.prompt.id for g in taken]
@@ -116,7 +285,7 @@ def test_a_group_that_has_become_too_old_is_dropped_counted_and_replaced() -> No
         assert all(2 - g.oldest_version <= 1 for g in taken)
         assert buffer.account.stale == SAMPLES
         consume(buffer, taken)
-        assert balanced(buffer)
+        assert buffer.account_metrics()["account/stale"] == SAMPLES
 
     asyncio.run(run())
 
@@ -125,7 +294,7 @@ def test_a_stale_group_of_the_last_step_is_replaced_too() -> None:
     async def run() -> None:
         engines = Engines()
         engines.gates["p1"] = asyncio.Event()
-        buffer = make(engines, lag=1, steps=3)
+        buffer = make(engines, lag=1, steps=3, drop=True)
         for step in range(2):
             consume(buffer, await buffer.take())
             engines.version = step + 1
@@ -138,10 +307,12 @@ def test_a_stale_group_of_the_last_step_is_replaced_too() -> None:
         assert all(2 - g.oldest_version <= 1 for g in taken)
         assert buffer.account.stale == SAMPLES
         consume(buffer, taken)
-        assert balanced(buffer)
-        assert buffer.account.waiting == 0
+        assert buffer.account_metrics()["account/waiting"] == 0
 
     asyncio.run(run())
+
+
+# --- the rest ---
 
 
 def test_no_group_is_sampled_beyond_the_last_step() -> None:
@@ -154,7 +325,7 @@ def test_no_group_is_sampled_beyond_the_last_step() -> None:
             buffer.begin_next_step()
         await asyncio.sleep(0)
         assert len(engines.order) == 6
-        assert buffer.account.waiting == 0
+        assert buffer.waiting == 0
 
     asyncio.run(run())
 

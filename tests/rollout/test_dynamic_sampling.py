@@ -10,6 +10,7 @@ import numpy as np
 from waiting import WAIT_S
 
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
+from rlhf.step.batch import make_batch
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
 
 
@@ -52,12 +53,9 @@ def make(task: Task, *, max_replacements: int, lag: int = 0) -> RolloutBuffer:
 
 
 def book(buffer: RolloutBuffer, taken: list[RolloutGroup]) -> None:
-    buffer.account.trained += sum(len(g.samples) for g in taken)
-
-
-def balanced(buffer: RolloutBuffer) -> bool:
-    a = buffer.account
-    return a.waiting >= 0 and a.sampled == a.trained + a.filtered + a.stale + a.failed + a.waiting
+    """Count a step; raises if the account does not add up."""
+    buffer.count(make_batch(taken, mask_truncated=False))
+    buffer.account_metrics()
 
 
 def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts_and_counted_as_filtered() -> None:
@@ -68,7 +66,7 @@ def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts_and_counted_as
         assert [g.prompt.id for g in taken] == ["3", "5"]
         assert buffer.account.filtered == 2 * 4
         book(buffer, taken)
-        assert balanced(buffer)
+        buffer.account_metrics()
         task.version = 1
         buffer.begin_next_step()
         assert [g.prompt.id for g in await asyncio.wait_for(buffer.take(), WAIT_S)] == ["6", "7"]
@@ -86,7 +84,7 @@ def test_after_the_last_replacement_equal_groups_train_and_the_next_step_may_rep
             assert len(taken) == 2
             assert buffer.account.filtered == 2 * 3 * (step + 1)
             book(buffer, taken)
-            assert balanced(buffer)
+            buffer.account_metrics()
             task.version = step + 1
             buffer.begin_next_step()
         await buffer.close()
@@ -149,7 +147,7 @@ def test_with_a_lag_replacements_keep_to_the_staleness_rule() -> None:
             book(buffer, taken)
             task.version = step + 1
             buffer.begin_next_step()
-            assert balanced(buffer)
+            buffer.account_metrics()
         await buffer.close()
 
     asyncio.run(run())
@@ -176,7 +174,7 @@ def test_in_order_the_groups_that_are_replaced_do_not_depend_on_which_arrive_fir
             max_replacements=2, in_order=in_order,
         )  # fmt: skip
         groups = await asyncio.wait_for(buffer.take(), WAIT_S)
-        assert (buffer.account.filtered, buffer.account.waiting) == (4, 8)
+        assert (buffer.account.filtered, buffer.waiting) == (4, 8)
         return [group.prompt.id for group in groups]
 
     orders = ((0, 1, 2, 3, 4, 5), (5, 4, 3, 2, 1, 0), (3, 0, 1, 2, 5, 4))

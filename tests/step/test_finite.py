@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from worlds import make_groups, random_column
 
-from rlhf.log.reductions import Mean
+from rlhf.log.reductions import UpdateOutcome
 from rlhf.run.skipped import MAX_KEPT, SkippedBatches
 from rlhf.step.batch import make_batch
 from rlhf.step.finite import non_finite_rows
@@ -48,8 +48,8 @@ def test_a_skipped_step_is_named_and_its_batch_kept_in_a_bounded_number_of_files
 ) -> None:
     warnings: list[str] = []
     skipped = SkippedBatches(tmp_path / "skipped", warnings.append)
-    taken, not_taken = {"learner/grad_norm": Mean(1.0, 1.0)}, {"learner/grad_norm": Mean(float("inf"), 1.0)}
-    skipped.keep(1, batch, [taken, taken], {})
+    taken, not_taken = UpdateOutcome("learner", True, {}), UpdateOutcome("learner", False, {})
+    skipped.keep(1, batch, [UpdateOutcome("critic", True, {}), taken], {})
     assert warnings == []
     assert not (tmp_path / "skipped").exists()
     old = random_column(batch, 1)
@@ -59,7 +59,7 @@ def test_a_skipped_step_is_named_and_its_batch_kept_in_a_bounded_number_of_files
     assert set(kept) == {"token_ids", "cu_seqlens", "response_mask", "rollout_logprobs", "rewards", "old_logprobs"}
     assert np.array_equal(kept["old_logprobs"], old)
     for step in range(3, 3 + MAX_KEPT):
-        skipped.keep(step, batch, [{}], {"values": np.arange(7)})
+        skipped.keep(step, batch, [not_taken], {"values": np.arange(7)})
     assert "values of 7 responses (rows 0, 1, 2, 3, 4, ...)" in warnings[-1]
     assert len(list((tmp_path / "skipped").iterdir())) == MAX_KEPT
 
@@ -67,5 +67,5 @@ def test_a_skipped_step_is_named_and_its_batch_kept_in_a_bounded_number_of_files
 def test_a_batch_that_the_disk_does_not_take_costs_no_run(batch: StepBatch, tmp_path: Path) -> None:
     warnings: list[str] = []
     (tmp_path / "skipped").write_text("no folder")
-    SkippedBatches(tmp_path / "skipped", warnings.append).keep(2, batch, [{}], {})
+    SkippedBatches(tmp_path / "skipped", warnings.append).keep(2, batch, [UpdateOutcome("learner", False, {})], {})
     assert warnings[0].endswith(f"; the batch could not be written ({tmp_path / 'skipped'}: File exists)")

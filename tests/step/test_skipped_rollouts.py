@@ -148,7 +148,7 @@ def steps_without_and_with_advantages(place: Place, model: Path) -> list[tuple[f
         assert planned.computed.sum() == 4 * (5 - len(equal))
         before = [p.detach().clone() for p in learner.names.values()]
         learner.start_step(planned.batch.tokens, [planned.minibatches])
-        (metrics,) = learner.update(planned.targets(None))
+        metrics = learner.update(planned.targets(None))[0].metrics
         moved = any(not torch.equal(old, p) for old, p in zip(before, learner.names.values(), strict=True))
         steps.append((metrics["learner/grad_norm"].value(), metrics["learner/updates_taken"].value(), moved))
     return steps
