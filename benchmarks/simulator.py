@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import sys
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Row
-from rlhf.rollout.buffer import Staleness
+from rlhf.rollout.buffer import GROUPS_PER_PLACE, Staleness
 
 STEPS, FIRST = 10, 4  # simulated steps, and those of the start that the mean leaves out
 
@@ -98,6 +99,8 @@ class Simulation:
         self._events: list[tuple[float, int, int, int]] = []
         self._step = self._dispatched = self._drawn = 0
         self._learner_busy = False
+        groups_per_place = GROUPS_PER_PLACE * system.engines * system.slots / len(self.lengths[0])
+        self._max_running = math.ceil(groups_per_place)
         self._staleness = Staleness(system.max_policy_lag, system.on_stale)
         self._dispatch()
         while len(self.done_at) < self.steps:
@@ -116,7 +119,7 @@ class Simulation:
     def _dispatch(self) -> None:
         allowed = self._staleness.groups_ahead(step=self._step, groups_per_step=self.system.groups_per_step)
         touched = set()
-        while self._dispatched < allowed:
+        while self._dispatched < allowed and self._running.total() < self._max_running:
             self._dispatched += 1
             group, self._drawn = self._drawn, self._drawn + 1
             count, index = heapq.heappop(self._load)
@@ -134,7 +137,6 @@ class Simulation:
             touched.add(index)
         for index in touched:
             self._fill(index)
-        self._take(self._ready)
 
     def _take(self, unchecked: Sequence[int]) -> None:
         """Drop what is stale among groups that came, or all when the step has changed; train when the rule allows."""
@@ -145,7 +147,6 @@ class Simulation:
             self.stale += len(stale)
             self._dispatched -= len(stale)
             self._dispatch()
-            return
         if self._learner_busy or len(self._ready) < self.system.groups_per_step:
             return
         if self._staleness.must_wait(
@@ -167,6 +168,7 @@ class Simulation:
         self._step += 1
         self.done_at.append(self.now)
         self._dispatch()
+        self._take(self._ready)
 
     # --- engines ---
 
@@ -205,6 +207,7 @@ class Simulation:
             self._ready_at[self._version_of[group]] += 1
         self._fill(index)
         if self._open[group] == 0:
+            self._dispatch()
             self._take([group])
 
     def _transfer(self) -> None:

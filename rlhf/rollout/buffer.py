@@ -25,6 +25,9 @@ import numpy as np
 
 from rlhf.types import Prompt, RolloutGroup, StepBatch
 
+# Groups with an engine, in multiples of those that fit in its batch. The samples of a group end one after the other, so
+# a group takes less of the batch than its size: with 3, log-normal lengths keep it full (benchmarks/simulator.py).
+GROUPS_PER_PLACE = 3
 SHOWN_PROMPTS = 3  # prompts that a message about waiting names
 
 
@@ -115,6 +118,8 @@ class RolloutBuffer:
         deciding_part: the part of the reward that must differ within a group; None: the whole reward.
         in_order: replace groups only when all have arrived, in the order of their prompts. Otherwise the groups that
             arrive first would use up `max_replacements`.
+        max_running: at most so many groups are with the engines. A group that only waits there for its turn already has
+            the version at which it was dispatched, and steps would wait for it too early. None: no limit.
         deadline_s: seconds that `take` waits for the next group to end.
 
     Attributes:
@@ -135,6 +140,7 @@ class RolloutBuffer:
         max_replacements: int = 0,
         deciding_part: str | None = None,
         in_order: bool = False,
+        max_running: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
         self.account = account or Account()
@@ -154,13 +160,15 @@ class RolloutBuffer:
         self.replacements = replacements
         self._deciding_part = deciding_part
         self._in_order = in_order
+        self._max_running = max_running or self._total_groups
         self._deadline_s = deadline_s
         self._changed = asyncio.Event()
 
     def dispatch(self) -> None:
-        """Start as many groups as the staleness rule allows."""
-        allowed = self._staleness.groups_ahead(step=self._step, groups_per_step=self._groups_per_step)
-        while self._dispatched < min(allowed, self._total_groups) and self._failure is None:
+        """Start as many groups as the staleness rule and `max_running` allow."""
+        ahead = self._staleness.groups_ahead(step=self._step, groups_per_step=self._groups_per_step)
+        allowed = min(ahead, self._total_groups)
+        while self._dispatched < allowed and len(self._running) < self._max_running and self._failure is None:
             self._dispatched += 1
             ticket = self._next_ticket()
             self._running[asyncio.ensure_future(self._run(ticket))] = ticket, self._step
@@ -177,6 +185,7 @@ class RolloutBuffer:
             self.account.sampled += len(group.samples)
             self._ready.append((ticket, group))
             self._ready.sort(key=lambda pair: pair[0].position)
+            self.dispatch()
             if not self._in_order:
                 self._replace_equal({ticket.position})
             elif not self._running:

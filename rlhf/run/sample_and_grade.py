@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -17,10 +18,17 @@ from rlhf.data.model_files import truncate_token_id
 from rlhf.data.order import PromptStream
 from rlhf.rewards.model_client import RewardModelClient, conversation, endpoint_scorer
 from rlhf.rewards.scorer import Response, Scorer
+from rlhf.rollout.buffer import GROUPS_PER_PLACE
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.run.state import RunState
 from rlhf.step.batch import penalize_non_stop
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
+
+
+def groups_at_engines(config: GRPOConfig) -> int:
+    """How many groups keep the batches of all engines full, with some to spare."""
+    places = config.cluster.engines * config.rollout.max_concurrent_sequences / config.rollout.samples_per_prompt
+    return math.ceil(GROUPS_PER_PLACE * places)
 
 
 class BusyMeter:

@@ -34,7 +34,7 @@ from rlhf.run.outputs import RunLog
 from rlhf.run.prompts import PromptTickets
 from rlhf.run.resume import check_resumed_state, model_fingerprints, resume_warnings
 from rlhf.run.rollout_metrics import rollout_metrics
-from rlhf.run.sample_and_grade import Sampler
+from rlhf.run.sample_and_grade import Sampler, groups_at_engines
 from rlhf.run.saving import CheckpointSaver
 from rlhf.run.skipped import SkippedBatches
 from rlhf.run.speed import LearnerSpeed
@@ -190,6 +190,7 @@ class TrainingRun(Generic[C]):
             max_replacements=config.rollout.max_replacements if config.rollout.dynamic_sampling else 0,
             deciding_part=config.rollout.dynamic_sampling_part,
             in_order=config.run.deterministic,
+            max_running=None if config.run.deterministic else groups_at_engines(config),
             deadline_s=config.cluster.step_deadline_s,
         )
         self.log.terminal.sampling_waits_for = self.buffer.waits_for

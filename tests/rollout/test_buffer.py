@@ -315,6 +315,25 @@ def test_a_stale_group_of_the_last_step_is_replaced_too() -> None:
 # --- the rest ---
 
 
+@pytest.mark.parametrize("max_running", [1, 2, 5])
+def test_never_more_groups_are_with_the_engines_than_given_and_every_step_gets_its_groups(max_running: int) -> None:
+    async def run() -> None:
+        engines = Clockwork(lambda position: 1 + position % 3)
+        buffer = make(engines, lag=2, groups=4, steps=6, max_running=max_running)
+        most = 0
+
+        async def sample(prompt: Prompt) -> RolloutGroup:
+            nonlocal most
+            most = max(most, len(buffer._running))
+            return await Clockwork.sample(engines, prompt)
+
+        buffer._sample = sample
+        assert sorted(chain(*await train(engines, buffer, 6))) == list(range(24))
+        assert most == max_running
+
+    asyncio.run(run())
+
+
 def test_no_group_is_sampled_beyond_the_last_step() -> None:
     async def run() -> None:
         engines = Engines()
