@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.printing import say
 from rlhf.plan import evaluation_problems
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Console(soft_wrap=True).print(evaluation_table("evaluation", metrics))
     if earlier is not None:
         for path, rows in responses.items():
-            print(f"{path}: {compare(earlier, rows)}")
+            say(f"{path}: {compare(earlier, rows)}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.config.base import first_line
 from rlhf.config.cli import run_program, started_as
+from rlhf.config.printing import say
 from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE
 from rlhf.rewards.protocol import as_json
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with Scorer(config) as scorer:
         for warning in scorer.warnings:
-            print(warning, file=sys.stderr)
+            say(warning, file=sys.stderr)
         started = time.perf_counter()
         try:
             with _output(options.output) as output:
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if any(scorer.failed_always(part) for part in scorer.config.parts):
             raise RuntimeError(failures)
         if failures:
-            print(failures, file=sys.stderr)
+            say(failures, file=sys.stderr)
 
 
 def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -191,14 +192,14 @@ def _failures(scorer: Scorer) -> list[str]:
 def _report(totals: Counter[str], score: float, seconds: float, scorer: Scorer) -> None:
     rows = totals.total()
     if not rows:
-        print("no rows")
+        say("no rows")
         return
     left_out = totals[BAD_GOLD] + totals[UNSCORABLE]
     note = f", without {left_out} that cannot be graded" if left_out else ""
-    print(f"accuracy  {score / max(1, rows - left_out):.4f} over {rows - left_out} rows{note}")
-    print("statuses  " + ", ".join(f"{name} {count}" for name, count in totals.most_common() if count))
-    print(f"speed     {rows / seconds:.0f} answers/s in {seconds:.2f} s")
-    print(f"pool      {scorer.pool.wait_full(1.0)} workers ready of {scorer.pool.full_size}")
+    say(f"accuracy  {score / max(1, rows - left_out):.4f} over {rows - left_out} rows{note}")
+    say("statuses  " + ", ".join(f"{name} {count}" for name, count in totals.most_common() if count))
+    say(f"speed     {rows / seconds:.0f} answers/s in {seconds:.2f} s")
+    say(f"pool      {scorer.pool.wait_full(1.0)} workers ready of {scorer.pool.full_size}")
 
 
 if __name__ == "__main__":

@@ -112,6 +112,18 @@ def test_a_reward_that_fails_sometimes_is_reported_with_its_errors_and_exit_stat
     ]
 
 
+def test_what_a_reward_says_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewards = tmp_path / "rewards"
+    rewards.mkdir()
+    code = "def mine(response, **_):\n    raise ValueError('\\x1b[2J\\x1b]0;owned\\x07' + response)\n"
+    (rewards / "mine.py").write_text(code)
+    file = write(tmp_path / "in.jsonl", [{"response": "\x1b[31m", "ground_truth": "5"}])
+    assert run([str(file), "--reward", f"{rewards / 'mine.py'}:mine", "--workers", "1"]) == 1
+    printed = capsys.readouterr()
+    assert "ValueError: \\u001b[2J\\u001b]0;owned\\u0007\\u001b[31m" in printed.err
+    assert "\x1b" not in printed.out + printed.err
+
+
 def test_a_reward_with_another_signature_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

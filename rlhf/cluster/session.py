@@ -21,6 +21,7 @@ from ray._private import ray_constants
 from rlhf.cluster import guard
 from rlhf.cluster.actors import ClusterError, check_address
 from rlhf.cluster.node_report import ask_nodes, differences, node_names, report
+from rlhf.config.printing import say
 from rlhf.config.secrets import hide
 
 START_TRIES = 3
@@ -125,7 +126,7 @@ class RaySession:
         if lines := differences(reports):
             remedy = "All nodes need the package installed from the same checkout: run make setup-gpu on each."
             raise ValueError("\n".join(["the nodes do not have the same installed:", *lines, remedy]))
-        print(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}", flush=True)
+        say(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}")
 
     def keep_logs(self, error: BaseException | None, run: Path, actors: Mapping[str, str]) -> None:
         """After a failure: copy the actors' output from the temporary folder; add notes with its cause and the copy.

@@ -21,6 +21,7 @@ from rlhf.config.describe import Key, describe_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import NAMES_ELSEWHERE, load_config
 from rlhf.config.ppo import PPOConfig
+from rlhf.config.printing import say
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.config.secrets import hide_in_output
 
@@ -202,7 +203,7 @@ def run_program(main: Callable[[], None]) -> int:
         try:
             return _exit_status(main)
         except Exception:  # a defect of the program: its traceback may hold secrets too
-            traceback.print_exc()
+            say(traceback.format_exc(), file=sys.stderr)
             return RUN_ERROR
 
 
@@ -210,15 +211,15 @@ def _exit_status(main: Callable[[], None]) -> int:
     try:
         main()
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     except (RuntimeError, OSError) as error:  # OSError: a disk that is full, say
-        print(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
+        say(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
         return RUN_ERROR
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", file=sys.stderr)
         return INTERRUPTED
     except asyncio.CancelledError:
-        print("terminated", file=sys.stderr)
+        say("terminated", file=sys.stderr)
         return TERMINATED
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 from rich.markup import escape
 from rich.table import Column, Table
 
+from rlhf.config.printing import printable
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.reductions import Counts
 
@@ -153,12 +153,6 @@ class MlflowSink:
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
 
-def printable(value: Any) -> str:
-    """Text of a model for a terminal; control characters, which could move the cursor or turn the text, are escaped."""
-    text = value if isinstance(value, str) else repr(value)
-    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else f"\\u{ord(c):04x}" for c in text)
-
-
 def shown_reward(reward: float | None) -> tuple[str, str]:
     """A reward as text, and the color of its response: green above 0, else red."""
     return ("none", "red") if reward is None else (f"{reward:.4g}", "green" if reward > 0 else "red")
@@ -168,7 +162,7 @@ def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -
     """Evaluations side by side, with their intervals: before and after training, or of several models."""
     table = Table(Column("metric", overflow="fold"), title=title)
     for column in by_column:
-        table.add_column(escape(column), justify="right", overflow="fold")
+        table.add_column(escape(printable(column)), justify="right", overflow="fold")
 
     def cell(values: Mapping[str, float], name: str) -> str:
         bounds = [f"{values[name + bound]:.3f}" for bound in BOUNDS if name + bound in values]
@@ -177,5 +171,6 @@ def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -
 
     for name in dict.fromkeys(name for values in by_column.values() for name in values):
         if not name.endswith(BOUNDS):
-            table.add_row(name.removeprefix("eval/"), *(cell(values, name) for values in by_column.values()))
+            shown = escape(printable(name.removeprefix("eval/")))
+            table.add_row(shown, *(cell(values, name) for values in by_column.values()))
     return table
