@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +24,14 @@ from rlhf.log.reductions import Counts
 Row = dict[str, Any]
 
 STEP = "step"
-# For a server to answer; MLflow itself would try for half an hour.
-MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+# MLflow itself would try for half an hour to reach a server, and for 100 s to open a database.
+MLFLOW_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+}
+MLFLOW_DATABASE_RETRIES = 2
+MLFLOW_DATABASE = re.compile(r"(sqlite|postgresql|mysql|mssql)(\+\w+)?:")
 BOUNDS = ("/low", "/high")  # name endings of the bounds of an evaluation's interval
 
 
@@ -116,22 +123,25 @@ class MlflowSink:
     """A run of an MLflow experiment; `run_id` continues an earlier run.
 
     Raises:
-        ValueError: the server does not take the run.
+        ValueError: the server or database does not take the run.
     """
 
     def __init__(self, uri: str, experiment: str, name: str, config: Mapping[str, Any], *, run_id: str | None) -> None:
-        for name, value in MLFLOW_PATIENCE.items():
-            os.environ.setdefault(name, value)
+        for variable, value in MLFLOW_SETTINGS.items():
+            os.environ.setdefault(variable, value)
         from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
 
-        self._client = MlflowClient(uri)
         try:
+            if MLFLOW_DATABASE.match(uri):
+                from mlflow.store.db import utils
+
+                utils.MAX_RETRY_COUNT = MLFLOW_DATABASE_RETRIES
+            self._client = MlflowClient(uri)
             self.run_id: str = self._start(experiment, name, config) if run_id is None else run_id
-        except MlflowException as error:
+        except Exception as error:  # many types: of MLflow, of SQLAlchemy, of the driver of a database
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"logging.mlflow.uri={uri}: the server does not take the run ({reason}). Start it, correct the "
+                f"logging.mlflow.uri={uri}: it does not take the run ({reason}). Start the server, correct the "
                 "address, or set it to null."
             ) from None
 
