@@ -136,6 +136,22 @@ def test_a_reward_with_another_signature_is_named(
     )
 
 
+def test_a_reward_that_reads_no_answer_asks_for_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("def mine(response, answer, **_):\n    return float(answer == '')\n")
+    file = write(tmp_path / "in.jsonl", [{"response": "<think>a</think> b"}, {"response": "b b"}])
+    for reward, accuracy in (
+        ("{name: format, style: think}", "0.5000"),
+        ("{name: length, max_tokens: 3}", "0.0000"),
+        ("repetition", "0.0000"),
+        (f"{tmp_path / 'mine.py'}:mine", "1.0000"),
+    ):
+        assert run([str(file), "--reward", reward, "--workers", "1"]) == 0
+        assert f"accuracy  {accuracy} over 2 rows" in capsys.readouterr().out
+    for needing in (["--reward", "f1"], ["--reward", "repetition", "--answer-key", "gold"]):
+        assert run([str(file), *needing]) == 2
+        assert "in.jsonl:1: no text in column" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [

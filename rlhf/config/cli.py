@@ -12,14 +12,15 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf.config.base import Section
 from rlhf.config.describe import Key, describe_keys
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.load import NAMES_ELSEWHERE, load_config
+from rlhf.config.load import NAMES_ELSEWHERE, flat_keys, load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.printing import say
 from rlhf.config.reward import OPTIONS_OF_REWARD
@@ -54,7 +55,22 @@ def training_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class EvaluatedGRPOConfig(GRPOConfig):
+    """A config whose model is only sampled: contradictions between keys of its training do not matter."""
+
+    def contradictions(self) -> Iterator[str]:
+        return self.sampling_contradictions()
+
+
+class EvaluatedPPOConfig(PPOConfig):
+    """A config whose policy is only sampled."""
+
+    def contradictions(self) -> Iterator[str]:
+        return self.sampling_contradictions()
+
+
 PROGRAMS: dict[str, type[GRPOConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
+EVALUATED: dict[str, type[GRPOConfig]] = {"grpo": EvaluatedGRPOConfig, "ppo": EvaluatedPPOConfig}
 
 
 def program_flag(parser: argparse.ArgumentParser) -> None:
@@ -63,11 +79,11 @@ def program_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def program_schema(argv: Sequence[str] | None) -> type[GRPOConfig]:
+def program_schema(argv: Sequence[str] | None, *, trains: bool = True) -> type[GRPOConfig]:
     """The schema that --program names; the other arguments are parsed later, with this schema."""
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     program_flag(chooser)
-    return PROGRAMS[chooser.parse_known_args(argv)[0].program]
+    return (PROGRAMS if trains else EVALUATED)[chooser.parse_known_args(argv)[0].program]
 
 
 def started_as(module: str) -> str:
@@ -85,11 +101,13 @@ def parse(
     *,
     add_flags: Callable[[argparse.ArgumentParser], None] = training_flags,
     check: Callable[[C], Iterable[str]] = lambda config: (),
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
 ) -> tuple[C, argparse.Namespace]:
     """Arguments -> the config and the flags; --help lists every key of the schema.
 
     Args:
         add_flags: adds the program's own flags.
+        complete: adds values for keys that the schema requires and the program does not read.
         check: problems of this machine with a config, such as a missing file; not called with --plan.
 
     Raises:
@@ -100,7 +118,7 @@ def parse(
         description=description,
         usage=f"{started_as(program)} --config FILE ... [flags] [section.key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_list_keys(schema).replace("%", "%%"),
+        epilog=_list_keys(schema, unread=flat_keys(complete({}))).replace("%", "%%"),
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="append", metavar="FILE", help="YAML file; repeat it, later ones win")
@@ -114,7 +132,7 @@ def parse(
         example = (named or ["configs/math.yaml"])[0]
         raise ValueError(f"--config: no file given. Name a YAML file: {started_as(program)} --config {example}")
     checks = (lambda config: ()) if vars(arguments).get("plan") else check
-    return load_config(schema, arguments.config, arguments.overrides, check=checks), arguments
+    return load_config(schema, arguments.config, arguments.overrides, check=checks, complete=complete), arguments
 
 
 def _remedy(argument: str, schema: type[Section]) -> str:
@@ -130,9 +148,10 @@ def _remedy(argument: str, schema: type[Section]) -> str:
     return f"Write it without dashes, as a key: {' or '.join(f'{key}={value}' for key in meant)}."
 
 
-def _list_keys(schema: type[Section]) -> str:
+def _list_keys(schema: type[Section], *, unread: Collection[str] = ()) -> str:
     lines = [KEYS_HEADER]
     keys = [key for key in describe_keys(schema) if not key.name.startswith("data.eval[]")]  # as those of data.train
+    keys = [replace(key, default="unread") if key.name in unread else key for key in keys]
     for section, of_section in itertools.groupby(keys, lambda key: key.name.split(".")[0]):
         lines += [f"\n{section}", *(line for key in of_section for line in _key_lines(key))]
     if "reward" in schema.model_fields:
