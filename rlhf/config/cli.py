@@ -49,6 +49,7 @@ REWARD_HEADER = "reward options, next to name and weight of a part: reward=[{nam
 
 def training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="print the run's arithmetic, layout and memory, and stop")
+    parser.add_argument("--print-config", action="store_true", help="print every key with its value as YAML, and stop")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
     parser.add_argument(
         "--resume-from", metavar="NAME", help="continue from `best` or from step-000020, and remove newer checkpoints"
@@ -108,7 +109,7 @@ def parse(
     Args:
         add_flags: adds the program's own flags.
         complete: adds values for keys that the schema requires and the program does not read.
-        check: problems of this machine with a config, such as a missing file; not called with --plan.
+        check: problems of this machine with a config, such as a missing file; not called if nothing is started.
 
     Raises:
         ValueError: from the config, or from arguments that are neither a flag nor an override.
@@ -131,7 +132,8 @@ def parse(
         named = [text for text in arguments.overrides if text.endswith((".yaml", ".yml"))]
         example = (named or ["configs/math.yaml"])[0]
         raise ValueError(f"--config: no file given. Name a YAML file: {started_as(program)} --config {example}")
-    checks = (lambda config: ()) if vars(arguments).get("plan") else check
+    starts_nothing = any(vars(arguments).get(flag) for flag in ("plan", "print_config"))
+    checks = (lambda config: ()) if starts_nothing else check
     return load_config(schema, arguments.config, arguments.overrides, check=checks, complete=complete), arguments
 
 
