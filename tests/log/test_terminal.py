@@ -97,6 +97,8 @@ def test_no_control_sequence_of_data_or_of_a_reward_reaches_the_terminal() -> No
     shown = printed.getvalue()
     assert shown.count("\\u001b") >= 7
     assert [c for c in shown if c != "\n" and unicodedata.category(c)[0] == "C"] == []
+    run.print("\u0645\u06cc\u200c\u0631\u0648\u0645")  # a word of Persian, in which a joiner belongs
+    assert printed.getvalue().endswith("\u0645\u06cc\u200c\u0631\u0648\u0645\n")
 
 
 def test_a_path_is_never_broken_and_text_that_is_shown_as_it_is_neither() -> None:
