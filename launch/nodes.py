@@ -117,8 +117,9 @@ class Node:
         self.program: subprocess.Popen[bytes] | None = None
         self.gcs = Gcs(f"{options.head}:{options.port}")
         self.is_up = self.all_joined = False  # of the head
-        # A short path: Ray's sockets lie below it, and a socket's path has at most 107 characters.
-        self._temp = Path(tempfile.mkdtemp(prefix="rlhf-ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))
+        # A short path: Ray's sockets lie below it, and a socket's path has at most 107 characters. Ray lets everybody
+        # write to its own folder in it; only this user enters the one around that.
+        self._temp = Path(tempfile.mkdtemp(prefix="rlhf-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))
 
     def live(self) -> int:
         """From the start of Ray to its end; returns the exit status."""
@@ -193,7 +194,12 @@ class Node:
         return self.gcs.read("head")
 
     def _start_ray(self, *flags: str) -> None:
-        flags = (*flags, f"--node-name=rank-{self.options.rank}", f"--temp-dir={self._temp}", *self.options.ray_args)
+        flags = (
+            *flags,
+            f"--node-name=rank-{self.options.rank}",
+            f"--temp-dir={self._temp}/ray",
+            *self.options.ray_args,
+        )
         self.ray = launcher.start(
             [launcher.ray_command(), "start", "--block", "--disable-usage-stats", "--log-color=false", *flags],
             self._temp / "ray-start.log",

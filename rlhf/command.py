@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from rlhf.config import cli
+from rlhf.config.printing import say
 
 PROGRAMS = {
     "grpo": "train with GRPO and its relatives",
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif arguments.program == "completion":
         shell = argparse.ArgumentParser(prog="rlhf completion", description="Print a script for a shell to evaluate.")
         shell.add_argument("shell", choices=SHELLS)
-        print(completion(shell.parse_args(rest).shell))
+        say(completion(shell.parse_args(rest).shell))
     else:
         sys.argv[1:] = rest
         runpy.run_module(_module(arguments.program), run_name="__main__", alter_sys=True)
@@ -99,10 +100,10 @@ def _configs(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     files = {path.stem: path for path in sorted(config_folder().glob("*.yaml"))}
     if arguments.action is None:
-        print(f"{config_folder()}:")
+        say(f"{config_folder()}:")
         for name, path in files.items():
             first = path.read_text().splitlines()[0].removeprefix("# ")
-            print(f"  {name:<27} {textwrap.shorten(first, 50, placeholder=' ...')}")
+            say(f"  {name:<27} {textwrap.shorten(first, 50, placeholder=' ...')}")
         return
     name = arguments.name.removesuffix(".yaml")
     if name not in files:
@@ -111,7 +112,7 @@ def _configs(argv: Sequence[str]) -> None:
     if target.exists():
         raise ValueError(f"configs copy {arguments.name}: {target} exists. Name another file after it.")
     shutil.copyfile(files[name], target)
-    print(f"{target}: edit it, then: rlhf grpo --config {target} --plan")
+    say(f"{target}: edit it, then: rlhf grpo --config {target} --plan")
 
 
 # --- completion ---

@@ -7,9 +7,9 @@
     python -m rlhf.evaluate --config mine.yaml model.path=runs/mine/model --also runs/other/model
 
 Uses the sections model, data.eval, reward, rollout and evaluation of a training config, so that the numbers mean the
-same as during training. Prints avg@k, pass@k and maj@k with their intervals, a column per model; --output writes them
-to a file. --compare-with takes the graded responses of an earlier evaluation of the same problems, and prints for each
-model how many changed and a p-value.
+same as during training; keys of the training need not be set. Prints avg@k, pass@k and maj@k with their intervals, a
+column per model; --output writes them to a file. --compare-with takes the graded responses of an earlier evaluation of
+the same problems, and prints for each model how many changed and a p-value.
 """
 
 from __future__ import annotations
@@ -23,10 +23,19 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.load import merged
+from rlhf.config.printing import say
 from rlhf.plan import evaluation_problems
 
 if TYPE_CHECKING:
     from rlhf.types import RolloutGroup
+
+# Required keys that only training reads.
+UNREAD = {
+    "run": {"dir": "unread", "steps": 1},
+    "data": {"train": "unread"},
+    "rollout": {"prompts_per_step": 1, "samples_per_prompt": 1},
+}
 
 DESCRIPTION = "Sample, grade and average: avg@k, pass@k and maj@k of a model on data.eval."
 
@@ -58,6 +67,24 @@ def problems(config: GRPOConfig) -> Iterator[str]:
     yield from evaluation_problems(config)
 
 
+def complete(values: dict[str, Any]) -> dict[str, Any]:
+    """Values for keys that the schema requires and an evaluation does not read.
+
+    The longest response of the engines is that of the evaluation, unless `rollout` names another one.
+    """
+    values = merged(UNREAD, values)
+    sets = values["data"].get("eval") if isinstance(values["data"], dict) else None
+    common = _longest_response(values.get("evaluation"))
+    lengths = [_longest_response(each) or common for each in (sets if isinstance(sets, list) else [sets])]
+    if not lengths or not all(isinstance(length, int) for length in lengths):
+        return values
+    return merged({"rollout": {"max_response_tokens": max(lengths)}}, values)  # type: ignore[type-var]
+
+
+def _longest_response(section: Any) -> int | None:
+    return section.get("max_response_tokens") if isinstance(section, dict) else None
+
+
 def with_model(config: GRPOConfig, path: str) -> GRPOConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
@@ -74,8 +101,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             help="responses of an earlier evaluation: print what changed, and a p-value",
         )
 
-    schema = cli.program_schema(argv)
-    config, arguments = cli.parse("rlhf.evaluate", DESCRIPTION, schema, argv, add_flags=add_flags, check=problems)
+    schema = cli.program_schema(argv, trains=False)
+    config, arguments = cli.parse(
+        "rlhf.evaluate", DESCRIPTION, schema, argv, add_flags=add_flags, check=problems, complete=complete
+    )
     from rich.console import Console
 
     from rlhf.log.sinks import evaluation_table
@@ -104,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Console(soft_wrap=True).print(evaluation_table("evaluation", metrics))
     if earlier is not None:
         for path, rows in responses.items():
-            print(f"{path}: {compare(earlier, rows)}")
+            say(f"{path}: {compare(earlier, rows)}")
 
 
 if __name__ == "__main__":

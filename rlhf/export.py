@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf.config import cli
+from rlhf.config.printing import say
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     checkpoint = find_checkpoint(arguments.run)
     export(checkpoint, arguments.folder, trust_remote_code=arguments.trust_remote_code)
     run = arguments.run if (arguments.run / "checkpoints").is_dir() else arguments.run.parent.parent
-    print(f"{checkpoint.name} of {run} is now the model {arguments.folder}")
+    say(f"{checkpoint.name} of {run} is now the model {arguments.folder}")
     if arguments.push_to_hub is not None:
         push(arguments.folder, arguments.push_to_hub)
 
@@ -46,7 +47,7 @@ def find_checkpoint(path: Path) -> Path:
     if (path / "checkpoints").is_dir():
         folder = RunFolder(path, resume=True)
         for warning in folder.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+            say(f"warning: {warning}", file=sys.stderr)
         assert folder.restored is not None
         return folder.restored
     if path.name == BEST and path.is_file():
@@ -115,7 +116,7 @@ def push(folder: Path, repository: str) -> None:
             f"--push-to-hub {repository}: {reason}. The model is complete in {folder}; log in (hf auth login) and "
             f"upload it with: hf upload {repository} {folder}"
         ) from None
-    print(f"uploaded to {url}")
+    say(f"uploaded to {url}")
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ async def train_step(run: TrainingRun, step: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = cli.parse("rlhf.grpo", DESCRIPTION, GRPOConfig, argv, check=start_problems)
-    if arguments.plan:
-        print_plan(config)
+    if arguments.plan or arguments.print_config:
+        print_plan(config, plan=arguments.plan, whole_config=arguments.print_config)
         return
     from rlhf.run.restarts import Restarts
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.cli import check_new_folder, run_program, started_as
+from rlhf.config.printing import say
 
 if TYPE_CHECKING:
     import torch
@@ -329,14 +330,14 @@ def main(arguments: list[str] | None = None) -> None:
     def on_step(step: int, loss: float) -> None:
         if step % report_every == 0 or step == 1:
             seconds = time.monotonic() - began
-            print(f"warm-up step {step}/{options.warmup_steps}  loss {loss:.3f}  {seconds:.0f} s", flush=True)
+            say(f"warm-up step {step}/{options.warmup_steps}  loss {loss:.3f}  {seconds:.0f} s")
 
     try:
         write_quickstart(options.output, seed=options.seed, warmup_steps=options.warmup_steps, on_step=on_step)
     except OSError as error:
         raise ValueError(f"--output={options.output}: {error}. Name another folder.") from None
     seconds = time.monotonic() - began
-    print(f"wrote model, train.jsonl, test.jsonl and preference pairs to {options.output} in {seconds:.0f} s")
+    say(f"wrote model, train.jsonl, test.jsonl and preference pairs to {options.output} in {seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.config import cli
 from rlhf.config.data import SourceConfig, TemplateName
+from rlhf.config.printing import say
 from rlhf.config.program import warmup_problems
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.data.read import read_rows
@@ -106,7 +107,7 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
     local_rank = 0 if cluster.device == "cuda" else rank
     trainer = RewardTrainer(config, Place(rank, cluster.learners, local_rank, "127.0.0.1", port, threads), train)
     total = count_updates(config, len(train))
-    files = PatientFiles(partial(print, file=terminal))
+    files = PatientFiles(partial(say, file=terminal))
     sink = JsonlSink(folder / "metrics.jsonl", files) if rank == 0 else None
     for update, metrics in enumerate(trainer.train(), start=1):
         if sink is None:
@@ -114,13 +115,13 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
         sink.log(update, to_values(metrics))
         if update % LOG_EVERY == 0 or update == total:
             loss, accuracy = (metrics[name].value() for name in ("train/loss", "train/accuracy"))
-            print(f"update {update}/{total}  loss {loss:.4f}  accuracy {accuracy:.3f}", file=terminal)
+            say(f"update {update}/{total}  loss {loss:.4f}  accuracy {accuracy:.3f}", file=terminal)
     if held_out:
         values = to_values(trainer.measure(held_out)[0])
         if sink is not None:
             sink.log(total, values)
             shown = "  ".join(f"{name.removeprefix('eval/')} {v:.4f}" for name, v in values.items())
-            print(f"held out: {shown}", file=terminal)
+            say(f"held out: {shown}", file=terminal)
     _, mean, std = trainer.measure(train[:: math.ceil(len(train) / NORMALIZATION_PAIRS)])
     if not math.isfinite(std):
         lr = config.learner.optimizer.lr
@@ -131,7 +132,7 @@ def train_rank(rank: int, port: int, config: RewardTrainingConfig, train: list[P
     trainer.write(str(folder / "model"), config.model.path, mean, std)
     files.check()
     if sink is not None:
-        print(f"model: {folder / 'model'}, scores of mean {mean:.3f} and std {std:.3f}", file=terminal)
+        say(f"model: {folder / 'model'}, scores of mean {mean:.3f} and std {std:.3f}", file=terminal)
     trainer.close()
 
 
@@ -199,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.data.eval is not None:
         held_out, more = read_pairs(config.data.eval, tokenizer, "eval", max_tokens=longest, template=template)
         too_long += more
-    print(f"{len(train)} pairs to train on, {len(held_out)} held out, {too_long} left out as too long")
+    say(f"{len(train)} pairs to train on, {len(held_out)} held out, {too_long} left out as too long")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(resolved_yaml(config))
     _cancel_on_sigterm()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.config.base import first_line
 from rlhf.config.cli import run_program, started_as
+from rlhf.config.printing import say
 from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE
 from rlhf.rewards.protocol import as_json
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rlhf.rewards.scorer import Scorer
 
 Progress = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
+ANSWER_KEY = "ground_truth"
 ROWS_PER_BATCH, MAX_BATCHES = 1024, 4  # at most: rows of a batch, and batches that wait for grades
 
 
@@ -35,9 +37,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=started_as("rlhf.score"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", help="JSONL with a response and a gold answer in every row")
+    parser.add_argument("file", help="JSONL with a response in every row, and a gold answer if the reward compares")
     parser.add_argument("--response-key", default="response", help="column of the response (default: response)")
-    parser.add_argument("--answer-key", default="ground_truth", help="column of the answer (default: ground_truth)")
+    parser.add_argument(
+        "--answer-key", help="column of the answer (default: ground_truth, if the reward reads answers)"
+    )
     parser.add_argument("--output", help="JSONL to write: every row with score, extracted and status")
     parser.add_argument(
         "--reward",
@@ -53,13 +57,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = arguments(argv)
-    rows = sum(1 for _ in _rows(options))  # every row is checked before the first one is graded
     config = _reward_config(options)
+    if options.answer_key is None and any(part.needs_answer for part in config.parts):
+        options.answer_key = ANSWER_KEY
+    rows = sum(1 for _ in _rows(options))  # every row is checked before the first one is graded
     from rlhf.rewards.scorer import Scorer
 
     with Scorer(config) as scorer:
         for warning in scorer.warnings:
-            print(warning, file=sys.stderr)
+            say(warning, file=sys.stderr)
         started = time.perf_counter()
         try:
             with _output(options.output) as output:
@@ -71,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if any(scorer.failed_always(part) for part in scorer.config.parts):
             raise RuntimeError(failures)
         if failures:
-            print(failures, file=sys.stderr)
+            say(failures, file=sys.stderr)
 
 
 def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -81,6 +87,8 @@ def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     for number, columns in stream_rows(SourceConfig(path=options.file), "train", "FILE"):
         for key, option in ((options.response_key, "--response-key"), (options.answer_key, "--answer-key")):
+            if key is None:
+                continue
             if key not in columns or not _is_text(columns[key], several=key == options.answer_key):
                 names = ", ".join(columns) or "no columns"
                 raise ValueError(f"{options.file}:{number}: no text in column {key!r}; it has {names}. Set {option}.")
@@ -157,7 +165,7 @@ def _grade(
     rows = iter(progress(_rows(options)))
     while batch := list(itertools.islice(rows, ROWS_PER_BATCH)):
         responses = [_text(row[options.response_key]) for row in batch]
-        golds = [_gold(row[options.answer_key]) for row in batch]
+        golds = [_gold(row.get(options.answer_key or ANSWER_KEY)) for row in batch]
         waiting.append((batch, scorer.submit_batch(responses, golds, batch)))
         if len(waiting) >= MAX_BATCHES:
             finish()
@@ -191,14 +199,14 @@ def _failures(scorer: Scorer) -> list[str]:
 def _report(totals: Counter[str], score: float, seconds: float, scorer: Scorer) -> None:
     rows = totals.total()
     if not rows:
-        print("no rows")
+        say("no rows")
         return
     left_out = totals[BAD_GOLD] + totals[UNSCORABLE]
     note = f", without {left_out} that cannot be graded" if left_out else ""
-    print(f"accuracy  {score / max(1, rows - left_out):.4f} over {rows - left_out} rows{note}")
-    print("statuses  " + ", ".join(f"{name} {count}" for name, count in totals.most_common() if count))
-    print(f"speed     {rows / seconds:.0f} answers/s in {seconds:.2f} s")
-    print(f"pool      {scorer.pool.wait_full(1.0)} workers ready of {scorer.pool.full_size}")
+    say(f"accuracy  {score / max(1, rows - left_out):.4f} over {rows - left_out} rows{note}")
+    say("statuses  " + ", ".join(f"{name} {count}" for name, count in totals.most_common() if count))
+    say(f"speed     {rows / seconds:.0f} answers/s in {seconds:.2f} s")
+    say(f"pool      {scorer.pool.wait_full(1.0)} workers ready of {scorer.pool.full_size}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rlhf.config.cli import run_program, started_as
-from rlhf.log.sinks import Row, printable, shown_reward
+from rlhf.config.printing import printable
+from rlhf.log.sinks import Row, shown_reward
 from rlhf.report.run_files import RunFiles, read_groups, read_run
 
 

@@ -153,6 +153,17 @@ def test_every_module_says_its_job() -> None:
     assert silent == []
 
 
+def test_every_line_for_a_terminal_goes_out_through_say_or_rich() -> None:
+    calls = {
+        name_of(path)
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Name) and node.id == "print"
+    }
+    # JSON for the doctor, and a line for an actor's log
+    assert calls == {"config/printing.py", "doctor/nodes.py", "cluster/heartbeat.py"}
+
+
 # --- committed files ---
 
 PLACES_OF_ONE_MACHINE = re.compile(r"(?<![\w./-])/(?:work|root|home|opt|Users|mnt|scratch)/\w")

@@ -112,6 +112,18 @@ def test_a_reward_that_fails_sometimes_is_reported_with_its_errors_and_exit_stat
     ]
 
 
+def test_what_a_reward_says_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewards = tmp_path / "rewards"
+    rewards.mkdir()
+    code = "def mine(response, **_):\n    raise ValueError('\\x1b[2J\\x1b]0;owned\\x07' + response)\n"
+    (rewards / "mine.py").write_text(code)
+    file = write(tmp_path / "in.jsonl", [{"response": "\x1b[31m", "ground_truth": "5"}])
+    assert run([str(file), "--reward", f"{rewards / 'mine.py'}:mine", "--workers", "1"]) == 1
+    printed = capsys.readouterr()
+    assert "ValueError: \\u001b[2J\\u001b]0;owned\\u0007\\u001b[31m" in printed.err
+    assert "\x1b" not in printed.out + printed.err
+
+
 def test_a_reward_with_another_signature_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +134,22 @@ def test_a_reward_with_another_signature_is_named(
         "unexpected keyword argument 'answer'. It gets (response, answer=, columns=, metadata=); add **_ for what it "
         "ignores.\n"
     )
+
+
+def test_a_reward_that_reads_no_answer_asks_for_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("def mine(response, answer, **_):\n    return float(answer == '')\n")
+    file = write(tmp_path / "in.jsonl", [{"response": "<think>a</think> b"}, {"response": "b b"}])
+    for reward, accuracy in (
+        ("{name: format, style: think}", "0.5000"),
+        ("{name: length, max_tokens: 3}", "0.0000"),
+        ("repetition", "0.0000"),
+        (f"{tmp_path / 'mine.py'}:mine", "1.0000"),
+    ):
+        assert run([str(file), "--reward", reward, "--workers", "1"]) == 0
+        assert f"accuracy  {accuracy} over 2 rows" in capsys.readouterr().out
+    for needing in (["--reward", "f1"], ["--reward", "repetition", "--answer-key", "gold"]):
+        assert run([str(file), *needing]) == 2
+        assert "in.jsonl:1: no text in column" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

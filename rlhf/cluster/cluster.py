@@ -31,6 +31,7 @@ from rlhf.cluster.rank_group import RankGroup
 from rlhf.cluster.replacement import EngineLostError, Replacements, while_healthy
 from rlhf.cluster.session import RaySession
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.printing import say
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
 from rlhf.data.templates import reward_input
 from rlhf.log.clock import Watch, unwatched
@@ -144,7 +145,7 @@ class Cluster:
             if role.name == ENGINE:
                 measured = {name: await ranks.call("gpu_memory") for name, ranks in self.trained().items()}
                 for warning in check_shared_gpus(self.config, measured):
-                    print(warning, file=sys.stderr, flush=True)
+                    say(warning, file=sys.stderr)
             await self._build(role.name)
             if role.training is not None:
                 await self._leave_gpus(role.name)

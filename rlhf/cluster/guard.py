@@ -2,9 +2,10 @@
 
     python guard.py FOLDER
 
-The driver holds the other end of the standard input, so the input ends with the driver. A process of this Python or of
-Ray belongs to the cluster if its command names Ray's temporary folder, or if it has a file of that folder open (the log
-that Ray's workers write to); so do all processes below it. Only the standard library is used: it starts at once.
+The driver holds the other end of the standard input, so the input ends with the driver. A process belongs to the
+cluster if it was started with FOLDER in the environment variable MARK, which Ray's processes inherit from the driver's
+`ray.init` and pass on; so do all processes below it. What a process reads says nothing: it may be somebody who follows
+a log. Only the standard library is used: it starts at once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 LOOK_EVERY_S = 0.2
 PATIENCE_S = 60.0  # for processes that wait for a disk and cannot be killed yet
 SHARED_MEMORY = "/dev/shm/"
+MARK = "RLHF_RAY_FOLDER"
 
 
 def main() -> None:
@@ -59,16 +61,7 @@ def _members(folder: str, spared: set[int]) -> set[int]:
 
 
 def _belongs(process: str, folder: str) -> bool:
-    program = os.readlink(f"/proc/{process}/exe")
-    if program != os.readlink("/proc/self/exe") and "/ray/" not in program:
-        return False  # somebody who reads a log
-    if folder.encode() in Path("/proc", process, "cmdline").read_bytes():
-        return True
-    for descriptor in os.scandir(f"/proc/{process}/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(descriptor.path).startswith(f"{folder}/"):
-                return True
-    return False
+    return f"{MARK}={folder}".encode() in Path("/proc", process, "environ").read_bytes().split(b"\0")
 
 
 def _shared_memory(process: int) -> set[str]:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import ray
 
 from rlhf.cluster.actors import END_S, ActorGroup, ClusterError, LostError
+from rlhf.config.printing import say
 
 HEALTH_PERIOD_S = 5.0
 HEALTH_DEADLINE_S = 120.0
@@ -69,7 +70,7 @@ class Replacements:
             return False
         self._lost += 1
         self._engines.absent.add(rank)
-        print(f"warning: {error} It is replaced, and its prompts are sampled by another engine.", flush=True)
+        say(f"warning: {error} It is replaced, and its prompts are sampled by another engine.")
         self._tasks[rank] = asyncio.ensure_future(self._replace(rank))
         return True
 
@@ -90,7 +91,7 @@ class Replacements:
             except LostError as error:
                 if len(self._engines.present) < self._fewest:
                     raise
-                print(f"warning: {error} The run goes on without this engine; it is started again.", flush=True)
+                say(f"warning: {error} The run goes on without this engine; it is started again.")
         await self._join(rank)
 
     async def _end(self, actor: Any) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from ray._private import ray_constants
 from rlhf.cluster import guard
 from rlhf.cluster.actors import ClusterError, check_address
 from rlhf.cluster.node_report import ask_nodes, differences, node_names, report
+from rlhf.config.printing import say
 from rlhf.config.secrets import hide
 
 START_TRIES = 3
@@ -79,11 +81,14 @@ class RaySession:
     def _start_here(self, options: dict[str, Any]) -> None:
         """Start a cluster on this machine, and try again on a busy one: Ray gives its own processes 15 s to start."""
         for tries_left in reversed(range(START_TRIES)):
-            self.temp = tempfile.mkdtemp(prefix="rlhf-ray-")
-            self._start_guard(self.temp)
+            # Ray lets everybody write to its folder. Only this user enters the one around it; the names are short,
+            # because the path of a socket has at most 107 bytes.
+            private = tempfile.mkdtemp(prefix="rlhf-")
+            self.temp = f"{private}/ray"
+            self._start_guard(private)
             local: dict[str, Any] = {"include_dashboard": False, "num_cpus": os.cpu_count()}
             try:
-                with _on_loopback():
+                with _on_loopback(), _marked(private):
                     ray.init(address="local", _temp_dir=self.temp, **local, **options)
                 return
             except Exception as error:  # Ray has no own type for it
@@ -121,7 +126,7 @@ class RaySession:
         if lines := differences(reports):
             remedy = "All nodes need the package installed from the same checkout: run make setup-gpu on each."
             raise ValueError("\n".join(["the nodes do not have the same installed:", *lines, remedy]))
-        print(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}", flush=True)
+        say(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}")
 
     def keep_logs(self, error: BaseException | None, run: Path, actors: Mapping[str, str]) -> None:
         """After a failure: copy the actors' output from the temporary folder; add notes with its cause and the copy.
@@ -132,11 +137,11 @@ class RaySession:
         if not (isinstance(error, ClusterError) and self.temp and run.is_dir()):
             return
         saved, logs = run / "logs", list[Path]()
-        for log in sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.stat().st_mtime):
-            if log.stat().st_size:
+        for log in sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.lstat().st_mtime):
+            if text := _own_text(log):
                 saved.mkdir(exist_ok=True)
                 name = actors.get(log.stem.rpartition("-")[2], log.stem).replace(" ", "-")
-                logs.append(_append(log, saved / f"{name}.log", anew=saved / f"{name}.log" not in logs))
+                logs.append(_append(text, saved / f"{name}.log", anew=saved / f"{name}.log" not in logs))
         if cause := error_in_logs(sorted(logs, key=lambda log: log.stem.replace("-", " ") not in str(error))):
             error.add_note(cause)
         if logs:
@@ -156,12 +161,27 @@ class RaySession:
             self._guard = None
 
 
-def _append(log: Path, file: Path, *, anew: bool) -> Path:
+def _own_text(log: Path) -> str:
+    """What a log holds; "" for anything but an ordinary file of this user that has no other name: it may be planted."""
+
+    def without_following(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    try:
+        with open(log, errors="replace", opener=without_following) as opened:
+            found = os.fstat(opened.fileno())
+            is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
+            return opened.read() if is_own else ""
+    except OSError:
+        return ""
+
+
+def _append(text: str, file: Path, *, anew: bool) -> Path:
     """Append a log to a file. With `anew`, an existing file is from an earlier failure, and is kept as .old."""
     if anew and file.exists():
         file.replace(file.with_suffix(".old"))
     with file.open("a") as output:
-        output.write(hide(log.read_text(errors="replace")))
+        output.write(hide(text))
     return file
 
 
@@ -188,6 +208,18 @@ def _keep_sigterm_handler() -> Iterator[None]:
     finally:
         ray._private.utils.set_sigterm_handler = set_handler
         signal.signal(signal.SIGTERM, ours)
+
+
+@contextlib.contextmanager
+def _marked(folder: str) -> Iterator[None]:
+    """A context in which new processes get the mark by which the guard knows them."""
+    variables = {guard.MARK: folder, "SPT_NOENV": "1"}  # the latter: a process's new title leaves its environment whole
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
 
 
 @contextlib.contextmanager

@@ -12,15 +12,17 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf.config.base import Section
 from rlhf.config.describe import Key, describe_keys
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.load import NAMES_ELSEWHERE, load_config
+from rlhf.config.load import NAMES_ELSEWHERE, flat_keys, load_config
 from rlhf.config.ppo import PPOConfig
+from rlhf.config.printing import say
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.config.secrets import hide_in_output
 
@@ -47,13 +49,29 @@ REWARD_HEADER = "reward options, next to name and weight of a part: reward=[{nam
 
 def training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="print the run's arithmetic, layout and memory, and stop")
+    parser.add_argument("--print-config", action="store_true", help="print every key with its value as YAML, and stop")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
     parser.add_argument(
         "--resume-from", metavar="NAME", help="continue from `best` or from step-000020, and remove newer checkpoints"
     )
 
 
+class EvaluatedGRPOConfig(GRPOConfig):
+    """A config whose model is only sampled: contradictions between keys of its training do not matter."""
+
+    def contradictions(self) -> Iterator[str]:
+        return self.sampling_contradictions()
+
+
+class EvaluatedPPOConfig(PPOConfig):
+    """A config whose policy is only sampled."""
+
+    def contradictions(self) -> Iterator[str]:
+        return self.sampling_contradictions()
+
+
 PROGRAMS: dict[str, type[GRPOConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
+EVALUATED: dict[str, type[GRPOConfig]] = {"grpo": EvaluatedGRPOConfig, "ppo": EvaluatedPPOConfig}
 
 
 def program_flag(parser: argparse.ArgumentParser) -> None:
@@ -62,11 +80,11 @@ def program_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def program_schema(argv: Sequence[str] | None) -> type[GRPOConfig]:
+def program_schema(argv: Sequence[str] | None, *, trains: bool = True) -> type[GRPOConfig]:
     """The schema that --program names; the other arguments are parsed later, with this schema."""
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     program_flag(chooser)
-    return PROGRAMS[chooser.parse_known_args(argv)[0].program]
+    return (PROGRAMS if trains else EVALUATED)[chooser.parse_known_args(argv)[0].program]
 
 
 def started_as(module: str) -> str:
@@ -84,12 +102,14 @@ def parse(
     *,
     add_flags: Callable[[argparse.ArgumentParser], None] = training_flags,
     check: Callable[[C], Iterable[str]] = lambda config: (),
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
 ) -> tuple[C, argparse.Namespace]:
     """Arguments -> the config and the flags; --help lists every key of the schema.
 
     Args:
         add_flags: adds the program's own flags.
-        check: problems of this machine with a config, such as a missing file; not called with --plan.
+        complete: adds values for keys that the schema requires and the program does not read.
+        check: problems of this machine with a config, such as a missing file; not called if nothing is started.
 
     Raises:
         ValueError: from the config, or from arguments that are neither a flag nor an override.
@@ -99,7 +119,7 @@ def parse(
         description=description,
         usage=f"{started_as(program)} --config FILE ... [flags] [section.key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_list_keys(schema).replace("%", "%%"),
+        epilog=_list_keys(schema, unread=flat_keys(complete({}))).replace("%", "%%"),
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="append", metavar="FILE", help="YAML file; repeat it, later ones win")
@@ -112,8 +132,9 @@ def parse(
         named = [text for text in arguments.overrides if text.endswith((".yaml", ".yml"))]
         example = (named or ["configs/math.yaml"])[0]
         raise ValueError(f"--config: no file given. Name a YAML file: {started_as(program)} --config {example}")
-    checks = (lambda config: ()) if vars(arguments).get("plan") else check
-    return load_config(schema, arguments.config, arguments.overrides, check=checks), arguments
+    starts_nothing = any(vars(arguments).get(flag) for flag in ("plan", "print_config"))
+    checks = (lambda config: ()) if starts_nothing else check
+    return load_config(schema, arguments.config, arguments.overrides, check=checks, complete=complete), arguments
 
 
 def _remedy(argument: str, schema: type[Section]) -> str:
@@ -129,9 +150,10 @@ def _remedy(argument: str, schema: type[Section]) -> str:
     return f"Write it without dashes, as a key: {' or '.join(f'{key}={value}' for key in meant)}."
 
 
-def _list_keys(schema: type[Section]) -> str:
+def _list_keys(schema: type[Section], *, unread: Collection[str] = ()) -> str:
     lines = [KEYS_HEADER]
     keys = [key for key in describe_keys(schema) if not key.name.startswith("data.eval[]")]  # as those of data.train
+    keys = [replace(key, default="unread") if key.name in unread else key for key in keys]
     for section, of_section in itertools.groupby(keys, lambda key: key.name.split(".")[0]):
         lines += [f"\n{section}", *(line for key in of_section for line in _key_lines(key))]
     if "reward" in schema.model_fields:
@@ -202,7 +224,7 @@ def run_program(main: Callable[[], None]) -> int:
         try:
             return _exit_status(main)
         except Exception:  # a defect of the program: its traceback may hold secrets too
-            traceback.print_exc()
+            say(traceback.format_exc(), file=sys.stderr)
             return RUN_ERROR
 
 
@@ -210,15 +232,15 @@ def _exit_status(main: Callable[[], None]) -> int:
     try:
         main()
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     except (RuntimeError, OSError) as error:  # OSError: a disk that is full, say
-        print(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
+        say(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
         return RUN_ERROR
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", file=sys.stderr)
         return INTERRUPTED
     except asyncio.CancelledError:
-        print("terminated", file=sys.stderr)
+        say("terminated", file=sys.stderr)
         return TERMINATED
     return 0

@@ -181,9 +181,16 @@ class GRPOConfig(ProgramConfig):
                     "greedy samples of a prompt are all the same. Take one sample, or a temperature."
                 )
 
+    def sampling_contradictions(self) -> Iterator[str]:
+        """Those that also an evaluation meets, which trains nothing."""
+        yield from _truncation_problems(self)
+        yield from _evaluation_problems(self)
+        yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
+
     def contradictions(self) -> Iterator[str]:
         yield from _sampling_problems(self)
-        yield from _evaluation_problems(self)
+        yield from self.sampling_contradictions()
+        yield from _best_problems(self)
         yield from _learner_problems(self)
         yield from _cluster_problems(self)
         if self.run.deterministic:
@@ -230,20 +237,6 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             "reward=[] without a reward_model: nothing would grade the responses. Name a reward, such as "
             "[{name: math}], or a reward_model."
         )
-    if rollout.truncate_after and (
-        rollout.truncate_token is None or rollout.truncate_after >= rollout.max_response_tokens
-    ):
-        yield (
-            f"rollout.truncate_after={rollout.truncate_after} with rollout.truncate_token={rollout.truncate_token} and "
-            f"rollout.max_response_tokens={rollout.max_response_tokens}: no response could be truncated. Name a token, "
-            "and stay below the longest response; or leave it at 0."
-        )
-    if rollout.truncate == "graded_text" and (rollout.truncate_token is None or rollout.stop):
-        yield (
-            f"rollout.truncate=graded_text with rollout.truncate_token={rollout.truncate_token} and rollout.stop="
-            f"{list(rollout.stop)}: responses go on to max_response_tokens, and the text that is graded ends at that "
-            "token alone. Name a token and no stop strings, or set truncate=response."
-        )
     if rollout.max_policy_lag > 0 and algo.importance_correction == "none":
         yield (
             f"algo.importance_correction=none with rollout.max_policy_lag={rollout.max_policy_lag}: lagging rollouts "
@@ -260,8 +253,26 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
         )
 
 
+def _truncation_problems(config: GRPOConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.truncate_after and (
+        rollout.truncate_token is None or rollout.truncate_after >= rollout.max_response_tokens
+    ):
+        yield (
+            f"rollout.truncate_after={rollout.truncate_after} with rollout.truncate_token={rollout.truncate_token} and "
+            f"rollout.max_response_tokens={rollout.max_response_tokens}: no response could be truncated. Name a token, "
+            "and stay below the longest response; or leave it at 0."
+        )
+    if rollout.truncate == "graded_text" and (rollout.truncate_token is None or rollout.stop):
+        yield (
+            f"rollout.truncate=graded_text with rollout.truncate_token={rollout.truncate_token} and rollout.stop="
+            f"{list(rollout.stop)}: responses go on to max_response_tokens, and the text that is graded ends at that "
+            "token alone. Name a token and no stop strings, or set truncate=response."
+        )
+
+
 def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
-    rollout, best = config.rollout, config.checkpoint.best
+    rollout = config.rollout
     for each in config.evaluations.values() or [config.evaluation]:
         longest = each.max_response_tokens
         if longest is not None and longest > rollout.max_response_tokens:
@@ -270,6 +281,10 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
                 f"{rollout.max_response_tokens}: the engines would cut evaluation responses off at the latter. Raise "
                 "it to at least the former."
             )
+
+
+def _best_problems(config: GRPOConfig) -> Iterator[str]:
+    best = config.checkpoint.best
     if best is None:
         return
     names = [
@@ -320,7 +335,6 @@ def _learner_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _cluster_problems(config: GRPOConfig) -> Iterator[str]:
     cluster, reward_model = config.cluster, config.reward_model
-    yield from dtype_problems("model.dtype", config.model.dtype, cluster.device)
     if reward_model is not None and reward_model.path is not None:
         yield from dtype_problems("reward_model.dtype", reward_model.dtype, cluster.device)
     if cluster.min_engines > cluster.engines:

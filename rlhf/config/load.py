@@ -47,6 +47,7 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     check: Callable[[C], Iterable[str]] = lambda config: (),
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
 ) -> C:
     """Read the YAML files in order (later ones win), then the overrides, and validate.
 
@@ -55,6 +56,7 @@ def load_config(
         files: paths of YAML files.
         overrides: `section.key=value` strings.
         check: further problems of a config, such as a missing file.
+        complete: adds values for keys that the schema requires and the program does not read.
 
     Raises:
         ValueError: naming the key, the value, the reason and the remedy; one line for each problem.
@@ -64,9 +66,9 @@ def load_config(
 
     values: dict[str, Any] = {}
     for file in files:
-        values = _merge(values, _read(file))
+        values = merged(values, _read(file))
     for override in overrides:
-        values = _merge(values, _parse_override(override))
+        values = merged(values, _parse_override(override))
     try:
         values = OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
@@ -77,7 +79,7 @@ def load_config(
     remember(values)
     if missing := "\n".join(missing_secrets(values)):
         raise ValueError(missing)
-    return validated(schema, values, check)
+    return validated(schema, complete(values), check)
 
 
 def resolved_yaml(config: Section) -> str:
@@ -141,11 +143,11 @@ def _parse_override(override: str) -> dict[str, Any]:
     return values
 
 
-def _merge(base: Any, overlay: Any) -> Any:
+def merged(base: Any, overlay: Any) -> Any:
     """Merge mappings key by key; anything else, lists included, is replaced as a whole."""
     if not (isinstance(base, dict) and isinstance(overlay, dict)):
         return overlay
-    return base | {key: _merge(base.get(key), value) for key, value in overlay.items()}
+    return base | {key: merged(base.get(key), value) for key, value in overlay.items()}
 
 
 def validated(
@@ -229,6 +231,7 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iter
             yield f"{name}: too few entries, its type is {keys[name].kind}."
         case "missing":
             below = [name for name in keys if f"{name}.".startswith(f"{key}.") and keys[name].default is None]
+            below = [name for name in below if "[]" not in name]  # keys of a list that is not there
             for missing in below or [key]:
                 yield f"{missing}: required and not set. Set it in the YAML or as {missing}=VALUE."
         case "value_error":

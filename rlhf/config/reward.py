@@ -132,6 +132,7 @@ OPTIONS_OF_REWARD: dict[str, type[Section]] = {
     "repetition": RepetitionOptions,
 }
 
+WITHOUT_ANSWER = ("format", "length", "repetition")  # these ignore the gold answer
 GRANTS = ("env", "network", "files")  # what a user function may reach
 USER_FIELDS = ("group", "concurrency", *GRANTS)
 USER_FUNCTION = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
@@ -158,6 +159,11 @@ class RewardPart(Section):
     @property
     def is_user_function(self) -> bool:
         return ":" in self.name
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether it compares with a gold answer; a user function gets "" where there is none."""
+        return not self.is_user_function and self.name not in WITHOUT_ANSWER
 
 
 class RewardConfig(Section):

@@ -254,7 +254,9 @@ class WandbConfig(Section):
 
 
 class MlflowConfig(Section):
-    uri: str | None = Field(None, description="tracking server or sqlite:///FILE; null logs nothing")
+    uri: str | None = Field(
+        None, description="tracking server, or a database such as sqlite:///FILE; null logs nothing"
+    )
     experiment: str = Field("rlhf", description="experiment name")
 
 

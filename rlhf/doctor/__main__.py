@@ -25,6 +25,7 @@ import psutil
 from rlhf.cluster import node_report
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
+from rlhf.config.printing import say
 from rlhf.doctor import grading, machine, nodes, stack, training
 from rlhf.doctor.examination import Check, Patient, Result, examine_all, lines, table
 from rlhf.plan import GPU, local_resources
@@ -114,12 +115,12 @@ async def diagnose(config: GRPOConfig, *, as_json: bool, tiny: bool) -> list[Res
 
     def report(result: Result) -> None:
         if not as_json:
-            print("\n".join(lines(result)), flush=True)
+            say("\n".join(lines(result)))
 
     patient = Patient(config, tiny)
     results = await examine_all(checks(config), patient, report)
     if not as_json:
-        print("\n".join(table(results, _described(patient))))
+        say("\n".join(table(results, _described(patient))))
     return results
 
 
@@ -150,7 +151,7 @@ def _run(argv: Sequence[str], *, tiny: bool = False) -> None:
     config, flags = cli.parse("rlhf.doctor", DESCRIPTION, schema, argv, add_flags=add_flags)
     results = cli.run_async(diagnose(config, as_json=flags.json, tiny=tiny))
     if flags.json:
-        print(json.dumps([asdict(result) for result in results], indent=2))
+        say(json.dumps([asdict(result) for result in results], indent=2))
     if failed := [result.name for result in results if result.status == "fail"]:
         raise RuntimeError(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
 

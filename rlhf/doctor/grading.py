@@ -9,12 +9,12 @@ import numpy as np
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys
+from rlhf.config.printing import printable
 from rlhf.config.reward import RewardConfig
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient, Status, in_thread
 from rlhf.doctor.stack import started
 from rlhf.log.diagnosis import RULES, View
 from rlhf.log.reductions import to_values
-from rlhf.log.sinks import printable
 from rlhf.rewards.grade import OK, TIMEOUT
 from rlhf.rewards.scorer import Scorer
 from rlhf.run.rollout_metrics import rollout_metrics

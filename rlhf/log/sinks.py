@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +17,21 @@ from typing import Any, Protocol
 from rich.markup import escape
 from rich.table import Column, Table
 
+from rlhf.config.printing import printable
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.reductions import Counts
 
 Row = dict[str, Any]
 
 STEP = "step"
-# For a server to answer; MLflow itself would try for half an hour.
-MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+# MLflow itself would try for half an hour to reach a server, and for 100 s to open a database.
+MLFLOW_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+}
+MLFLOW_DATABASE_RETRIES = 2
+MLFLOW_DATABASE = re.compile(r"(sqlite|postgresql|mysql|mssql)(\+\w+)?:")
 BOUNDS = ("/low", "/high")  # name endings of the bounds of an evaluation's interval
 
 
@@ -116,22 +123,25 @@ class MlflowSink:
     """A run of an MLflow experiment; `run_id` continues an earlier run.
 
     Raises:
-        ValueError: the server does not take the run.
+        ValueError: the server or database does not take the run.
     """
 
     def __init__(self, uri: str, experiment: str, name: str, config: Mapping[str, Any], *, run_id: str | None) -> None:
-        for name, value in MLFLOW_PATIENCE.items():
-            os.environ.setdefault(name, value)
+        for variable, value in MLFLOW_SETTINGS.items():
+            os.environ.setdefault(variable, value)
         from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
 
-        self._client = MlflowClient(uri)
         try:
+            if MLFLOW_DATABASE.match(uri):
+                from mlflow.store.db import utils
+
+                utils.MAX_RETRY_COUNT = MLFLOW_DATABASE_RETRIES
+            self._client = MlflowClient(uri)
             self.run_id: str = self._start(experiment, name, config) if run_id is None else run_id
-        except MlflowException as error:
+        except Exception as error:  # many types: of MLflow, of SQLAlchemy, of the driver of a database
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"logging.mlflow.uri={uri}: the server does not take the run ({reason}). Start it, correct the "
+                f"logging.mlflow.uri={uri}: it does not take the run ({reason}). Start the server, correct the "
                 "address, or set it to null."
             ) from None
 
@@ -153,12 +163,6 @@ class MlflowSink:
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
 
-def printable(value: Any) -> str:
-    """Text of a model for a terminal; control characters, which could move the cursor or turn the text, are escaped."""
-    text = value if isinstance(value, str) else repr(value)
-    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else f"\\u{ord(c):04x}" for c in text)
-
-
 def shown_reward(reward: float | None) -> tuple[str, str]:
     """A reward as text, and the color of its response: green above 0, else red."""
     return ("none", "red") if reward is None else (f"{reward:.4g}", "green" if reward > 0 else "red")
@@ -168,7 +172,7 @@ def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -
     """Evaluations side by side, with their intervals: before and after training, or of several models."""
     table = Table(Column("metric", overflow="fold"), title=title)
     for column in by_column:
-        table.add_column(escape(column), justify="right", overflow="fold")
+        table.add_column(escape(printable(column)), justify="right", overflow="fold")
 
     def cell(values: Mapping[str, float], name: str) -> str:
         bounds = [f"{values[name + bound]:.3f}" for bound in BOUNDS if name + bound in values]
@@ -177,5 +181,6 @@ def evaluation_table(title: str, by_column: Mapping[str, Mapping[str, float]]) -
 
     for name in dict.fromkeys(name for values in by_column.values() for name in values):
         if not name.endswith(BOUNDS):
-            table.add_row(name.removeprefix("eval/"), *(cell(values, name) for values in by_column.values()))
+            shown = escape(printable(name.removeprefix("eval/")))
+            table.add_row(shown, *(cell(values, name) for values in by_column.values()))
     return table

@@ -19,7 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.log.sinks import BOUNDS, NO_DETAILS, Details, printable, shown_reward
+from rlhf.config.printing import printable
+from rlhf.log.sinks import BOUNDS, NO_DETAILS, Details, shown_reward
 
 Row = Mapping[str, Any]
 
@@ -155,7 +156,7 @@ class Terminal:
         self._print_lines(text, style=style, wrap=wrap)
 
     def _print_lines(self, text: str, *, prefix: str = "", style: str = "", wrap: bool = True) -> None:
-        whole = f"{prefix}{text}"
+        whole = printable(f"{prefix}{text}")
         lines = wrapped(whole, self._console.width) if wrap else [whole]
         for number, line in enumerate(lines):
             shown = Text(line, style="" if prefix else style)
@@ -221,7 +222,7 @@ class Terminal:
         grid.add_column(no_wrap=True)
         grid.add_column(ratio=1)
         grid.add_column(no_wrap=True)
-        step = f"{self._title}  step {self._step}/{self._total}"
+        step = f"{printable(self._title)}  step {self._step}/{self._total}"
         eta = f"eta {duration(self.remaining_s())}" if self._step > self._first else "starting"
         grid.add_row(Text(step, style="bold"), ProgressBar(total=self._total, completed=self._step), Text(eta))
         return grid
@@ -235,12 +236,12 @@ def two_responses(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def _line(text: str, style: str = "") -> Text:
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _response(row: Row) -> Panel:
     reward, color = shown_reward(row["reward"])
-    prompt = " ".join(printable(row["prompt"]).split())
+    prompt = " ".join(row["prompt"].split())
     title = f"step {row['step']}, reward {reward}, {row['status']}, {row['finish_reason']}"
     lines = printable(row["text"]).strip().splitlines()
     shown = "\n".join([*lines[:RESPONSE_LINES], *(["..."] if len(lines) > RESPONSE_LINES else [])])

@@ -1,6 +1,7 @@
 """The shape of a model without torch: its parameters from the headers of its weight files, or else from config.json.
 
-A formula counts six families from config.json alone. Any family is counted from a local or cached model folder.
+A formula counts six families from config.json alone. Any family is counted from a local or cached model folder. Models
+that configs/ names need neither.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config.model_folder import local_model_folder
+from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.data.model_files import local_model_config
+from rlhf.plan.known_models import known_model
 
 KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' defaults
 QWEN3_HEAD_DIM = 128  # if its config.json has no head_dim
@@ -122,9 +124,25 @@ class ModelShape:
         return float(6 * self.active_parameters * (sum(lengths) - sum(shared)) + head + attention)
 
 
+def config_at(path: str) -> dict[str, Any] | None:
+    """config.json of a model, or its sizes from our own table; None if neither has it."""
+    found = local_model_config(path)
+    return known_model(path) if found is None and not looks_local(path) else found
+
+
+def source_at(path: str) -> str:
+    """Where the sizes of a model come from; "" if they are not known."""
+    if local_model_config(path) is None:
+        return "rlhf's own table, as config.json is not on this machine" if config_at(path) is not None else ""
+    try:
+        return "the weight files" if stored_tensors(path) else "config.json"
+    except ValueError:
+        return ""
+
+
 def shape_at(path: str) -> ModelShape | None:
-    """The shape of a model; None if its config.json is not found, or neither files nor formula count it."""
-    model = local_model_config(path)
+    """The shape of a model; None if its sizes are not known, or neither files nor formula count it."""
+    model = config_at(path)
     try:
         return None if model is None else model_shape(model, stored_tensors(path))
     except ValueError:

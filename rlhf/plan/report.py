@@ -1,4 +1,4 @@
-"""The text of --plan: the resolved config, then what follows from it. Plain aligned lines, at most 100 columns."""
+"""The text of --plan: what follows from a config. Plain aligned lines, at most 100 columns."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.config.model_folder import looks_local
+from rlhf.config.printing import printable
 from rlhf.config.roles import Training
-from rlhf.data.model_files import local_model_config
 from rlhf.plan.data_rows import prompts_per_epoch
 from rlhf.plan.gpus import with_gpus_here
 from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
@@ -29,30 +29,32 @@ from rlhf.plan.memory import (
     memory_of_roles,
     total,
 )
-from rlhf.plan.model_shape import ModelShape, model_shape, stored_tensors
+from rlhf.plan.model_shape import ModelShape, config_at, model_shape, source_at, stored_tensors
 from rlhf.plan.plan_warnings import arithmetic_warnings, data_warnings, memory_warnings, model_warnings
 from rlhf.plan.resources import count_gpus
 from rlhf.plan.text import counted, rows, wrapped
 
 
-def print_plan(config: GRPOConfig) -> None:
-    """Print the resolved config and the plan; a pipe that is closed early, as by `head`, is no error."""
+def print_plan(config: GRPOConfig, *, plan: bool = True, whole_config: bool = False) -> None:
+    """Print the plan, and the config with every default; a pipe that is closed early, as by `head`, is no error."""
+    title = f"Plan of run.dir={config.run.dir}; --print-config prints every key with its value\n\n"
+    parts = ([title + plan_text(config)] if plan else []) + ([resolved_yaml(config)] if whole_config else [])
     try:
-        sys.stdout.write(resolved_yaml(config) + "\n" + plan_text(config))
+        sys.stdout.write(printable("\n".join(parts)))
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str:
-    """Everything after the config.
+    """All sections of the plan.
 
     Args:
         model: config.json of the model, instead of the one at `model.path`.
     """
     config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
     stored = stored_tensors(config.model.path) if model is None else None
-    model = local_model_config(config.model.path) if model is None else model
+    model = config_at(config.model.path) if model is None else model
     prompts = prompts_per_epoch(config.data)
     warnings = [*arithmetic_warnings(config), *data_warnings(config, prompts)]
     sections = [
@@ -180,6 +182,7 @@ def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemor
     each = "one GPU" if cluster.device == "cuda" else "processes"
     lines = rows(
         ("model", f"{shape.model_type}, {shape.parameters:,} parameters"),
+        *_sources(config),
         ("checkpoint on disk", _checkpoint(config, shape)),
     )
     for estimate in estimates:
@@ -192,6 +195,14 @@ def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemor
              f"{engine.kv_tokens // longest:,} sequences of {longest:,}; {at_once:,} at once"),
         ),
     ]  # fmt: skip
+
+
+def _sources(config: GRPOConfig) -> list[tuple[str, str]]:
+    """A row for each place that the sizes of the models come from."""
+    sources: dict[str, list[str]] = {}
+    for path in dict.fromkeys(role.model for role in config.roles()):
+        sources.setdefault(source_at(path), []).append(path)
+    return [("sizes from", f"{source} ({', '.join(paths)})") for source, paths in sources.items() if source]
 
 
 def _checkpoint(config: GRPOConfig, policy: ModelShape) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf.config.cli import run_program, started_as
+from rlhf.config.printing import say
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         output.write_text(page, errors="replace")
     except OSError as error:
         raise ValueError(f"--output {output}: {error.strerror}. Name a file in a folder that exists.") from None
-    print(f"{output}: {len(page) / 2**20:.1f} MiB; open it in a browser")
+    say(f"{output}: {len(page) / 2**20:.1f} MiB; open it in a browser")
 
 
 if __name__ == "__main__":

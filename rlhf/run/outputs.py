@@ -14,7 +14,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.secrets import hidden, hide_in_output
 from rlhf.log.background import BackgroundSink, ClosingSink
 from rlhf.log.patient_files import PatientFiles
-from rlhf.log.sinks import NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink
+from rlhf.log.sinks import MLFLOW_DATABASE, NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink
 from rlhf.log.terminal import Terminal
 from rlhf.log.wandb_sink import WandbSink
 from rlhf.run.folder import RunFolder
@@ -100,13 +100,18 @@ class RunLog:
 
 
 def _check_packages(config: GRPOConfig) -> None:
-    wanted = {"tensorboard": config.logging.tensorboard, "mlflow": config.logging.mlflow.uri is not None}
-    for package, is_wanted in wanted.items():
-        if is_wanted and find_spec(package) is None:
-            raise ValueError(
-                f"logging.{package}: the package {package} is not installed. pip install -e '.[{package}]', or leave "
-                "this key at its default."
-            )
+    """Raise a ValueError if a package of a sink that the config asks for is not installed."""
+    uri = config.logging.mlflow.uri
+    wanted: dict[str, tuple[str, ...]] = {"tensorboard": ("tensorboard",)} if config.logging.tensorboard else {}
+    if uri is not None:
+        wanted["mlflow"] = ("mlflow", "sqlalchemy", "alembic") if MLFLOW_DATABASE.match(uri) else ("mlflow",)
+    for key, packages in wanted.items():
+        for package in packages:
+            if find_spec(package) is None:
+                raise ValueError(
+                    f"logging.{key}: the package {package} is not installed. pip install -e '.[{key}]', or leave this "
+                    "key at its default."
+                )
 
 
 def about() -> dict[str, Any]:

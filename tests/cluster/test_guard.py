@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,11 @@ from waiting import WAIT_S, eventually
 
 from rlhf.cluster import guard
 
-HOLDS = "import sys; log = open(sys.argv[1], 'a'); input()"
-PARENT = "import subprocess, sys; log = open(sys.argv[1], 'a'); subprocess.run([sys.executable, '-c', 'input()'])"
+READS = "import sys; log = open(sys.argv[1]); input()"
+# a worker of the cluster, and a process below it that no longer has the mark
+PARENT = (
+    "import subprocess, sys; log = open(sys.argv[1], 'a')\nsubprocess.run([sys.executable, '-c', 'input()'], env={})"
+)
 # a driver that has the folder open, starts the guard, closes its input and lives on
 DRIVER = (
     "import subprocess, sys; log = open(sys.argv[1] + '/driver.log', 'a')\n"
@@ -23,19 +27,22 @@ DRIVER = (
 )
 
 
-def start(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
+def start(code: str, *arguments: str | Path, mark: str | Path = "") -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    variables = os.environ | {guard.MARK: str(mark)}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
 
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
     folder = tmp_path / "ray"
     folder.mkdir()
+    (folder / "raylet.log").write_text("ready\n")
     started = {
         "driver": start(DRIVER, folder, guard.__file__),
-        "worker": start(PARENT, folder / "worker.log"),
-        "stranger": start(HOLDS, tmp_path / "other.log"),
+        "worker": start(PARENT, folder / "worker.log", mark=folder),
+        "reader": start(READS, folder / "raylet.log"),  # names a log of the cluster in its command and has it open
+        "other worker": start(READS, folder / "raylet.log", mark=f"{folder}2"),  # of another run
     }
     yield started
     for process in started.values():
@@ -48,9 +55,10 @@ def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
 def test_the_cluster_ends_with_the_driver_its_folder_goes_and_others_stay(
     processes: dict[str, subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    driver, worker, stranger = processes.values()
+    driver, worker, *others = processes.values()
     assert eventually(lambda: (tmp_path / "ray/worker.log").exists() and psutil.Process(worker.pid).children())
-    assert eventually(lambda: (tmp_path / "other.log").exists() and psutil.Process(driver.pid).children())
+    assert eventually(lambda: psutil.Process(driver.pid).children())
+    assert eventually(lambda: all(psutil.Process(other.pid).open_files() for other in others))
     (child,) = psutil.Process(worker.pid).children()
     assert driver.stdin is not None
     assert driver.stdout is not None
@@ -61,15 +69,15 @@ def test_the_cluster_ends_with_the_driver_its_folder_goes_and_others_stay(
     assert eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     assert not (tmp_path / "ray").exists()
     assert driver.poll() is None
-    assert stranger.poll() is None
+    assert [other.poll() for other in others] == [None, None]
 
 
 def test_a_driver_that_is_killed_has_the_same_effect(
     processes: dict[str, subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    driver, worker, stranger = processes.values()
+    driver, worker, *others = processes.values()
     assert eventually(lambda: (tmp_path / "ray/worker.log").exists() and psutil.Process(driver.pid).children())
     driver.kill()
     assert worker.wait(WAIT_S) == -9
     assert eventually(lambda: not (tmp_path / "ray").exists())
-    assert stranger.poll() is None
+    assert [other.poll() for other in others] == [None, None]

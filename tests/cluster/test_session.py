@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray_cluster import ray_folder
 
 from rlhf.cluster import session
 from rlhf.cluster.actors import ClusterError
@@ -127,3 +132,52 @@ def test_logs_are_named_by_role_and_the_cause_is_from_the_log_of_the_actor_that_
     session.keep_logs(ClusterError("engine 0 again"), run, actors)
     assert (logs / "engine-0.log").read_text() == "a second life\n"
     assert "out of memory" in (logs / "engine-0.old").read_text()
+
+
+def test_of_logs_that_another_user_may_have_planted_nothing_is_kept(tmp_path: Path) -> None:
+    run, logs, private = tmp_path / "run", tmp_path / "ray/session_latest/logs", tmp_path / "private"
+    run.mkdir()
+    private.write_text("the key\n")
+    write_logs(tmp_path / "ray", p7_out="INFO ready\n", p9_out="of somebody else\n")
+    (logs / "worker-abc-01-1.out").symlink_to(private)
+    (logs / "worker-abc-01-2.out").hardlink_to(private)
+    (logs / "worker-abc-01-3.out").symlink_to(tmp_path / "nothing")
+    (logs / "worker-abc-01-4.out").mkdir()
+    os.mkfifo(logs / "worker-abc-01-5.out")
+    if os.geteuid() == 0:
+        os.chown(logs / "worker-abc-01-9.out", 65534, 65534)
+    else:
+        (logs / "worker-abc-01-9.out").unlink()
+    session = RaySession()
+    session.temp = str(tmp_path / "ray")
+    session.keep_logs(ClusterError("engine 0 is lost"), run, {"7": "engine 0"})
+    assert {log.name: log.read_text() for log in (run / "logs").iterdir()} == {"engine-0.log": "INFO ready\n"}
+
+
+@pytest.mark.stack
+def test_other_users_do_not_reach_the_folder_of_ray_and_its_end_spares_who_reads_a_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ray_folder() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        session = RaySession()
+        session.start(None)
+        try:
+            assert session.temp is not None
+            (private,) = Path(folder).iterdir()
+            assert Path(session.temp).is_relative_to(private)
+            assert stat.S_IMODE(private.stat().st_mode) == 0o700
+            log = next(Path(session.temp).glob("session_latest/logs/*"))
+            follow = "import sys; log = open(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
+            reader = subprocess.Popen(
+                [sys.executable, "-c", follow, log], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "open\n"
+        finally:
+            session.stop()
+        assert not private.exists()
+        assert reader.poll() is None
+        reader.communicate()

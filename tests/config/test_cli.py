@@ -213,6 +213,23 @@ def test_what_goes_wrong_at_run_time_has_another_exit_status(capsys: pytest.Capt
     assert capsys.readouterr().err == "error: engine 0 died\n"
 
 
+def test_a_message_and_a_traceback_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(error: Exception) -> None:
+        error.add_note("engine-0.log: \x1b[2J")
+        raise error
+
+    for error in (
+        ValueError("\x1b[2J.yaml: no file"),
+        RuntimeError("\x1b[2J"),
+        KeyError("\x1b[2J"),
+        OSError("\x1b[2J"),
+    ):
+        assert run_program(lambda error=error: fail(error)) in (RUN_ERROR, USER_ERROR)  # type: ignore[misc]
+        printed = capsys.readouterr().err
+        assert "\\u001b[2J" in printed or "\\x1b[2J" in printed
+        assert "\x1b" not in printed
+
+
 def test_an_interrupted_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt

@@ -148,9 +148,13 @@ def test_every_contradiction_is_named_on_a_line_of_its_own(base: str) -> None:
 def test_what_is_required_is_named_key_by_key_when_a_section_is_missing(tmp_path: Path) -> None:
     empty = tmp_path / "empty.yaml"
     empty.write_text("")
-    message = refusal(str(empty))
-    for key in ("run.dir", "run.steps", "model.path", "data.train", "rollout.prompts_per_step"):
-        assert f"{key}: required and not set. Set it in the YAML or as {key}=VALUE." in message.splitlines()
+    keys = ["run.dir", "run.steps", "model.path", "data.train"]
+    keys += [f"rollout.{name}" for name in ("prompts_per_step", "samples_per_prompt", "max_response_tokens")]
+    assert refusal(str(empty)).splitlines() == [
+        f"{key}: required and not set. Set it in the YAML or as {key}=VALUE." for key in keys
+    ]
+    without_path = refusal(str(empty), "data.train=[{rows: 3}]").splitlines()
+    assert "data.train.0.path: required and not set. Set it in the YAML or as data.train.0.path=VALUE." in without_path
 
 
 @pytest.mark.parametrize(

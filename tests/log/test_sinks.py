@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +28,15 @@ def test_tensorboard_reads_numbers_and_histograms_and_hides_what_came_after_the_
     assert [event.histogram_value.num for event in read.Histograms("reward/histogram")] == [3, 3]
 
 
+@pytest.mark.parametrize("address", ["file://", pytest.param("sqlite:///", marks=pytest.mark.slow)])
 def test_mlflow_holds_config_and_metrics_and_a_resumed_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs the whole of mlflow
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.chdir(tmp_path)  # where MLflow keeps the files of runs in a database
     mlflow = pytest.importorskip("mlflow")
-    uri = (tmp_path / "mlruns").as_uri()
+    pytest.importorskip("sqlalchemy")
+    uri = f"{address}{tmp_path / 'mlflow'}"
     config = {"run": {"steps": 2}}
     sink = MlflowSink(uri, "mine", "first", config, run_id=None)
     sink.log(1, {"eval/test/avg@1": 0.25})
@@ -45,4 +50,27 @@ def test_mlflow_holds_config_and_metrics_and_a_resumed_run_goes_on(
         (2, 0.5),
     ]
     assert client.get_run(sink.run_id).info.status == "FINISHED"
+    assert client.get_run(sink.run_id).info.run_name == "first"
     assert [file.path for file in client.list_artifacts(sink.run_id)] == ["config.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [
+        ("sqlite:///{folder}", "unable to open database file"),
+        ("postgresql+nodriver://host/x", "nodriver"),
+        ("ftp://host", "unsupported URI"),
+        ("http://127.0.0.1:1", "failed with exception"),
+    ],
+)
+def test_an_address_that_mlflow_cannot_use_is_one_message_soon(uri: str, reason: str, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    uri = uri.format(folder=tmp_path)
+    began = time.monotonic()
+    with pytest.raises(
+        ValueError, match=rf"^logging\.mlflow\.uri={re.escape(uri)}: it does not take the run \(.*{reason}"
+    ):
+        MlflowSink(uri, "mine", "first", {}, run_id=None)
+    assert time.monotonic() - began < 90  # MLflow itself retries for 100 s or longer

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+import unicodedata
 from io import StringIO
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from rlhf.log import terminal
-from rlhf.log.sinks import Details, shown_reward
+from rlhf.log.sinks import Details, evaluation_table, shown_reward
 from rlhf.log.terminal import Terminal, duration, two_responses
 
 STEP = {  # as a run logs them
@@ -77,6 +78,27 @@ def test_every_line_in_a_file_fits_80_columns_and_says_what_happened() -> None:
     assert [line.split("  ")[1] for line in evaluated] == ["gsm8k", "math"]
     assert not any("low" in line for line in evaluated)
     assert "warning: reward[0]: returned [bold] something." in printed.getvalue()
+
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202e"
+
+
+def test_no_control_sequence_of_data_or_of_a_reward_reaches_the_terminal() -> None:
+    run, printed = in_file(title=f"runs/{HOSTILE}")
+    run.print(f"data {HOSTILE}.jsonl: 4 prompts")
+    run.print(f"prompt {HOSTILE}", wrap=False)
+    run.warn(f"reward: ValueError: {HOSTILE}")
+    run.evaluation(1, {f"eval/{HOSTILE}/avg@1": 0.5})
+    responses = [RESPONSE | {"prompt": HOSTILE, "text": HOSTILE}]
+    run.log(1, STEP, Details(responses=responses))
+    Console(file=printed, width=80).print(run.view())
+    table = evaluation_table("evaluation", {f"models/{HOSTILE}": {f"eval/{HOSTILE}/avg@1": 0.5}})
+    Console(file=printed, width=80).print(table)
+    shown = printed.getvalue()
+    assert shown.count("\\u001b") >= 7
+    assert [c for c in shown if c != "\n" and unicodedata.category(c)[0] == "C"] == []
+    run.print("\u0645\u06cc\u200c\u0631\u0648\u0645")  # a word of Persian, in which a joiner belongs
+    assert printed.getvalue().endswith("\u0645\u06cc\u200c\u0631\u0648\u0645\n")
 
 
 def test_a_path_is_never_broken_and_text_that_is_shown_as_it_is_neither() -> None:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from processes import cpu_seconds
 
+from rlhf import grpo
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
@@ -296,6 +297,53 @@ def test_the_model_is_read_from_its_folder_and_from_the_hub_cache(
         assert line_of(plan_text(make(f"model.path={path}")), "model ") == "llama, 8,030,261,248 parameters"
 
 
+# safetensors' own totals, as the hub shows them on the page of each model
+PUBLISHED_PARAMETERS = {
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen3-8B-Base": 8_190_735_360,
+    "allenai/Llama-3.1-Tulu-3-8B-DPO": 8_030_326_784,  # Llama's, and 8 further tokens in and out of 4,096 numbers each
+}
+OF_THE_HUB = re.compile(r"^model:\n  path: (?!runs/)", re.MULTILINE)
+GPU_CONFIGS = [file for file in sorted((ROOT / "configs").glob("*.yaml")) if OF_THE_HUB.search(file.read_text())]
+
+
+@pytest.mark.parametrize("file", GPU_CONFIGS, ids=lambda file: file.name)
+def test_on_a_fresh_machine_every_config_for_gpus_has_its_memory(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    config = load_config(PPOConfig if file.name.startswith("ppo") else GRPOConfig, [str(file)])
+    text = plan_text(config)
+    memory = text[text.index("\nMemory, estimated\n") :]
+    assert line_of(memory, "model ").endswith(f", {PUBLISHED_PARAMETERS[config.model.path]:,} parameters")
+    assert line_of(memory, "sizes from") == "rlhf's own table, as config.json is not on this machine"
+    assert f"({config.model.path})" in memory
+    assert "no estimate" not in memory
+
+
+def test_config_json_of_this_machine_comes_before_the_table(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    name = "Qwen/Qwen2.5-7B"
+    snapshot = tmp_path / f"models--{name.replace('/', '--')}" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(LLAMA31_8B))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    text = plan_text(make(f"model.path={name}"))
+    assert line_of(text, "model ") == "llama, 8,030,261,248 parameters"
+    assert line_of(text, "sizes from") == f"config.json ({name})"
+
+
 def warnings_of(config: GRPOConfig, **changed: Any) -> str:
     text = plan_text(config, model={**LLAMA31_8B, **changed})
     return " ".join(text.partition("\nWarnings\n")[2].split())
@@ -480,6 +528,9 @@ def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: 
         check=True,
     ).stdout
     assert output.splitlines()[-1] == "heavy: []"
+    assert output.splitlines()[:3] == [
+        "Plan of run.dir=x; --print-config prints every key with its value", "", "Batches",
+    ]  # fmt: skip
     assert re.search(r"^  optimizer steps, learner +[\d,]+ steps", output, re.MULTILINE)
     plan = output[output.index("\nBatches\n") :]
     assert max(map(len, plan.splitlines())) <= 100
@@ -488,6 +539,21 @@ def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: 
 @pytest.mark.parametrize("files", OWN_CONFIGS[:3], ids=" ".join)
 def test_a_plan_takes_less_than_a_second(files: list[str]) -> None:
     assert cpu_seconds([sys.executable, "-m", "rlhf.grpo", *flags_of(files), "--plan"]) < 1.0
+
+
+def test_the_whole_config_is_printed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = flags_of(["math.yaml"])
+    grpo.main([*flags, "--print-config", "run.steps=7"])
+    (tmp_path / "whole.yaml").write_text(capsys.readouterr().out)
+    assert load_config(GRPOConfig, [str(tmp_path / "whole.yaml")]) == load_config(
+        GRPOConfig, flags[1:], ["run.steps=7"]
+    )
+    grpo.main([*flags, "--plan"])
+    plan = capsys.readouterr().out
+    grpo.main([*flags, "--print-config", "--plan", "run.steps=7"])
+    both = capsys.readouterr().out
+    assert "\nrun:\n" not in plan
+    assert both.index("\nBatches\n") < both.index("\nrun:\n")
 
 
 def test_a_pipe_that_is_closed_early_is_no_error() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,3 +107,76 @@ def test_several_models_stand_side_by_side_and_their_responses_in_one_file(
     assert [row["model"] for row in responses] == [str(tiny_model_dir / "model")] * 4 + [str(other)] * 4
     with pytest.raises(ValueError, match=r"model\.path=/nowhere: there is no such folder"):
         evaluate.main([*flags, "--also", "/nowhere"])
+
+
+# Everything that an evaluation reads and that has no default.
+MINIMAL: dict[str, Any] = {
+    "data": {"max_prompt_tokens": 64},
+    "evaluation": {"max_response_tokens": 20, "samples_per_prompt": 2},
+    "cluster": {"device": "cpu"},
+}
+
+
+def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], *arguments: str) -> GRPOConfig:
+    """The config that the program would sample with."""
+    asked = []
+
+    async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:  # without engines
+        asked.append(config)
+        return {"test": graded([[(1.0, "7"), (0.0, "8")]] * 2)}
+
+    monkeypatch.setattr(evaluate, "sample_and_grade", sample_and_grade)
+    (tmp_path / "mine.yaml").write_text(json.dumps(values))
+    evaluate.main(["--config", str(tmp_path / "mine.yaml"), *arguments])
+    (config,) = asked
+    return config
+
+
+def with_data(tiny_model_dir: Path, **changed: Any) -> dict[str, Any]:
+    values = MINIMAL | {"model": {"path": str(tiny_model_dir / "model")}}
+    return values | {"data": values["data"] | {"eval": str(tiny_model_dir / "test.jsonl")}} | changed
+
+
+@pytest.mark.parametrize("program", ["grpo", "ppo"])
+def test_an_evaluation_asks_for_no_key_that_only_training_reads(
+    program: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = evaluated(tmp_path, monkeypatch, with_data(tiny_model_dir), "--program", program)
+    assert config.max_sequence_tokens == 84
+
+
+def test_contradictions_of_the_training_are_no_concern_of_an_evaluation(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = {
+        "checkpoint": {"best": "eval/another/avg@8"},
+        "algo": {"clip_low": 1.5},
+        "run": {"dir": "x", "steps": 3},
+    }
+    training |= {
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 1, "max_response_tokens": 21},
+        "learner": {"max_tokens_per_microbatch": 8},
+    }
+    config = evaluated(tmp_path, monkeypatch, with_data(tiny_model_dir, **training))
+    assert (config.run.steps, config.max_sequence_tokens) == (3, 85)
+    refused = {
+        "rollout": {"truncate_after": 3},
+        "cluster": {"device": "cuda"},
+        "model": {"path": "x", "dtype": "float32"},
+    }
+    with pytest.raises(ValueError, match=r"(?s)rollout\.truncate_after=3 with .*model\.dtype=float32 with cluster"):
+        evaluated(tmp_path, monkeypatch, with_data(tiny_model_dir, **refused))
+
+
+def test_the_longest_response_is_that_of_all_sets_or_has_to_be_given(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = [
+        {"path": str(tiny_model_dir / "test.jsonl"), "max_response_tokens": 70},
+        {"path": str(tiny_model_dir / "train.jsonl"), "max_response_tokens": 90},
+    ]
+    values = with_data(tiny_model_dir, evaluation={"samples_per_prompt": 2}, data={"eval": sets})
+    assert evaluated(tmp_path, monkeypatch, values).rollout.max_response_tokens == 90
+    del sets[1]["max_response_tokens"]
+    with pytest.raises(ValueError, match=r"^rollout\.max_response_tokens: required and not set\.[^\n]*$"):
+        evaluated(tmp_path, monkeypatch, values)

@@ -17,13 +17,20 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize(
-    ("logging", "package"), [({"tensorboard": True}, "tensorboard"), ({"mlflow": {"uri": "http://host"}}, "mlflow")]
+    ("logging", "key", "package"),
+    [
+        ({"tensorboard": True}, "tensorboard", "tensorboard"),
+        ({"mlflow": {"uri": "http://host"}}, "mlflow", "mlflow"),
+        ({"mlflow": {"uri": "sqlite:///x.db"}}, "mlflow", "sqlalchemy"),
+        ({"mlflow": {"uri": "mysql+pymysql://host/x"}}, "mlflow", "alembic"),
+    ],
 )
 def test_a_sink_whose_package_is_missing_is_refused_with_the_remedy(
-    logging: dict[str, Any], package: str, monkeypatch: pytest.MonkeyPatch
+    logging: dict[str, Any], key: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ValueError, match=rf"logging\.{package}: .* not installed\. pip install -e '\.\[{package}\]'"):
+    refusal = rf"logging\.{key}: the package {package} is not installed\. pip install -e '\.\[{key}\]'"
+    with pytest.raises(ValueError, match=refusal):
         RunLog(make_config(Path("x/model"), logging=logging), first_step=0, state=RunState())
 
 
