@@ -95,7 +95,7 @@ def check_source(source: SourceConfig, key: str) -> None:
 
 def local_path(source: SourceConfig) -> Path | None:
     """The file or folder that a source names; None for the name of a hub data set."""
-    path = Path(source.path).expanduser()
+    path = Path(source.path)
     return path if path.suffix in FILE_SUFFIXES + OTHER_SUFFIXES or looks_local(source.path) else None
 
 

@@ -65,7 +65,7 @@ def _check_local_resources(config: GRPOConfig, *, trains: bool = True) -> None:
 
 def existing_folder(config: GRPOConfig) -> Path:
     """run.dir, or the nearest folder above it that exists."""
-    run_dir = Path(config.run.dir).expanduser().absolute()
+    run_dir = Path(config.run.dir).absolute()
     return next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
 
 
@@ -93,7 +93,7 @@ def _check_run_folder(config: GRPOConfig) -> None:
         raise ValueError(f"run.dir={config.run.dir}: {folder} is a file. Name a folder.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"run.dir={config.run.dir}: {folder} cannot be written. Name a folder that can be.")
-    written = len(list(Path(config.run.dir).expanduser().glob("checkpoints/step-*[0-9]")))  # by a run that is resumed
+    written = len(list(Path(config.run.dir).glob("checkpoints/step-" + 6 * "[0-9]")))  # by a run that is resumed
     needed, free = run_bytes(config, written=written) or 0, shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(

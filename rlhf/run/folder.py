@@ -13,7 +13,7 @@ import secrets
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rlhf.config.base import Section
 from rlhf.config.load import resolved_yaml
@@ -76,6 +76,7 @@ class RunFolder:
         self.not_removed: tuple[str, ...] = ()
         self.being_copied = ""
         self._start_at, self._mirror = start_at, mirror
+        self._lock_file: TextIO | None = None
         if resume:
             self._find_undamaged(mirror)
         elif taken := why_taken(self.path):
@@ -185,7 +186,8 @@ class RunFolder:
 
     def unlock(self) -> None:
         """Let another run of this process use the folder."""
-        self._lock_file.close()
+        if self._lock_file is not None:
+            self._lock_file.close()
 
     def follow(self) -> str:
         """Find the folder again if it was renamed or removed meanwhile: all paths are then those of where it is now.
@@ -193,6 +195,8 @@ class RunFolder:
         Returns:
             What happened; "" if it is where it was.
         """
+        if self._lock_file is None:
+            return ""
         before, lock = self.path, Path(f"/proc/self/fd/{self._lock_file.fileno()}")
         try:
             if read_line(before / RUN_ID) == self.id or (before / LOCK).samefile(lock):
@@ -203,6 +207,8 @@ class RunFolder:
             return ""
         now = Path(os.readlink(lock)).parent
         if read_line(now / RUN_ID) != self.id:
+            for folder in (self.rollouts, self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
             return f"run.dir={before}: the folder was removed while the run used it."
         self._use(now)
         return f"run.dir={before}: the folder was renamed to {now} while the run used it."
@@ -279,7 +285,7 @@ class RunFolder:
             raise OSError(f"{final} is there and not of this run; rename it, or move it away")
         if folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=self._lock_file is None)  # a folder that was renamed is not made again
         write_synced(folder / RUN_ID, f"{self.id}\n")
         return folder
 

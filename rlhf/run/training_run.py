@@ -356,6 +356,7 @@ class TrainingRun(Generic[C]):
         """Complete the save that is under way; then end the run, if a signal or a lost run folder asks for that."""
         with self.clock.phase("checkpoint"), self.stop.saving():
             await self.saver.finish()
+            self._follow_folder()
             if self.lost_folder and self.saver.failure:  # the save had begun where the folder was before
                 await self.saver.save(await self._state_after(step))
                 await self.saver.finish()

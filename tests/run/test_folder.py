@@ -225,6 +225,48 @@ def test_a_mirror_keeps_what_is_not_of_this_run_and_takes_nothing_of_another(tmp
     assert {path.name for path in far.glob("step-*")} == stays
 
 
+# --- a folder that is renamed while the run uses it ---
+
+
+def test_a_renamed_folder_is_found_again_with_its_log_and_is_not_made_a_second_time(tmp_path: Path) -> None:
+    run, files = RunFolder(tmp_path / "runs" / "a", resume=False), PatientFiles(print)
+    run.create(CONFIG)
+    files.append(run.metrics, "1\n")
+    (run.path / ".lock").rename(run.path / "kept")  # not the folder: its id is still there
+    assert run.follow() == ""
+    (run.path / "kept").rename(run.path / ".lock")
+    (run.path / "run_id").unlink()
+    assert run.follow() == ""
+    (run.path / "run_id").write_text(run.id)
+
+    (tmp_path / "runs").rename(tmp_path / "all")
+    RunFolder(tmp_path / "runs" / "a", resume=False).create(CONFIG)  # another run in its place
+    before, now = run.path, tmp_path / "all" / "a"
+    files.append(run.metrics, "2\n")  # before anybody looked: to the other run's folder
+    shutil.rmtree(before)
+    files.append(run.metrics, "3\n")
+    with pytest.raises(FileNotFoundError):
+        run.begin_checkpoint(1)
+    assert not before.exists()
+    assert run.follow() == f"run.dir={before}: the folder was renamed to {now} while the run used it."
+    files.move(before, now)
+    run.write_rollouts(4, [{"a": 1}], files)
+    run.finish_checkpoint(run.begin_checkpoint(4), RunState(step=4), keep=1)
+    assert (run.follow(), before.exists()) == ("", False)
+    assert (now / "metrics.jsonl").read_text() == "1\n3\n"
+    assert (now / "rollouts" / "step-000004.jsonl").exists()
+    assert RunFolder(now, resume=True).saved_step == 4
+
+
+def test_a_removed_folder_is_made_again_for_the_last_checkpoint(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "a", resume=False)
+    run.create(CONFIG)
+    shutil.rmtree(run.path)
+    assert run.follow() == f"run.dir={tmp_path / 'a'}: the folder was removed while the run used it."
+    run.finish_checkpoint(run.begin_checkpoint(4), RunState(step=4), keep=1)
+    assert RunFolder(tmp_path / "a", resume=True).saved_step == 4
+
+
 # --- the best checkpoint ---
 
 METRIC = "eval/test/avg@1"
