@@ -21,7 +21,7 @@ class Section(BaseModel):
 
 
 def with_home(path: str) -> str:
-    """A path with `~` or `~user` at its beginning replaced by the home folder, as a shell does; any other text as it is.
+    """A path with `~` or `~user` at its beginning replaced by the home folder, as a shell does; other text as it is.
 
     Raises:
         ValueError: no home folder is known.

@@ -13,6 +13,7 @@ from rlhf.config.model_folder import looks_local
 from rlhf.data.hub_reachable import hub_problems
 from rlhf.data.model_checks import check_folder, model_problems
 from rlhf.data.read import check_source, config_sources, local_path
+from rlhf.plan.local_machine import machine_problems
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model_shape import shape_at
 from rlhf.plan.resources import check_resources, joins_a_cluster, local_resources
@@ -59,8 +60,11 @@ def _check_models(config: GRPOConfig, *, trains: bool) -> None:
 
 
 def _check_local_resources(config: GRPOConfig, *, trains: bool = True) -> None:
-    if not joins_a_cluster(config):
-        check_resources(config, local_resources(), trains=trains)
+    if joins_a_cluster(config):
+        return
+    resources = _gather(lambda: check_resources(config, local_resources(), trains=trains))
+    if problems := [*machine_problems(), *resources]:
+        raise ValueError("\n".join(problems))
 
 
 def existing_folder(config: GRPOConfig) -> Path:

@@ -121,7 +121,9 @@ class Grants(NamedTuple):
         libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
         certificates = [os.environ.get(name, "") for name in CERTIFICATES]
         missing = []
-        if not _forbid_files([*SYSTEM, *_code(functions), *libraries, *certificates], [*DEVICES, str(folder), *self.files]):
+        if not _forbid_files(
+            [*SYSTEM, *_code(functions), *libraries, *certificates], [*DEVICES, str(folder), *self.files]
+        ):
             missing.append("files")
         if not self.network:
             if functions:
