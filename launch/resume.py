@@ -14,6 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from rlhf.config.base import with_home
 from rlhf.run.manifest import complete_checkpoints
 from rlhf.run.mirror import Mirror
 
@@ -41,7 +42,7 @@ def value_of(key: str, arguments: Sequence[str]) -> str | None:
     layers = [OmegaConf.load(file) for file in known.config]
     overrides = [argument for argument in known.overrides if "=" in argument]
     value = OmegaConf.select(OmegaConf.merge(*layers, OmegaConf.from_dotlist(overrides)), key)
-    return None if value is None else str(value)
+    return None if value is None else with_home(str(value))
 
 
 def prepare(folder: Path, mirror: str | None = None) -> list[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config import cli
+from rlhf.config.base import with_home
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import merged
 from rlhf.config.printing import say
@@ -86,7 +87,7 @@ def _longest_response(section: Any) -> int | None:
 
 
 def with_model(config: GRPOConfig, path: str) -> GRPOConfig:
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": with_home(path)})})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 
 class Section(BaseModel):
@@ -15,6 +18,24 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def with_home(path: str) -> str:
+    """A path with `~` or `~user` at its beginning replaced by the home folder, as a shell does; other text as it is.
+
+    Raises:
+        ValueError: no home folder is known.
+    """
+    home, rest = re.fullmatch(r"(~[^/]*)?(.*)", path, re.DOTALL).groups()  # type: ignore[union-attr]
+    if home is None:
+        return path
+    try:
+        return str(Path(home).expanduser()) + rest
+    except RuntimeError:
+        raise ValueError(f"{path}: the home folder of {home} is not known. Write the whole path.") from None
+
+
+FilePath = Annotated[str, AfterValidator(with_home)]  # of a file or folder, the name of a repository, or an address
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:

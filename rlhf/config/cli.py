@@ -174,7 +174,7 @@ def _key_lines(key: Key) -> Iterable[str]:
 def check_new_folder(folder: Path, key: str = "") -> None:
     """Raise a ValueError unless an output folder does not exist yet, or is empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{key}{folder}: it exists and is not an empty folder. Name a new folder, or delete this one.")
+        raise ValueError(f"{key}{folder}: it exists and is not an empty folder. Name a new folder.")
 
 
 def run_async(
@@ -217,6 +217,10 @@ def run_async(
         exit_soon.cancel()
 
 
+class NothingToDoError(Exception):
+    """What the program was asked for is done already; it says so and ends with status 0."""
+
+
 def run_program(main: Callable[[], None]) -> int:
     """Call `main`; print an expected error as one message and return the exit status. No secret is printed."""
     logging.raiseExceptions = False  # a library's log that cannot be written is no traceback on the terminal
@@ -231,6 +235,8 @@ def run_program(main: Callable[[], None]) -> int:
 def _exit_status(main: Callable[[], None]) -> int:
     try:
         main()
+    except NothingToDoError as done:
+        print(done)
     except ValueError as error:
         say(f"error: {error}", file=sys.stderr)
         return USER_ERROR

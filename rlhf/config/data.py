@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from rlhf.config.base import Section
+from rlhf.config.base import FilePath, Section
 
 TemplateName = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
 AnswerFormat = Literal["auto", "gsm8k", "boxed", "text", "none"]
@@ -29,7 +29,7 @@ USUAL_COLUMNS = {
 class SourceConfig(Section):
     """One data set: a local file or folder, or a data set of the hub."""
 
-    path: str = Field(
+    path: FilePath = Field(
         min_length=1,
         description="local .jsonl, .json or .parquet file, local folder, or hub name such as openai/gsm8k",
     )

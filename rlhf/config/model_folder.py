@@ -7,12 +7,12 @@ from pathlib import Path
 
 def looks_local(path: str) -> bool:
     """Whether a model or data path is local; otherwise it is the name of a hub repository."""
-    return path.startswith(("/", ".", "~")) or Path(path).exists() or path.count("/") > 1
+    return path.startswith(("/", ".")) or Path(path).exists() or path.count("/") > 1
 
 
 def local_model_folder(path: str) -> Path:
     """The folder of a local model, or of a model in the hub's cache; it may not exist."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     return folder if (folder / "config.json").is_file() or looks_local(path) else _cached_folder(path)
 
 

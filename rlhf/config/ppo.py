@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from rlhf.config.base import FilePath
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC, Role, Training
 from rlhf.config.sections import AlgoConfig, Fraction, KLEstimator, NonNegativeInt, TrainedConfig
@@ -45,7 +46,7 @@ class PPOAlgoConfig(AlgoConfig):
 class CriticConfig(TrainedConfig):
     """The value function: a second model with as many ranks as the policy, trained on the same rollouts."""
 
-    path: str | None = Field(
+    path: FilePath | None = Field(
         None,
         description="start model; a reward model keeps its head, divided by the recorded std of its scores; "
         "null: model.path with a head of zeros",

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf.config.base import Section, suggest
+from rlhf.config.base import FilePath, Section, suggest
 from rlhf.config.load import validated
 
 ExtractionStep = Literal["box", "answer_tag", "hash", "answer_is", "math_span", "last_number"]
@@ -141,7 +141,7 @@ USER_FUNCTION = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za
 class RewardPart(Section):
     """One summand of the reward."""
 
-    name: str = Field(
+    name: FilePath = Field(
         description=f"{', '.join(OPTIONS_OF_REWARD)}, your_package.your_module:your_function or a/file.py:your_function"
     )
     weight: float = Field(1.0, description="factor of this part in the sum")
@@ -152,7 +152,7 @@ class RewardPart(Section):
     )
     env: tuple[str, ...] = Field((), strict=False, description="environment variables that your function gets")
     network: bool = Field(False, description="let your function open network connections")
-    files: tuple[str, ...] = Field(
+    files: tuple[FilePath, ...] = Field(
         (), strict=False, description="files and folders that your function may read and write, besides its code"
     )
 

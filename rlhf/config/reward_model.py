@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from rlhf.config.base import Section
+from rlhf.config.base import FilePath, Section
 from rlhf.config.data import TemplateName
 from rlhf.config.model_folder import local_model_folder
 from rlhf.config.program import ProgramConfig, dtype_problems, training_problems
@@ -27,7 +27,7 @@ def reward_model_record(path: str) -> dict[str, Any]:
 class RewardModelConfig(Section):
     """A reward model whose normalized score, times its weight, is added to the reward of every response."""
 
-    path: str | None = Field(None, description="sequence-classification model with one label; null: an endpoint")
+    path: FilePath | None = Field(None, description="sequence-classification model with one label; null: an endpoint")
     endpoint: str | None = Field(
         None, description='URL that takes {"conversations": [[{role, content}]]} and returns {"scores": [number]}'
     )
@@ -71,11 +71,11 @@ class RewardModelConfig(Section):
 
 
 class PairsConfig(Section):
-    train: str = Field(
+    train: FilePath = Field(
         min_length=1,
         description="pairs, a file or a hub name; columns chosen and rejected: messages, or texts with a prompt",
     )
-    eval: str | None = Field(None, min_length=1, description="held-out pairs of the same form; null: none")
+    eval: FilePath | None = Field(None, min_length=1, description="held-out pairs of the same form; null: none")
     template: TemplateName = Field(
         "model",
         description="how a conversation is written: model (the tokenizer's chat template), chatml, qwen-math, tulu, "
@@ -87,7 +87,7 @@ class PairsConfig(Section):
 
 
 class RewardTrainingRunConfig(Section):
-    dir: str = Field(description="folder that the model, its normalization and metrics.jsonl are written to")
+    dir: FilePath = Field(description="folder that the model, its normalization and metrics.jsonl are written to")
     epochs: PositiveInt = Field(1, description="passes over the pairs; one is usual, more tend to overfit")
     seed: int = Field(0, ge=0, description="seeds the order of pairs and the head")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from rlhf.config.base import Section
+from rlhf.config.base import FilePath, Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -18,7 +18,7 @@ KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
 
 
 class ModelConfig(Section):
-    path: str = Field(description="folder or hub name of the model that is trained")
+    path: FilePath = Field(description="folder or hub name of the model that is trained")
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="type of weights and activations; master weights are float32 always"
     )
@@ -27,7 +27,7 @@ class ModelConfig(Section):
 
 
 class RunConfig(Section):
-    dir: str = Field(description="folder of the run: config, metrics, rollouts, checkpoints, final model")
+    dir: FilePath = Field(description="folder of the run: config, metrics, rollouts, checkpoints, final model")
     steps: PositiveInt = Field(
         description="training steps; one consumes prompts_per_step x samples_per_prompt rollouts"
     )
@@ -208,7 +208,7 @@ class CheckpointConfig(Section):
         description="metric of an evaluation, such as eval/math/avg@8: a checkpoint is written whenever it is highest, "
         "and the highest one is kept besides the newest; null: none",
     )
-    mirror: str | None = Field(
+    mirror: FilePath | None = Field(
         None,
         min_length=1,
         description="address that each checkpoint is copied to, such as s3://bucket/run; --resume reads it; null: none",
@@ -254,7 +254,7 @@ class WandbConfig(Section):
 
 
 class MlflowConfig(Section):
-    uri: str | None = Field(
+    uri: FilePath | None = Field(
         None, description="tracking server, or a database such as sqlite:///FILE; null logs nothing"
     )
     experiment: str = Field("rlhf", description="experiment name")

@@ -16,6 +16,7 @@ from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
 
 Messages = tuple[dict[str, str], ...]
+MAX_PROMPT_CHARS = 4 * 2**20  # about a million tokens; a tokenizer takes seconds for them
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,11 @@ def _read_messages(config: DataConfig, row: Row, column: str, where: str) -> Mes
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{config.prompt_suffix}"}
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
+    if (length := sum(len(message["content"]) for message in messages)) > MAX_PROMPT_CHARS:
+        raise ValueError(
+            f"{where}: `{column}` has {length:,} characters, and a prompt may have {MAX_PROMPT_CHARS:,}. Correct or "
+            "remove the row."
+        )
     if (problem := not_text("".join(message["content"] for message in messages))) is not None:
         raise ValueError(f"{where}: `{column}` {problem}. Correct or remove the row.")
     return tuple(messages)

@@ -29,7 +29,7 @@ def check_folder(path: str, *, key: str = "model.path") -> None:
     """
     if not looks_local(path):
         return
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"{key}={path}: there is no such folder. Give a folder in Hugging Face format or a hub name.")
     if not (folder / "config.json").is_file():

@@ -17,6 +17,10 @@ from rlhf.data.model_files import use_cache_if_hub_is_silent
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the beginning
 DEFAULT_SPLIT = {"train": "train", "eval": "test"}
+MAX_ROW_BYTES = 32 * 2**20  # of one line; a longer one is a file whose line ends were lost
+SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
+# Of the files of a folder, `datasets` reads those of one format.
+FORMATS = {".jsonl": "json", ".json": "json", **{s: s for s in (".parquet", ".csv", ".tsv", ".arrow")}}
 
 
 class Row(NamedTuple):
@@ -73,13 +77,20 @@ def too_few_prompts(available: int, needed: int) -> str:
 
 
 def check_source(source: SourceConfig, key: str) -> None:
-    """Check a source without reading it: a local file exists, has a known format and is not empty.
+    """Check a source without reading it: a local file exists, has a known format and is not empty; a folder has one.
 
     Raises:
         ValueError: the key, the path, the reason and the remedy.
     """
     path = local_path(source)
-    if path is None or path.is_dir():
+    if path is None:
+        return
+    if path.is_dir():
+        if len(files := _file_of_each_format(path)) > 1:
+            raise ValueError(
+                f"{key}={source.path}: the folder has files of several formats ({', '.join(files)}), of which only one "
+                f"would be read. Move the others away, or name files: {key}=[FILE, FILE]."
+            )
         return
     if not path.exists():
         where = "" if path.is_absolute() else f" under {Path.cwd()}"
@@ -93,9 +104,25 @@ def check_source(source: SourceConfig, key: str) -> None:
         raise ValueError(f"{key}={source.path}: the file is empty. Give it at least one row.")
 
 
+def _file_of_each_format(folder: Path) -> list[str]:
+    """Names of data files in a folder, one for each format; none where a file of the folder says what is read."""
+    readme = folder / "README.md"
+    if any((folder / name).exists() for name in SAVED_BY_DATASETS) or (
+        readme.is_file() and "data_files" in readme.read_text(errors="replace")
+    ):
+        return []
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    found: dict[str, str] = {}
+    for name in names:
+        kind = FORMATS.get(Path(name.removesuffix(".gz").removesuffix(".zst")).suffix)
+        if kind and not name.startswith(".") and not Path(name).name.startswith("dataset_info"):
+            found.setdefault(kind, name)
+    return list(found.values())
+
+
 def local_path(source: SourceConfig) -> Path | None:
     """The file or folder that a source names; None for the name of a hub data set."""
-    path = Path(source.path).expanduser()
+    path = Path(source.path)
     return path if path.suffix in FILE_SUFFIXES + OTHER_SUFFIXES or looks_local(source.path) else None
 
 
@@ -151,6 +178,11 @@ def _read_json(source: SourceConfig, path: Path, key: str, bad: BadRows) -> list
 
 def _parse_row(line: bytes, number: int, source: SourceConfig, key: str) -> Row:
     where = f"{key}: line {number} of {source.path}"
+    if len(line) > MAX_ROW_BYTES:
+        raise ValueError(
+            f"{where} has {len(line):,} bytes, and a row may have {MAX_ROW_BYTES:,}. Is a line end missing? Correct or "
+            "remove it."
+        )
     return _row(number, _parse(line.removeprefix(BYTE_ORDER_MARK), where, first_line=number), source, key)
 
 
@@ -164,6 +196,11 @@ def _row(number: int, columns: Any, source: SourceConfig, key: str) -> Row:
 
 
 def _parse(content: bytes, where: str, *, first_line: int) -> Any:
+    """What JSON holds.
+
+    Raises:
+        ValueError: it is not JSON, or nests too deep for a parser.
+    """
     try:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -173,6 +210,8 @@ def _parse(content: bytes, where: str, *, first_line: int) -> Any:
     except json.JSONDecodeError as error:
         position = f"line {first_line + error.lineno - 1}, column {error.colno}"
         raise ValueError(f"{where} is not JSON ({error.msg}, {position}). Correct or remove it.") from error
+    except RecursionError:
+        raise ValueError(f"{where} has brackets within brackets, too many to be read. Correct or remove it.") from None
 
 
 def _read_parquet(source: SourceConfig, path: Path, key: str) -> list[Row]:
@@ -195,7 +234,7 @@ def _read_dataset(source: SourceConfig, folder: Path | None, split: str, key: st
     import datasets
 
     try:
-        if folder and any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
+        if folder and any((folder / name).exists() for name in SAVED_BY_DATASETS):
             saved = datasets.load_from_disk(str(folder))
             table = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         else:
@@ -222,8 +261,8 @@ def count_rows(source: SourceConfig) -> int | None:
         from pyarrow import parquet  # its errors are ValueError or OSError
 
         return int(parquet.ParquetFile(path).metadata.num_rows)
-    if path.suffix == ".json" and (content := path.read_text().lstrip()).startswith("["):
-        return len(json.loads(content))
+    if path.suffix == ".json" and (content := path.read_bytes().lstrip()).startswith(b"["):
+        return len(_parse(content, "it", first_line=1))
     return _lines(path)
 
 

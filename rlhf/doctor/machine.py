@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
@@ -14,7 +13,8 @@ from rlhf.cluster.node_report import plugin_is_installed
 from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_files import load_tokenizer
 from rlhf.doctor.examination import Finding, Patient, in_process, in_thread
-from rlhf.plan import visible_gpus
+from rlhf.plan import joins_a_cluster, visible_gpus
+from rlhf.plan.local_machine import machine_problems
 from rlhf.plan.memory import GIB
 from rlhf.plan.start_checks import existing_folder, input_problems, run_bytes
 
@@ -105,6 +105,8 @@ def needed_gib(config: GRPOConfig) -> float | None:
 async def check_disk(patient: Patient) -> Finding:
     """Free space for checkpoints and export at run.dir, in Ray's folder and in shared memory."""
     config = patient.config
+    if problems := [] if joins_a_cluster(config) else list(machine_problems()):
+        return Finding("fail", "\n".join(problems), "as said above; in a container see docker/README.md")
     existing = existing_folder(config)
     free = shutil.disk_usage(existing).free / GIB
     need = needed_gib(config)
@@ -119,10 +121,10 @@ async def check_disk(patient: Patient) -> Finding:
     room += f", the run writes up to {need:.1f}"
     if free < need:
         return Finding("fail", room, _OTHER_DIR)
-    temp = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()))
+    temp = Path(tempfile.gettempdir())
     usage = shutil.disk_usage(temp)
     if usage.free < (1 - RAY_FULL_FRACTION) * usage.total:
-        remedy = "free space there, or set RAY_TMPDIR to another short path"
+        remedy = "free space there, or set TMPDIR to another short path"
         return Finding("warn", f"{room}; {temp}, where Ray writes, is {1 - usage.free / usage.total:.0%} full", remedy)
     shared = shutil.disk_usage("/dev/shm").free / GIB
     if shared < SHARED_MEMORY_GIB:

@@ -23,9 +23,14 @@ class PatientFiles:
     """
 
     def __init__(self, warn: Callable[[str], None], *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
-        self._warn, self._max_waiting_bytes = warn, max_waiting_bytes
+        self.warn, self._max_waiting_bytes = warn, max_waiting_bytes
         self._waiting: deque[tuple[Callable[[Path, bytes], None], Path, bytes]] = deque()
         self._failure = ""
+        self._moved: tuple[Path, Path] | None = None
+
+    def move(self, before: Path, now: Path) -> None:
+        """From now on write below `now` what is named by a path below `before`, waiting text too."""
+        self._moved = (before, now)
 
     def append(self, path: Path, text: str) -> None:
         """Add text to the end of a file, all of it or nothing."""
@@ -55,6 +60,8 @@ class PatientFiles:
         failed_before, self._failure = self._failure, ""
         while self._waiting:
             write, path, data = self._waiting[0]
+            if self._moved is not None and path.is_relative_to(self._moved[0]):
+                path = self._moved[1] / path.relative_to(self._moved[0])
             try:
                 write(path, data)
             except OSError as error:
@@ -62,9 +69,9 @@ class PatientFiles:
                 break
             self._waiting.popleft()
         if self._failure and not failed_before:
-            self._warn(f"{self._failure} The run goes on and keeps its log in memory; make room.")
+            self.warn(f"{self._failure} The run goes on and keeps its log in memory; make room.")
         elif failed_before and not self._failure:
-            self._warn("the log is written again, and nothing of it was lost.")
+            self.warn("the log is written again, and nothing of it was lost.")
 
     def _describe(self, path: Path, error: OSError) -> str:
         needed = sum(len(data) for _, _, data in self._waiting)

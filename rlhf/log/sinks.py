@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from rich.markup import escape
 from rich.table import Column, Table
 
+from rlhf.config.base import first_line
 from rlhf.config.printing import printable
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.reductions import Counts
@@ -24,6 +25,7 @@ from rlhf.log.reductions import Counts
 Row = dict[str, Any]
 
 STEP = "step"
+SUMMARY = "summary.json"  # in the folder of a finished run
 # MLflow itself would try for half an hour to reach a server, and for 100 s to open a database.
 MLFLOW_SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -58,8 +60,8 @@ class JsonlSink:
     """`metrics.jsonl`: one object per line. Resuming at a step removes the lines of later steps."""
 
     def __init__(self, path: Path, files: PatientFiles, *, resume_step: int | None = None) -> None:
-        if resume_step is not None:
-            keep_lines_up_to(path, resume_step)
+        if resume_step is not None and (unread := keep_lines_up_to(path, resume_step)):
+            files.warn(f"{path}: {unread} line(s) could not be read, and were left out.")
         path.touch()
         self._path, self._files = path, files
 
@@ -67,28 +69,55 @@ class JsonlSink:
         self._files.append(self._path, json.dumps({STEP: step, "time": round(time.time(), 3), **values}) + "\n")
 
 
-def keep_lines_up_to(path: Path, step: int) -> None:
-    """Drop lines of later steps, and a last line that a kill cut short; by rename, so that a crash loses no line."""
+def keep_lines_up_to(path: Path, step: int) -> int:
+    """Drop lines of later steps and lines that cannot be read; by rename, so that a crash loses no line.
+
+    Returns:
+        Lines that could not be read, without a last one that a kill cut short.
+    """
     if not path.exists():
-        return
+        return 0
+    with path.open("rb") as lines:
+        unread = sum(line.endswith(b"\n") for line in lines)
     shorter = path.with_suffix(".new")
     with shorter.open("w") as kept:
-        kept.writelines(json.dumps(row) + "\n" for row in read_rows(path) if row[STEP] <= step)
+        for row in read_rows(path):
+            unread -= 1
+            kept.write(json.dumps(row) + "\n" if row[STEP] <= step else "")
         kept.flush()
         os.fsync(kept.fileno())
     shorter.replace(path)
+    return max(0, unread)
 
 
 def read_rows(file: Path) -> Iterator[Row]:
-    """The JSON objects of a file, one per line; a line that is not whole, as at the end of a live file, is left out."""
-    with file.open() as lines:
+    """The JSON objects of a file, one per line; what is not one, as the end of a live file, is left out."""
+    with file.open("rb") as lines:
         for line in lines:
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
+                row = json.loads(line.decode())
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(row, dict) and STEP in row:
+            if isinstance(row, dict) and type(row.get(STEP)) is int:
                 yield row
+
+
+def read_summary(run: Path) -> Row:
+    """What a finished run wrote in its folder; empty if the run has not finished.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    file = run / SUMMARY
+    try:
+        summary = json.loads(file.read_bytes().decode())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: it cannot be read ({first_line(error)}).") from None
+    if not isinstance(summary, dict) or type(summary.get("steps")) is not int:
+        raise ValueError(f"{file}: it does not say how many steps the run had.")
+    return summary
 
 
 class TensorBoardSink:

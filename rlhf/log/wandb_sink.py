@@ -1,7 +1,7 @@
 """wandb: axes, summaries, histograms, a table of responses, alerts, and a resumed run that is one curve.
 
-Every row is logged under its training step, so what the evaluation adds to a step joins its row, and a run can be
-rewound to the step of a checkpoint: by the server, or, offline, by cutting the files of the earlier program.
+Every row is logged under its training step, so what the evaluation adds to a step joins its row, and the server can
+rewind a run to the step of a checkpoint. An offline run that is resumed writes a second file under the same id.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +20,7 @@ from rlhf.config.base import first_line
 from rlhf.config.secrets import hide
 from rlhf.config.sections import WandbConfig
 from rlhf.log.reachable import ANSWER_S, no_answer
-from rlhf.log.sinks import NO_DETAILS, STEP, Details, read_rows
+from rlhf.log.sinks import NO_DETAILS, STEP, Details
 
 if TYPE_CHECKING:
     import wandb
@@ -32,7 +31,6 @@ WANDB_RETRIES = 3  # of requests such as an alert, which delays the end of the r
 WANDB_FINISH_S = 60.0  # to upload the rest at the end of a run; wandb itself would try for days
 BEST = re.compile(r"eval/.+/(avg|pass|maj)@\d+")  # the summary keeps the highest value of these too
 COLUMNS = ("step", "prompt", "answer", "text", "extracted", "reward", "advantage", "status", "finish_reason")
-FILE_HEADER, BLOCK, RECORD_HEADER = 7, 32768, struct.Struct("<IHB")  # of a .wandb file: LevelDB's log format
 
 
 class WandbSink:
@@ -88,21 +86,12 @@ class WandbSink:
                 **going_on,
             )
 
-        held = None if resume is None else rewind_files(run_dir, *resume)
         online = config.mode == "online" or (config.mode == "auto" and has_wandb_key())
         self._run = _start_online(start, run_dir, warn, rewind=resume is not None) if online else start("offline")
         self.run_id: str = self._run.id
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
         self._defined: set[str] = set()
-        if held is not None and self._run.offline:
-            self._log_lost_rows(run_dir / "metrics.jsonl", held)
-
-    def _log_lost_rows(self, metrics: Path, held: int) -> None:
-        """Log the rows after the step `held`, which a killed program had not yet given to its offline file."""
-        for row in read_rows(metrics):
-            if row[STEP] > held:
-                self.log(row[STEP], {name: value for name, value in row.items() if name not in (STEP, "time")})
 
     def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
         self._unless_lost(lambda: self._log(step, values, details))
@@ -198,48 +187,3 @@ def has_wandb_key() -> bool:
         return any(map(netrc(os.environ.get("NETRC")).authenticators, hosts))
     except (OSError, NetrcParseError):
         return False
-
-
-# --- files of an offline run ---
-
-
-def rewind_files(run_dir: Path, run_id: str, step: int) -> int:
-    """Cut each offline file of the run before the first row of a step later than `step`.
-
-    Returns the last step that is left; -1 if no row is left.
-    """
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
-
-    held = -1
-    for file in run_dir.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"):
-        for start, content in records(file):
-            record = Record.FromString(content)
-            if record.WhichOneof("record_type") != "history":
-                continue
-            if record.history.step.num > step:
-                os.truncate(file, start)
-                break
-            held = max(held, record.history.step.num)
-    return held
-
-
-def records(file: Path) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, content) of each whole record of a .wandb file; a record that a kill cut short is left out."""
-    data = file.read_bytes()
-    place = start = FILE_HEADER
-    parts: list[bytes] = []
-    while place + RECORD_HEADER.size <= len(data):
-        left = BLOCK - place % BLOCK
-        if left < RECORD_HEADER.size:  # a block ends with zeros where no header fits
-            place += left
-            continue
-        _, length, kind = RECORD_HEADER.unpack_from(data, place)
-        if not parts:
-            start = place
-        parts.append(data[place + RECORD_HEADER.size : place + RECORD_HEADER.size + length])
-        place += RECORD_HEADER.size + length
-        if place > len(data) or kind == 0:
-            return
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield start, b"".join(parts)
-            parts = []

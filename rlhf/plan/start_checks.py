@@ -13,6 +13,7 @@ from rlhf.config.model_folder import looks_local
 from rlhf.data.hub_reachable import hub_problems
 from rlhf.data.model_checks import check_folder, model_problems
 from rlhf.data.read import check_source, config_sources, local_path
+from rlhf.plan.local_machine import machine_problems
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model_shape import shape_at
 from rlhf.plan.resources import check_resources, joins_a_cluster, local_resources
@@ -59,13 +60,16 @@ def _check_models(config: GRPOConfig, *, trains: bool) -> None:
 
 
 def _check_local_resources(config: GRPOConfig, *, trains: bool = True) -> None:
-    if not joins_a_cluster(config):
-        check_resources(config, local_resources(), trains=trains)
+    if joins_a_cluster(config):
+        return
+    resources = _gather(lambda: check_resources(config, local_resources(), trains=trains))
+    if problems := [*machine_problems(), *resources]:
+        raise ValueError("\n".join(problems))
 
 
 def existing_folder(config: GRPOConfig) -> Path:
     """run.dir, or the nearest folder above it that exists."""
-    run_dir = Path(config.run.dir).expanduser().absolute()
+    run_dir = Path(config.run.dir).absolute()
     return next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
 
 
@@ -93,7 +97,7 @@ def _check_run_folder(config: GRPOConfig) -> None:
         raise ValueError(f"run.dir={config.run.dir}: {folder} is a file. Name a folder.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"run.dir={config.run.dir}: {folder} cannot be written. Name a folder that can be.")
-    written = len(list(Path(config.run.dir).expanduser().glob("checkpoints/step-*[0-9]")))  # by a run that is resumed
+    written = len(list(Path(config.run.dir).glob("checkpoints/step-" + 6 * "[0-9]")))  # by a run that is resumed
     needed, free = run_bytes(config, written=written) or 0, shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(

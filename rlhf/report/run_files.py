@@ -14,7 +14,7 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys, stored_values, validated
 from rlhf.config.ppo import PPOConfig
-from rlhf.log.sinks import Row, read_rows
+from rlhf.log.sinks import Row, read_rows, read_summary
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ class RunFiles:
 
     @property
     def finished(self) -> bool:
-        return (self.path / "summary.json").is_file()
+        try:
+            return bool(read_summary(self.path))
+        except ValueError:
+            return False
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -53,7 +56,8 @@ class RunFiles:
 
     def rollout_files(self) -> dict[int, Path]:
         """The file of each training step whose rollouts were written, by step."""
-        return {int(file.stem.removeprefix("step-")): file for file in sorted(self.path.glob("rollouts/step-*.jsonl"))}
+        files = sorted(self.path.glob("rollouts/step-*.jsonl"))
+        return {int(file.stem[5:]): file for file in files if file.stem[5:].isdecimal()}
 
     def planned_learning_rates(self) -> dict[int, float]:
         """By training step, the rate of the policy's last update in it; empty if the config is of another version."""

@@ -100,7 +100,7 @@ class Grants(NamedTuple):
                     "remove the name."
                 )
         for path in self.files:
-            if not os.path.exists(os.path.expanduser(path)):
+            if not os.path.exists(path):
                 raise ValueError(
                     f"reward files={path}: there is no such file or folder. Create it, or correct the path."
                 )
@@ -118,11 +118,12 @@ class Grants(NamedTuple):
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # an ended keeper has removed it
         folder.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-        paths = [os.path.expanduser(path) for path in self.files]
         libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
         certificates = [os.environ.get(name, "") for name in CERTIFICATES]
         missing = []
-        if not _forbid_files([*SYSTEM, *_code(functions), *libraries, *certificates], [*DEVICES, str(folder), *paths]):
+        if not _forbid_files(
+            [*SYSTEM, *_code(functions), *libraries, *certificates], [*DEVICES, str(folder), *self.files]
+        ):
             missing.append("files")
         if not self.network:
             if functions:

@@ -8,44 +8,51 @@ from __future__ import annotations
 
 import fcntl
 import json
-import re
+import os
+import secrets
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rlhf.config.base import Section
 from rlhf.config.load import resolved_yaml
 from rlhf.log.patient_files import NEW, PatientFiles
+from rlhf.log.sinks import SUMMARY, read_summary
 from rlhf.run.manifest import (
     BEST,
     LATEST,
     PARTIAL,
+    RUN_ID,
     all_checkpoints,
     complete_checkpoints,
     find_damage,
+    in_order,
+    is_of_run,
     partial_checkpoints,
+    read_line,
     reason,
     remove,
     replace_synced,
+    step_of,
     sync,
     write_manifest,
     write_synced,
 )
-from rlhf.run.mirror import Mirror
+from rlhf.run.mirror import OTHER_MIRROR, Mirror
 from rlhf.run.state import RunState
+from rlhf.run.used_folder import why_taken
 from rlhf.types import RolloutGroup, ScoredRollout, WrittenFile
 
 STATE_FILE = "driver.json"
-FILE_OF_A_STEP = re.compile(r"step-(\d{6,})\.jsonl")
-# Files of a run that has not finished a step; it also has empty folders and metrics of step 0.
-FIRST_FILES = re.compile(r"config\.yaml|(config|metrics)\.earlier-\d+\.\w+|wandb|tensorboard|logs|report\.html|\.lock")
+LOCK = ".lock"
 
 
 class RunFolder:
     """Paths and files of one run.
 
     Attributes:
+        id: of the run; its checkpoints and its mirror hold it too. A run on a bare node takes that of its checkpoint.
         restored: the checkpoint that a resumed run goes on from, its files verified: the newest undamaged one, or the
             one that `start_at` names.
         damaged: newer checkpoints that are damaged or incomplete, with the reason.
@@ -60,12 +67,8 @@ class RunFolder:
     def __init__(
         self, path: str | Path, *, resume: bool, mirror: Mirror | None = None, start_at: str | None = None
     ) -> None:
-        self.path = Path(path)
-        self.metrics = self.path / "metrics.jsonl"
-        self.rollouts = self.path / "rollouts"
-        self.checkpoints = self.path / "checkpoints"
-        self.model = self.path / "model"
-        self.summary = self.path / "summary.json"
+        self._use(Path(path))
+        self.id = read_line(self.path / RUN_ID)
         self.resume = resume
         self.restored: Path | None = None
         self.damaged: dict[str, str] = {}
@@ -73,42 +76,35 @@ class RunFolder:
         self.not_removed: tuple[str, ...] = ()
         self.being_copied = ""
         self._start_at, self._mirror = start_at, mirror
+        self._lock_file: TextIO | None = None
         if resume:
             self._find_undamaged(mirror)
-        elif self.path.is_dir() and any(self.path.iterdir()) and not self._has_no_finished_step():
-            advice = "Go on with it (--resume), write" if complete_checkpoints(self.checkpoints) else "Write"
-            raise ValueError(
-                f"run.dir={self.path}: already holds a run. {advice} to another folder (run.dir={self.path}-2), or "
-                f"remove it (rm -r {self.path})."
-            )
+        elif taken := why_taken(self.path):
+            raise ValueError(taken)
         elif mirror is not None:
             mirror.check_empty()
+        self.id = self.id or f"{self.path.resolve().name}-{secrets.token_hex(4)}"
+
+    def _use(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.summary = path / SUMMARY
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for a resumed run."""
-        if not self.damaged:
-            return ()
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.damaged.items())
-        return (f"checkpoints passed over as damaged or not complete in {self.checkpoints}: {reasons}.",)
-
-    def _has_no_finished_step(self) -> bool:
-        """Whether the folder holds nothing but what a run writes before it finishes its first step."""
-        if not (self.rollouts.is_dir() and self.checkpoints.is_dir()):
-            return False  # no run began here
-        for path in self.path.iterdir():
-            if path in (self.rollouts, self.checkpoints):
-                harmless = not any(path.iterdir())
-            elif path == self.metrics:
-                try:
-                    harmless = all(json.loads(line)["step"] == 0 for line in path.read_text().splitlines())
-                except (ValueError, LookupError, TypeError):
-                    harmless = False
-            else:
-                harmless = FIRST_FILES.fullmatch(path.name) is not None
-            if not harmless:
-                return False
-        return True
+        warnings = []
+        if self.damaged:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.damaged.items())
+            warnings.append(f"checkpoints passed over as damaged or not complete in {self.checkpoints}: {reasons}.")
+        try:
+            read_summary(self.path)
+        except ValueError as error:
+            warnings.append(f"{error} The run counts as not finished.")
+        return tuple(warnings)
 
     def create(self, config: Section) -> None:
         """Make the folders and save the resolved config; a resumed run saves its config next to the first one.
@@ -125,6 +121,11 @@ class RunFolder:
             self._fill(config)
         except OSError as error:
             raise ValueError(f"run.dir={self.path}: {reason(error)}. Name a folder that can be written.") from None
+        if self._mirror is not None and not self.resume:
+            try:
+                self._mirror.claim(self.id, anew=True)
+            except OSError as error:
+                raise ValueError(f"{error}. {OTHER_MIRROR}") from None
 
     def _fill(self, config: Section) -> None:
         for left in partial_checkpoints(self.checkpoints):
@@ -133,30 +134,31 @@ class RunFolder:
             self._remove_rollouts_after(self.saved_step)
         if self.restored is not None and self._start_at is not None:
             self._remove_newer(self.restored.name)
+        replace_synced(self.path / RUN_ID, f"{self.id}\n")
         text = resolved_yaml(config)
         file = self.path / ("config.resumed.yaml" if self.resume else "config.yaml")
-        if file.exists() and file.read_text() != text:
+        if file.exists() and file.read_bytes() != text.encode():
             _set_aside(file)
         if not self.resume and self.metrics.exists() and self.metrics.stat().st_size:
             _set_aside(self.metrics)
-        file.write_text(text)
+        replace_synced(file, text)
 
     def _remove_newer(self, than: str) -> None:
         """Remove newer checkpoints here and in the mirror, and their names: a later --resume would take them."""
         if self._mirror is not None:
             try:
-                self._mirror.remove_newer(than)
+                self._mirror.remove_newer(than, self.id)
             except OSError as error:
                 raise ValueError(
                     f"{error}. --resume-from {self._start_at} removes newer checkpoints there: correct the address or "
                     "the access to it, or set it to null."
                 ) from None
         replace_synced(self.checkpoints / LATEST, f"{than}\n")
-        best = self.checkpoints / BEST
-        if best.is_file() and best.read_text().strip() > than:
+        step, best = step_of(than), self.checkpoints / BEST
+        if step_of(read_line(best)) > step:
             best.unlink()
         for newer in all_checkpoints(self.checkpoints):
-            if newer.name > than and (why := remove(newer)):
+            if step_of(newer.name) > step and is_of_run(newer, self.id) and (why := remove(newer)):
                 raise ValueError(
                     f"--resume-from {self._start_at}: {newer} is newer and could not be removed ({why}). Remove it by "
                     "hand: a later --resume would take it."
@@ -165,13 +167,13 @@ class RunFolder:
     def _remove_rollouts_after(self, step: int) -> None:
         """Remove the rollouts of later steps, which will be run again, and files that a killed run left incomplete."""
         for path in self.rollouts.iterdir():
-            match = FILE_OF_A_STEP.fullmatch(path.name)
-            if path.suffix == NEW or (match and int(match[1]) > step):
+            of_step = step_of(path.stem)
+            if of_step is not None and (path.suffix == NEW or (path.suffix == ".jsonl" and of_step > step)):
                 path.unlink()
 
     def _lock(self) -> None:
         """Keep other runs out until this process ends; its child processes do not inherit the lock."""
-        self._lock_file = (self.path / ".lock").open("a")
+        self._lock_file = (self.path / LOCK).open("a")
         try:
             fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -184,7 +186,32 @@ class RunFolder:
 
     def unlock(self) -> None:
         """Let another run of this process use the folder."""
-        self._lock_file.close()
+        if self._lock_file is not None:
+            self._lock_file.close()
+
+    def follow(self) -> str:
+        """Find the folder again if it was renamed or removed meanwhile: all paths are then those of where it is now.
+
+        Returns:
+            What happened; "" if it is where it was.
+        """
+        if self._lock_file is None:
+            return ""
+        before, lock = self.path, Path(f"/proc/self/fd/{self._lock_file.fileno()}")
+        try:
+            if read_line(before / RUN_ID) == self.id or (before / LOCK).samefile(lock):
+                return ""
+        except FileNotFoundError:
+            pass
+        except OSError:  # a file system that does not answer is no reason to end a run
+            return ""
+        now = Path(os.readlink(lock)).parent
+        if read_line(now / RUN_ID) != self.id:
+            for folder in (self.rollouts, self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            return f"run.dir={before}: the folder was removed while the run used it."
+        self._use(now)
+        return f"run.dir={before}: the folder was renamed to {now} while the run used it."
 
     # --- checkpoints ---
 
@@ -197,13 +224,18 @@ class RunFolder:
                 there = set(mirror.checkpoints())
             except OSError as error:
                 self.damaged["the mirror"] = str(error)
-        for name in self._candidates(sorted(here | there, reverse=True)):
+        for name in self._candidates(in_order(here | there)[::-1]):
             path = self.checkpoints / name
+            owner = read_line(path / RUN_ID)
+            is_foreign = bool(self.id and owner and owner != self.id)
             damage = find_damage(path) if name in here else ""
-            if mirror is not None and name in there and (damage or name not in here):
+            if is_foreign:
+                damage = f"it is of another run, {owner}"
+            elif mirror is not None and name in there and (damage or name not in here):
                 damage = self._fetch(mirror, name)
             if not damage:
                 self.restored, self.saved_step = path, self.read_state(path).step
+                self.id = self.id or read_line(path / RUN_ID)
                 return
             self.damaged[name] = damage
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.damaged.items())
@@ -221,7 +253,7 @@ class RunFolder:
         if self._start_at == BEST and self._mirror is not None and not file.is_file():
             file.parent.mkdir(parents=True, exist_ok=True)
             self._mirror.fetch_file(file)
-        name = file.read_text().strip() if file.is_file() else self._start_at
+        name = read_line(file) if file.is_file() else self._start_at
         if name not in names:
             raise ValueError(
                 f"--resume-from {self._start_at}: {self.checkpoints} has {', '.join(reversed(names)) or 'none'}. Name "
@@ -234,7 +266,7 @@ class RunFolder:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock()
         try:
-            damage = mirror.fetch(name, self.checkpoints)
+            damage = mirror.fetch(name, self.checkpoints, self.id)
             if not damage and not self.metrics.exists():
                 mirror.fetch_file(self.metrics)
         except OSError as error:
@@ -242,10 +274,19 @@ class RunFolder:
         return damage and f"{mirror.url}: {damage}"
 
     def begin_checkpoint(self, step: int) -> Path:
+        """Make the folder that `finish_checkpoint` renames.
+
+        Raises:
+            OSError: the disk takes no more, or a folder that is not of this run has the name already.
+        """
         folder = self.checkpoints / f"step-{step:06d}{PARTIAL}"
+        final = folder.with_suffix("")
+        if final.exists() and not is_of_run(final, self.id):
+            raise OSError(f"{final} is there and not of this run; rename it, or move it away")
         if folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=self._lock_file is None)  # a folder that was renamed is not made again
+        write_synced(folder / RUN_ID, f"{self.id}\n")
         return folder
 
     def finish_checkpoint(
@@ -281,9 +322,14 @@ class RunFolder:
         replace_synced(self.checkpoints / LATEST, f"{final.name}\n")
         self.damaged.pop(final.name, None)
         self.saved_step = state.step
-        complete = [path for path in complete_checkpoints(self.checkpoints) if path.name not in self.damaged]
+        complete = [
+            path
+            for path in complete_checkpoints(self.checkpoints)
+            if path.name not in self.damaged and is_of_run(path, self.id)
+        ]
         kept = [*complete[-keep:], self.checkpoints / self.being_copied]
-        step = None if best is None else best_step(state.evaluations, best, among=[_step_of(path) for path in complete])
+        steps = [step_of(path.name) for path in complete]
+        step = None if best is None else best_step(state.evaluations, best, among=steps)
         if step is not None:
             kept.append(self.checkpoints / f"step-{step:06d}")
             replace_synced(self.checkpoints / BEST, f"{kept[-1].name}\n")
@@ -312,7 +358,7 @@ class RunFolder:
         files.replace(self.rollouts / f"step-{step:06d}.jsonl", lines)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+        replace_synced(self.summary, json.dumps(summary, indent=2) + "\n")
 
 
 def best_step(
@@ -326,10 +372,6 @@ def best_step(
     steps = evaluations.keys() - {0} if among is None else evaluations.keys() & among
     scored = {step: evaluations[step][metric] for step in sorted(steps) if metric in evaluations[step]}
     return max(scored, key=scored.__getitem__, default=None)
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
 
 
 def rollout_rows(step: int, groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> list[dict[str, Any]]:

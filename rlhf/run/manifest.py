@@ -1,15 +1,18 @@
-"""Which files a checkpoint has, and whether they are as they were written: manifest.json, checksums, fsync.
+"""Which folders are checkpoints of a run, which files they have, and whether these are as they were written.
 
-Only files that the manifest names are ever read, so anything else in the folder changes nothing.
+A checkpoint has exactly the name that this program gives, a manifest, and in the file `run_id` the id of its run. All
+else next to it (a copy such as step-000040-mine) is somebody's own, and never read, counted or removed. In a checkpoint
+only the files that its manifest names are read, so anything else in the folder changes nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
@@ -20,14 +23,27 @@ MANIFEST = "manifest.json"
 FORMAT = 2  # raised when an older program could not read what this one writes
 PARTIAL = ".partial"
 LATEST = "latest"  # in the folder of the checkpoints and in a mirror: the name of the newest complete one
+RUN_ID = "run_id"  # in a run's folder, in each of its checkpoints and in its mirror: the id of the run
+CHECKPOINT = re.compile(r"step-(\d{6}|[1-9]\d{6,})")  # with `step:06d`
 BEST = "best"  # in the same places: the name of the one with the highest checkpoint.best
 CHUNK_BYTES = 2**22
 READERS = 8  # threads; a checksum is faster than one disk, and slower than several
 
 
+def step_of(name: str) -> int:
+    """The step of the checkpoint with this name; -1 if no checkpoint has such a name."""
+    match = CHECKPOINT.fullmatch(name)
+    return -1 if match is None else int(match[1])
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Those of the names that a checkpoint can have, oldest first."""
+    return sorted((name for name in names if step_of(name) >= 0), key=step_of)
+
+
 def all_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in this folder, damaged ones too, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix != PARTIAL)
+    """The folders here with the name of a checkpoint, damaged ones and those of other runs too, oldest first."""
+    return [folder / name for name in in_order(path.name for path in folder.glob("step-*"))]
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -37,7 +53,21 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 def partial_checkpoints(folder: Path) -> list[Path]:
     """The folders that unfinished saves left."""
-    return sorted(folder.glob(f"step-*{PARTIAL}"))
+    return sorted(path for path in folder.glob(f"step-*{PARTIAL}") if step_of(path.stem) >= 0)
+
+
+def read_line(file: Path) -> str:
+    """The one line of a file such as `latest` or `run_id`; "" if it is not there."""
+    try:
+        return file.read_text(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def is_of_run(checkpoint: Path, run_id: str) -> bool:
+    """Whether a folder with the name of a checkpoint is one of this run; earlier versions wrote no id."""
+    owner = read_line(checkpoint / RUN_ID)
+    return owner == run_id if owner else (checkpoint / MANIFEST).exists()
 
 
 def write_manifest(folder: Path, written: Mapping[str, WrittenFile]) -> None:

@@ -1,9 +1,10 @@
 """A copy of the checkpoints in object storage, or in any other place that fsspec reaches: `checkpoint.mirror`.
 
-    MIRROR/latest  best  config.yaml  metrics.jsonl  step-000020/...
+    MIRROR/run_id  latest  best  config.yaml  metrics.jsonl  step-000020/...
 
 A checkpoint is there once its manifest.json is, which is sent after its other files. `latest` and `best` are sent after
-the checkpoint that they name.
+the checkpoint that they name. The place belongs to the run whose id is in `run_id`; that file is also the first of a
+checkpoint that is sent, and nothing is removed in which the id of the run is not found.
 """
 
 from __future__ import annotations
@@ -17,11 +18,23 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.secrets import hide
-from rlhf.run.manifest import BEST, LATEST, MANIFEST, PARTIAL, find_damage, manifest_files
+from rlhf.run.manifest import (
+    BEST,
+    LATEST,
+    MANIFEST,
+    PARTIAL,
+    RUN_ID,
+    find_damage,
+    in_order,
+    is_of_run,
+    manifest_files,
+    step_of,
+)
 
 WAITS_S = (1.0, 5.0, 25.0)  # before each further try of a failed request
 ANSWER_S = 60.0  # that a request may take; one that moves a file may take longer, by the file's size
 SLOWEST = 2**20  # bytes per second of the slowest transfer that is accepted
+OTHER_MIRROR = "Name another address, correct the access to it, or set it to null."
 
 
 class Mirror:
@@ -54,7 +67,7 @@ class Mirror:
         """
         self._fs.invalidate_cache()
         found = self._tries(self._fs.glob, f"{self._root}/step-*/{MANIFEST}")
-        return sorted(path.split("/")[-2] for path in found)
+        return in_order(path.split("/")[-2] for path in found)
 
     def check_empty(self) -> None:
         """Check, before a new run, that the place can be read and holds no run.
@@ -65,48 +78,74 @@ class Mirror:
         try:
             found = self.checkpoints()
         except OSError as error:
-            raise ValueError(f"{error}. Correct the address or the access to it, or set it to null.") from None
+            raise ValueError(f"{error}. {OTHER_MIRROR}") from None
         if found:
             raise ValueError(
                 f"checkpoint.mirror={self.url}: already holds {found[-1]} of a run. Go on with it (--resume), or name "
                 "another address."
             )
 
-    def send(self, checkpoint: Path, others: Sequence[Path], *, pointer: str, keep: int) -> None:
+    def claim(self, run_id: str, *, anew: bool = False) -> None:
+        """Make the place this run's.
+
+        Args:
+            anew: also where another run has claimed it and has no checkpoint there, as one that ended in start-up.
+
+        Raises:
+            OSError: it is another run's, or does not answer.
+        """
+        owner = self._line(RUN_ID)
+        if not owner or (anew and owner != run_id and not self.checkpoints()):
+            self._tries(self._fs.makedirs, self._root, True)
+            self._tries(self._fs.pipe_file, f"{self._root}/{RUN_ID}", f"{run_id}\n".encode())
+            owner = self._line(RUN_ID)  # two runs may have begun at the same time
+        if owner != run_id:
+            raise OSError(f"checkpoint.mirror={hide(self.url)}: it is the mirror of another run, {owner}")
+
+    def send(self, checkpoint: Path, others: Sequence[Path], *, pointer: str, keep: int, run_id: str) -> None:
         """Copy a checkpoint and other files of the run, unless the mirror has it; name it in the file `pointer`.
 
         If `pointer` is `latest`, older checkpoints beyond `keep` and older incomplete copies are then removed; the one
         that `best` names stays.
 
         Raises:
-            OSError: the place does not take them.
+            OSError: the place does not take them, or is another run's.
         """
+        self.claim(run_id)
         manifest = (checkpoint / MANIFEST).read_bytes()
         if self._read(f"{checkpoint.name}/{MANIFEST}") != manifest:
             pairs = [(path, path.name) for path in others if path.is_file()]
-            files = (*sorted(manifest_files(manifest)), MANIFEST)
+            files = (*sorted(manifest_files(manifest), key=lambda name: (name != RUN_ID, name)), MANIFEST)
             pairs += [(checkpoint / name, f"{checkpoint.name}/{name}") for name in files]
             for local, name in pairs:
                 self._tries(self._put, local, f"{self._root}/{name}", size=local.stat().st_size)
         self._tries(self._fs.pipe_file, f"{self._root}/{pointer}", f"{checkpoint.name}\n".encode())
         if pointer == LATEST:
-            whole = [name for name in self.checkpoints() if name <= checkpoint.name]
-            kept = [*whole[-keep:], self._read(BEST).decode().strip()]
-            self._remove(name for name in self._folders() if name < checkpoint.name and name not in kept)
+            older = [name for name in self._folders(run_id) if step_of(name) < step_of(checkpoint.name)]
+            whole = [name for name in self.checkpoints() if name in (*older, checkpoint.name)]
+            kept = [*whole[-keep:], self._line(BEST)]
+            self._remove(name for name in older if name not in kept)
 
-    def remove_newer(self, than: str) -> None:
+    def remove_newer(self, than: str, run_id: str) -> None:
         """Remove the checkpoints that are newer, and `latest` and `best` if they name one of those.
 
         Raises:
-            OSError: the place does not answer.
+            OSError: the place does not answer, or is another run's.
         """
-        self._remove(file for file in (LATEST, BEST) if self._read(file).decode().strip() > than)
-        self._remove(name for name in self._folders() if name > than)
+        self.claim(run_id)
+        step = step_of(than)
+        self._remove(file for file in (LATEST, BEST) if step_of(self._line(file)) > step)
+        self._remove(name for name in self._folders(run_id) if step_of(name) > step)
 
-    def _folders(self) -> list[str]:
-        """Names of the checkpoints in the mirror, including incomplete ones."""
+    def _folders(self, run_id: str) -> list[str]:
+        """Names of this run's checkpoints in the mirror, including incomplete ones; earlier versions sent no id."""
         self._fs.invalidate_cache()
-        return [path.rpartition("/")[2] for path in self._tries(self._fs.glob, f"{self._root}/step-*")]
+        names = in_order(path.rpartition("/")[2] for path in self._tries(self._fs.glob, f"{self._root}/step-*"))
+        owners = {name: self._line(f"{name}/{RUN_ID}") for name in names}
+        return [name for name in names if (owners[name] or (self._read(f"{name}/{MANIFEST}") and run_id)) == run_id]
+
+    def _line(self, file: str) -> str:
+        return self._read(file).decode(errors="replace").strip()
 
     def _read(self, file: str) -> bytes:
         """A small file; empty if it is not there."""
@@ -125,13 +164,18 @@ class Mirror:
         self._fs.makedirs(remote.rpartition("/")[0], exist_ok=True)
         self._fs.put_file(str(local), remote)
 
-    def fetch(self, name: str, checkpoints: Path) -> str:
-        """Copy a checkpoint into a folder; "" or how it is damaged.
+    def fetch(self, name: str, checkpoints: Path, run_id: str) -> str:
+        """Copy a checkpoint into a folder; "" or how it is damaged, or that it is not of this run ("": of any).
 
         Raises:
             OSError: the place cannot be read, or the disk is full.
         """
         partial = checkpoints / f"{name}{PARTIAL}"
+        owner = self._line(f"{name}/{RUN_ID}")
+        if run_id and owner and owner != run_id:
+            return f"it is of another run, {owner}"
+        if partial.with_suffix("").exists() and not is_of_run(partial.with_suffix(""), run_id or owner):
+            return f"{name} is there and not of this run"
         manifest: bytes = self._tries(self._fs.cat_file, f"{self._root}/{name}/{MANIFEST}")
         try:
             files = manifest_files(manifest)

@@ -6,16 +6,20 @@ models and the data are compared by their fingerprints, so that their folders ma
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from rlhf.config.cli import NothingToDoError
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import short_value
 from rlhf.config.reward import GRANTS
 from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
+from rlhf.log.sinks import read_summary
 from rlhf.run.folder import RunFolder
+from rlhf.run.manifest import LATEST, read_line, step_of
 from rlhf.run.state import RunState
 
 # Keys and sections that change where, how fast and how watched the run is, not what it learns.
@@ -71,15 +75,25 @@ def _are_sections(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
+def check_not_finished(config: GRPOConfig) -> None:
+    """Raise NothingToDoError if the run in run.dir has taken all its steps, saved the last and written its summary."""
+    steps, path = config.run.steps, Path(config.run.dir)
+    with contextlib.suppress(ValueError):  # a summary that cannot be read: RunFolder warns of it
+        saved = config.checkpoint_every is None or step_of(read_line(path / "checkpoints" / LATEST)) == steps
+        if saved and read_summary(path).get("steps") == steps:
+            raise NothingToDoError(
+                f"run.dir={path}: the run is finished, all {steps} steps of it. Raise run.steps to train on."
+            )
+
+
 def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) -> None:
-    """Refuse to resume a run that has changed or is finished.
+    """Refuse to resume a run that has changed.
 
     Raises:
-        ValueError: the checkpoint is of the last step, of the other program, of another config or of other models.
+        ValueError: the checkpoint is of a later step, of the other program, of another config or of other models.
     """
     steps = config.run.steps
-    finished = folder.summary.exists() and json.loads(folder.summary.read_text())["steps"] == steps
-    if state.step > steps or (state.step == steps and finished):
+    if state.step > steps:
         raise ValueError(
             f"run.steps={steps}: the newest checkpoint is of step {state.step}, nothing is left to do. Raise "
             "run.steps, or start another run.dir."

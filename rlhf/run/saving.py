@@ -13,7 +13,7 @@ from rlhf.cluster.checkpoints import Checkpoints
 from rlhf.config.sections import CheckpointConfig
 from rlhf.learner.checkpoint import MODEL_FOLDER
 from rlhf.run.folder import RunFolder
-from rlhf.run.manifest import BEST, LATEST, reason
+from rlhf.run.manifest import BEST, LATEST, read_line, reason
 from rlhf.run.mirror import Mirror
 from rlhf.run.state import RunState
 
@@ -97,13 +97,15 @@ class CheckpointSaver:
         """Copy the checkpoint that the file `pointer` names, unless the mirror has it."""
         file = self._folder.checkpoints / pointer
         async with self._removing:
-            checkpoint = file.with_name(file.read_text().strip()) if file.is_file() else None
+            checkpoint = file.with_name(read_line(file)) if file.is_file() else None
             if checkpoint is None or not checkpoint.is_dir():
                 return
             self._folder.being_copied = checkpoint.name
         others = [self._folder.path / "config.yaml", self._folder.metrics]
         try:
-            await asyncio.to_thread(mirror.send, checkpoint, others, pointer=pointer, keep=self._config.keep)
+            await asyncio.to_thread(
+                mirror.send, checkpoint, others, pointer=pointer, keep=self._config.keep, run_id=self._folder.id
+            )
         except OSError as error:
             self._warn(f"{checkpoint.name} was not copied: {error}. The next checkpoint will be.")
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -28,11 +29,12 @@ from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness
 from rlhf.run.evaluation import evaluate, evaluation_metrics
 from rlhf.run.folder import RunFolder, best_step, rollout_rows
+from rlhf.run.manifest import PARTIAL
 from rlhf.run.mirror import Mirror
 from rlhf.run.model_card import model_card
 from rlhf.run.outputs import RunLog
 from rlhf.run.prompts import PromptTickets
-from rlhf.run.resume import check_resumed_state, model_fingerprints, resume_warnings
+from rlhf.run.resume import check_not_finished, check_resumed_state, model_fingerprints, resume_warnings
 from rlhf.run.rollout_metrics import rollout_metrics
 from rlhf.run.sample_and_grade import Sampler, groups_at_engines
 from rlhf.run.saving import CheckpointSaver
@@ -61,10 +63,13 @@ class TrainingRun(Generic[C]):
     Attributes:
         state: what the run has counted so far; a resumed run begins with the state of its checkpoint.
         restored: the checkpoint that a resumed run goes on from.
+        lost_folder: what happened to the run folder, if it was renamed or removed: the run ends at the next boundary.
     """
 
     def __init__(self, config: C, *, resume: bool, start_at: str | None = None) -> None:
         self.config = config
+        if resume and start_at is None:
+            check_not_finished(config)
         mirror = config.checkpoint.mirror
         self.mirror = None if mirror is None else Mirror(mirror)
         self.folder = RunFolder(config.run.dir, resume=resume, mirror=self.mirror, start_at=start_at)
@@ -85,6 +90,7 @@ class TrainingRun(Generic[C]):
             check_prompts_suffice(config, self.prompts)
             check_reward_model_reads(config, self.prompts)
             self.eval_prompts = load_prompts(config.data, "eval", self.tokenizer, gold_answer)
+        self.lost_folder = ""
         self._exit_stack = contextlib.AsyncExitStack()
 
     # --- start and end ---
@@ -277,6 +283,7 @@ class TrainingRun(Generic[C]):
             epochs: minibatches of the policy; empty while a critic warms up.
             measured: metrics that are logged as they are.
         """
+        self._follow_folder()
         asynchronous = self.config.rollout.max_policy_lag > 0
         sampled = rollout_metrics(groups, advantages, version=step - 1, asynchronous=asynchronous)
         learned = mean_over_updates(updates)
@@ -328,25 +335,45 @@ class TrainingRun(Generic[C]):
         every, best = self.config.checkpoint_every, self.config.checkpoint.best
         is_best = best is not None and best_step(self.state.evaluations, best) == step
         is_last = step == self.config.run.steps
-        return every is not None and (step % every == 0 or is_last or is_best or self.stop.requested)
+        ends = self.stop.requested or bool(self.lost_folder)
+        return every is not None and (step % every == 0 or is_last or is_best or ends)
+
+    def _follow_folder(self) -> None:
+        """Go on writing into the run folder where it was renamed to, until the run ends at the next step boundary."""
+        before = self.folder.path
+        if happened := self.folder.follow():
+            self.lost_folder = happened
+            self.log.files.move(before, self.folder.path)
 
     async def checkpoint_if_due(self, step: int) -> None:
-        """Write a checkpoint if one is due or the last save failed. If a signal asks the run to end, then end it."""
+        """Write a checkpoint if one is due or the last save failed. If a signal asks the run to end, then end it.
+
+        Raises:
+            RuntimeError: the run folder was renamed or removed; the run is saved and ends, or it would go on in two.
+        """
+        self._follow_folder()
         is_due = self.checkpoint_is_due(step)
         with self.clock.phase("checkpoint"), self.stop.saving():
             if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.failure:
                 await self.saver.save(await self._state_after(step))
-        if self.stop.requested:
+        if self.stop.requested or self.lost_folder:
             await self._end_saved(step)
 
     async def _end_saved(self, step: int) -> None:
-        """Complete the save that is under way; then end the run, if a signal asks for that."""
+        """Complete the save that is under way; then end the run, if a signal or a lost run folder asks for that."""
         with self.clock.phase("checkpoint"), self.stop.saving():
             await self.saver.finish()
-        if not self.stop.requested:
+            self._follow_folder()
+            if self.lost_folder and self.saver.failure:  # the save had begun where the folder was before
+                await self.saver.save(await self._state_after(step))
+                await self.saver.finish()
+        if not (self.stop.requested or self.lost_folder):
             return
         self.stop.close()
         saved = self.folder.saved_step
+        if self.lost_folder:
+            kept = f"Go on from step {saved} with --resume run.dir={self.folder.path}" if saved else "Nothing was saved"
+            raise RuntimeError(f"{self.lost_folder} The run ends after step {step}. {kept}.")
         kept = f"Go on from step {saved} with --resume." if saved else "Nothing was saved."
         self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
         raise asyncio.CancelledError
@@ -389,9 +416,13 @@ class TrainingRun(Generic[C]):
         self.stop.close()
         if config.run.export:
             with self.clock.phase("export"):
-                await self.cluster.learners.call("export", str(self.folder.model.resolve()), config.model.path)
+                partial = self.folder.model.with_suffix(PARTIAL)
+                shutil.rmtree(partial, ignore_errors=True)
+                await self.cluster.learners.call("export", str(partial.resolve()), config.model.path)
                 card = model_card(await self._state_after(steps), self.folder.metrics)
-                (self.folder.model / "README.md").write_text(card)
+                (partial / "README.md").write_text(card)
+                shutil.rmtree(self.folder.model, ignore_errors=True)  # of an earlier end, before run.steps grew
+                partial.rename(self.folder.model)
         end = await self._state_after(steps)
         counted = {"updates_planned": config.training.total_updates, **self.buffer.account_metrics()}
         self.folder.write_summary(end.summary() | counted)

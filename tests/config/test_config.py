@@ -82,6 +82,29 @@ def test_an_override_may_contain_equals_signs_and_be_empty(base: str) -> None:
     assert config.logging.wandb.name is None
 
 
+def test_a_tilde_is_the_home_folder_in_every_key_that_names_a_file(
+    base: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", "/srv/me")
+    given = [
+        "run.dir=~/run", "model.path=~/model", "data.train=~/train.jsonl", "data.eval=[~/a.jsonl, {path: ~/b}]",
+        "critic.path=~/critic", "checkpoint.mirror=~/mirror", "logging.mlflow.uri=~/runs", "reward_model.path=~/rm",
+        "reward={parts: [{name: '~/mine.py:score', files: [~/tables]}], by_source: {a: [{name: '~/a.py:score'}]}}",
+    ]  # fmt: skip
+    text = resolved_yaml(load_config(PPOConfig, [base], given))
+    assert text.count("/srv/me") == 12
+    assert "~" not in text
+    pairs = {"run": {"dir": "~/rm"}, "model": {"path": "~/m"}, "data": {"train": "~/t.jsonl", "eval": "~/e.jsonl"}}
+    file = tmp_path / "reward_model.yaml"
+    file.write_text(yaml.safe_dump(pairs))
+    assert resolved_yaml(load_config(RewardTrainingConfig, [str(file)])).count("/srv/me/") == 4
+    untouched = load_config(GRPOConfig, [base], ["checkpoint.mirror=s3://bucket/~me", "run.dir=runs/a~"])
+    assert (untouched.checkpoint.mirror, untouched.run.dir) == ("s3://bucket/~me", "runs/a~")
+    assert refusal(base, "run.dir=~nobody-at-all/run") == (
+        "run.dir: ~nobody-at-all/run: the home folder of ~nobody-at-all is not known. Write the whole path."
+    )
+
+
 def test_a_value_may_refer_to_another_key(base: str) -> None:
     config = load_config(GRPOConfig, [base], ["logging.wandb.name=${model.path}"])
     assert config.logging.wandb.name == "some/model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,46 @@ def test_a_row_becomes_a_prompt_with_its_tokens_its_answer_and_all_its_columns(f
     assert tokenizer.decode(prompt.token_ids.tolist()) == "How many?"
     assert prompt.columns == ROWS[0]
     assert loaded.dropped_too_long == {"train": 0}
+
+
+def test_a_row_of_60_mb_or_of_100_000_brackets_is_named_with_its_line_at_once_or_left_out(
+    folder: Path, tokenizer: Any
+) -> None:
+    huge, nested = json.dumps({"question": "x" * 60_000_000, "answer": "1"}), '{"question": ' + "[" * 100_000
+    long = json.dumps({"question": "x" * 5_000_000, "answer": "1"})
+    good = json.dumps(ROWS[0])
+    for bad, message in (
+        (huge, r"data\.train: line 2 of train\.jsonl has 60,000,\d+ bytes, and a row may have 33,554,432\. Is a line"),
+        (nested, r"data\.train: line 2 of train\.jsonl has brackets within brackets, too many to be read\. Correct"),
+        (long, r"data\.train: row 2 of train\.jsonl: `question` has 5,000,000 characters, and a prompt may have 4,19"),
+    ):
+        (folder / "train.jsonl").write_text(f"{good}\n{bad}\n{good}\n")
+        began = time.process_time()
+        with pytest.raises(ValueError, match=message):
+            load(tokenizer)
+        assert time.process_time() - began < 2.0  # of the processor, on any machine; to tokenize it takes a minute
+        loaded = load(tokenizer, on_bad_row="skip")
+        assert [prompt.id for prompt in loaded.prompts["train"]] == ["train/1", "train/3"]
+    (folder / "train.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"data\.train: train\.json has brackets within brackets"):
+        load(tokenizer, train="train.json")
+
+
+def test_a_folder_with_files_of_two_formats_is_refused_since_one_would_not_be_read(
+    folder: Path, tokenizer: Any
+) -> None:
+    (folder / "mine" / "more").mkdir(parents=True)
+    write_jsonl(folder / "mine" / "a.jsonl", ROWS)
+    (folder / "mine" / "more" / "b.json").write_text(json.dumps(ROWS))
+    (folder / "mine" / "LICENSE.txt").write_text("mine")
+    assert len(load(tokenizer, train="./mine").prompts["mine"]) == 2 * len(ROWS)
+    (folder / "mine" / "b.csv").write_text("question,answer\n1+1?,2\n")
+    with pytest.raises(
+        ValueError, match=r"data\.train=\./mine: the folder has files of several formats \(a\.jsonl, b\.c"
+    ):
+        load(tokenizer, train="./mine")
+    (folder / "mine" / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n---\n")
+    assert len(load(tokenizer, train="./mine").prompts["mine"]) == len(ROWS)
 
 
 @pytest.mark.parametrize("kind", ["lines.jsonl", "lines.json", "list.json", "table.parquet", "bom.jsonl"])

@@ -406,7 +406,8 @@ def test_a_run_goes_on_from_its_mirror_on_a_bare_node(tmp_path: Path, model: Pat
         assert saves.save(step) == ""
     assert saves.warnings == []
     there = tmp_path / "far" / "run"
-    assert sorted(path.name for path in there.iterdir()) == ["latest", "metrics.jsonl", "step-000004", "step-000006"]
+    held = ["latest", "metrics.jsonl", "run_id", "step-000004", "step-000006"]
+    assert sorted(path.name for path in there.iterdir()) == held
     assert (there / "latest").read_text() == "step-000006\n"
     shutil.rmtree(tmp_path / "run")  # the node is gone
     flip_a_byte(there / "step-000006" / "exp_avg-00000.safetensors")
@@ -480,6 +481,21 @@ class Stuck(LocalFileSystem):
         super().put_file(*arguments, **options)
 
 
+class Refusing(LocalFileSystem):
+    """Object storage that takes no file whose path holds one of these names."""
+
+    cachable = False
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def put_file(self, local: str, remote: str, **options: Any) -> None:
+        if any(name in remote for name in self.names):
+            raise PermissionError("no")
+        super().put_file(local, remote, **options)
+
+
 def copies(mirror: Path) -> list[int]:
     """The steps of the checkpoints in a mirror, all of which must be whole."""
     found = sorted(mirror.glob("step-*"))
@@ -519,15 +535,8 @@ def test_a_failed_copy_of_the_best_is_repeated_and_the_best_before_it_stays_unti
     tmp_path: Path, model: Path
 ) -> None:
     refused: list[str] = []
-
-    class Refusing(LocalFileSystem):
-        def put_file(self, local: str, remote: str, **options: Any) -> None:
-            if any(name in remote for name in refused):
-                raise PermissionError("no")
-            super().put_file(local, remote, **options)
-
     mirror, far = Mirror(f"file://{tmp_path}/far", waits_s=()), tmp_path / "far"
-    mirror._fs = Refusing()
+    mirror._fs = Refusing(refused)
     saves = Saves(RunFolder(tmp_path / "run", resume=False, mirror=mirror), model, mirror)
     saves.scores[2] = 0.2
     saves.save(2)
@@ -574,9 +583,11 @@ def test_resume_from_ends_with_a_message_where_the_mirror_or_the_disk_keeps_newe
 
 def test_what_a_broken_copy_left_in_the_mirror_is_removed(tmp_path: Path, model: Path) -> None:
     mirror, far = Mirror(f"file://{tmp_path}/far", waits_s=()), tmp_path / "far"
-    (far / "step-000001").mkdir(parents=True)
-    (far / "step-000001" / "weights-00000.safetensors").write_bytes(b"half")
     saves = Saves(RunFolder(tmp_path / "run", resume=False, mirror=mirror), model, mirror)
+    works, mirror._fs = mirror._fs, Refusing(["step-000001/w"])
+    saves.save(1)
+    mirror._fs = works
+    assert sorted(path.name for path in far.glob("step-000001/*.json")) == ["driver.json", "learner.json"]
     saves.save(2)
     assert copies(far) == [2]
 

@@ -121,6 +121,152 @@ def test_damaged_checkpoints_do_not_count_as_kept_ones(tmp_path: Path) -> None:
     assert RunFolder(tmp_path, resume=True).restored == resumed.checkpoints / "step-000008"
 
 
+# --- what is not of this run stays as it is ---
+
+COPIES = (
+    "step-000002-mine",
+    "step-000004.bak",
+    "step-000004.bad",
+    "step-4",
+    "step-0000004",
+    "step-000008.mine.partial",
+)
+
+
+def copy_under(folder: Path, names: tuple[str, ...]) -> None:
+    newest = max(folder.glob("step-*[0-9]"))
+    for name in names:
+        shutil.copytree(newest, folder / name)
+
+
+def test_copies_of_checkpoints_are_not_resumed_from_counted_or_removed(tmp_path: Path) -> None:
+    run = write_checkpoints(tmp_path, 2, 4)
+    copy_under(run.checkpoints, COPIES)
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step-000009-mine.jsonl").write_text("{}\n")
+    resumed = RunFolder(tmp_path, resume=True)
+    assert (resumed.restored, resumed.warnings) == (run.checkpoints / "step-000004", ())
+    resumed.create(CONFIG)
+    for step in (6, 8):
+        resumed.finish_checkpoint(resumed.begin_checkpoint(step), RunState(step=step), keep=1)
+    resumed.unlock()
+    RunFolder(tmp_path, resume=True, start_at="step-000008").create(CONFIG)
+    assert {path.name for path in run.checkpoints.glob("step-*")} == {"step-000008", *COPIES}
+    assert (tmp_path / "rollouts" / "step-000009-mine.jsonl").exists()
+    with pytest.raises(ValueError, match=r"--resume-from step-000004\.bak: .*has step-000008\. Name"):
+        RunFolder(tmp_path, resume=True, start_at="step-000004.bak")
+
+
+def test_a_checkpoint_of_another_run_is_named_and_left_alone_even_where_this_run_would_write(tmp_path: Path) -> None:
+    other, run = write_checkpoints(tmp_path / "other", 6, 8), write_checkpoints(tmp_path / "run", 2)
+    run.create(CONFIG)
+    run.unlock()
+    shutil.copytree(other.checkpoints / "step-000008", run.checkpoints / "step-000008")
+    (run.checkpoints / "step-000006").mkdir()
+    (run.checkpoints / "step-000006" / "notes.txt").write_text("mine")
+    resumed = RunFolder(tmp_path / "run", resume=True)
+    assert resumed.restored == run.checkpoints / "step-000002"
+    assert f"step-000008: it is of another run, {other.id}" in resumed.warnings[0]
+    for step in (6, 8):
+        with pytest.raises(OSError, match=rf"step-00000{step} is there and not of this run; rename it, or move it"):
+            resumed.begin_checkpoint(step)
+    resumed.finish_checkpoint(resumed.begin_checkpoint(9), RunState(step=9), keep=1)
+    RunFolder(tmp_path / "run", resume=True, start_at="step-000009").create(CONFIG)
+    assert names(run) == [6, 8, 9]
+    assert (run.checkpoints / "step-000006" / "notes.txt").read_text() == "mine"
+
+
+def test_checkpoints_of_earlier_versions_which_have_no_id_are_the_runs_own(tmp_path: Path) -> None:
+    run = write_checkpoints(tmp_path, 2, 4)
+    for checkpoint in run.checkpoints.glob("step-*"):
+        (checkpoint / "run_id").unlink()
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        del manifest["files"]["run_id"]
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    resumed = RunFolder(tmp_path, resume=True)
+    assert (resumed.saved_step, resumed.warnings) == (4, ())
+    resumed.create(CONFIG)
+    resumed.finish_checkpoint(resumed.begin_checkpoint(6), RunState(step=6), keep=1)
+    assert names(run) == [6]
+
+
+def test_checkpoints_of_more_than_six_digits_are_newer_than_those_of_six(tmp_path: Path) -> None:
+    run = write_checkpoints(tmp_path, 999_999, 1_000_000)
+    assert RunFolder(tmp_path, resume=True).saved_step == 1_000_000
+    RunFolder(tmp_path, resume=True, start_at="step-999999").create(CONFIG)
+    assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-999999"]
+
+
+def test_a_mirror_keeps_what_is_not_of_this_run_and_takes_nothing_of_another(tmp_path: Path) -> None:
+    mirror, far = Mirror(f"file://{tmp_path}/far", waits_s=()), tmp_path / "far"
+    first = RunFolder(tmp_path / "first", resume=False, mirror=mirror)
+    second = RunFolder(tmp_path / "second", resume=False, mirror=mirror)  # at a time when the place is empty
+    RunFolder(tmp_path / "crashed", resume=False, mirror=mirror).create(CONFIG)
+    first.create(CONFIG)  # the crashed one has left no checkpoint
+    for step in (1, 2, 3):
+        checkpoint = first.finish_checkpoint(first.begin_checkpoint(step), RunState(step=step), keep=9)
+        mirror.send(checkpoint, [], pointer="latest", keep=9, run_id=first.id)
+    with pytest.raises(ValueError, match=rf"mirror=.*: it is the mirror of another run, {first.id}\. Name another"):
+        second.create(CONFIG)
+    copy_under(far, COPIES)
+    (far / "step-000001" / "run_id").write_text("somebody\n")
+    (far / "step-000000").mkdir()
+    (far / "step-000000" / "notes.txt").write_text("mine")
+    stays = {*COPIES, "step-000000", "step-000001"}
+    mirror.send(checkpoint, [], pointer="latest", keep=1, run_id=first.id)
+    assert {path.name for path in far.glob("step-*")} == {*stays, "step-000003"}
+    mirror.remove_newer("step-000000", first.id)
+    assert {path.name for path in far.glob("step-*")} == stays
+    later = second.finish_checkpoint(second.begin_checkpoint(9), RunState(step=9), keep=9)
+    with pytest.raises(OSError, match=f"it is the mirror of another run, {first.id}"):
+        mirror.send(later, [], pointer="latest", keep=1, run_id=second.id)
+    with pytest.raises(OSError, match="it is the mirror of another run"):
+        mirror.remove_newer("step-000000", second.id)
+    assert {path.name for path in far.glob("step-*")} == stays
+
+
+# --- a folder that is renamed while the run uses it ---
+
+
+def test_a_renamed_folder_is_found_again_with_its_log_and_is_not_made_a_second_time(tmp_path: Path) -> None:
+    run, files = RunFolder(tmp_path / "runs" / "a", resume=False), PatientFiles(print)
+    run.create(CONFIG)
+    files.append(run.metrics, "1\n")
+    (run.path / ".lock").rename(run.path / "kept")  # not the folder: its id is still there
+    assert run.follow() == ""
+    (run.path / "kept").rename(run.path / ".lock")
+    (run.path / "run_id").unlink()
+    assert run.follow() == ""
+    (run.path / "run_id").write_text(run.id)
+
+    (tmp_path / "runs").rename(tmp_path / "all")
+    RunFolder(tmp_path / "runs" / "a", resume=False).create(CONFIG)  # another run in its place
+    before, now = run.path, tmp_path / "all" / "a"
+    files.append(run.metrics, "2\n")  # before anybody looked: to the other run's folder
+    shutil.rmtree(before)
+    files.append(run.metrics, "3\n")
+    with pytest.raises(FileNotFoundError):
+        run.begin_checkpoint(1)
+    assert not before.exists()
+    assert run.follow() == f"run.dir={before}: the folder was renamed to {now} while the run used it."
+    files.move(before, now)
+    run.write_rollouts(4, [{"a": 1}], files)
+    run.finish_checkpoint(run.begin_checkpoint(4), RunState(step=4), keep=1)
+    assert (run.follow(), before.exists()) == ("", False)
+    assert (now / "metrics.jsonl").read_text() == "1\n3\n"
+    assert (now / "rollouts" / "step-000004.jsonl").exists()
+    assert RunFolder(now, resume=True).saved_step == 4
+
+
+def test_a_removed_folder_is_made_again_for_the_last_checkpoint(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "a", resume=False)
+    run.create(CONFIG)
+    shutil.rmtree(run.path)
+    assert run.follow() == f"run.dir={tmp_path / 'a'}: the folder was removed while the run used it."
+    run.finish_checkpoint(run.begin_checkpoint(4), RunState(step=4), keep=1)
+    assert RunFolder(tmp_path / "a", resume=True).saved_step == 4
+
+
 # --- the best checkpoint ---
 
 METRIC = "eval/test/avg@1"
@@ -167,7 +313,7 @@ def test_the_mirror_keeps_the_best_checkpoint_too_and_loses_those_that_are_left_
         write_scored(folder, {2: 0.8, step: score}, steps=[step], keep=1)
         for file in ("best", "latest"):
             name = (folder.checkpoints / file).read_text().strip()
-            mirror.send(folder.checkpoints / name, [], pointer=file, keep=1)
+            mirror.send(folder.checkpoints / name, [], pointer=file, keep=1, run_id=folder.id)
     assert sorted(path.name for path in far.glob("step-*")) == ["step-000002", "step-000004"]
     shutil.rmtree(tmp_path / "run")
     resumed = RunFolder(tmp_path / "run", resume=True, mirror=mirror, start_at="best")
@@ -225,10 +371,23 @@ def test_a_folder_with_other_metrics_than_those_of_step_0_is_refused(tmp_path: P
         RunFolder(tmp_path, resume=False)
 
 
-def test_a_folder_with_only_a_config_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_runs_is_refused_and_never_advised_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.yaml").write_text("run: {dir: x}\n")
-    with pytest.raises(ValueError, match="already holds"):
-        RunFolder(tmp_path, resume=False)
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path, Path()):
+        with pytest.raises(
+            ValueError, match=r"already holds other files \(checkpoints, config\.yaml\), and no run\."
+        ) as e:
+            RunFolder(path, resume=False)
+        assert "rm -r" not in str(e.value)
+        assert str(e.value).endswith(f"Name a new folder, such as run.dir={tmp_path / 'run'}.")
+    write_checkpoints(tmp_path / "run", 1)
+    monkeypatch.chdir(tmp_path / "run")
+    with pytest.raises(ValueError, match=rf"run\.dir=\.: already holds a run\. .*rm -r {tmp_path}/run\)"):
+        RunFolder(Path(), resume=False)
 
 
 def test_a_second_run_cannot_start_in_the_folder_of_a_starting_run(tmp_path: Path) -> None:

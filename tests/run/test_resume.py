@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 from worlds import make_config, make_ppo_config
 
+from rlhf.config.cli import NothingToDoError, run_program
 from rlhf.config.describe import describe_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import JsonlSink
 from rlhf.run.folder import RunFolder
+from rlhf.run.restarts import Restarts
 from rlhf.run.resume import FREE, KEPT, ROUNDING, check_resumed_state, is_free, model_fingerprints, resume_warnings
 from rlhf.run.state import RunState
+from rlhf.run.training_run import TrainingRun
 
 
 @pytest.fixture
@@ -151,6 +154,72 @@ def test_weights_that_this_machine_does_not_have_are_not_compared(model: Path, t
     shutil.copytree(model, moved)
     (moved / "model.safetensors").unlink()
     resume(make_config(model), make_config(model, model={"path": str(moved)}), tmp_path)
+
+
+def finished(path: Path, config: GRPOConfig, *, step: int) -> RunFolder:
+    """A run whose newest checkpoint is of this step, and whose summary says that it took all steps."""
+    folder = RunFolder(path, resume=False)
+    state = RunState(step=step, updates=config.update_plan)
+    folder.finish_checkpoint(folder.begin_checkpoint(step), state, keep=1)
+    folder.write_summary(RunState(step=config.run.steps).summary())
+    return folder
+
+
+def test_resuming_a_finished_run_ends_with_status_0_and_says_so(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(model, run={"dir": str(tmp_path / "run")})
+    finished(tmp_path / "run", config, step=10)
+    assert run_program(lambda: Restarts(config, resume=True) and None) == 0
+    assert capsys.readouterr().out == (
+        f"run.dir={tmp_path / 'run'}: the run is finished, all 10 steps of it. Raise run.steps to train on.\n"
+    )
+    without = make_config(model, run={"dir": str(tmp_path / "none")}, checkpoint={"every": None})
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "summary.json").write_text('{"steps": 10}')
+    with pytest.raises(NothingToDoError):
+        Restarts(without, resume=True)
+    longer = make_config(model, run={"dir": str(tmp_path / "run"), "steps": 11})
+    assert TrainingRun(longer, resume=True).first_step == 10
+    assert TrainingRun(config, resume=True, start_at="step-000010").first_step == 10  # asked for by name
+
+
+def test_a_run_whose_last_checkpoint_failed_repeats_its_last_steps_though_it_has_a_summary(
+    model: Path, tmp_path: Path
+) -> None:
+    config = make_config(model, run={"dir": str(tmp_path)})
+    finished(tmp_path, config, step=8)
+    assert TrainingRun(config, resume=True).first_step == 8
+
+
+@pytest.mark.parametrize("content", [b'{"steps": 1', b"", b"\xff\xfe", b"[]", b'{"steps": null}', b"[" * 100_000])
+def test_a_summary_that_cannot_be_read_counts_as_not_finished_with_a_message(
+    model: Path, tmp_path: Path, content: bytes
+) -> None:
+    config = make_config(model, run={"dir": str(tmp_path)})
+    finished(tmp_path, config, step=10).summary.write_bytes(content)
+    run = TrainingRun(config, resume=True)
+    assert run.first_step == 10
+    (warning,) = run.folder.warnings
+    assert warning.startswith(f"{tmp_path / 'summary.json'}: it ")
+    assert warning.endswith(" The run counts as not finished.")
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "a\xff', b"\xff\xfe\x00", b"[" * 100_000, b'{"step": null}'])
+def test_lines_of_the_metrics_that_cannot_be_read_are_left_out_and_counted(tmp_path: Path, torn: bytes) -> None:
+    file, warnings = tmp_path / "metrics.jsonl", list[str]()
+    file.write_bytes(b'{"step": 1}\n' + torn + b'\n{"step": 2}\n{"step": 3}\n{"st\xff')
+    JsonlSink(file, PatientFiles(warnings.append), resume_step=2)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2]
+    assert warnings == [f"{file}: 1 line(s) could not be read, and were left out."]
+
+
+def test_a_config_of_any_bytes_in_the_folder_does_not_keep_a_run_from_going_on(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, run={"dir": str(tmp_path)})
+    finished(tmp_path, config, step=8)
+    (tmp_path / "config.resumed.yaml").write_bytes(b"\xff\xfe")
+    RunFolder(tmp_path, resume=True).create(config)
+    assert (tmp_path / "config.resumed.earlier-1.yaml").read_bytes() == b"\xff\xfe"
 
 
 def test_metrics_are_cut_by_rename_so_that_another_reader_keeps_its_file(tmp_path: Path) -> None:
