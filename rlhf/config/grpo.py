@@ -154,10 +154,22 @@ class GRPOConfig(ProgramConfig):
                 f"algo.kl_estimator={algo.kl_estimator} with algo.kl_place=reward: biased in the reward{blow_up}. "
                 "Only k1 is exact there."
             )
-        if self.kl_in_loss and algo.kl_estimator == "k1":
+        if self.kl_in_reward and algo.advantage == "grpo":
             yield (
-                "algo.kl_estimator=k1 with algo.kl_place=loss: its expected gradient is zero, it will not hold the "
-                "policy near the reference. Use k2 in the loss, or k1 in the reward."
+                "algo.advantage=grpo with algo.kl_place=reward: where the rewards of a group are equal, their KL "
+                "penalties are divided by their own std, so they weigh as much as a right answer, whatever "
+                f"algo.kl_coef={algo.kl_coef} is. Use algo.advantage=dr_grpo or rloo, or algo.kl_place=loss."
+            )
+        if self.kl_in_loss and algo.kl_estimator == "k1":
+            on_policy = (
+                "zero on-policy"
+                if algo.loss_aggregation == "constant"
+                else "not that of the KL: on-policy it only makes responses longer"
+            )
+            yield (
+                f"algo.kl_estimator=k1 with algo.kl_place=loss and algo.loss_aggregation={algo.loss_aggregation}: its "
+                f"expected gradient is {on_policy}. It will not hold the policy near the reference. Use k2 in the "
+                "loss, or k1 in the reward."
             )
         if self.rollouts_per_step % self.learner.minibatches_per_epoch:
             yield (

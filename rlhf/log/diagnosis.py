@@ -86,7 +86,9 @@ def equal_groups(view: View) -> Found | None:
         failed = [name for name in view.last[-1] if name.startswith("reward/status/") and view.rise(name) > 0]
         names = ", ".join(name.removeprefix("reward/status/") for name in failed if not name.endswith("/ok"))
         return Found(f"No response could be scored ({names}).", "Repair the reward, or the data that it reads.")
-    seen = f"In {share:.0%} of the groups all rewards were equal, so they had no advantage; the mean reward was {mean}."
+    in_reward = view.config.get("algo.kl_place") == "reward" and view.config.get("algo.kl_coef", 0) > 0
+    left = "only their KL gave them advantages" if in_reward else "they had no advantage"
+    seen = f"In {share:.0%} of the groups all rewards were equal, so {left}; the mean reward was {mean}."
     if low is None or high is None or low == high:
         return Found(
             seen,
