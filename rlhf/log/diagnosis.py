@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from rlhf.log.healthy import Outside, outside_their_range
+
 Row = Mapping[str, Any]
 
 STEPS = 5  # steps that a rule looks at; one step of few prompts can look odd by chance
@@ -327,6 +329,12 @@ class Diagnosis:
                 new.append(finding)
         return new
 
+    def notice(self) -> str:
+        """Which metrics are outside of their healthy range in the last steps; "" if none is."""
+        outside = outside_at_the_end(self._rows)
+        named = ", ".join(f"{metric} {value:.3g} ({healthy})" for metric, value, healthy in outside)
+        return named and f"outside of the healthy range in the last steps: {named}. docs/metrics.md says what each means."
+
     def now(self) -> list[Finding]:
         """What the rules find after the last step, however few steps there were."""
         view = View(self._rows[-STEPS:], self._rows[:-STEPS], self._first, self._whole, self._config)
@@ -337,7 +345,15 @@ class Diagnosis:
 def diagnose_run(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Finding]:
     """The findings of a whole run, from its rows of metrics.jsonl; those without a training step are left out."""
     diagnosis = Diagnosis(config)
-    for row in rows:
-        if "time/step" in row:
-            diagnosis.after_step(row["step"], row)
+    for row in training_steps(rows):
+        diagnosis.after_step(row["step"], row)
     return list(diagnosis.findings.values())
+
+
+def outside_at_the_end(rows: Sequence[Row]) -> list[Outside]:
+    """Metrics that are outside of their healthy range in the last steps of a run."""
+    return outside_their_range(training_steps(rows)[-STEPS:])
+
+
+def training_steps(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if "time/step" in row]

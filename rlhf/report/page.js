@@ -69,7 +69,15 @@ function showFindings() {
     element("p", {}, nameOf(f.run), element("strong", { textContent: ` ${f.title}, ` }),
       f.first === f.last ? `step ${f.first}` : `steps ${f.first} to ${f.last}`),
     element("p", { textContent: f.seen }), element("p", { textContent: f.advice }))));
-  if (!found.length) $("findings").append(element("p", { className: "good", textContent: "No rule found anything wrong." }));
+  const outside = data.runs.flatMap((run, i) => run.outside.map((each) => [nameOf(i), each.metric, each.value, each.healthy]));
+  if (outside.length) {
+    const list = element("div");
+    table(list, ["run", "metric", "mean of the last steps", "healthy"], outside);
+    $("findings").append(element("div", { className: "finding" }, element("p", {}, element("strong", { textContent: "Outside of the healthy range. " }),
+      "There may be a good reason; docs/metrics.md says what each metric means."), list));
+  }
+  if (!found.length) $("findings").append(element("p", { className: outside.length ? "soft" : "good",
+    textContent: `No rule found anything wrong${outside.length ? "" : ", and every metric ends in its healthy range"}.` }));
 }
 
 function showConfig() {
@@ -110,7 +118,7 @@ function traces(panel, section) {
       const values = run.series[metric];
       if (!values) return;
       const few = known(values).length < 30, name = panel.metrics.length > 1 ? `${data.runs.length > 1 ? `${run.name} ` : ""}${metric.split("/").slice(1).join("/")}` : run.name;
-      const trace = { ...style, x: xOf(run), y: smoothed(values, weight), name,
+      const trace = { ...style, metric, x: xOf(run), y: smoothed(values, weight), name,
         mode: few ? "lines+markers" : "lines", marker: { size: 5 }, showlegend: first && panel.metrics.length > 1,
         line: { ...style.line, dash: DASHES[m % DASHES.length] } };
       const low = run.series[`${metric}/low`], high = run.series[`${metric}/high`];
@@ -124,6 +132,17 @@ function traces(panel, section) {
   return made;
 }
 
+// Where a metric is drawn outside of its healthy range: a yellow band from the bound to its farthest value.
+function bands(panel, drawn, fill) {
+  return Object.entries(panel.healthy || {}).flatMap(([metric, { low, high }]) => {
+    const values = drawn.filter((t) => t.metric === metric).flatMap((t) => known(t.y));
+    const least = Math.min(...values), most = Math.max(...values), band = { type: "rect", xref: "paper", x0: 0, x1: 1, layer: "below",
+      fillcolor: fill, line: { width: 0 } };
+    return [...(low !== null && least < low ? [{ ...band, y0: least, y1: low }] : []),
+      ...(high !== null && most > high ? [{ ...band, y0: high, y1: most }] : [])];
+  });
+}
+
 function layout(panel, drawn) {
   const style = getComputedStyle(document.documentElement), get = (name) => style.getPropertyValue(name).trim();
   const positive = drawn.flatMap((t) => known(t.y)).filter((v) => v > 0);
@@ -131,6 +150,7 @@ function layout(panel, drawn) {
   return { margin: { l: 48, r: 10, t: 8, b: 24 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: get("--soft"), size: 11 }, hovermode: "x unified", hoverlabel: { bgcolor: get("--card"), font: { color: get("--ink") } },
     xaxis: { ...axis }, legend: { orientation: "h", y: -0.18, font: { size: 10 } },
+    shapes: bands(panel, drawn, get("--warn-band")),
     yaxis: { ...axis, type: panel.log && positive.length && Math.max(...positive) > 50 * Math.min(...positive) ? "log" : "linear" } };
 }
 
@@ -167,7 +187,9 @@ function showCharts() {
       const label = data.runs.map((run) => `${run.name}: ${Object.entries(run.seconds).map(([p, s]) => `${p} ${s} s`).join(", ")}`).join("; ");
       add(grid, "Where the time went", "s", { label, draw() { drawTime(this); } }).classList.add("wide-card");
     }
-    panels.forEach((panel) => add(grid, panel.title, [panel.metrics.length === 1 && panel.metrics[0] !== panel.title ? panel.metrics[0] : "", panel.unit].filter(Boolean).join(", "),
+    const healthy = (panel) => [...new Set(Object.entries(panel.healthy).map(([metric, range]) =>
+      `healthy${panel.metrics.length > 1 ? ` ${metric.split("/").slice(1).join("/")}` : ""}: ${range.words}`))].join(", ");
+    panels.forEach((panel) => add(grid, panel.title, [panel.metrics.length === 1 && panel.metrics[0] !== panel.title ? panel.metrics[0] : "", panel.unit, healthy(panel)].filter(Boolean).join(", "),
       { panel, section: title, label: describe(panel), draw() { draw(this); } }));
     $("charts").append(element("section", { id: title.toLowerCase().replace(/\W+/g, "-") }, element("h2", { textContent: title }), grid));
   });

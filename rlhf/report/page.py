@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from rlhf.log.diagnosis import diagnose_run
+from rlhf.log.diagnosis import diagnose_run, outside_at_the_end
+from rlhf.log.healthy import range_of
 from rlhf.log.panels import SECTIONS, Panel, matching
 from rlhf.log.sinks import BOUNDS, Row
 from rlhf.report.run_files import RunFiles, differing_keys, sample_groups
@@ -83,7 +84,16 @@ def _panels(panel: Panel, metrics: Sequence[str], runs: int) -> list[dict[str, A
     """The charts of a panel: one, or one per metric where several runs would have more than two lines each."""
     names = matching(panel, metrics)
     charts = [[name] for name in names] if runs > 1 and len(names) > 2 else [names] if names else []
-    return [{"title": panel.title, "metrics": chart, "unit": panel.unit, "log": panel.log} for chart in charts]
+    return [
+        {"title": panel.title, "metrics": chart, "unit": panel.unit, "log": panel.log, "healthy": _healthy(chart)}
+        for chart in charts
+    ]
+
+
+def _healthy(metrics: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The bounds of the healthy range of those metrics that have one, and the range in words."""
+    ranges = {metric: range_of(metric) for metric in metrics}
+    return {metric: {**found._asdict(), "words": str(found)} for metric, found in ranges.items() if found}
 
 
 def _run(run: RunFiles, name: str) -> dict[str, Any]:
@@ -104,6 +114,7 @@ def _run(run: RunFiles, name: str) -> dict[str, Any]:
         "planned_lr": [planned.get(row["step"]) for row in rows] if planned else [],
         "seconds": _seconds(run),
         "findings": [vars(finding) for finding in diagnose_run(run.rows, run.config)],
+        "outside": [each._asdict() | {"value": _number(each.value)} for each in outside_at_the_end(run.rows)],
     }
 
 
