@@ -333,7 +333,9 @@ class Diagnosis:
         """Which metrics are outside of their healthy range in the last steps; "" if none is."""
         outside = outside_at_the_end(self._rows)
         named = ", ".join(f"{metric} {value:.3g} ({healthy})" for metric, value, healthy in outside)
-        return named and f"outside of the healthy range in the last steps: {named}. docs/metrics.md says what each means."
+        return (
+            named and f"outside of the healthy range in the last steps: {named}. docs/metrics.md says what each means."
+        )
 
     def now(self) -> list[Finding]:
         """What the rules find after the last step, however few steps there were."""

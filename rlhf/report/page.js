@@ -77,7 +77,7 @@ function showFindings() {
       "There may be a good reason; docs/metrics.md says what each metric means."), list));
   }
   if (!found.length) $("findings").append(element("p", { className: outside.length ? "soft" : "good",
-    textContent: `No rule found anything wrong${outside.length ? "" : ", and every metric ends in its healthy range"}.` }));
+    textContent: `No rule found anything wrong${outside.length ? "" : ", and what has a healthy range ends in it"}.` }));
 }
 
 function showConfig() {
@@ -138,8 +138,8 @@ function bands(panel, drawn, fill) {
     const values = drawn.filter((t) => t.metric === metric).flatMap((t) => known(t.y));
     const least = Math.min(...values), most = Math.max(...values), band = { type: "rect", xref: "paper", x0: 0, x1: 1, layer: "below",
       fillcolor: fill, line: { width: 0 } };
-    return [...(low !== null && least < low ? [{ ...band, y0: least, y1: low }] : []),
-      ...(high !== null && most > high ? [{ ...band, y0: high, y1: most }] : [])];
+    return [...(low !== null && least < low ? [{ ...band, y0: least - (low - least) / 20, y1: low }] : []),
+      ...(high !== null && most > high ? [{ ...band, y0: high, y1: most + (most - high) / 20 }] : [])];
   });
 }
 
@@ -187,8 +187,11 @@ function showCharts() {
       const label = data.runs.map((run) => `${run.name}: ${Object.entries(run.seconds).map(([p, s]) => `${p} ${s} s`).join(", ")}`).join("; ");
       add(grid, "Where the time went", "s", { label, draw() { drawTime(this); } }).classList.add("wide-card");
     }
-    const healthy = (panel) => [...new Set(Object.entries(panel.healthy).map(([metric, range]) =>
-      `healthy${panel.metrics.length > 1 ? ` ${metric.split("/").slice(1).join("/")}` : ""}: ${range.words}`))].join(", ");
+    const healthy = (panel) => {
+      const same = new Set(panel.metrics.map((metric) => panel.healthy[metric]?.words)).size === 1;
+      return [...new Set(Object.entries(panel.healthy).map(([metric, range]) =>
+        `healthy${same ? "" : ` ${metric.split("/").slice(1).join("/")}`}: ${range.words}`))].join(", ");
+    };
     panels.forEach((panel) => add(grid, panel.title, [panel.metrics.length === 1 && panel.metrics[0] !== panel.title ? panel.metrics[0] : "", panel.unit, healthy(panel)].filter(Boolean).join(", "),
       { panel, section: title, label: describe(panel), draw() { draw(this); } }));
     $("charts").append(element("section", { id: title.toLowerCase().replace(/\W+/g, "-") }, element("h2", { textContent: title }), grid));
@@ -236,7 +239,7 @@ function filter() {
   for (const name of ["run", "status", "finish_reason"]) { const value = number(name); if (value !== null) tests.push((i) => c[name][i] === value); }
   range("step", number("step_min"), number("step_max"));
   range("reward", number("reward_min"), number("reward_max"));
-  if (hit) tests.push((i) => hit[c.prompt[i]] || hit[c.text[i]]);
+  if (hit) tests.push((i) => hit[c.conversation[i]] || hit[c.text[i]]);
   matches = [];
   const total = (c.step || []).length;
   for (let i = 0; i < total; i++) if (tests.every((test) => test(i))) matches.push(i);
@@ -246,7 +249,11 @@ function filter() {
   showRows();
 }
 
-const isRight = (i) => texts[rollouts.columns.extracted[i]] !== "" && rollouts.columns.reward[i] > 0;
+// Green or red where the reward read an answer, or looked for one in vain; else neither.
+function verdict(i) {
+  const c = rollouts.columns, extracted = texts[c.extracted[i]];
+  return extracted === "" && !c.no_answer[i] ? "" : extracted !== "" && c.reward[i] > 0 ? "good" : "bad";
+}
 
 function showRows() {
   const c = rollouts.columns, total = (c.step || []).length, last = Math.min(firstRow + ROWS_SHOWN, matches.length);
@@ -254,7 +261,8 @@ function showRows() {
     (matches.length ? `, ${(firstRow + 1).toLocaleString("en")} to ${last.toLocaleString("en")}` : "");
   $("previous").disabled = firstRow === 0;
   $("next").disabled = last >= matches.length;
-  const head = ["run", "step", "prompt", "response", "extracted", "gold", "reward", "advantage", "tokens", "status", "end"];
+  const answers = (c.extracted || []).some((_, i) => verdict(i)), golds = (c.answer || []).some((i) => texts[i] !== "");
+  const head = ["run", "step", "prompt", "response", ...(answers ? ["extracted"] : []), ...(golds ? ["gold"] : []), "reward", "advantage", "tokens", "status", "end"];
   const cut = (i) => texts[i].slice(0, 300).replace(/\s+/g, " ");
   const rows = matches.slice(firstRow, last).map((i) => {
     const open = element("button", { type: "button", className: "link", textContent: cut(c.prompt[i]) || "(no prompt)" });
@@ -262,7 +270,8 @@ function showRows() {
     const number = (value) => element("td", { className: "number", textContent: short(value) });
     return element("tr", {}, element("td", {}, nameOf(c.run[i])), number(c.step[i]), element("td", { className: "text" }, open),
       element("td", { className: "text", textContent: cut(c.text[i]) }),
-      element("td", { className: isRight(i) ? "good" : "bad", textContent: cut(c.extracted[i]) || "none" }), element("td", { textContent: cut(c.answer[i]) }),
+      answers ? element("td", { className: verdict(i), textContent: cut(c.extracted[i]) || (verdict(i) ? "none" : "") }) : null,
+      golds ? element("td", { textContent: cut(c.answer[i]) }) : null,
       number(c.reward[i]), number(c.advantage[i]), number(c.response_tokens[i]), element("td", { textContent: texts[c.status[i]] }),
       element("td", { textContent: texts[c.finish_reason[i]] }));
   });
@@ -299,12 +308,12 @@ function showGroup(group) {
   openGroup = group;
   const first = rows[0], gold = texts[c.answer[first]];
   $("group-title").replaceChildren(nameOf(c.run[first]), ` step ${c.step[first]}, ${texts[c.prompt_id[first]]}`);
-  $("prompt").replaceChildren(element("pre", { className: "card", textContent: texts[c.prompt[first]] }),
-    element("p", {}, "gold answer ", element("strong", { textContent: gold })));
+  $("prompt").replaceChildren(element("pre", { className: "card", textContent: texts[c.conversation[first]] }),
+    gold === "" ? "" : element("p", {}, "gold answer ", element("strong", { textContent: gold })));
   $("samples").replaceChildren(...rows.map((i) => element("article", { className: "card" },
     element("h3", {}, `sample ${c.sample[i]}`, element("small", { textContent: `reward ${short(c.reward[i])}, advantage ${short(c.advantage[i])}` })),
     response(i, shade),
-    element("p", { className: isRight(i) ? "good" : "bad", textContent: texts[c.extracted[i]] === "" ? "no answer was extracted" : `extracted ${texts[c.extracted[i]]}` }),
+    verdict(i) ? element("p", { className: verdict(i), textContent: texts[c.extracted[i]] === "" ? "no answer was extracted" : `extracted ${texts[c.extracted[i]]}` }) : null,
     element("p", { className: "soft", textContent: [...Object.entries(JSON.parse(texts[c.parts[i]])).map(([name, value]) => `${name} ${short(value)}`),
       texts[c.status[i]], `end: ${texts[c.finish_reason[i]]}`, `${c.response_tokens[i]} tokens`, `weights of step ${short(c.version[i])}`].join(", ") }))));
   $("shade-label").hidden = !rows.some((i) => c.tokens[i]);

@@ -21,7 +21,7 @@ from rlhf.log.diagnosis import diagnose_run, outside_at_the_end
 from rlhf.log.healthy import range_of
 from rlhf.log.panels import SECTIONS, Panel, matching
 from rlhf.log.sinks import BOUNDS, Row
-from rlhf.report.run_files import RunFiles, differing_keys, sample_groups
+from rlhf.report.run_files import RunFiles, conversation, differing_keys, sample_groups, states_no_answer
 
 ROLLOUT_BYTES = 96 * 2**20  # of rollout files that a page holds; 100,000 rollouts of the quickstart are 35 MB
 MAX_POINTS = 2000  # of one curve
@@ -157,6 +157,7 @@ def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, 
     cells |= {key: _number(row[key]) for key in ("reward", "advantage")}
     cells |= {key: text(row[key]) for key in ("prompt_id", "prompt", "answer", "text", "extracted")}
     cells |= {key: text(row[key]) for key in ("status", "finish_reason")}
+    cells |= {"conversation": text(conversation(row)), "no_answer": states_no_answer(row)}
     cells["parts"] = text(json.dumps(row["reward_parts"]))
     cells["version"] = min((span[2] for span in row["versions"]), default=None)
     cells["tokens"] = {key: row[key] for key in TOKEN_KEYS if key in row} or 0

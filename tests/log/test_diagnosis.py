@@ -167,4 +167,6 @@ def test_a_metric_that_is_outside_of_its_healthy_range_is_a_notice_and_no_findin
 
 def test_a_healthy_run_has_no_notice_whatever_its_first_steps_were() -> None:
     assert outside_at_the_end(healthy_runs()[0]) == []
-    assert outside_at_the_end([{"step": 1, "time/step": 1.0, "rollout/stopped_fraction": 0.1}, *healthy_runs()[0]]) == []
+    assert (
+        outside_at_the_end([{"step": 1, "time/step": 1.0, "rollout/stopped_fraction": 0.1}, *healthy_runs()[0]]) == []
+    )
