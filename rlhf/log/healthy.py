@@ -1,7 +1,7 @@
 """The ranges in which the metrics of a healthy run lie; docs/metrics.md shows the same ones in its column *healthy*.
 
-The rules of `diagnosis` warn of what is surely wrong. A value outside of its range here may have a good reason, so it is
-a notice: at the end of a run, and in the report, whose charts show the range.
+The rules of `diagnosis` warn of what is surely wrong. A value outside of its range here may have a good reason, so it
+is a notice: at the end of a run, and in the report, whose charts show the range.
 """
 
 from __future__ import annotations
