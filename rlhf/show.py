@@ -100,7 +100,7 @@ def _head(row: Row) -> str:
     """What is known of a response, in one line."""
     reward, _ = shown_reward(row["reward"])
     parts = row["reward_parts"]
-    if list(parts.values()) != [row["reward"]]:  # else the only part is the reward
+    if parts and list(parts.values()) != [row["reward"]]:  # else the only part is the reward
         reward += f" ({', '.join(f'{printable(name)} {shown_reward(value)[0]}' for name, value in parts.items())})"
     cells = [f"sample {row['sample']}: reward {reward}", f"advantage {row['advantage']:.3g}", row["status"]]
     cells += [row["finish_reason"], f"{row['response_tokens']} tokens"]

@@ -181,12 +181,6 @@ class GRPOConfig(ProgramConfig):
                 f"evaluation.every={self.evaluation.every} without data.eval: there is nothing to evaluate on. "
                 "Name a data set, or leave it out."
             )
-        for evaluation in self.evaluations.values() or [self.evaluation]:
-            if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
-                yield (
-                    f"evaluation.samples_per_prompt={evaluation.samples_per_prompt} with evaluation.temperature=0: "
-                    "greedy samples of a prompt are all the same. Take one sample, or a temperature."
-                )
 
     def contradictions(self) -> Iterator[str]:
         yield from _sampling_problems(self)
@@ -276,6 +270,11 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
                 f"evaluation.max_response_tokens={longest} with rollout.max_response_tokens="
                 f"{rollout.max_response_tokens}: the engines would cut evaluation responses off at the latter. Raise "
                 "it to at least the former."
+            )
+        if each.temperature == 0 and each.samples_per_prompt > 1:
+            yield (
+                f"evaluation.samples_per_prompt={each.samples_per_prompt} with evaluation.temperature=0: greedy "
+                "samples of a prompt are all the same, and an engine takes one. Take one sample, or a temperature."
             )
     if best is None:
         return

@@ -356,6 +356,11 @@ def test_each_evaluation_set_has_the_sampling_of_the_section_or_its_own(base: st
     assert drawn == {"a": (1, 0.0, None), "b": (8, 0.6, 7)}
     assert config.evaluation_groups_at_once == 2 * config.rollout.max_concurrent_sequences // 8
     assert list(config.warnings()) == []
+    assert config.evaluations["a"].top_p == 1
+    refused = refusal(base, "data.train={path: a.jsonl, top_p: 0.5}")
+    assert "has top_p=0.5, which is for evaluation sets. Remove it." in refused
+    refused = refusal(base, "data.eval={path: a.jsonl, temperature: 0}", "evaluation.samples_per_prompt=4")
+    assert "evaluation.samples_per_prompt=4 with evaluation.temperature=0: greedy samples" in refused
     refused = refusal(base, "data.train={path: a.jsonl, temperature: 0.5}")
     assert "a.jsonl has temperature=0.5, which is for evaluation sets. Remove it, or set rollout.temp" in refused
 
@@ -384,7 +389,6 @@ KL_REWARD = ("algo.kl_place=reward", "algo.kl_coef=0.1")
         ),
         (["learner.minibatches_per_epoch=3"], ["32 rollouts", "learner.minibatches_per_epoch=3"]),
         (["evaluation.every=2"], ["evaluation.every=2", "without data.eval"]),
-        (["evaluation.temperature=0.0", "evaluation.samples_per_prompt=4"], ["greedy", "evaluation.temperature=0"]),
     ],
 )
 def test_what_is_likely_a_mistake_is_a_warning_and_no_error(base: str, overrides: list[str], parts: list[str]) -> None:
