@@ -106,6 +106,7 @@ asyncio.run(cell())
     done = subprocess.run(command, capture_output=True, text=True, timeout=STACK_WAIT_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("the loop goes on\n")
+    assert "warning: outside of the healthy range in the last steps: reward/answered_fraction " in done.stdout
     assert [row["step"] for row in read_steps(tmp_path / "run")] == [1]
 
 
