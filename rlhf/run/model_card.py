@@ -68,7 +68,7 @@ def _usage(config: Mapping[str, Any]) -> str:
     messages = [{"role": "system", "content": data["system_prompt"]}] if data["system_prompt"] else []
     messages.append({"role": "user", "content": content})
     sampling = {"max_new_tokens": rollout["max_response_tokens"], "temperature": rollout["temperature"]}
-    notes = "`vllm serve FOLDER` serves the same folder behind an OpenAI API."
+    notes = "`vllm serve FOLDER` answers at an OpenAI endpoint."
     if data["template"] != "model":
         notes += f" Prompts were written with `data.template: {data['template']}`, not with the chat template."
     if rollout["stop"]:
