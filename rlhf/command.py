@@ -33,6 +33,7 @@ PROGRAMS = {
     "export": "a checkpoint as a model folder",
     "report": "a page about runs",
     "show": "the rollouts of a run",
+    "dashboard": "lay out a wandb dashboard",
     "doctor": "check whether a run will work on this machine",
     "quickstart": "make a tiny model and its data",
 }

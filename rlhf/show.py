@@ -22,7 +22,7 @@ from rich.text import Text
 from rlhf.config.cli import run_program, started_as
 from rlhf.config.printing import printable
 from rlhf.log.sinks import Row, shown_reward
-from rlhf.report.run_files import RunFiles, read_groups, read_run
+from rlhf.report.run_files import RunFiles, conversation, read_groups, read_run, states_no_answer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -80,24 +80,34 @@ def _fits(row: Row, options: argparse.Namespace) -> bool:
         and options.finish in (None, row["finish_reason"])
         and (options.min_reward is None or (reward is not None and reward >= options.min_reward))
         and (options.max_reward is None or (reward is not None and reward <= options.max_reward))
-        and (wanted is None or wanted in row["prompt"] or wanted in row["text"])
+        and (wanted is None or wanted in conversation(row) or wanted in row["text"])
     )
 
 
 def _picture(group: Sequence[Row]) -> Panel:
     first = group[0]
-    blocks = [Text(printable(first["prompt"])), Text(f"gold answer: {printable(first['answer'])}", style="bold")]
+    blocks = [Text(printable(conversation(first)))]
+    if first["answer"]:
+        blocks.append(Text(f"gold answer: {printable(first['answer'])}", style="bold"))
     for row in group:
-        reward, color = shown_reward(row["reward"])
-        head = (
-            f"\nsample {row['sample']}: reward {reward}, advantage {row['advantage']:.3g}, {row['status']}, "
-            f"{row['finish_reason']}, {row['response_tokens']} tokens, "
-            f"extracted {printable(row['extracted']) or 'nothing'}"
-        )
-        blocks += [Text(head, style=color), Text(printable(row["text"]))]
+        _, color = shown_reward(row["reward"])
+        blocks += [Text(f"\n{_head(row)}", style=color), Text(printable(row["text"]))]
     return Panel(
         Group(*blocks), title=Text(f"step {first['step']}, {printable(first['prompt_id'])}"), title_align="left"
     )
+
+
+def _head(row: Row) -> str:
+    """What is known of a response, in one line."""
+    reward, _ = shown_reward(row["reward"])
+    parts = row["reward_parts"]
+    if parts and list(parts.values()) != [row["reward"]]:  # else the only part is the reward
+        reward += f" ({', '.join(f'{printable(name)} {shown_reward(value)[0]}' for name, value in parts.items())})"
+    cells = [f"sample {row['sample']}: reward {reward}", f"advantage {row['advantage']:.3g}", row["status"]]
+    cells += [row["finish_reason"], f"{row['response_tokens']} tokens"]
+    if row["extracted"] or states_no_answer(row):
+        cells.append(f"extracted {printable(row['extracted']) or 'nothing'}")
+    return ", ".join(cells)
 
 
 if __name__ == "__main__":

@@ -86,6 +86,30 @@ def check_account(steps: list[dict[str, Any]]) -> None:
         assert min(parts) >= 0
 
 
+def test_a_run_inside_of_a_running_event_loop_as_in_the_cell_of_a_notebook(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    short = {"run": {"steps": 1}, "checkpoint": {"every": None}, "evaluation": {"at_start": False, "at_end": False}}
+    config = write_config(tmp_path, tiny_model_dir, **short)
+    cell = f"""
+import asyncio
+from rlhf import grpo
+
+async def cell():
+    grpo.main(["--config", {str(config)!r}, "run.export=false"])
+    await asyncio.sleep(0)
+    print("the loop goes on")
+
+asyncio.run(cell())
+"""
+    command = [sys.executable, "-c", cell]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=STACK_WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("the loop goes on\n")
+    assert "warning: outside of the healthy range in the last steps: reward/answered_fraction " in done.stdout
+    assert [row["step"] for row in read_steps(tmp_path / "run")] == [1]
+
+
 def test_a_run_with_two_learners_trains_checkpoints_exports_and_resumes_without_repeating_data(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -1,6 +1,9 @@
 """From rewards to advantages: the group-relative family, one number per response, and GAE, one per token.
 
 Dr. GRPO (arXiv:2503.20783) is `group_advantages` without the std, together with the loss aggregation `constant`.
+
+The rewards include the KL penalty where `algo.kl_place` is `reward`. Responses of equal reward then differ by their KL,
+and a division by the group's std gives these differences a size of 1, whatever the coefficient is (the config warns).
 """
 
 from __future__ import annotations

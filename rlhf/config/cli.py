@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -34,6 +35,7 @@ RUN_ERROR = 1  # the run began and could not go on
 INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 TERMINATED = 128 + 15  # and SIGTERM
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a run, saved
 END_AT_ONCE_S = 10.0  # after a second signal
 
 HELP_COLUMNS = 100
@@ -182,9 +184,17 @@ def run_async(
 ) -> R:
     """asyncio.run of a task; SIGTERM and SIGINT cancel the task, so its `finally` clauses end what it started.
 
+    Inside of a running event loop, as in the cell of a notebook, that loop waits until the task has ended.
+
     Args:
         on_signal: called at the first signal instead, with its name and a function that cancels the task.
+
+    Raises:
+        ValueError: called in another thread than the main one, where no signal arrives.
     """
+    if threading.current_thread() is not threading.main_thread():
+        main.close()
+        raise ValueError("a program of rlhf runs in the main thread, which gets Ctrl-C and SIGTERM. Call it there.")
     received: list[signal.Signals] = []
     # if something hangs while the task is cancelled; child processes end with this one
     exit_soon = threading.Timer(END_AT_ONCE_S, lambda: os._exit(128 + received[0]))
@@ -203,12 +213,13 @@ def run_async(
             if len(received) == 2:
                 exit_soon.start()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, receive, number)
         return await main
 
     try:
-        return asyncio.run(cancellable())
+        with _outside_of_any_event_loop():
+            return asyncio.run(cancellable())
     except asyncio.CancelledError:
         if received[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt from None
@@ -219,6 +230,23 @@ def run_async(
 
 class NothingToDoError(Exception):
     """What the program was asked for is done already; it says so and ends with status 0."""
+
+
+@contextlib.contextmanager
+def _outside_of_any_event_loop() -> Iterator[None]:
+    """A context in which asyncio.run works; afterwards loop and signal handlers of this thread are as before."""
+    outer, handlers = asyncio._get_running_loop(), {number: signal.getsignal(number) for number in SIGNALS}
+    woken = signal.set_wakeup_fd(-1)  # where Python tells the outer loop of a signal
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
+        if outer is not None:
+            asyncio.set_event_loop(outer)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(woken)
 
 
 def run_program(main: Callable[[], None]) -> int:

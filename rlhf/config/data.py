@@ -63,6 +63,9 @@ class SourceConfig(Section):
     temperature: float | None = Field(
         None, ge=0, description="data.eval: this set's own evaluation.temperature; null: the section's"
     )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="data.eval: this set's own evaluation.top_p; null: the section's"
+    )
     max_response_tokens: int | None = Field(
         None, ge=1, description="data.eval: this set's own evaluation.max_response_tokens; null: the section's"
     )
@@ -70,7 +73,7 @@ class SourceConfig(Section):
     @property
     def sampling(self) -> dict[str, float]:
         """The keys of `evaluation` that this evaluation set replaces with its own."""
-        given = self.model_dump(include={"samples_per_prompt", "temperature", "max_response_tokens"})
+        given = self.model_dump(include={"samples_per_prompt", "temperature", "top_p", "max_response_tokens"})
         return {name: value for name, value in given.items() if value is not None}
 
     @model_validator(mode="after")
@@ -166,9 +169,9 @@ class DataConfig(Section):
             )
         for source in self.train:
             for name, value in source.sampling.items():
+                remedy = "Remove it" if name == "top_p" else f"Remove it, or set rollout.{name}"  # training has none
                 raise ValueError(
-                    f"data.train: {source.path} has {name}={value:g}, which is for evaluation sets. Remove it, or set "
-                    f"rollout.{name}."
+                    f"data.train: {source.path} has {name}={value:g}, which is for evaluation sets. {remedy}."
                 )
         for source in self.eval:
             if source.weight is not None:

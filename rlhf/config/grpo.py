@@ -154,10 +154,22 @@ class GRPOConfig(ProgramConfig):
                 f"algo.kl_estimator={algo.kl_estimator} with algo.kl_place=reward: biased in the reward{blow_up}. "
                 "Only k1 is exact there."
             )
-        if self.kl_in_loss and algo.kl_estimator == "k1":
+        if self.kl_in_reward and algo.advantage == "grpo":
             yield (
-                "algo.kl_estimator=k1 with algo.kl_place=loss: its expected gradient is zero, it will not hold the "
-                "policy near the reference. Use k2 in the loss, or k1 in the reward."
+                "algo.advantage=grpo with algo.kl_place=reward: where the rewards of a group are equal, their KL "
+                "penalties are divided by their own std, so they weigh as much as a right answer, whatever "
+                f"algo.kl_coef={algo.kl_coef} is. Use algo.advantage=dr_grpo or rloo, or algo.kl_place=loss."
+            )
+        if self.kl_in_loss and algo.kl_estimator == "k1":
+            on_policy = (
+                "zero on-policy"
+                if algo.loss_aggregation == "constant"
+                else "not that of the KL: on-policy it only makes responses longer"
+            )
+            yield (
+                f"algo.kl_estimator=k1 with algo.kl_place=loss and algo.loss_aggregation={algo.loss_aggregation}: its "
+                f"expected gradient is {on_policy}. It will not hold the policy near the reference. Use k2 in the "
+                "loss, or k1 in the reward."
             )
         if self.rollout.on_stale == "drop" and self.rollout.max_policy_lag:
             yield (
@@ -174,12 +186,6 @@ class GRPOConfig(ProgramConfig):
                 f"evaluation.every={self.evaluation.every} without data.eval: there is nothing to evaluate on. "
                 "Name a data set, or leave it out."
             )
-        for evaluation in self.evaluations.values() or [self.evaluation]:
-            if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
-                yield (
-                    f"evaluation.samples_per_prompt={evaluation.samples_per_prompt} with evaluation.temperature=0: "
-                    "greedy samples of a prompt are all the same. Take one sample, or a temperature."
-                )
 
     def sampling_contradictions(self) -> Iterator[str]:
         """Those that also an evaluation meets, which trains nothing."""
@@ -280,6 +286,11 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
                 f"evaluation.max_response_tokens={longest} with rollout.max_response_tokens="
                 f"{rollout.max_response_tokens}: the engines would cut evaluation responses off at the latter. Raise "
                 "it to at least the former."
+            )
+        if each.temperature == 0 and each.samples_per_prompt > 1:
+            yield (
+                f"evaluation.samples_per_prompt={each.samples_per_prompt} with evaluation.temperature=0: greedy "
+                "samples of a prompt are all the same, and an engine takes one. Take one sample, or a temperature."
             )
 
 

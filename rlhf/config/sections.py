@@ -238,6 +238,9 @@ class EvaluationConfig(Section):
     at_end: bool = Field(True, description="evaluate after the last step")
     samples_per_prompt: PositiveInt = Field(1, description="responses per prompt: the k of avg@k and pass@k")
     temperature: NonNegative = Field(1.0, description="sampling temperature; 0 is greedy")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the most probable tokens that have this probability together; 1: all"
+    )
     max_response_tokens: PositiveInt | None = Field(None, description="tokens; null is rollout.max_response_tokens")
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from rlhf.log.healthy import Outside, outside_their_range
+
 Row = Mapping[str, Any]
 
 STEPS = 5  # steps that a rule looks at; one step of few prompts can look odd by chance
@@ -87,7 +89,9 @@ def equal_groups(view: View) -> Found | None:
         failed = [name for name in view.last[-1] if name.startswith("reward/status/") and view.rise(name) > 0]
         names = ", ".join(name.removeprefix("reward/status/") for name in failed if not name.endswith("/ok"))
         return Found(f"No response could be scored ({names}).", "Repair the reward, or the data that it reads.")
-    seen = f"In {share:.0%} of the groups all rewards were equal, so they had no advantage; the mean reward was {mean}."
+    in_reward = view.config.get("algo.kl_place") == "reward" and view.config.get("algo.kl_coef", 0) > 0
+    left = "only their KL gave them advantages" if in_reward else "they had no advantage"
+    seen = f"In {share:.0%} of the groups all rewards were equal, so {left}; the mean reward was {mean}."
     if low is None or high is None or low == high:
         return Found(
             seen,
@@ -334,6 +338,14 @@ class Diagnosis:
                 new.append(finding)
         return new
 
+    def notice(self) -> str:
+        """Which metrics are outside of their healthy range in the last steps; "" if none is."""
+        outside = outside_at_the_end(self._rows)
+        named = ", ".join(f"{metric} {value:.3g} ({healthy})" for metric, value, healthy in outside)
+        return (
+            named and f"outside of the healthy range in the last steps: {named}. docs/metrics.md says what each means."
+        )
+
     def now(self) -> list[Finding]:
         """What the rules find after the last step, however few steps there were."""
         view = View(self._rows[-STEPS:], self._rows[:-STEPS], self._first, self._whole, self._config)
@@ -344,7 +356,15 @@ class Diagnosis:
 def diagnose_run(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Finding]:
     """The findings of a whole run, from its rows of metrics.jsonl; those without a training step are left out."""
     diagnosis = Diagnosis(config)
-    for row in rows:
-        if "time/step" in row:
-            diagnosis.after_step(row["step"], row)
+    for row in training_steps(rows):
+        diagnosis.after_step(row["step"], row)
     return list(diagnosis.findings.values())
+
+
+def outside_at_the_end(rows: Sequence[Row]) -> list[Outside]:
+    """Metrics that are outside of their healthy range in the last steps of a run."""
+    return outside_their_range(training_steps(rows)[-STEPS:])
+
+
+def training_steps(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if "time/step" in row]

@@ -69,7 +69,15 @@ function showFindings() {
     element("p", {}, nameOf(f.run), element("strong", { textContent: ` ${f.title}, ` }),
       f.first === f.last ? `step ${f.first}` : `steps ${f.first} to ${f.last}`),
     element("p", { textContent: f.seen }), element("p", { textContent: f.advice }))));
-  if (!found.length) $("findings").append(element("p", { className: "good", textContent: "No rule found anything wrong." }));
+  const outside = data.runs.flatMap((run, i) => run.outside.map((each) => [nameOf(i), each.metric, each.value, each.healthy]));
+  if (outside.length) {
+    const list = element("div");
+    table(list, ["run", "metric", "mean of the last steps", "healthy"], outside);
+    $("findings").append(element("div", { className: "finding" }, element("p", {}, element("strong", { textContent: "Outside of the healthy range. " }),
+      "There may be a good reason; docs/metrics.md says what each metric means."), list));
+  }
+  if (!found.length) $("findings").append(element("p", { className: outside.length ? "soft" : "good",
+    textContent: `No rule found anything wrong${outside.length ? "" : ", and what has a healthy range ends in it"}.` }));
 }
 
 function showConfig() {
@@ -110,7 +118,7 @@ function traces(panel, section) {
       const values = run.series[metric];
       if (!values) return;
       const few = known(values).length < 30, name = panel.metrics.length > 1 ? `${data.runs.length > 1 ? `${run.name} ` : ""}${metric.split("/").slice(1).join("/")}` : run.name;
-      const trace = { ...style, x: xOf(run), y: smoothed(values, weight), name,
+      const trace = { ...style, metric, x: xOf(run), y: smoothed(values, weight), name,
         mode: few ? "lines+markers" : "lines", marker: { size: 5 }, showlegend: first && panel.metrics.length > 1,
         line: { ...style.line, dash: DASHES[m % DASHES.length] } };
       const low = run.series[`${metric}/low`], high = run.series[`${metric}/high`];
@@ -124,6 +132,17 @@ function traces(panel, section) {
   return made;
 }
 
+// Where a metric is drawn outside of its healthy range: a yellow band from the bound to its farthest value.
+function bands(panel, drawn, fill) {
+  return Object.entries(panel.healthy || {}).flatMap(([metric, { low, high }]) => {
+    const values = drawn.filter((t) => t.metric === metric).flatMap((t) => known(t.y));
+    const least = Math.min(...values), most = Math.max(...values), band = { type: "rect", xref: "paper", x0: 0, x1: 1, layer: "below",
+      fillcolor: fill, line: { width: 0 } };
+    return [...(low !== null && least < low ? [{ ...band, y0: least - (low - least) / 20, y1: low }] : []),
+      ...(high !== null && most > high ? [{ ...band, y0: high, y1: most + (most - high) / 20 }] : [])];
+  });
+}
+
 function layout(panel, drawn) {
   const style = getComputedStyle(document.documentElement), get = (name) => style.getPropertyValue(name).trim();
   const positive = drawn.flatMap((t) => known(t.y)).filter((v) => v > 0);
@@ -131,6 +150,7 @@ function layout(panel, drawn) {
   return { margin: { l: 48, r: 10, t: 8, b: 24 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: get("--soft"), size: 11 }, hovermode: "x unified", hoverlabel: { bgcolor: get("--card"), font: { color: get("--ink") } },
     xaxis: { ...axis }, legend: { orientation: "h", y: -0.18, font: { size: 10 } },
+    shapes: bands(panel, drawn, get("--warn-band")),
     yaxis: { ...axis, type: panel.log && positive.length && Math.max(...positive) > 50 * Math.min(...positive) ? "log" : "linear" } };
 }
 
@@ -167,7 +187,12 @@ function showCharts() {
       const label = data.runs.map((run) => `${run.name}: ${Object.entries(run.seconds).map(([p, s]) => `${p} ${s} s`).join(", ")}`).join("; ");
       add(grid, "Where the time went", "s", { label, draw() { drawTime(this); } }).classList.add("wide-card");
     }
-    panels.forEach((panel) => add(grid, panel.title, [panel.metrics.length === 1 && panel.metrics[0] !== panel.title ? panel.metrics[0] : "", panel.unit].filter(Boolean).join(", "),
+    const healthy = (panel) => {
+      const same = new Set(panel.metrics.map((metric) => panel.healthy[metric]?.words)).size === 1;
+      return [...new Set(Object.entries(panel.healthy).map(([metric, range]) =>
+        `healthy${same ? "" : ` ${metric.split("/").slice(1).join("/")}`}: ${range.words}`))].join(", ");
+    };
+    panels.forEach((panel) => add(grid, panel.title, [panel.metrics.length === 1 && panel.metrics[0] !== panel.title ? panel.metrics[0] : "", panel.unit, healthy(panel)].filter(Boolean).join(", "),
       { panel, section: title, label: describe(panel), draw() { draw(this); } }));
     $("charts").append(element("section", { id: title.toLowerCase().replace(/\W+/g, "-") }, element("h2", { textContent: title }), grid));
   });
@@ -214,7 +239,7 @@ function filter() {
   for (const name of ["run", "status", "finish_reason"]) { const value = number(name); if (value !== null) tests.push((i) => c[name][i] === value); }
   range("step", number("step_min"), number("step_max"));
   range("reward", number("reward_min"), number("reward_max"));
-  if (hit) tests.push((i) => hit[c.prompt[i]] || hit[c.text[i]]);
+  if (hit) tests.push((i) => hit[c.conversation[i]] || hit[c.text[i]]);
   matches = [];
   const total = (c.step || []).length;
   for (let i = 0; i < total; i++) if (tests.every((test) => test(i))) matches.push(i);
@@ -224,7 +249,11 @@ function filter() {
   showRows();
 }
 
-const isRight = (i) => texts[rollouts.columns.extracted[i]] !== "" && rollouts.columns.reward[i] > 0;
+// Green or red where the reward read an answer, or looked for one in vain; else neither.
+function verdict(i) {
+  const c = rollouts.columns, extracted = texts[c.extracted[i]];
+  return extracted === "" && !c.no_answer[i] ? "" : extracted !== "" && c.reward[i] > 0 ? "good" : "bad";
+}
 
 function showRows() {
   const c = rollouts.columns, total = (c.step || []).length, last = Math.min(firstRow + ROWS_SHOWN, matches.length);
@@ -232,7 +261,8 @@ function showRows() {
     (matches.length ? `, ${(firstRow + 1).toLocaleString("en")} to ${last.toLocaleString("en")}` : "");
   $("previous").disabled = firstRow === 0;
   $("next").disabled = last >= matches.length;
-  const head = ["run", "step", "prompt", "response", "extracted", "gold", "reward", "advantage", "tokens", "status", "end"];
+  const answers = (c.extracted || []).some((_, i) => verdict(i)), golds = (c.answer || []).some((i) => texts[i] !== "");
+  const head = ["run", "step", "prompt", "response", ...(answers ? ["extracted"] : []), ...(golds ? ["gold"] : []), "reward", "advantage", "tokens", "status", "end"];
   const cut = (i) => texts[i].slice(0, 300).replace(/\s+/g, " ");
   const rows = matches.slice(firstRow, last).map((i) => {
     const open = element("button", { type: "button", className: "link", textContent: cut(c.prompt[i]) || "(no prompt)" });
@@ -240,7 +270,8 @@ function showRows() {
     const number = (value) => element("td", { className: "number", textContent: short(value) });
     return element("tr", {}, element("td", {}, nameOf(c.run[i])), number(c.step[i]), element("td", { className: "text" }, open),
       element("td", { className: "text", textContent: cut(c.text[i]) }),
-      element("td", { className: isRight(i) ? "good" : "bad", textContent: cut(c.extracted[i]) || "none" }), element("td", { textContent: cut(c.answer[i]) }),
+      answers ? element("td", { className: verdict(i), textContent: cut(c.extracted[i]) || (verdict(i) ? "none" : "") }) : null,
+      golds ? element("td", { textContent: cut(c.answer[i]) }) : null,
       number(c.reward[i]), number(c.advantage[i]), number(c.response_tokens[i]), element("td", { textContent: texts[c.status[i]] }),
       element("td", { textContent: texts[c.finish_reason[i]] }));
   });
@@ -277,12 +308,12 @@ function showGroup(group) {
   openGroup = group;
   const first = rows[0], gold = texts[c.answer[first]];
   $("group-title").replaceChildren(nameOf(c.run[first]), ` step ${c.step[first]}, ${texts[c.prompt_id[first]]}`);
-  $("prompt").replaceChildren(element("pre", { className: "card", textContent: texts[c.prompt[first]] }),
-    element("p", {}, "gold answer ", element("strong", { textContent: gold })));
+  $("prompt").replaceChildren(element("pre", { className: "card", textContent: texts[c.conversation[first]] }),
+    gold === "" ? "" : element("p", {}, "gold answer ", element("strong", { textContent: gold })));
   $("samples").replaceChildren(...rows.map((i) => element("article", { className: "card" },
     element("h3", {}, `sample ${c.sample[i]}`, element("small", { textContent: `reward ${short(c.reward[i])}, advantage ${short(c.advantage[i])}` })),
     response(i, shade),
-    element("p", { className: isRight(i) ? "good" : "bad", textContent: texts[c.extracted[i]] === "" ? "no answer was extracted" : `extracted ${texts[c.extracted[i]]}` }),
+    verdict(i) ? element("p", { className: verdict(i), textContent: texts[c.extracted[i]] === "" ? "no answer was extracted" : `extracted ${texts[c.extracted[i]]}` }) : null,
     element("p", { className: "soft", textContent: [...Object.entries(JSON.parse(texts[c.parts[i]])).map(([name, value]) => `${name} ${short(value)}`),
       texts[c.status[i]], `end: ${texts[c.finish_reason[i]]}`, `${c.response_tokens[i]} tokens`, `weights of step ${short(c.version[i])}`].join(", ") }))));
   $("shade-label").hidden = !rows.some((i) => c.tokens[i]);

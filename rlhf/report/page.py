@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from rlhf.log.diagnosis import diagnose_run
+from rlhf.log.diagnosis import diagnose_run, outside_at_the_end
+from rlhf.log.healthy import range_of
 from rlhf.log.panels import SECTIONS, Panel, matching
 from rlhf.log.sinks import BOUNDS, Row
-from rlhf.report.run_files import RunFiles, differing_keys, sample_groups
+from rlhf.report.run_files import RunFiles, conversation, differing_keys, sample_groups, states_no_answer
 
 ROLLOUT_BYTES = 96 * 2**20  # of rollout files that a page holds; 100,000 rollouts of the quickstart are 35 MB
 MAX_POINTS = 2000  # of one curve
@@ -83,7 +84,16 @@ def _panels(panel: Panel, metrics: Sequence[str], runs: int) -> list[dict[str, A
     """The charts of a panel: one, or one per metric where several runs would have more than two lines each."""
     names = matching(panel, metrics)
     charts = [[name] for name in names] if runs > 1 and len(names) > 2 else [names] if names else []
-    return [{"title": panel.title, "metrics": chart, "unit": panel.unit, "log": panel.log} for chart in charts]
+    return [
+        {"title": panel.title, "metrics": chart, "unit": panel.unit, "log": panel.log, "healthy": _healthy(chart)}
+        for chart in charts
+    ]
+
+
+def _healthy(metrics: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The bounds of the healthy range of those metrics that have one, and the range in words."""
+    ranges = {metric: range_of(metric) for metric in metrics}
+    return {metric: {**found._asdict(), "words": str(found)} for metric, found in ranges.items() if found}
 
 
 def _run(run: RunFiles, name: str) -> dict[str, Any]:
@@ -104,6 +114,7 @@ def _run(run: RunFiles, name: str) -> dict[str, Any]:
         "planned_lr": [planned.get(row["step"]) for row in rows] if planned else [],
         "seconds": _seconds(run),
         "findings": [vars(finding) for finding in diagnose_run(run.rows, run.config)],
+        "outside": [each._asdict() | {"value": _number(each.value)} for each in outside_at_the_end(run.rows)],
     }
 
 
@@ -146,6 +157,7 @@ def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, 
     cells |= {key: _number(row[key]) for key in ("reward", "advantage")}
     cells |= {key: text(row[key]) for key in ("prompt_id", "prompt", "answer", "text", "extracted")}
     cells |= {key: text(row[key]) for key in ("status", "finish_reason")}
+    cells |= {"conversation": text(conversation(row)), "no_answer": states_no_answer(row)}
     cells["parts"] = text(json.dumps(row["reward_parts"]))
     cells["version"] = min((span[2] for span in row["versions"]), default=None)
     cells["tokens"] = {key: row[key] for key in TOKEN_KEYS if key in row} or 0

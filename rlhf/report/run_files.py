@@ -15,6 +15,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys, stored_values, validated
 from rlhf.config.ppo import PPOConfig
 from rlhf.log.sinks import Row, read_rows, read_summary
+from rlhf.rewards.grade import NO_ANSWER
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,18 @@ def read_groups(file: Path) -> Iterator[list[Row]]:
     """The groups of a rollout file, each a list of the rows of one prompt."""
     for _, group in itertools.groupby(read_rows(file), key=lambda row: (row["prompt_id"], row["epoch"])):
         yield list(group)
+
+
+def conversation(row: Row) -> str:
+    """What the model was asked: the prompt, and each message by its role where there are several."""
+    context = row.get("context", ())  # rows of older runs have none
+    messages = [*context, {"role": "user", "content": row["prompt"]}] if context else ()
+    return "\n\n".join(f"{each['role']}: {each['content']}" for each in messages) or row["prompt"]
+
+
+def states_no_answer(row: Row) -> bool:
+    """Whether the reward looked for an answer and found none; a reward that reads no answers looks for none."""
+    return bool(row["extracted"] == "" and row["status"] == NO_ANSWER)
 
 
 def sample_groups(run: RunFiles, max_bytes: int) -> tuple[list[list[Row]], float]:

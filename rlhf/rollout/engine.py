@@ -78,6 +78,7 @@ class RolloutEngine:
             n=samples,
             seed=request_seed(settings.noise_seed, prompt),
             temperature=settings.temperature,
+            top_p=settings.top_p,
             max_tokens=settings.max_tokens,
             stop=list(settings.stop) or None,
             stop_token_ids=None if token is None else [token],

@@ -30,6 +30,8 @@ class SamplingSettings:
         stop: strings that end a response, in addition to the eos ids of the generation config.
         truncate_token: id of the token at which `truncate` cuts; None: responses are not cut.
         whole: nothing ends a response before max_tokens, and nothing is cut: the token only says whether it stopped.
+        top_p: probability of the most probable tokens that are sampled from; below 1 in evaluations alone, because the
+            learner's log-probs are those of all tokens.
         noise_seed: the noise of a token depends only on this seed, the prompt, the sample and the token's place; None:
             the noise comes from the engine's generator, in the order in which requests arrive.
     """
@@ -41,6 +43,7 @@ class SamplingSettings:
     truncate_after: int = 0
     noise_seed: int | None = None
     whole: bool = False
+    top_p: float = 1.0
 
     def truncated(self, completion: Completion) -> Completion:
         """The completion as it is trained on."""

@@ -381,13 +381,14 @@ def rollout_rows(step: int, groups: Sequence[RolloutGroup], advantages: Sequence
 
 
 def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
-    """A graded response as a row of a JSON file."""
-    rollout = sample.rollout
+    """A graded response as a row of a JSON file; `context` has the messages before `prompt`, the last one."""
+    rollout, messages = sample.rollout, group.prompt.messages
     return {
         "prompt_id": rollout.prompt_id,
         "epoch": rollout.epoch,
         "sample": rollout.sample,
-        "prompt": group.prompt.messages[-1]["content"] if group.prompt.messages else "",
+        "context": list(messages[:-1]),
+        "prompt": messages[-1]["content"] if messages else "",
         "answer": group.prompt.answer,
         "text": sample.text,
         "extracted": sample.extracted,

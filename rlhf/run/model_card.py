@@ -1,16 +1,18 @@
-"""README.md of an exported model: base model, evaluation, data, code and config."""
+"""README.md of an exported model: base model, license, how to use it, evaluation, data, code and config."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.config.model_folder import looks_local
+from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.secrets import with_references
 from rlhf.log.sinks import read_rows
 from rlhf.run.state import RunState
 
+LICENSE_KEYS = ("license", "license_name", "license_link")  # of the hub's front matter
 SHOWN = ("reward/mean", "policy/kl_k3", "policy/entropy", "rollout/response_length/mean", "learner/lr")
 
 
@@ -25,12 +27,17 @@ def model_card(state: RunState, metrics: Path) -> str:
     head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [rlhf, {program}]"]
     if not looks_local(base):
         head.append(f"base_model: {base}")
+    license_of_base = _license(base)
+    head += [f"{key}: {value}" for key, value in license_of_base.items()]
+    named = license_of_base.get("license_name") or license_of_base.get("license") or "its folder does not name it"
     sources = state.stream.get("sources", {})
     sections = [
         "\n".join(["---", *head, "---"]),
         f"# {Path(config['run']['dir']).name}, step {state.step}",
         f"`{base}` after {state.step} of {config['run']['steps']} steps of {program.upper()} with rlhf: "
         f"{state.updates_taken} optimizer steps on {state.account.trained:,} responses.",
+        "## Use\n\n" + _usage(config),
+        f"## License\n\nThat of the base model, `{base}`: {named}.",
         "## Evaluation\n\n" + _table("step", {str(step): values for step, values in state.evaluations.items()}),
         "## Training\n\n" + _table("step", _row_of(metrics, state.step)),
         "## Data\n\n" + _table("source", {name: {"prompts": of["rows"], "fingerprint": of["fingerprint"]}
@@ -39,6 +46,45 @@ def model_card(state: RunState, metrics: Path) -> str:
         "## Config\n\n```yaml\n" + _yaml(config) + "```",
     ]  # fmt: skip
     return "\n\n".join(section for section in sections if not section.endswith("\n\n")) + "\n"
+
+
+def _license(base: str) -> dict[str, str]:
+    """What the front matter of the base model's README says of its license; empty without one."""
+    import yaml
+
+    readme = local_model_folder(base) / "README.md"
+    _, *rest = readme.read_text(errors="replace").split("---\n") if readme.is_file() else [""]
+    try:
+        values = yaml.safe_load(rest[0]) if rest else None
+    except yaml.YAMLError:
+        values = None
+    return {key: str(values[key]) for key in LICENSE_KEYS if key in values} if isinstance(values, dict) else {}
+
+
+def _usage(config: Mapping[str, Any]) -> str:
+    """How to load and serve the model, with the prompt that it was trained with."""
+    data, rollout = config["data"], config["rollout"]
+    content = "\n".join(filter(None, ["What is 17 + 25?", data["prompt_suffix"]]))
+    messages = [{"role": "system", "content": data["system_prompt"]}] if data["system_prompt"] else []
+    messages.append({"role": "user", "content": content})
+    sampling = {"max_new_tokens": rollout["max_response_tokens"], "temperature": rollout["temperature"]}
+    notes = "`vllm serve FOLDER` answers at an OpenAI endpoint."
+    if data["template"] != "model":
+        notes += f" Prompts were written with `data.template: {data['template']}`, not with the chat template."
+    if rollout["stop"]:
+        notes += f" Responses ended at the stop strings {json.dumps(list(rollout['stop']))}: pass them as `stop`."
+    return f"""```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")  # the folder of this file
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+messages = {json.dumps(messages, ensure_ascii=False)}
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+response = model.generate(**prompt, do_sample=True, **{json.dumps(sampling)})
+print(tokenizer.decode(response[0][prompt["input_ids"].shape[1]:], skip_special_tokens=True))
+```
+
+{notes}"""
 
 
 def _table(corner: str, rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -90,7 +91,7 @@ class Sampler:
         """Sample a group by the settings of its evaluation set. The verifiers, or else the reward model, grade it."""
         evaluation = self._config.evaluations[prompt.source]
         longest = evaluation.max_response_tokens or self._config.rollout.max_response_tokens
-        settings = self._settings(evaluation.temperature, longest)
+        settings = replace(self._settings(evaluation.temperature, longest), top_p=evaluation.top_p)
         group = await self.sample(prompt, evaluation.samples_per_prompt, settings)
         if self._reward_model is not None and not self._config.reward.parts_of(prompt.source):
             group = await self._reward_model.add_to(group)

@@ -430,6 +430,8 @@ class TrainingRun(Generic[C]):
             training_s = sum(spent for phase, spent in end.seconds.items() if phase not in ("start", "evaluation"))
             table = {"before": end.evaluations.get(0, {}), "after": after}
             self.log.console.print(evaluation_table(f"evaluation, {training_s:.0f} s of training", table))
+        if notice := self.diagnosis.notice():
+            self.log.warn(notice)
         self.log.print(f"run folder: {self.folder.path}")
         self.log.files.check()
         if self.saver.failure:

@@ -25,7 +25,8 @@ class UselessRunError(RuntimeError):
 def no_group_has_a_signal(groups: Sequence[RolloutGroup], advantages: np.ndarray) -> bool:
     """Whether the rewards of a step give the policy nothing to learn from.
 
-    PPO's advantages also depend on the critic: there a step has no signal if all of its rewards are equal.
+    PPO's advantages also depend on the critic, and others on a KL in the reward: there a step has no signal if all of
+    its rewards are equal.
     """
     return not advantages.any() or len(set[float]().union(*(group.distinct_rewards() for group in groups))) < 2
 

@@ -65,6 +65,16 @@ def test_an_unscorable_response_leaves_the_baseline_and_gets_zero():
     assert grpo(NAN, 1, 1) == [0, 0, 0]
 
 
+@pytest.mark.parametrize("beta", [0.1, 1e-4])
+def test_the_kl_of_equal_rewards_keeps_its_size_unless_it_is_divided_by_the_groups_std(beta):
+    kl = torch.randn(8, dtype=torch.float64)  # nats per response
+    rewards = 1 - beta * kl
+    kept = beta * (kl.mean() - kl).abs().max()
+    assert group_advantages(rewards, normalize_std=False).abs().max() == pytest.approx(float(kept))
+    assert rloo_advantages(rewards).abs().max() == pytest.approx(float(kept) * 8 / 7)
+    assert float(group_advantages(rewards, normalize_std=True).std()) == pytest.approx(1, abs=0.02)  # the config warns
+
+
 def test_a_tiny_spread_is_not_blown_up():
     rewards = torch.tensor([1.0, 1.0 + 2**-23])
     for advantages in (

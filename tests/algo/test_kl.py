@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from rlhf.algo.kl import KL_ESTIMATORS, KLController, kl_per_token
+from rlhf.algo.losses import aggregate
 from rlhf.algo.numerics import MAX_LOG_RATIO
 
 V = 5
@@ -219,6 +222,71 @@ def test_k1_in_the_reward_is_the_exact_gradient_of_the_sequence_kl_and_k2_and_k3
     assert_same(in_reward["k4"], in_reward["k1"])
     for biased in ("k2", "k3"):
         assert (in_reward[biased] - exact).abs().max() > 0.01
+
+
+# --- responses that end: a division by a sampled length ---
+
+END, LONGEST, WORDS = 0, 3, 3
+RESPONSES = [
+    ids
+    for length in range(1, LONGEST + 1)
+    for ids in itertools.product(range(WORDS), repeat=length)
+    if END not in ids[:-1] and (ids[-1] == END or length == LONGEST)
+]
+PREFIXES = sorted({ids[:at] for ids in RESPONSES for at in range(len(ids))})
+
+
+def response_logprobs(theta: Tensor, ids: tuple[int, ...]) -> Tensor:
+    rows = [PREFIXES.index(ids[:at]) for at in range(len(ids))]
+    return theta.log_softmax(-1)[rows, list(ids)]
+
+
+def expected_gradient_of_pairs(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """Gradient of a minibatch of two responses to one prompt, over all 225 pairs of responses.
+
+    Args:
+        loss: of log-probs and reference log-probs [T] and cu_seqlens of a pair.
+    """
+    theta = policy(1, len(PREFIXES))[:, :WORDS].clone().requires_grad_()
+    ref = policy(2, len(PREFIXES))[:, :WORDS]
+    total = torch.zeros((), dtype=torch.float64)
+    for pair in itertools.product(RESPONSES, repeat=2):
+        logprobs, ref_logprobs = (torch.cat([response_logprobs(each, ids) for ids in pair]) for each in (theta, ref))
+        cu_seqlens = torch.tensor([0, len(pair[0]), len(logprobs)])
+        total = total + loss(logprobs, ref_logprobs, cu_seqlens)
+    total.backward()
+    return theta.grad
+
+
+def expected_kl_gradient(estimator: str, aggregation: str) -> Tensor:
+    def loss(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
+        old = logprobs.detach()
+        kl = kl_per_token(logprobs, ref_logprobs, estimator=estimator, old_logprobs=old)
+        mask = torch.ones(len(kl), dtype=torch.bool)
+        sizes = {"tokens": len(kl), "sequences": 2, "constant_length": LONGEST}
+        return old.sum().exp() * aggregate(kl, mask, cu_seqlens, aggregation=aggregation, **sizes)
+
+    return expected_gradient_of_pairs(loss)
+
+
+def test_k1_in_the_loss_has_no_expected_gradient_where_the_loss_is_summed_over_tokens():
+    assert len(RESPONSES) ** 2 == 225
+    assert expected_kl_gradient("k1", "constant").abs().max() < EXACT
+    assert expected_kl_gradient("k2", "constant").abs().max() > 0.01
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_where_the_loss_is_divided_by_a_sampled_length_k1_has_the_gradient_of_its_inverse(aggregation):
+    """So it lengthens responses, wherever the reference is; k4 has this term in addition to what k2 has."""
+
+    def inverse_length(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
+        lengths = cu_seqlens[-1:] if aggregation == "token_mean" else cu_seqlens.diff()
+        return logprobs.sum().exp() * (1 / lengths.double()).mean()
+
+    expected = expected_gradient_of_pairs(inverse_length)
+    assert expected.abs().max() > 0.01
+    assert_same(expected_kl_gradient("k1", aggregation), expected)
+    assert_same(expected_kl_gradient("k4", aggregation), expected + expected_kl_gradient("k2", aggregation))
 
 
 # --- numerics, masks, refusals ---

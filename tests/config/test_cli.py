@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_S
 
-from rlhf.config.cli import RUN_ERROR, USER_ERROR, parse, run_program
+from rlhf.config.cli import RUN_ERROR, USER_ERROR, parse, run_async, run_program
 from rlhf.config.describe import describe_keys
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
@@ -236,3 +242,51 @@ def test_an_interrupted_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert run_program(interrupt) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+# --- inside of a running event loop, as in the cell of a notebook ---
+
+
+async def answer() -> int:
+    await asyncio.sleep(0)
+    return 42
+
+
+def test_a_program_runs_inside_of_a_running_event_loop_which_goes_on_after_it() -> None:
+    async def cell() -> list[object]:
+        loop, signals = asyncio.get_running_loop(), list[str]()
+        loop.add_signal_handler(signal.SIGTERM, signals.append, "SIGTERM")
+        task = asyncio.create_task(answer())
+        results: list[object] = [run_async(answer()), await task, asyncio.get_running_loop() is loop]
+        os.kill(os.getpid(), signal.SIGTERM)  # the handler of the outer loop is back
+        while not signals:
+            await asyncio.sleep(0.01)
+        return results
+
+    assert asyncio.run(cell()) == [42, 42, True]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_ctrl_c_reaches_a_program_that_runs_inside_of_a_running_event_loop() -> None:
+    asked: list[str] = []
+
+    def on_signal(name: str, cancel: Callable[[], object]) -> None:
+        asked.append(name)
+        cancel()
+
+    async def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(WAIT_S)
+
+    async def cell() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            run_async(interrupted(), on_signal=on_signal)
+        await asyncio.sleep(0)
+
+    asyncio.run(cell())
+    assert asked == ["SIGINT"]
+
+
+def test_a_program_in_another_thread_than_the_main_one_says_where_to_call_it() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match=r"runs in the main thread.* Call it there\."):
+        pool.submit(lambda: run_async(answer())).result()

@@ -383,25 +383,39 @@ def test_each_evaluation_set_has_the_sampling_of_the_section_or_its_own(base: st
     assert drawn == {"a": (1, 0.0, None), "b": (8, 0.6, 7)}
     assert config.evaluation_groups_at_once == 2 * config.rollout.max_concurrent_sequences // 8
     assert list(config.warnings()) == []
+    assert config.evaluations["a"].top_p == 1
+    refused = refusal(base, "data.train={path: a.jsonl, top_p: 0.5}")
+    assert "has top_p=0.5, which is for evaluation sets. Remove it." in refused
+    refused = refusal(base, "data.eval={path: a.jsonl, temperature: 0}", "evaluation.samples_per_prompt=4")
+    assert "evaluation.samples_per_prompt=4 with evaluation.temperature=0: greedy samples" in refused
     refused = refusal(base, "data.train={path: a.jsonl, temperature: 0.5}")
     assert "a.jsonl has temperature=0.5, which is for evaluation sets. Remove it, or set rollout.temp" in refused
 
 
 # --- warnings ---
 
+KL_REWARD = ("algo.kl_place=reward", "algo.kl_coef=0.1")
+
 
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["algo.kl_place=reward", "algo.kl_coef=0.1", "algo.kl_estimator=k3"], ["kl_estimator=k3", "blow up"]),
-        (["algo.kl_place=reward", "algo.kl_coef=0.1", "algo.kl_estimator=k2"], ["kl_estimator=k2", "biased"]),
+        ([*KL_REWARD, "algo.advantage=rloo", "algo.kl_estimator=k3"], ["kl_estimator=k3", "blow up"]),
+        ([*KL_REWARD, "algo.advantage=rloo", "algo.kl_estimator=k2"], ["kl_estimator=k2", "biased"]),
+        (
+            [*KL_REWARD, "algo.kl_estimator=k1"],
+            ["advantage=grpo with algo.kl_place=reward", "whatever algo.kl_coef=0.1 is", "advantage=dr_grpo or rloo"],
+        ),
+        (
+            ["algo.kl_coef=0.1", "algo.kl_estimator=k1", "algo.loss_aggregation=constant"],
+            ["kl_estimator=k1", "kl_place=loss", "expected gradient is zero"],
+        ),
         (
             ["algo.kl_coef=0.1", "algo.kl_estimator=k1"],
-            ["kl_estimator=k1", "kl_place=loss", "expected gradient is zero"],
+            ["kl_place=loss and algo.loss_aggregation=token_mean", "only makes responses longer"],
         ),
         (["learner.minibatches_per_epoch=3"], ["32 rollouts", "learner.minibatches_per_epoch=3"]),
         (["evaluation.every=2"], ["evaluation.every=2", "without data.eval"]),
-        (["evaluation.temperature=0.0", "evaluation.samples_per_prompt=4"], ["greedy", "evaluation.temperature=0"]),
     ],
 )
 def test_what_is_likely_a_mistake_is_a_warning_and_no_error(base: str, overrides: list[str], parts: list[str]) -> None:
@@ -412,6 +426,9 @@ def test_what_is_likely_a_mistake_is_a_warning_and_no_error(base: str, overrides
 
 def test_a_sound_config_has_no_warnings(base: str) -> None:
     assert list(load_config(GRPOConfig, [base]).warnings()) == []
+    for advantage in ("dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"):
+        kl = [*KL_REWARD, "algo.kl_estimator=k1", f"algo.advantage={advantage}"]
+        assert list(load_config(GRPOConfig, [base], kl).warnings()) == []
 
 
 # --- frozen, and the resolved form ---

@@ -72,6 +72,19 @@ def test_the_command_of_each_recipe_names_its_files() -> None:
         assert f"python -m {program} {named}" in header
 
 
+def test_the_evaluation_on_mathematics_loads_as_its_command_says_and_samples_as_its_paper() -> None:
+    (command,) = re.findall(r"^#     (rlhf evaluate .*)$", (ROOT / "configs/eval_math.yaml").read_text(), re.MULTILINE)
+    _, _, _, file, *overrides = command.split()
+    config = load_config(GRPOConfig, [str(ROOT / file)], overrides[:1])
+    assert not list(config.warnings())
+    drawn = {name: (each.samples_per_prompt, each.temperature, each.top_p) for name, each in config.evaluations.items()}
+    assert drawn == {"MATH-500": (4, 0.6, 0.95), "aime_2024": (32, 0.6, 0.95), "aime25": (32, 0.6, 0.95)}
+    assert config.reward.parts[0].name == "math"
+    longer = ["rollout.max_response_tokens=32768", "learner.max_tokens_per_microbatch=33792"]
+    assert all(override in (ROOT / file).read_text() for override in longer)
+    load_config(GRPOConfig, [str(ROOT / file)], longer)
+
+
 def test_the_run_of_the_real_model_has_no_warnings_and_adds_up_as_its_header_says() -> None:
     config = load(("real_model_cpu.yaml",))
     header = " ".join((ROOT / "configs/real_model_cpu.yaml").read_text().split("\n\n")[0].replace("#", " ").split())

@@ -10,7 +10,8 @@ import pytest
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys, load_config
-from rlhf.log.diagnosis import RULES, Diagnosis, Finding, diagnose_run
+from rlhf.log.diagnosis import RULES, Diagnosis, Finding, diagnose_run, outside_at_the_end
+from rlhf.log.healthy import Outside
 
 ROOT = Path(__file__).parent.parent.parent
 HEALTHY = ROOT / "tests/fixtures/healthy_quickstarts.csv"  # metrics of three runs of configs/quickstart.yaml
@@ -59,6 +60,11 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"reward/equal_group_fraction": 1.0, "reward/mean": 0.0, "reward/max": 0.0},
         {},
         "Does the reward read the answers",
+    ),
+    "equal rewards in almost all groups, with a KL in them": (
+        {"reward/equal_group_fraction": 1.0},
+        {"algo.kl_place": "reward", "algo.kl_coef": 0.01},
+        "all rewards were equal, so only their KL gave them advantages",
     ),
     "responses are cut off": ({"rollout/stopped_fraction": 0.05}, {}, "raise rollout.max_response_tokens=24"),
     "KL to the reference is running away": ({"policy/kl_k1": 3.0}, {}, "algo.kl_coef=0.0"),
@@ -149,3 +155,23 @@ def test_a_slow_leak_of_a_long_run_is_found_from_few_rows() -> None:
     ((step, seen),) = found
     assert 500 < step < 4000
     assert seen.startswith("memory/graders rose from ")
+
+
+def test_a_metric_that_is_outside_of_its_healthy_range_is_a_notice_and_no_finding() -> None:
+    rows = ill(**{"rollout/stopped_fraction": 0.35, "reward/answered_fraction": 0.4})
+    assert diagnose_run(rows, CONFIG) == []
+    assert outside_at_the_end(rows) == [
+        Outside("reward/answered_fraction", pytest.approx(0.4), "above 0.9"),
+        Outside("rollout/stopped_fraction", pytest.approx(0.35), "above 0.9"),
+    ]
+    diagnosis = Diagnosis(CONFIG)
+    for row in rows:
+        diagnosis.after_step(row["step"], row)
+    assert "reward/answered_fraction 0.4 (above 0.9), rollout/stopped_fraction 0.35 (above 0.9)" in diagnosis.notice()
+
+
+def test_a_healthy_run_has_no_notice_whatever_its_first_steps_were() -> None:
+    assert outside_at_the_end(healthy_runs()[0]) == []
+    assert (
+        outside_at_the_end([{"step": 1, "time/step": 1.0, "rollout/stopped_fraction": 0.1}, *healthy_runs()[0]]) == []
+    )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
-from documented import check_documented, documented, matches
+from documented import PAGE, check_documented, documented, matches
+
+from rlhf.log.healthy import HEALTHY, range_of
 
 TESTS = Path(__file__).parent.parent
 
@@ -20,6 +23,20 @@ def test_every_case_of_the_page_is_held_against_metrics_by_a_test() -> None:
     ]
     checked = set(re.findall(r'"([^"]*)"', "\n".join(calls)))
     assert set(documented().values()) <= checked
+
+
+def test_the_healthy_ranges_of_the_page_are_those_that_the_report_marks() -> None:
+    names, on_page = set(documented()), {}
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if line.startswith("| `") and len(cells) == 7:
+            (range_in_words, *_) = cells[4].split(";")
+            if re.fullmatch(r"above [\d.]+|below [\d.]+|[\d.]+ to [\d.]+", range_in_words):
+                on_page |= dict.fromkeys(re.findall(r"`([^`]+)`", cells[1]), range_in_words)
+    in_code = {name: str(range_of(name)) for name in names if range_of(name)}
+    assert on_page == in_code
+    for pattern in HEALTHY:
+        assert any(fnmatchcase(name, pattern) for name in names), f"{pattern} is not on the page"
 
 
 def test_names_are_of_one_form_and_stand_once() -> None:

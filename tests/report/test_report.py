@@ -9,7 +9,9 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,29 @@ from rlhf.log.sinks import JsonlSink
 from rlhf.report.page import write_page
 from rlhf.report.run_files import RunFiles, differing_keys, read_groups, read_run, sample_groups
 from rlhf.run.folder import RunFolder, rollout_rows
+from rlhf.types import RolloutGroup
 
 HOSTILE = "</script><img src=x onerror=boom()>\x1b[2J\u202e"
 
 
-def write_run(path: Path, *, steps: int = 4, text: str = "an answer", **sections: Any) -> Path:
-    """A run folder as the trainer writes it: 2 groups of 4 responses in each step, evaluations at its start and end."""
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 17 + 25?"})
+
+
+def write_run(
+    path: Path,
+    *,
+    steps: int = 4,
+    text: str = "an answer",
+    prompt: Mapping[str, Any] = MappingProxyType({}),
+    sample: Mapping[str, Any] = MappingProxyType({}),
+    metrics: Mapping[str, float] = MappingProxyType({}),
+    **sections: Any,
+) -> Path:
+    """A run folder as the trainer writes it: 2 groups of 4 responses in each step, evaluations at its start and end.
+
+    Args:
+        prompt, sample: fields of all prompts and graded responses. metrics: further ones of each step.
+    """
     config = make_config(path.parent / "model", **sections)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path), "steps": steps})})
     folder = RunFolder(path, resume=False)
@@ -37,10 +56,11 @@ def write_run(path: Path, *, steps: int = 4, text: str = "an answer", **sections
     log.log(0, {"eval/test/avg@1": 0.25})
     for step in range(1, steps + 1):
         values = {"reward/mean": step / 10, "learner/lr": config.learner.optimizer.lr, "time/step": 1.0}
-        log.log(step, values | {"time/update": 0.5, "time/sampling": 0.25, "policy/entropy": 1.0})
+        log.log(step, values | {"time/update": 0.5, "time/sampling": 0.25, "policy/entropy": 1.0} | metrics)
         groups = make_groups(groups=2, samples=4, vocabulary=9, longest=20, seed=step)
-        samples = [tuple(dataclasses.replace(s, text=text) for s in group.samples) for group in groups]
-        groups = [dataclasses.replace(g, samples=s) for g, s in zip(groups, samples, strict=True)]
+        samples = [tuple(dataclasses.replace(s, text=text, **sample) for s in group.samples) for group in groups]
+        prompts = [dataclasses.replace(group.prompt, **prompt) for group in groups]
+        groups = [RolloutGroup(*parts) for parts in zip(prompts, samples, strict=True)]
         kept = {"tokens": ["2", "+"], "token_advantages": [0.5, -0.25], "token_differences": [0.0, 0.1]}
         rows = rollout_rows(step, groups, np.linspace(-1, 1, 8).tolist())
         folder.write_rollouts(step, [row | (kept if config.logging.token_values else {}) for row in rows], files)
@@ -133,6 +153,41 @@ def test_the_page_holds_the_curves_the_rollouts_and_what_differs(tmp_path: Path)
     assert rollouts["shares"] == [1.0, 1.0]
 
 
+def test_the_page_has_the_whole_conversation_and_no_answers_where_the_task_has_none(tmp_path: Path) -> None:
+    page = write_page([read_run(write_run(tmp_path / "run", prompt={"messages": CHAT, "answer": ""}))])
+    texts, columns = (data_of(page, "rollouts")[key] for key in ("texts", "columns"))
+    assert {texts[i] for i in columns["conversation"]} == {"system: Be brief.\n\nuser: What is 17 + 25?"}
+    assert {texts[i] for i in columns["prompt"]} == {"What is 17 + 25?"}
+    assert {texts[i] for i in columns["answer"]} == {""}
+    assert set(columns["no_answer"]) == {False}
+    asked = write_run(tmp_path / "asked", sample={"status": "no_answer"})
+    assert set(data_of(write_page([read_run(asked)]), "rollouts")["columns"]["no_answer"]) == {True}
+
+
+def test_rollouts_that_an_older_version_wrote_have_their_prompt_alone(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", prompt={"messages": CHAT}))
+    for file in run.rollout_files().values():
+        rows = [{k: v for k, v in row.items() if k != "context"} for group in read_groups(file) for row in group]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = data_of(write_page([run]), "rollouts")["columns"]
+    assert columns["conversation"] == columns["prompt"]
+
+
+def test_the_page_marks_what_is_outside_of_its_healthy_range(tmp_path: Path) -> None:
+    runs = [
+        read_run(write_run(tmp_path / name, metrics={"rollout/stopped_fraction": stopped}))
+        for name, stopped in (("cut", 0.35), ("whole", 0.99))
+    ]
+    metrics = data_of(write_page(runs), "metrics")
+    assert [run["findings"] for run in metrics["runs"]] == [[], []]
+    outside = {"metric": "rollout/stopped_fraction", "value": 0.35, "healthy": "above 0.9"}
+    assert [run["outside"] for run in metrics["runs"]] == [[outside], []]
+    panels = {panel["title"]: panel for section in metrics["sections"] for panel in section["panels"]}
+    marked = panels["Responses that stopped"]["healthy"]
+    assert marked == {"rollout/stopped_fraction": {"low": 0.9, "high": None, "words": "above 0.9"}}
+    assert panels["Entropy"]["healthy"] == {}
+
+
 def test_nothing_in_the_page_is_loaded_from_elsewhere_and_no_text_of_a_run_is_html(tmp_path: Path) -> None:
     page = write_page([read_run(write_run(tmp_path / "run", text=HOSTILE))])
     assert "<img" not in page
@@ -158,6 +213,11 @@ const filled = setInterval(async () => {
   filter();
   tell(`filtered ${$("count").textContent}`);
   document.querySelector("#rows button").click();
+  tell(`head ${[...document.querySelectorAll("#rows th")].map((cell) => cell.textContent)}`);
+  tell(`notice ${$("findings").textContent}`);
+  document.querySelector("#responses .plot").scrollIntoView();
+  while (!document.querySelector("#responses .shapelayer path")) await new Promise((done) => setTimeout(done, 50));
+  tell(`bands ${document.querySelectorAll("#responses .shapelayer path").length}`);
   tell(`group ${$("samples").children.length} of ${$("group-title").textContent}`);
   for (const shade of ["token_advantages", "token_differences"]) {
     $("shade").value = shade;
@@ -178,8 +238,10 @@ const filled = setInterval(async () => {
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
 def test_a_browser_draws_the_charts_filters_the_rollouts_and_opens_a_group_without_an_error(tmp_path: Path) -> None:
+    cut_off = {"rollout/stopped_fraction": 0.35}
     runs = [
-        read_run(write_run(tmp_path / name, text=HOSTILE, logging={"token_values": True})) for name in ("one", "two")
+        read_run(write_run(tmp_path / name, text=HOSTILE, logging={"token_values": True}, metrics=cut_off))
+        for name in ("one", "two")
     ]
     rows = [row for file in runs[1].rollout_files().values() for group in read_groups(file) for row in group]
     file = tmp_path / "report.html"
@@ -191,6 +253,12 @@ def test_a_browser_draws_the_charts_filters_the_rollouts_and_opens_a_group_witho
     assert told["all"] == told["cleared"] == "64 of 64 rollouts, 1 to 50"
     expected = sum(row["step"] >= 2 and row["reward"] is not None and row["reward"] >= 0.5 for row in rows)
     assert told["filtered"] == f"{expected} of 64 rollouts, 1 to {expected}"
+    assert (
+        told["head"] == "run,step,prompt,response,gold,reward,advantage,tokens,status,end"
+    )  # no reward read an answer
+    assert "rollout/stopped_fraction0.35above 0.9" in told["notice"]
+    assert "No rule found anything wrong." in told["notice"]
+    assert told["bands"] == "1"
     assert told["group"].startswith("4 of two step ")
     assert told["token_advantages"] == "token advantages: 0.5,token advantages: -0.25"
     assert told["token_differences"] == "token differences: 0,token differences: 0.1"
@@ -215,6 +283,27 @@ def test_groups_are_shown_newest_first_and_control_characters_are_spelled(
     assert text.count("sample ") == 12
     assert "onerror=boom()>\\u001b[2J\\u202e" in text
     assert shown(run, capsys, "--step", "2", "-n", "9").count("─ step 2, ") == 2
+
+
+def test_the_conversation_and_the_parts_of_the_reward_are_shown_and_answers_where_there_are_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    parts = {"reward": 1.5, "reward_parts": {"helpful": 1.0, "length": 0.5, "mine": None}}
+    chat = read_run(write_run(tmp_path / "chat", prompt={"messages": CHAT, "answer": ""}, sample=parts))
+    text = shown(chat, capsys, "-n", "1", "--contains", "Be brief")
+    assert "│ system: Be brief." in text
+    assert "│ user: What is 17 + 25?" in text
+    assert "reward 1.5 (helpful 1, length 0.5, mine none), advantage" in text
+    assert "gold answer" not in text
+    assert "extracted" not in text
+    one_part = {"reward": 1.0, "reward_parts": {"math": 1.0}, "extracted": "42"}
+    asked = shown(read_run(write_run(tmp_path / "asked", sample=one_part)), capsys, "-n", "1")
+    assert "gold answer: 0" in asked
+    assert "reward 1, advantage" in asked
+    assert "tokens, extracted 42" in asked
+    silent = shown(read_run(write_run(tmp_path / "silent", sample={"status": "no_answer"})), capsys, "-n", "1")
+    assert "tokens, extracted nothing" in silent
 
 
 def test_a_filter_that_nothing_fits_and_a_step_that_is_not_there_say_which_steps_there_are(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,19 @@ def test_a_response_continues_with_new_weights_and_every_token_has_its_version(t
         assert np.concatenate(after).max() < 1e-3
     else:  # new weights over the old ones' keys and values: close to neither, and why a correction is on
         assert difference > 1e-3
+
+
+def test_with_a_small_top_p_only_the_most_probable_token_is_sampled(tiny_model_dir: Path) -> None:
+    async def sampled() -> list[list[list[int]]]:
+        from rlhf.cluster.cluster import Cluster
+
+        prompt = Prompt("p/0", 0, np.arange(60, 80, dtype=np.int32), (), "0", "p")
+        whole = SamplingSettings(1.0, 24)
+        asked = [(1, SamplingSettings(0.0, 24)), (4, replace(whole, top_p=1e-6)), (4, whole)]
+        async with Cluster(make_config(tiny_model_dir / "model"), trains=False) as cluster:
+            groups = [await cluster.sample_group(0, prompt, samples, settings) for samples, settings in asked]
+        return [[rollout.token_ids.tolist() for rollout in group] for group in groups]
+
+    greedy, small, whole = asyncio.run(sampled())
+    assert small == greedy * 4
+    assert len({tuple(ids) for ids in whole}) == 4

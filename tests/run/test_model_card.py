@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
+import pytest
+import yaml
 from worlds import make_config
 
 from rlhf.run.model_card import model_card
@@ -16,3 +20,35 @@ def test_a_killed_run_whose_last_line_of_metrics_is_cut_short_has_its_card(tmp_p
     config = make_config(tmp_path / "model").model_dump(mode="json")
     assert "| 2 | 0.75 |" in model_card(RunState(step=2, config=config), metrics)
     assert "## Training" not in model_card(RunState(step=3, config=config), metrics)
+
+
+def test_the_license_is_that_which_the_folder_of_the_base_model_states(tmp_path: Path) -> None:
+    base = tmp_path / "model"
+    base.mkdir()
+    state = RunState(step=2, config=make_config(base).model_dump(mode="json"))
+    assert f"`{base}`: its folder does not name it." in model_card(state, tmp_path / "none")
+    (base / "README.md").write_text("---\nlicense: other\nlicense_name: qwen\ntags: [a]\n---\n# Base\n---\n")
+    card = model_card(state, tmp_path / "none")
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert (head["license"], head["license_name"]) == ("other", "qwen")
+    assert f"That of the base model, `{base}`: qwen." in card
+    (base / "README.md").write_text("---\n{ no yaml\n---\n")
+    assert "license" not in model_card(state, tmp_path / "none").split("---\n")[1]
+
+
+@pytest.mark.slow
+def test_the_code_of_the_card_loads_the_model_and_asks_it_as_it_was_trained(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_model_dir / "model"
+    asked = {"system_prompt": "Be brief.", "prompt_suffix": "Use \\boxed{}."}
+    config = make_config(folder, data=asked, rollout={"max_response_tokens": 8, "stop": ["#"]})
+    card = model_card(RunState(step=2, config=config.model_dump(mode="json")), tmp_path / "none")
+    assert "`vllm serve FOLDER`" in card
+    assert 'the stop strings ["#"]' in card
+    (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code.replace("FOLDER", str(folder)), names)
+    assert [message["content"] for message in names["messages"]] == ["Be brief.", "What is 17 + 25?\nUse \\boxed{}."]
+    assert 0 < names["response"].shape[1] - names["prompt"]["input_ids"].shape[1] <= 8
+    assert capsys.readouterr().out.endswith("\n")

@@ -35,20 +35,23 @@ def test_tokens_that_arrive_during_an_evaluation_are_in_the_rate_of_the_next_ste
 
 
 def test_an_evaluation_set_is_sampled_as_it_asks(tmp_path: Path) -> None:
-    sets = [{"path": "a.jsonl"}, {"path": "b.jsonl", "samples_per_prompt": 4, "max_response_tokens": 9}]
-    config = make_config(tmp_path / "model", data={"eval": sets}, evaluation={"temperature": 0.5})
-    asked: list[tuple[int, float, int]] = []
+    sets = [{"path": "a.jsonl"}, {"path": "b.jsonl", "samples_per_prompt": 4, "max_response_tokens": 9, "top_p": 0.9}]
+    config = make_config(tmp_path / "model", data={"eval": sets}, evaluation={"temperature": 0.5, "top_p": 0.95})
+    asked: list[tuple[int, float, float, int]] = []
 
     class Recording(Sampler):
         async def sample(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> RolloutGroup:
-            asked.append((samples, settings.temperature, settings.max_tokens))
+            asked.append((samples, settings.temperature, settings.top_p, settings.max_tokens))
             return RolloutGroup(prompt, ())
 
     engines: Any = SimpleNamespace(engines=SimpleNamespace(actors=[None]), trains=False)
     sampler = Recording(config, engines, cast(Scorer, None), None)
     for source in ("a", "b"):
         asyncio.run(sampler.for_evaluation(Prompt(f"{source}/1", 0, np.ones(1, np.int32), (), "", source)))
-    assert asked == [(1, 0.5, config.rollout.max_response_tokens), (4, 0.5, 9)]
+    longest = config.rollout.max_response_tokens
+    assert asked == [(1, 0.5, 0.95, longest), (4, 0.5, 0.9, 9)]
+    asyncio.run(sampler.for_training(Prompt("a/1", 0, np.ones(1, np.int32), (), "", "a")))
+    assert asked[-1] == (config.rollout.samples_per_prompt, config.rollout.temperature, 1.0, longest)
 
 
 # --- as the original RLHF code: the reward model reads up to the first ".", and its scores are normalized ---

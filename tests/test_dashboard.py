@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from documented import documented
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "launch"))
-pytest.importorskip("wandb_workspaces")
-
-import wandb_dashboard
 from wandb_workspaces.workspaces.internal import View
 
+from rlhf import dashboard
 from rlhf.config.describe import describe_keys
 from rlhf.config.ppo import PPOConfig
 from rlhf.log.panels import SECTIONS, matching
@@ -23,11 +18,11 @@ NAMES = [re.sub(r"<[^>]+>", "1", name) for name in documented()]
 
 
 def test_the_view_validates_and_shows_every_panel_histograms_responses_and_comparisons() -> None:
-    view = wandb_dashboard.workspace("team", "rlhf", "mine")._to_model()
+    view = dashboard.workspace("team", "rlhf", "mine")._to_model()
     again = View.model_validate_json(view.model_dump_json(by_alias=True))
     assert (again.entity, again.project) == ("team", "rlhf")
     sections = {section.name: section.panels for section in again.spec.section.panel_bank_config.sections}
-    assert [*SECTIONS, "Histograms", "Responses, sampled", *wandb_dashboard.COMPARISONS] == list(sections)
+    assert [*SECTIONS, "Histograms", "Responses, sampled", *dashboard.COMPARISONS] == list(sections)
     for title, panels in SECTIONS.items():
         for panel, shown in zip(panels, sections[title], strict=True):
             pattern = shown.config.metric_regex
@@ -41,13 +36,20 @@ def test_panels_and_comparisons_name_metrics_and_keys_that_exist() -> None:
     empty = [panel for panels in SECTIONS.values() for panel in panels if not matching(panel, NAMES)]
     assert empty == []
     keys = {key.name for key in describe_keys(PPOConfig)}
-    for key, metrics in wandb_dashboard.COMPARISONS.values():
+    for key, metrics in dashboard.COMPARISONS.values():
         assert key in keys
         assert set(metrics) <= set(NAMES)
 
 
 def test_a_dry_run_prints_sections_and_panels(capsys: pytest.CaptureFixture[str]) -> None:
-    wandb_dashboard.main(["--entity", "team", "--dry-run"])
+    dashboard.main(["--entity", "team", "--dry-run"])
     printed = capsys.readouterr().out.splitlines()
     assert "Compare Adam variants" in printed
     assert "    policy/kl_k3" in printed
+
+
+def test_without_an_api_key_it_says_how_to_log_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"wandb does not take the dashboard .*wandb login.*check --entity"):
+        dashboard.main(["--entity", "team"])
