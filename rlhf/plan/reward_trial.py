@@ -26,16 +26,16 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
 
     kinds: tuple[Literal["train", "eval"], ...] = ("train", "eval") if trains else ("eval",)
     prompts = [row for which in kinds for row in first_usable(config.data, which, gold_answer)]
-    problems: dict[str, None] = {}
+    problems: dict[tuple[str, str], str] = {}  # by function and error: it is the same for every source
     try:
         with Scorer(functions) as scorer:
             for row, prompt in prompts:
                 for name, error in scorer.try_functions(prompt, _responses(config, prompt)).items():
-                    problem = f"reward name={name!r}: it fails for a response to {row}: {error}"
-                    problems[f"{problem.removesuffix('.')}. Repair the function (docs/rewards.md)."] = None
+                    problem = f"reward name={name!r}: it fails for a response to {row}: {error}".removesuffix(".")
+                    problems.setdefault((name, error), f"{problem}. Repair the function (docs/rewards.md).")
     except (ValueError, RuntimeError) as error:
         return [str(error)]
-    return [] if config.reward.failure_fraction == 1 else list(problems)
+    return [] if config.reward.failure_fraction == 1 else list(problems.values())
 
 
 def _only_functions(reward: RewardConfig) -> RewardConfig:

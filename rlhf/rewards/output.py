@@ -47,9 +47,8 @@ class Lines(io.RawIOBase):
         name, text = running.get(), bytes(data)
         is_built_in = name != "" and ":" not in name  # its parsers print parts of the responses
         if not self.muted and not is_built_in:
-            *lines, self._open[name] = (self._open[name] + text).split(b"\n")
-            if len(self._open[name]) > MAX_LINE:
-                lines.append(self._open.pop(name))
+            *lines, rest = (self._open[name] + text).split(b"\n")
+            self._open[name] = rest[:MAX_LINE]
             for line in lines:
                 self._send(name, line)
         return len(text)
