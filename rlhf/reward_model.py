@@ -185,11 +185,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = Path(config.run.dir)
     cli.check_new_folder(folder, "run.dir=")
     from rlhf.config.load import resolved_yaml
-    from rlhf.data.model_checks import check_folder
+    from rlhf.data.model_checks import check_model_files
     from rlhf.data.model_files import load_tokenizer
     from rlhf.learner.reward_trainer import count_updates
 
-    check_folder(config.model.path)
+    check_model_files(config.model.path, generates=False)
     tokenizer = load_tokenizer(config.model)
     longest, template = config.data.max_tokens, config.data.template
     train, too_long = read_pairs(config.data.train, tokenizer, "train", max_tokens=longest, template=template)

@@ -196,6 +196,10 @@ class RewardConfig(Section):
         10, ge=0, description="failures of a user function that never stop the run, however few the calls"
     )
 
+    accept_changed_code: bool = Field(
+        False, description="let --resume continue with user functions whose code is not what the run began with"
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _normalize(cls, value: Any) -> Any:

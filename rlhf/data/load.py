@@ -6,17 +6,22 @@ cannot be used raises an error that names it, or is counted (`data.on_bad_row`).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from rlhf.config.data import USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import GoldAnswer, extract_answer
-from rlhf.data.read import BadRows, Row, config_sources, read_rows, rows_per_epoch
+from rlhf.data.read import BadRows, Row, config_sources, first_rows, read_rows, rows_per_epoch
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
 
 Messages = tuple[dict[str, str], ...]
 MAX_PROMPT_CHARS = 4 * 2**20  # about a million tokens; a tokenizer takes seconds for them
+FIRST_ROWS = 16  # that are read to find one that can be used
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,22 @@ def load_prompts(
     return LoadedPrompts(prompts, dropped, rows_per_epoch(sources.values(), prompts), bad_rows)
 
 
+def first_usable(
+    config: DataConfig, which: Literal["train", "eval"], gold_answer: GoldAnswer
+) -> Iterator[tuple[str, Prompt]]:
+    """(row, as messages name it; its prompt, without tokens) of the first usable row of each source.
+
+    A source without one is skipped: loading it reports the reason.
+    """
+    for key, source in config_sources(config, which).items():
+        with contextlib.suppress(ValueError, IndexError):
+            rows = first_rows(source, which, key, FIRST_ROWS)
+            row, messages, answer = _usable_rows(config, source, rows, gold_answer, key, BadRows(skip=True))[0]
+            no_tokens, label = np.empty(0, np.int32), source.label
+            prompt = Prompt(f"{label}/{row.number}", 0, no_tokens, messages, answer, label, row.columns)
+            yield f"row {row.number} of {key}={source.path}", prompt
+
+
 def leave_out(
     config: DataConfig, which: Literal["train", "eval"], loaded: LoadedPrompts, ids: set[str]
 ) -> LoadedPrompts:
@@ -117,6 +138,28 @@ def _make_prompts(
     Raises:
         ValueError: a row cannot be used and `bad` leaves none out, or no row can be used.
     """
+    usable = _usable_rows(config, source, rows, gold_answer, key, bad)
+    texts = [render(conversation, config.template, tokenizer) for _, conversation, _ in usable]
+    token_ids = tokenize(texts, config.template, tokenizer) if texts else []
+    prompts = []
+    for (row, conversation, answer), ids in zip(usable, token_ids, strict=True):
+        with bad.leave_out():
+            if not len(ids):
+                raise ValueError(
+                    f"{key}: row {row.number} of {source.path} has no token: the tokenizer knows none of its "
+                    "characters. Remove the row, or use a tokenizer for this data."
+                )
+            label = source.label
+            prompts.append(Prompt(f"{label}/{row.number}", 0, ids, conversation, answer, label, row.columns))
+    if not prompts:
+        raise ValueError(f"{key}={source.path}: no row can be used. The first one: {bad.reasons[0]}")
+    return prompts
+
+
+def _usable_rows(
+    config: DataConfig, source: SourceConfig, rows: list[Row], gold_answer: GoldAnswer, key: str, bad: BadRows
+) -> list[tuple[Row, Messages, str]]:
+    """The rows whose prompt and answer can be read, with both. Raises ValueError unless `bad` leaves the others out."""
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
     prompt_column = _pick_column("prompt_column", config, source, columns, key)
     readable: list[tuple[Row, Messages]] = []
@@ -130,23 +173,8 @@ def _make_prompts(
         answer_column = _pick_column("answer_column", config, source, columns, key)
         asked = [row for row, _ in readable]
         answers = _read_answers(asked, answer_column, answer_format, gold_answer, source, key, bad)
-    texts = [render(conversation, config.template, tokenizer) for _, conversation in readable]
-    token_ids = tokenize(texts, config.template, tokenizer) if texts else []
-    prompts = []
-    for (row, conversation), answer, ids in zip(readable, answers, token_ids, strict=True):
-        if answer is None:
-            continue
-        with bad.leave_out():
-            if not len(ids):
-                raise ValueError(
-                    f"{key}: row {row.number} of {source.path} has no token: the tokenizer knows none of its "
-                    "characters. Remove the row, or use a tokenizer for this data."
-                )
-            label = source.label
-            prompts.append(Prompt(f"{label}/{row.number}", 0, ids, conversation, answer, label, row.columns))
-    if not prompts:
-        raise ValueError(f"{key}={source.path}: no row can be used. The first one: {bad.reasons[0]}")
-    return prompts
+    pairs = zip(readable, answers, strict=True)
+    return [(row, conversation, answer) for (row, conversation), answer in pairs if answer is not None]
 
 
 def _pick_column(setting: str, config: DataConfig, source: SourceConfig, columns: list[str], key: str) -> str:

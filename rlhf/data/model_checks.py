@@ -14,21 +14,32 @@ from rlhf.config.model_folder import looks_local
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.roles import CRITIC, REWARD_MODEL, Role
 from rlhf.data.model_files import (
+    class_problem,
     lacks_chat_template,
     local_model_config,
     recorded_template,
     reward_template,
 )
+from rlhf.data.weight_files import check_weights
 
 
-def check_folder(path: str, *, key: str = "model.path") -> None:
-    """Refuse a local path that is not a model folder.
+def check_model_files(path: str, *, key: str = "model.path", generates: bool = True) -> None:
+    """Refuse a local path that is not a whole model, and one in the hub's cache that cannot be loaded.
+
+    Args:
+        generates: whether it has to be a language model.
 
     Raises:
-        ValueError: no such folder, or no config.json in it.
+        ValueError: no such folder or no config.json; an unknown model_type; weight files that are missing or cut off.
     """
-    if not looks_local(path):
-        return
+    if looks_local(path):
+        _check_folder(path, key)
+    if problem := class_problem(path, key, generates=generates):
+        raise ValueError(problem)
+    check_weights(path, key)
+
+
+def _check_folder(path: str, key: str) -> None:
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"{key}={path}: there is no such folder. Give a folder in Hugging Face format or a hub name.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.sections import ModelConfig, RolloutConfig
 from rlhf.log.reachable import no_answer
+
+USUAL_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # known without a look
 
 
 def local_model_config(path: str) -> dict[str, Any] | None:
@@ -28,6 +31,28 @@ def local_model_config(path: str) -> dict[str, Any] | None:
             f"model.path={path}: {file} is not JSON ({error}). Download or save the model again."
         ) from None
     return config
+
+
+def class_problem(path: str, key: str, *, generates: bool = True) -> str:
+    """Why transformers has no class for a model, from its config.json; "" if it has, or if the file is not here.
+
+    Args:
+        generates: whether the model has to be a language model, which gives the next token.
+    """
+    config = local_model_config(path)
+    if config is None or "auto_map" in config or config.get("model_type") in USUAL_MODEL_TYPES:
+        return ""  # auto_map: the model brings its own class
+    kind, named = config.get("model_type"), f"{key}={path}: its config.json has model_type={config.get('model_type')!r}"
+    from transformers.models.auto import configuration_auto, modeling_auto  # takes seconds: torch
+
+    if kind not in configuration_auto.CONFIG_MAPPING_NAMES:
+        return (
+            f"{named}, which transformers {version('transformers')} does not know. Use another model, or a newer "
+            "release of rlhf; a newer transformers alone does not help, since engine and learner need this one."
+        )
+    if generates and kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return f"{named}, which is no language model in transformers. Use one that is (AutoModelForCausalLM)."
+    return ""
 
 
 def use_cache_if_hub_is_silent() -> str:
@@ -80,13 +105,16 @@ def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = silent or first_line(error)
         raise ValueError(
             f"{key}={model.path}: its tokenizer cannot be loaded ({reason}). Give a folder in Hugging Face format "
             "or the name of a hub model that this machine can reach."
         ) from None
+    if problem := class_problem(model.path, key, generates=False):  # a hub model's config.json is here only now
+        raise ValueError(problem)
+    return tokenizer
 
 
 def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sized
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,6 +140,17 @@ def stream_rows(source: SourceConfig, which: str, key: str) -> Iterator[Row]:
                 yield _parse_row(line, number, source, key)
 
 
+def first_rows(source: SourceConfig, which: str, key: str, count: int) -> list[Row]:
+    """At most `count` rows from the beginning of a source. Raises ValueError as `read_rows` does."""
+    check_source(source, key)
+    path = local_path(source)
+    if path is None or path.is_dir():
+        return _read_dataset(source, path, source.split or DEFAULT_SPLIT[which], key, limit=count)
+    if path.suffix == ".parquet":
+        return _read_parquet(source, path, key, limit=count)
+    return list(islice(stream_rows(source, which, key), count))
+
+
 def read_rows(source: SourceConfig, which: str, key: str, bad: BadRows | None = None) -> list[Row]:
     """All rows of a source, without the lines that are not rows if `bad` leaves those out.
 
@@ -214,20 +226,24 @@ def _parse(content: bytes, where: str, *, first_line: int) -> Any:
         raise ValueError(f"{where} has brackets within brackets, too many to be read. Correct or remove it.") from None
 
 
-def _read_parquet(source: SourceConfig, path: Path, key: str) -> list[Row]:
+def _read_parquet(source: SourceConfig, path: Path, key: str, *, limit: int | None = None) -> list[Row]:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(path)
+        file = parquet.ParquetFile(path)
+        batches = [file.read()] if limit is None else islice(file.iter_batches(batch_size=limit), 1)
+        rows = [columns for batch in batches for columns in batch.to_pylist()]
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
             f"{key}={source.path}: it cannot be read as Parquet ({error}). Write the file anew."
         ) from error
-    return [Row(number, columns) for number, columns in enumerate(table.to_pylist(), start=1)]
+    return [Row(number, columns) for number, columns in enumerate(rows, start=1)]
 
 
-def _read_dataset(source: SourceConfig, folder: Path | None, split: str, key: str) -> list[Row]:
+def _read_dataset(
+    source: SourceConfig, folder: Path | None, split: str, key: str, *, limit: int | None = None
+) -> list[Row]:
     """A hub data set, a folder of data files, or a folder that `datasets` saved."""
     if folder is None:
         use_cache_if_hub_is_silent()
@@ -239,7 +255,7 @@ def _read_dataset(source: SourceConfig, folder: Path | None, split: str, key: st
             table = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         else:
             table = datasets.load_dataset(str(folder or source.path), source.name, split=split)
-        return [Row(number, dict(columns)) for number, columns in enumerate(table, start=1)]
+        return [Row(number, dict(columns)) for number, columns in enumerate(islice(table, limit), start=1)]
     except Exception as error:  # the hub's client and the file readers raise many types
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         remedy = (

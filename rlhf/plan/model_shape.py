@@ -6,7 +6,6 @@ that configs/ names need neither.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.data.model_files import local_model_config
+from rlhf.data.weight_files import read_header, weight_files
 from rlhf.plan.known_models import known_model
 
 KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' defaults
@@ -155,21 +155,11 @@ def stored_tensors(path: str) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: a file is not a safetensors file but, for example, a pointer of git-lfs.
     """
-    folder = local_model_folder(path)
-    index = folder / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    files = [folder / name for name in sorted(names)]
+    files = weight_files(local_model_folder(path))
     if not all(file.is_file() for file in files):
         return {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > file.stat().st_size:
-                raise ValueError(f"{file}: not a whole safetensors file. Download it again, or run `git lfs pull`.")
-            header = json.loads(stream.read(length))
-        shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
-    return shapes
+    headers = [read_header(file) for file in files]
+    return {name: tuple(tensor["shape"]) for header in headers for name, tensor in header.items()}
 
 
 def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> ModelShape:

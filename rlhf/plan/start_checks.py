@@ -10,33 +10,36 @@ from pathlib import Path
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.model_folder import looks_local
+from rlhf.config.roles import CRITIC, REWARD_MODEL
 from rlhf.data.hub_reachable import hub_problems
-from rlhf.data.model_checks import check_folder, model_problems
+from rlhf.data.model_checks import check_model_files, model_problems
 from rlhf.data.read import check_source, config_sources, local_path
 from rlhf.plan.local_machine import machine_problems
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model_shape import shape_at
 from rlhf.plan.resources import check_resources, joins_a_cluster, local_resources
+from rlhf.plan.reward_trial import reward_problems
 
 
 def start_problems(config: GRPOConfig) -> list[str]:
-    """Reasons to refuse a training run: data, models, run folder and its disk, CPUs and GPUs."""
-    return input_problems(config) + _gather(lambda: _check_run_folder(config), lambda: _check_local_resources(config))
+    """Reasons to refuse a training run: data, models, run folder and its disk, CPUs and GPUs, the user's rewards."""
+    machine = _gather(lambda: _check_run_folder(config), lambda: _check_local_resources(config))
+    return input_problems(config) + machine + reward_problems(config)
 
 
 def evaluation_problems(config: GRPOConfig) -> list[str]:
     """Reasons to refuse an evaluation, which starts only engines."""
     resources = _gather(lambda: _check_local_resources(config, trains=False))
-    return input_problems(config, trains=False) + resources
+    return input_problems(config, trains=False) + resources + reward_problems(config, trains=False)
 
 
 def input_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     """Data and models that are missing, or that do not fit the config."""
     sources = config_sources(config.data, "eval") | (config_sources(config.data, "train") if trains else {})
-    problems = _gather(
-        *(partial(check_source, source, key) for key, source in sources.items()),
-        *(partial(check_folder, role.model, key=role.model_key) for role in config.roles(trains=trains)),
-    )
+    problems = _gather(*(partial(check_source, source, key) for key, source in sources.items()))
+    for role in config.roles(trains=trains):
+        generates = role.name not in (CRITIC, REWARD_MODEL)
+        problems += _gather(partial(check_model_files, role.model, key=role.model_key, generates=generates))
     problems += _gather(lambda: _check_models(config, trains=trains))
     models = {role.model_key: role.model for role in config.roles(trains=trains) if not looks_local(role.model)}
     data = {key: source.path for key, source in sources.items() if local_path(source) is None}

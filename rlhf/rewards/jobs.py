@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlhf.rewards.grade import Grade
+from rlhf.rewards.output import Output
 from rlhf.rewards.protocol import QUICK_REWARDS, Channel
 from rlhf.rewards.time_limit import Stopwatch
 
@@ -25,6 +26,7 @@ class Batch:
 
     def __init__(self, jobs: int) -> None:
         self._grades: list[Grade | None] = [None] * jobs
+        self._error: Exception | None = None
         self._left, self._done = jobs, threading.Event()
         if not jobs:
             self._done.set()
@@ -36,9 +38,20 @@ class Batch:
         if self._left == 0:
             self._done.set()
 
+    def fail(self, error: Exception) -> None:
+        """End the wait with an exception; only the thread of the pool calls this."""
+        self._error = error
+        self._done.set()
+
     def result(self) -> list[Grade]:
-        """Wait for the grades of all jobs, in order."""
+        """Wait for the grades of all jobs, in order.
+
+        Raises:
+            RuntimeError: the pool was closed, or has broken.
+        """
         self._done.wait()
+        if self._error is not None:
+            raise self._error
         return [grade for grade in self._grades if grade is not None]
 
 
@@ -51,11 +64,11 @@ class Slot(NamedTuple):
     def set_running_or_notify_cancel(self) -> bool:
         return True
 
-    def cancel(self) -> bool:
-        return False
-
     def set_result(self, grade: Grade) -> None:
         self.batch.set(self.row, grade)
+
+    def set_exception(self, error: Exception) -> None:
+        self.batch.fail(error)
 
 
 @dataclass(slots=True)
@@ -79,6 +92,7 @@ class Worker:
     pid: int = 0
     ready: bool = False
     doomed: str = ""  # why it is being killed
+    output: Output | None = None  # what it prints, if it runs user functions
     jobs: dict[int, Job] = field(default_factory=dict)  # by number; unless `waits`, the first one is running
     waits: bool = False  # all of its jobs are calls that wait, and all are running
     asked: tuple[str, ...] = ()  # the costly comparison that the running job is about to compute

@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -38,14 +38,17 @@ from rlhf.rewards.answers.extract import alternatives
 from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import DIED, TIMEOUT, Grade
 from rlhf.rewards.jobs import Batch, Job, Queue, Slot, Worker
+from rlhf.rewards.output import Output, Printed, to_stderr
 from rlhf.rewards.processes import count_below
 from rlhf.rewards.protocol import Channel
+from rlhf.rewards.sources import changed_sources
 
 POLL_S = 0.02  # how often deadlines are checked while jobs run
 MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
 START_S = 120.0  # for the processes to load, the modules of the user functions included
 MAX_REMEMBERED = 100_000  # results of costly comparisons
 MAX_PROCESSES = 64  # that a user function may run at once
+RELOAD_EVERY_S = 1.0  # a worker is started again so long after it could not load the reward
 CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
 
 
@@ -57,9 +60,11 @@ class Pool:
         cpu_seconds, wall_seconds: limits of one job.
         memory_mb: MiB that a worker may allocate beyond the memory that it starts with.
         user_functions: parts of the reward, all with the same grants, whose functions every worker imports first.
+        say: gets the lines that user functions print, in the thread of the pool.
 
     Attributes:
         unconfined: which of `files` and `network` this kernel cannot forbid the workers.
+        sources: fingerprints of the code of the user functions; a worker that loads other code grades nothing.
 
     Raises:
         ValueError: a user function cannot be imported or called as configured; a granted file or variable is missing.
@@ -67,6 +72,7 @@ class Pool:
     """
 
     keeper_silent_s, ping_s = 20.0, 1.0  # seconds without an answer before the keeper is replaced; between pings
+    reload_s = 30.0  # how long new workers try to load the reward as it was, before the pool gives up
 
     def __init__(
         self,
@@ -77,6 +83,7 @@ class Pool:
         wall_seconds: float = 10.0,
         memory_mb: int = 1024,
         user_functions: Sequence[RewardPart] = (),
+        say: Callable[[str], None] = to_stderr,
     ) -> None:
         self.size, self.full_size = workers, workers + spares
         self._cpu_seconds, self._wall_seconds = cpu_seconds, wall_seconds
@@ -87,6 +94,11 @@ class Pool:
         limits = {"memory_mb": memory_mb, "wall_seconds": wall_seconds, "grants": grants, "folder": self._folder}
         self._hello = {**limits, "user_functions": functions, "path": sys.path}
         self.unconfined: tuple[str, ...] = ()
+        self.sources: dict[str, dict[str, str]] = {}
+        self._printed = Printed([part.name for part in user_functions], say) if user_functions else None
+        self._say = say
+        self._cannot_load, self._cannot_load_since = "", 0.0  # why new workers cannot load the reward
+        self._postponed: deque[float] = deque()  # when workers are started in place of those that could not
         self._cache: OrderedDict[tuple[str, ...], Grade] = OrderedDict()
         self._incoming: deque[Job] = deque()
         self._queue = Queue(workers, {part.name: part.concurrency for part in user_functions})
@@ -137,7 +149,7 @@ class Pool:
             self._wake()
 
     def close(self) -> None:
-        """Kill every process; running jobs and jobs of a batch get the status `died`, other jobs are cancelled."""
+        """Kill every process; jobs that have no grade yet raise a RuntimeError."""
         self._closing = True
         self._wake()
         if threading.current_thread() is not self._thread:
@@ -179,6 +191,7 @@ class Pool:
                     self._queue.add(self._incoming.popleft())
                 self._dispatch()
                 self._watch_keeper()
+                self._start_postponed()
                 self._enforce_deadlines()
         except BaseException as error:
             self._broken = str(error)
@@ -213,11 +226,18 @@ class Pool:
         self._numbers += 1
         ours, theirs = socket.socketpair()
         worker = Worker(self._numbers, Channel(ours))
+        fds = [theirs.fileno()]
+        if self._printed is not None:
+            worker.output = Output(self._printed)
+            self._selector.register(worker.output, selectors.EVENT_READ, worker.output)
+            fds.append(worker.output.pipe)
         self._workers[worker.number] = worker
         self._selector.register(ours, selectors.EVENT_READ, worker)
         with contextlib.suppress(OSError):  # the end of the keeper is another event
-            self._control.send({"fork": worker.number}, fd=theirs.fileno())
+            self._control.send({"fork": worker.number, "fds": len(fds)}, fds=fds)
         theirs.close()
+        if worker.output is not None:
+            os.close(worker.output.pipe)
 
     def _on_event(self, source: Any) -> None:
         if source == "wake":
@@ -230,6 +250,9 @@ class Pool:
                 self._on_keeper(message)
             if not open_:
                 self._restart_keeper()
+        elif isinstance(source, Output):
+            if not source.read() and source.ended:
+                self._selector.unregister(source)
         elif source.number in self._workers:
             messages, open_ = source.channel.receive()
             try:
@@ -264,14 +287,18 @@ class Pool:
         if "ready" in message:
             if worker.ready:
                 raise ValueError("ready twice")
+            self.sources = self.sources or message["sources"]
+            if changed := "; ".join(changed_sources(self.sources, message["sources"])):
+                self._postpone(worker, f"{changed} is not what the run began with.")
+                return
+            self._cannot_load = ""
             worker.ready, worker.watch.cpu = True, float(message["cpu"])
             self.unconfined = tuple(map(str, message["unconfined"]))
             self._expect_waiting_calls(message["waits"])
             if not self._started.done() and len(self.worker_pids()) >= self.size:
                 self._started.set_result(None)
         elif "broken" in message:
-            if not self._started.done():
-                self._started.set_exception(ValueError(message["broken"]))
+            self._postpone(worker, str(message["broken"]))
         elif "ask" in message:
             worker.asked = tuple(message["ask"])
             known = self._cache.get(worker.asked)
@@ -293,6 +320,28 @@ class Pool:
             self.full_size += self.size
             for _ in range(self.size):
                 self._start_worker()
+
+    def _postpone(self, worker: Worker, problem: str) -> None:
+        """End a worker that cannot load the reward, to be replaced later; the start of the pool fails."""
+        if not self._started.done():
+            self._started.set_exception(ValueError(problem))
+            return
+        if not self._cannot_load:
+            self._cannot_load_since = time.monotonic()
+            self._say(f"{problem} New grading processes try again for {self.reload_s:.0f} s.")
+        self._cannot_load = problem
+        self._kill(worker, DIED)
+
+    def _start_postponed(self) -> None:
+        now = time.monotonic()
+        while self._postponed and self._postponed[0] < now:
+            if self._cannot_load and now - self._cannot_load_since > self.reload_s:
+                raise RuntimeError(
+                    f"{self._cannot_load} New grading processes have tried for {self.reload_s:.0f} s. Put the code "
+                    "back as it was and continue with --resume, or with other code and reward.accept_changed_code=true."
+                )
+            self._postponed.popleft()
+            self._start_worker()
 
     def _finish(self, worker: Worker, number: int, grade: Grade) -> None:
         job = worker.jobs.pop(number)
@@ -344,11 +393,14 @@ class Pool:
             extracted = worker.asked[-2] if len(worker.asked) >= 2 else ""
             self._finish(worker, worker.first.number, Grade(None, why, extracted, detail))
         self._requeue(worker)
+        with contextlib.suppress(OSError):
+            self._control.send({"kill": worker.number})
+        if self._cannot_load and not worker.ready:
+            self._postponed.append(time.monotonic() + RELOAD_EVERY_S)
+            return
         self._failed_starts = 0 if worker.ready else self._failed_starts + 1
         if self._failed_starts > MAX_FAILED_STARTS:
             raise RuntimeError("the grading processes die while they start; their own messages are above")
-        with contextlib.suppress(OSError):
-            self._control.send({"kill": worker.number})
         self._start_worker()
 
     def _requeue(self, worker: Worker) -> None:
@@ -360,7 +412,14 @@ class Pool:
         if not worker.doomed:
             self._kill(worker, DIED)
         del self._workers[worker.number]
+        self._close(worker)
+
+    def _close(self, worker: Worker) -> None:
         worker.channel.close()
+        if worker.output is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(worker.output)
+            worker.output.close()
 
     def _restart_keeper(self) -> None:
         """Start again after something killed the keeper, and with it every worker."""
@@ -374,15 +433,16 @@ class Pool:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(worker.channel.socket)
             self._requeue(worker)
-            worker.channel.close()
+            self._close(worker)
         self._workers.clear()
+        self._postponed.clear()
         self._start_keeper()
 
     def _shut_down(self) -> None:
         running = [job for worker in self._workers.values() for job in worker.jobs.values()]
         for job in [*self._incoming, *self._queue.clear(), *running]:
-            if job.begun or not job.future.cancel():
-                job.future.set_result(Grade(None, DIED, "", "the pool was closed"))
+            if job.begin():
+                job.future.set_exception(RuntimeError(self._broken or "the reward pool was closed"))
         if hasattr(self, "_keeper"):
             self._control.close()  # tells the keeper to kill every worker
             try:
@@ -392,8 +452,10 @@ class Pool:
                     os.killpg(self._keeper.pid, signal.SIGKILL)
                 self._keeper.wait()
         for worker in self._workers.values():
-            worker.channel.close()
+            self._close(worker)
         self._workers.clear()
+        if self._printed is not None:
+            self._printed.end_window()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._selector.close()
         self._wake_read.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 # Rewards that take microseconds, or ask the driver before they take longer; only their replies are sent together.
@@ -27,11 +28,11 @@ class Channel:
         self.socket = end
         self._buffer = bytearray()
 
-    def send(self, message: Any, *, fd: int | None = None) -> None:
+    def send(self, message: Any, *, fds: Sequence[int] = ()) -> None:
         """Send a whole message. Raises OSError when the peer is gone or does not read."""
         data = encoded(message)
         self.socket.settimeout(SEND_S)
-        sent = socket.send_fds(self.socket, [data], [fd]) if fd is not None else 0
+        sent = socket.send_fds(self.socket, [data], fds) if fds else 0
         self.socket.sendall(memoryview(data)[sent:])
 
     def receive(self) -> tuple[list[Any], bool]:

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,12 @@ REWARDS: dict[str, Callable[[dict[str, Any], Any, Callable[..., Any]], Grade]] =
     "length": lambda job, options, ask: Grade(length_reward(job["metadata"]["response_length"], options)),
     "repetition": lambda job, options, ask: Grade(repetition_reward(job["response"], options)),
 }
+
+NO_DEBUGGER = (
+    "A grading process has no terminal, so no debugger can run in it. Call the function from a script of your own, or "
+    "print(): the lines reach the log. `rlhf score FILE --reward NAME` tries it on a file"
+)
+AS_GROUP = "Set `group: true` next to its name if it takes all responses to a prompt and returns a list, as TRL's do"
 
 __all__ = ["REWARDS", "call_waiting_function", "load_user_function", "preload", "run", "waits"]
 
@@ -107,12 +114,16 @@ def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"reward name={name!r}: {module_name} has no function {attribute}. Correct the name.")
     try:
-        inspect.signature(function).bind("", answer="", columns={}, metadata={}, **part["options"])
+        signature = inspect.signature(function)
+        if "completions" in signature.parameters and not part["group"]:
+            raise TypeError("it takes `completions`, as TRL's functions do, which is a list")
+        signature.bind("", answer="", columns={}, metadata={}, **part["options"])
     except TypeError as error:
         first = "responses" if part["group"] else "response"
         raise ValueError(
             f"reward name={name!r}: {attribute}{inspect.signature(function)} cannot be called: {error}. It gets "
             f"({', '.join([first, 'answer=, columns=, metadata=', *part['options']])}); add **_ for what it ignores."
+            + (f" {AS_GROUP}." if not part["group"] and "completions" in str(error) else "")
         ) from None
     except ValueError:  # a function in C without a signature
         pass
@@ -158,7 +169,7 @@ def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Gra
     except MemoryError:
         raise
     except BaseException as error:
-        return _failed(function, f"{type(error).__name__}: {error}", error)
+        return _failed(function, _described(error), error)
     return _grade(function, result, job)
 
 
@@ -171,7 +182,7 @@ async def call_waiting_function(function: Callable[..., Any], job: dict[str, Any
         except (asyncio.CancelledError, MemoryError):
             raise
         except BaseException as error:
-            return _failed(function, f"{type(error).__name__}: {error}", error)
+            return _failed(function, _described(error), error)
 
     task = asyncio.ensure_future(call())
     if not (await asyncio.wait({task}, timeout=wall_seconds))[0]:
@@ -195,7 +206,7 @@ def _grade(function: Callable[..., Any], result: Any, job: dict[str, Any]) -> Gr
 def _grade_of_one(function: Callable[..., Any], result: Any) -> Grade:
     if isinstance(result, list | tuple):
         if len(result) != 1:
-            return _failed(function, f"returned {len(result)} values for one response")
+            return _failed(function, f"returned {len(result)} values for one response. {AS_GROUP}")
         result = result[0]
     metrics: dict[str, float] = {}
     try:
@@ -229,11 +240,17 @@ def _remedy(error: BaseException | None, *, otherwise: str = "") -> str:
     match error:
         case _ if NO_NETWORK in str(error):
             return ""
+        case BdbQuit():
+            return NO_DEBUGGER
         case PermissionError():
             return NO_SHARED_MEMORY if raised_in.startswith("multiprocessing.") else NO_FILE
         case KeyError(args=(str(variable), *_)) if raised_in == "os":
             return f"If this environment variable is set where the run starts, set `env: [{variable}]` next to the name"
     return otherwise
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _failed(function: Callable[..., Any], problem: str, error: BaseException | None = None) -> Grade:

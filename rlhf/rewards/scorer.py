@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.jobs import Batch
+from rlhf.rewards.output import to_stderr
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.processes import default_workers
 from rlhf.types import Prompt
@@ -70,12 +71,15 @@ class BadGold(NamedTuple):
 class Scorer:
     """Scores responses in processes that can be killed; `counters` counts the outcomes by `part/status`.
 
+    Args:
+        say: gets the lines that user functions print, from another thread.
+
     Raises:
         ValueError: a user function cannot be imported, or a variable or file that it is to get is not there.
         RuntimeError: by every `score` after the user functions have failed more often than the config allows.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, *, say: Callable[[str], None] = to_stderr) -> None:
         self.config = config
         self.counters: Counter[str] = Counter()
         self._counted: dict[tuple[int, str], Counter[str]] = {}  # by epoch and id of a prompt
@@ -98,6 +102,7 @@ class Scorer:
                     wall_seconds=config.wall_seconds,
                     memory_mb=config.memory_mb,
                     user_functions=functions,
+                    say=say,
                 )
         except BaseException:
             self.close()
@@ -115,6 +120,11 @@ class Scorer:
         return tuple(
             f"reward: this kernel cannot keep rewards from your {what} (docs/security.md)." for what in reached
         )
+
+    @property
+    def sources(self) -> dict[str, dict[str, str]]:
+        """Fingerprints of the code of the user functions (`rewards/sources.py`)."""
+        return {name: files for pool in self._pools.values() for name, files in pool.sources.items()}
 
     @property
     def processes(self) -> dict[str, int]:
@@ -153,6 +163,17 @@ class Scorer:
         scores = [self._combine(parts, [column[row] for column in grades], prompt.id) for row in range(len(responses))]
         self._counted[prompt.epoch, prompt.id] = self.counters - before
         return scores
+
+    def try_functions(self, prompt: Prompt, responses: Sequence[str]) -> dict[str, str]:
+        """Grade the first response, or all as a group, by each user function; its error by its name. Counts nothing."""
+        errors = {}
+        for part in self.config.parts_of(prompt.source):
+            texts = responses if part.group else responses[:1]
+            metadata = [_metadata(prompt, "stop", len(text.split())) for text in texts]
+            if part.is_user_function:
+                (future,) = self._submit(part, texts, prompt.answer, prompt.columns, metadata)
+                errors[part.name] = [_error(g) for g in _of_each([future.result()], 1) if g.status in FAILURES]
+        return {name: failed[0] for name, failed in errors.items() if failed}
 
     def submit_batch(
         self,
@@ -297,7 +318,7 @@ class Scorer:
         self._calls[part.name] += 1
         if grade.status not in FAILURES:
             return
-        error = " ".join((grade.detail if grade.status == FAILED else f"{grade.status}: {grade.detail}").split())
+        error = _error(grade)
         if len(self._errors[part.name]) < MAX_ERRORS_KEPT or error in self._errors[part.name]:
             self._errors[part.name][error] += 1
         if not part.is_user_function:
@@ -311,6 +332,11 @@ class Scorer:
                 "allows. Repair the function, or raise the fraction."
             )
             raise RuntimeError(self._over_budget)
+
+
+def _error(grade: Grade) -> str:
+    """What a failed call says, on one line."""
+    return " ".join((grade.detail if grade.status == FAILED else f"{grade.status}: {grade.detail}").split())
 
 
 def _value(part: RewardPart, grade: Grade) -> float | None:

@@ -24,8 +24,10 @@ from typing import Any, NoReturn
 
 from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import DIED, Grade
+from rlhf.rewards.output import Lines, redirect_output, running
 from rlhf.rewards.processes import adopt_orphans, children_of, die_with_parent, kill_children
 from rlhf.rewards.protocol import QUICK_REWARDS, Channel
+from rlhf.rewards.sources import loaded_sources
 from rlhf.rewards.waiting import WaitingCalls
 
 MAX_REPLY_DELAY_S = 0.01  # replies wait for others at most this long, to save system calls
@@ -85,7 +87,7 @@ class Keeper:
         self._fds.extend(fds)
         for command in self._control.feed(data):
             if "fork" in command:
-                self._fork(command["fork"], self._fds.popleft())
+                self._fork(command["fork"], [self._fds.popleft() for _ in range(command["fds"])])
             elif "ping" in command:
                 self._control.send({"pong": True})
             elif command["kill"] in self._pids:
@@ -93,7 +95,7 @@ class Keeper:
                     os.kill(self._pids[command["kill"]], signal.SIGKILL)
         return bool(data)
 
-    def _fork(self, number: int, fd: int) -> None:
+    def _fork(self, number: int, fds: list[int]) -> None:
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -104,8 +106,9 @@ class Keeper:
             os.close(self._wake_write)
             for other in self._fds:
                 os.close(other)
-            _serve(Channel(socket.socket(fileno=fd)), self._hello)
-        os.close(fd)
+            _serve(number, Channel(socket.socket(fileno=fds[0])), self._hello, fds[1:])
+        for fd in fds:
+            os.close(fd)
         self._pids[number] = pid
         self._control.send({"forked": number, "pid": pid})
 
@@ -145,41 +148,64 @@ def _reap() -> list[int]:
 # --- the worker ---
 
 
-def _serve(channel: Channel, hello: dict[str, Any]) -> NoReturn:
-    """Answer jobs until the driver hangs up; `os._exit` because a fork must not run the keeper's exit handlers."""
+def _serve(number: int, channel: Channel, hello: dict[str, Any], pipes: list[int]) -> NoReturn:
+    """Answer jobs until the driver hangs up; `os._exit` because a fork must not run the keeper's exit handlers.
+
+    Args:
+        pipes: for what is printed; none if there are no user functions.
+    """
     try:
+        lines = redirect_output(pipes[0], muted=number > 1) if pipes else None
         die_with_parent(signal.SIGKILL)
         adopt_orphans()
         names = [part["name"] for part in hello["user_functions"]]
         unconfined = Grants(*hello["grants"]).confine(names, _own_folder(hello, os.getpid()))
         with contextlib.suppress(EOFError, OSError):  # the driver is gone
-            _answer_jobs(channel, hello, unconfined)
+            _answer_jobs(channel, hello, unconfined, lines)
     except Exception:
         traceback.print_exc()  # the keeper reports only that the worker ended
     finally:
         os._exit(0)
 
 
-def _answer_jobs(channel: Channel, hello: dict[str, Any], unconfined: list[str]) -> None:
+def _load(functions: list[dict[str, Any]], lines: Lines | None) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+    """Import the user functions; returns them by name, and the fingerprints of their code. Raises ValueError."""
     from rlhf.rewards import registry
 
-    functions = {}
-    for part in hello["user_functions"]:
-        try:
-            functions[part["name"]] = registry.load_user_function(part)
-        except ValueError as error:
-            channel.send({"broken": str(error)})
-            return
-    if not functions:
+    before, loaded = set(sys.modules), {}
+    for part in functions:
+        running.set(part["name"])
+        loaded[part["name"]] = registry.load_user_function(part)
+        if lines is not None:
+            lines.end_line()
+    running.set("")
+    if lines is None:
         _close_output()
+    else:
+        lines.muted = False
+    return loaded, loaded_sources(loaded, before=before)
+
+
+def _answer_jobs(channel: Channel, hello: dict[str, Any], unconfined: list[str], lines: Lines | None) -> None:
+    from rlhf.rewards import registry
+
+    try:
+        functions, sources = _load(hello["user_functions"], lines)
+    except ValueError as error:
+        channel.send({"broken": str(error)})
+        return
     _limit_memory(hello["memory_mb"])
     own = children_of(os.getpid())  # started by the modules of the functions; they last as long as the worker
     waiting = [name for name, function in functions.items() if registry.waits(function)]
-    channel.send({"ready": True, "cpu": time.process_time(), "waits": waiting, "unconfined": unconfined})
+    about = {"cpu": time.process_time(), "waits": waiting, "unconfined": unconfined, "sources": sources}
+    channel.send({"ready": True, **about})
     replies = Replies(channel)
 
     async def call(job: dict[str, Any]) -> dict[str, Any]:
+        running.set(job["name"])
         grade = await registry.call_waiting_function(functions[job["name"]], job, hello["wall_seconds"])
+        assert lines is not None
+        lines.end_line()
         return grade.as_message(MAX_TEXT_SHOWN)
 
     calls = WaitingCalls(channel, call, lambda job: job["name"] in waiting)
@@ -193,8 +219,10 @@ def _answer_jobs(channel: Channel, hello: dict[str, Any], unconfined: list[str])
         for job in jobs:
             if job["name"] not in QUICK_REWARDS:
                 replies.flush()
+            running.set(job["name"])
             reply = _answer(job, functions, replies.ask)
-            if job["name"] in functions:
+            if lines is not None and job["name"] in functions:
+                lines.end_line()
                 kill_children(spared=own)
             replies.add(reply)
             if reply.get("last"):

@@ -18,6 +18,7 @@ from rlhf.config.reward import GRANTS
 from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
 from rlhf.log.sinks import read_summary
+from rlhf.rewards.sources import Sources, changed_sources
 from rlhf.run.folder import RunFolder
 from rlhf.run.manifest import LATEST, read_line, step_of
 from rlhf.run.state import RunState
@@ -31,7 +32,7 @@ FREE = frozenset(
         "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.max_concurrent_sequences",
         "rollout.enforce_eager",
         "reward.workers", "reward.spares", "reward.cpu_seconds", "reward.wall_seconds", "reward.memory_mb",
-        "reward.failure_fraction", "reward.failures_always_allowed",
+        "reward.failure_fraction", "reward.failures_always_allowed", "reward.accept_changed_code",
         "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
         "reward_model.retries",
         "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
@@ -133,6 +134,19 @@ def resume_warnings(config: GRPOConfig, state: RunState) -> Iterator[str]:
                 f"run.steps={steps}: the run began with {before}, and {role.section}.schedule={schedule.name} spans "
                 f"the whole run. The learning rate goes on along the curve of {steps} steps."
             )
+
+
+def check_reward_code(config: GRPOConfig, state: RunState, sources: Sources) -> Iterator[str]:
+    """Compare the code of the user functions with that of the run; a warning for each that has changed and may.
+
+    Raises:
+        ValueError: it is other code, and `reward.accept_changed_code` is false.
+    """
+    changed = [f"{name} is not what the run began with." for name in changed_sources(state.rewards, sources)]
+    if changed and not config.reward.accept_changed_code:
+        remedy = "Resume with the same code, set reward.accept_changed_code=true, or start another run.dir."
+        raise ValueError("\n".join(f"{problem} {remedy}" for problem in changed))
+    yield from changed
 
 
 def model_fingerprints(config: GRPOConfig) -> dict[str, dict[str, str]]:

@@ -25,6 +25,7 @@ class RunState:
         step: completed training steps.
         config: the resolved config.
         models: a fingerprint of the start model of each role, by the role's name.
+        rewards: a fingerprint of each file of the code of each user function, by the function's name.
         code: version and git state of the program.
         updates: the config keys that set the number of optimizer steps; a resumed run must have the same values.
         stream: the position in the order of the prompts, and a fingerprint of the data.
@@ -45,6 +46,7 @@ class RunState:
     step: int = 0
     config: dict[str, Any] = field(default_factory=dict)
     models: dict[str, dict[str, str]] = field(default_factory=dict)
+    rewards: dict[str, dict[str, str]] = field(default_factory=dict)
     code: dict[str, str] = field(default_factory=dict)
     updates: dict[str, int] = field(default_factory=dict)
     stream: dict[str, Any] = field(default_factory=dict)
@@ -82,10 +84,11 @@ class RunState:
         """The state that `to_json` wrote.
 
         Raises:
-            ValueError: a key is missing, is unknown or has another type. Only `reward_scale` may be missing: earlier
-                versions did not write it.
+            ValueError: a key is missing, is unknown or has another type. Only `reward_scale` and `rewards` may be
+                missing: earlier versions did not write them.
         """
-        if missing := [f.name for f in fields(cls) if f.name not in {"reward_scale"} | json.loads(text).keys()]:
+        optional = {"reward_scale", "rewards"}
+        if missing := [f.name for f in fields(cls) if f.name not in optional | json.loads(text).keys()]:
             raise ValueError(f"it lacks {', '.join(missing)}")
         return TypeAdapter(cls).validate_json(text)
 

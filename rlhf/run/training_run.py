@@ -34,7 +34,13 @@ from rlhf.run.mirror import Mirror
 from rlhf.run.model_card import model_card
 from rlhf.run.outputs import RunLog
 from rlhf.run.prompts import PromptTickets
-from rlhf.run.resume import check_not_finished, check_resumed_state, model_fingerprints, resume_warnings
+from rlhf.run.resume import (
+    check_not_finished,
+    check_resumed_state,
+    check_reward_code,
+    model_fingerprints,
+    resume_warnings,
+)
 from rlhf.run.rollout_metrics import rollout_metrics
 from rlhf.run.sample_and_grade import Sampler, groups_at_engines
 from rlhf.run.saving import CheckpointSaver
@@ -134,10 +140,11 @@ class TrainingRun(Generic[C]):
     async def _prepare_data(self) -> None:
         """Start the scorer, check the gold answers with it, and put the prompts in their order."""
         config = self.config
-        self.scorer = Scorer(config.reward)
+        self.scorer = Scorer(config.reward, say=partial(self.log.print, wrap=False))
         self._exit_stack.callback(self.scorer.close)
         self.scorer.restore(self.state.reward_status)
-        for warning in self.scorer.warnings:
+        code_changes = check_reward_code(config, self.state, self.scorer.sources)
+        for warning in (*self.scorer.warnings, *code_changes):
             self.log.warn(warning)
 
         def check_gold() -> None:
@@ -388,6 +395,7 @@ class TrainingRun(Generic[C]):
             self.state,
             step=step,
             config=hidden(self.config.model_dump(mode="json")),
+            rewards=self.scorer.sources,
             code=await asyncio.to_thread(code_state),
             updates=self.config.update_plan,
             stream=self.tickets.stream.state(),

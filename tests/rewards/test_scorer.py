@@ -152,7 +152,7 @@ def test_each_error_of_a_user_function_is_reported_once() -> None:
     first, second = errors
     assert first.startswith("reward hostile_rewards:by_response: 2 of 3 calls failed with ")
     assert first.endswith(": KeyError: 'a key'")
-    assert second.endswith(": returned 2 values for one response")
+    assert ": returned 2 values for one response. Set `group: true` next to its name if " in second
 
 
 def test_a_user_function_that_cannot_be_loaded_is_one_error_at_the_start() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,19 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import JsonlSink
+from rlhf.rewards.scorer import Scorer
 from rlhf.run.folder import RunFolder
 from rlhf.run.restarts import Restarts
-from rlhf.run.resume import FREE, KEPT, ROUNDING, check_resumed_state, is_free, model_fingerprints, resume_warnings
+from rlhf.run.resume import (
+    FREE,
+    KEPT,
+    ROUNDING,
+    check_resumed_state,
+    check_reward_code,
+    is_free,
+    model_fingerprints,
+    resume_warnings,
+)
 from rlhf.run.state import RunState
 from rlhf.run.training_run import TrainingRun
 
@@ -231,3 +243,33 @@ def test_metrics_are_cut_by_rename_so_that_another_reader_keeps_its_file(tmp_pat
         assert len(reader.read().splitlines()) == 4
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_run_with_other_code_in_its_reward_is_refused_before_anything_starts_unless_that_is_accepted(
+    model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(response, **_):\n    return 1.0\n")
+    reward = {"parts": [f"{file}:score"], "workers": 1, "spares": 0}
+    config = make_config(model, run={"dir": str(tmp_path / "run")}, reward=reward)
+    with Scorer(config.reward) as scorer:
+        before = scorer.sources
+        state = RunState.from_json(RunState(step=2, rewards=scorer.sources).to_json())
+        assert list(check_reward_code(config, state, scorer.sources)) == []
+    assert list(check_reward_code(config, RunState(), before)) == []  # an earlier version wrote no fingerprint
+    file.write_text("def score(response, **_):\n    return 2.0\n")
+    run = TrainingRun(config, resume=False)
+    run.state.rewards = state.rewards
+
+    async def start() -> None:
+        async with run:
+            raise AssertionError("started")
+
+    problem = f"reward name='{file}:score': mine.py is not what the run began with."
+    with pytest.raises(ValueError, match=rf"^{re.escape(problem)} Resume with .* set reward\.accept_changed_code=true"):
+        asyncio.run(start())
+    accepting = make_config(model, run={"dir": str(tmp_path / "run")}, reward={**reward, "accept_changed_code": True})
+    with Scorer(config.reward) as scorer:
+        assert list(check_reward_code(accepting, state, scorer.sources)) == [problem]
+    resume(config, accepting, tmp_path)  # the key may change

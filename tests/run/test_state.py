@@ -17,6 +17,7 @@ def test_a_state_is_read_back_as_it_was_written() -> None:
         step=4,
         config={"run": {"seed": 1}},
         models={"learner": {"config": "0a"}},
+        rewards={"mine.py:score": {"mine.py": "0b"}},
         code={"rlhf": "0.1.0"},
         replacements=3,
         updates={"learner.epochs_per_step": 2},

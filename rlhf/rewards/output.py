@@ -1,0 +1,157 @@
+"""What user functions print: whole lines with the name of the part in front, never on the terminal directly.
+
+    worker: print() ── Lines ──> pipe ──> driver: Output, one per worker ──> Printed ──> say(line)
+
+A worker has the pipe as its standard output and error, so programs that it starts, and a crash, are heard too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import time
+from bdb import BdbQuit
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+MAX_LINE = 1000  # characters of a line that are shown
+MAX_LINES, WINDOW_S = 50, 10.0  # so many lines are shown in so many seconds
+NAME_ENDS = "\x1f"  # between the name of the part and its line
+READ_BYTES = 1 << 16
+
+running: ContextVar[str] = ContextVar("running", default="")  # the part of the reward that is being computed
+
+
+class Lines(io.RawIOBase):
+    """Standard output of a worker: text of several calls becomes whole lines, each with the name of its part.
+
+    Attributes:
+        muted: whether text is dropped; so that what a module prints when it is imported is not shown by every worker.
+    """
+
+    def __init__(self, *, muted: bool) -> None:
+        self.muted = muted
+        self._open: dict[str, bytes] = defaultdict(bytes)  # by part: text without its line end yet
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
+
+    def write(self, data: Any) -> int:
+        name, text = running.get(), bytes(data)
+        is_built_in = name != "" and ":" not in name  # its parsers print parts of the responses
+        if not self.muted and not is_built_in:
+            *lines, rest = (self._open[name] + text).split(b"\n")
+            self._open[name] = rest[:MAX_LINE]
+            for line in lines:
+                self._send(name, line)
+        return len(text)
+
+    def end_line(self) -> None:
+        """Send what the running part has printed without a line end."""
+        if line := self._open.pop(running.get(), b""):
+            self._send(running.get(), line)
+
+    def _send(self, name: str, line: bytes) -> None:
+        os.write(1, name.encode() + NAME_ENDS.encode() + line[:MAX_LINE] + b"\n")
+
+
+def redirect_output(pipe: int, *, muted: bool) -> Lines:
+    """Make a pipe the standard output and error of this process, and let breakpoint() fail: there is no terminal."""
+    for fd in (1, 2):
+        os.dup2(pipe, fd)
+    os.close(pipe)
+    lines = Lines(muted=muted)
+    sys.stdout = sys.stderr = io.TextIOWrapper(lines, encoding="utf-8", errors="backslashreplace", write_through=True)
+    sys.breakpointhook = _refuse_debugger
+    return lines
+
+
+def _refuse_debugger(*_: object, **__: object) -> None:
+    raise BdbQuit
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+class Printed:
+    """Gives printed lines to `say`, at most MAX_LINES in WINDOW_S; the others are counted.
+
+    Args:
+        names: the user functions of the pool.
+        say: called in the thread of the pool.
+    """
+
+    def __init__(self, names: Sequence[str], say: Callable[[str], None]) -> None:
+        from rlhf.log.sinks import printable  # not needed in a worker
+
+        self._sole = names[0] if len(names) == 1 else ""
+        self._printable, self._to = printable, say
+        self._began, self._shown, self._dropped = time.monotonic(), 0, 0
+
+    def lines(self, data: bytes) -> None:
+        """Show whole lines."""
+        if time.monotonic() - self._began > WINDOW_S:
+            self.end_window()
+        lines = data.splitlines()
+        room = MAX_LINES - self._shown
+        self._shown += len(lines[:room])
+        self._dropped += len(lines[room:])
+        for line in lines[:room]:
+            name, _, text = line.decode(errors="replace").rpartition(NAME_ENDS)
+            self._say(f"{self._who(name)}: {text[:MAX_LINE]}")
+
+    def end_window(self) -> None:
+        """Say how many lines were not shown, and show lines again."""
+        if self._dropped:
+            self._say(f"{self._who()}: {self._dropped} more printed lines are not shown")
+        self._began, self._shown, self._dropped = time.monotonic(), 0, 0
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal is gone; the grading goes on
+            self._to(self._printable(line))
+
+    def _who(self, name: str = "") -> str:
+        return f"reward {name or self._sole}".rstrip()
+
+
+class Output:
+    """The driver's end of the pipe of one worker."""
+
+    def __init__(self, printed: Printed) -> None:
+        self._printed = printed
+        self.fd, self.pipe = os.pipe()  # to read, and for the worker
+        os.set_blocking(self.fd, False)
+        self._open = b""  # text without its line end yet
+        self.ended = False  # no process has the pipe any more
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def read(self) -> bool:
+        """Show what was printed; False if that is nothing."""
+        try:
+            data = os.read(self.fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        whole, end, self._open = (self._open + data).rpartition(b"\n")
+        if len(self._open) > READ_BYTES or not data:
+            whole, end, self._open = whole + end + self._open, b"", b""
+        if whole:
+            self._printed.lines(whole)
+        self.ended = not data
+        return bool(data)
+
+    def close(self) -> None:
+        """Show the rest; the worker has ended."""
+        for _ in range(MAX_LINES):  # a process that outlives the worker may still print
+            if not self.read():
+                break
+        os.close(self.fd)

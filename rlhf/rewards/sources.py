@@ -1,0 +1,71 @@
+"""Fingerprints of the code of user functions: a run whose reward changes while it runs is another run.
+
+Covered are the file that holds a function and the modules of the same folder (for a package: of the whole package) that
+are loaded with it. Installed packages, modules that a call imports later and files of data are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+Sources = Mapping[str, Mapping[str, str]]  # name of a user function -> file, relative to its folder -> digest
+
+OURS = Path(__file__).resolve().parents[1]
+INSTALLED = ("site-packages", "dist-packages")
+
+
+def loaded_sources(names: Iterable[str], *, before: Collection[str]) -> dict[str, dict[str, str]]:
+    """The fingerprints of user functions that this process has just imported.
+
+    Args:
+        names: the functions, as a config names them.
+        before: names of the modules that were loaded before the functions.
+    """
+    new = {file for name in sys.modules.keys() - before if (file := _file(name)) is not None}
+    sources = {}
+    for name in names:
+        module = name.rpartition(":")[0]
+        own = _file(os.path.realpath(module) if module.endswith(".py") else module)
+        files = set() if own is None else {own}
+        if own is not None:
+            folder = _folder(module, own)
+            files |= {file for file in new if _belongs(file, folder)}
+            sources[name] = {str(file.relative_to(folder)): _digest(file) for file in sorted(files)}
+    return sources
+
+
+def changed_sources(before: Sources, now: Sources) -> Iterator[str]:
+    """`reward name='mine.py:score': mine.py` for each function, with the files that are not what they were."""
+    for name in before.keys() & now.keys():
+        then, files = before[name], now[name]
+        changed = sorted(file for file in then.keys() | files.keys() if then.get(file) != files.get(file))
+        if changed:
+            yield f"reward name={name!r}: {', '.join(changed)}"
+
+
+def _file(module: str) -> Path | None:
+    """The file of a loaded module; None for one that is built in, or a folder without code of its own."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file).resolve() if file else None
+
+
+def _folder(module: str, file: Path) -> Path:
+    """The folder of the top package of a module, or of its file."""
+    package = sys.modules.get(module.partition(".")[0])
+    paths = list(getattr(package, "__path__", ())) if not module.endswith(".py") else []
+    return Path(paths[0]).resolve() if paths and file.is_relative_to(Path(paths[0]).resolve()) else file.parent
+
+
+def _belongs(file: Path, folder: Path) -> bool:
+    """Whether a file is below the folder, and neither installed there nor part of this trainer."""
+    if not file.is_relative_to(folder) or (file.is_relative_to(OURS) and not folder.is_relative_to(OURS)):
+        return False
+    return folder.name not in INSTALLED and not set(INSTALLED) & set(file.relative_to(folder).parts)
+
+
+def _digest(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()

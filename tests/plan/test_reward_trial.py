@@ -1,0 +1,145 @@
+"""A function of the user that cannot grade is found before anything starts, with its line and the row."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import make_config
+
+from rlhf.config.grpo import GRPOConfig
+from rlhf.plan import evaluation_problems, start_problems
+from rlhf.plan.reward_trial import reward_problems
+
+CODE = """
+import statistics, time
+
+def bug(response, *, answer, columns, metadata):
+    return float(columns["limit"] > 3)
+
+def good(response, *, answer, columns, metadata):
+    assert metadata["finish_reason"] == "stop" and metadata["messages"][-1]["role"] == "user"
+    return float(answer in response and columns["answer"] == answer)
+
+def trl(completions, **kwargs):
+    return [1.0 for text in completions]
+
+def trl_with_another_name(texts, **kwargs):
+    return [1.0 for text in texts]
+
+def ranks(responses, *, answer, columns, metadata):
+    spread = statistics.stdev(map(len, responses))
+    return [len(response) / spread for response in responses]
+
+def sleeps(response, **_):
+    time.sleep(60)
+
+async def waits(response, **_):
+    return {"score": 1.0, "style": 0.5}
+
+async def fails_in_its_helper(response, **_):
+    return helper(response)
+
+def helper(response):
+    return response.no_such_method()
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(CODE)
+    return path
+
+
+def config(tiny_model_dir: Path, *parts: Any, **reward: Any) -> GRPOConfig:
+    data = {"eval": str(tiny_model_dir / "test.jsonl")}
+    return make_config(
+        tiny_model_dir / "model", data=data, reward={"parts": list(parts), "wall_seconds": 2.0, **reward}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("bug", "{file}:5: KeyError: 'limit'. Repair the function (docs/rewards.md)."),
+        ("sleeps", "timeout: over 2 seconds by the clock. Repair the function (docs/rewards.md)."),
+        ("fails_in_its_helper", "{file}:31: AttributeError: 'str' object has no attribute 'no_such_method'. Repair"),
+        ("trl_with_another_name", "{file}:14: returned "),
+    ],
+)
+def test_a_function_that_fails_is_named_with_the_row_and_its_own_line(
+    tiny_model_dir: Path, file: Path, function: str, problem: str
+) -> None:
+    run = config(tiny_model_dir, f"{file}:{function}", "math")
+    (told,) = start_problems(run)
+    row = f"it fails for a response to row 1 of data.train={tiny_model_dir}/train.jsonl: "
+    assert told.startswith(f"reward name='{file}:{function}': {row}{problem.format(file=file)}")
+    (told,) = evaluation_problems(run)
+    assert "row 1 of data.eval=" in told
+
+
+@pytest.mark.slow
+def test_functions_that_grade_are_not_refused(tiny_model_dir: Path, file: Path) -> None:
+    group = {"name": f"{file}:ranks", "group": True}
+    trl = {"name": f"{file}:trl", "group": True}
+    assert reward_problems(config(tiny_model_dir, f"{file}:good", group, trl, f"{file}:waits")) == []
+
+
+@pytest.mark.slow
+def test_a_signature_of_trl_is_named_with_the_key_that_makes_it_fit(tiny_model_dir: Path, file: Path) -> None:
+    (told,) = start_problems(config(tiny_model_dir, f"{file}:trl"))
+    assert told.startswith(f"reward name='{file}:trl': trl(completions, **kwargs) cannot be called: it takes ")
+    assert "Set `group: true` next to its name" in told
+
+
+@pytest.mark.slow
+def test_a_part_of_one_source_is_tried_with_a_row_of_that_source(
+    tiny_model_dir: Path, file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other.jsonl").write_text('{"question": "1 + 1", "answer": "2", "limit": 5}\n')
+    for limit, problems in ((1, 0), (0, 1)):
+        named = {"other": [f"{file}:bug"]} if limit else {"train": [f"{file}:bug"]}
+        data = {"train": [str(tiny_model_dir / "train.jsonl"), str(tmp_path / "other.jsonl")]}
+        reward = {"parts": ["math"], "by_source": named}
+        assert len(reward_problems(make_config(tiny_model_dir / "model", data=data, reward=reward))) == problems
+
+
+@pytest.mark.slow
+def test_bad_rows_at_the_beginning_are_not_what_a_function_is_tried_with(
+    tiny_model_dir: Path, file: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "x", "answer": ""}\n{"question": "1 + 1", "answer": "2"}\n')
+    data = {"train": str(rows), "eval": str(rows)}
+    run = make_config(tiny_model_dir / "model", data=data, reward={"parts": [f"{file}:bug"]})
+    (told,) = reward_problems(run)
+    assert f"row 2 of data.train={rows}" in told
+    rows.write_text("[not json\n")
+    assert reward_problems(run) == []  # loading the data says what is wrong with it
+
+
+@pytest.mark.slow
+def test_a_run_whose_functions_may_always_fail_is_not_refused(tiny_model_dir: Path, file: Path) -> None:
+    assert reward_problems(config(tiny_model_dir, f"{file}:bug", failure_fraction=1.0)) == []
+
+
+@pytest.mark.slow
+def test_nothing_heavy_is_imported_before_the_message(tiny_model_dir: Path, file: Path, tmp_path: Path) -> None:
+    values = config(tiny_model_dir, f"{file}:bug").model_dump(mode="json")
+    (tmp_path / "config.yaml").write_text(json.dumps(values))
+    code = (
+        "import sys; from rlhf.config.cli import run_program; from rlhf.grpo import main;"
+        "print(run_program(lambda: main(sys.argv[1:])));"
+        "print([name for name in ('torch', 'ray', 'vllm', 'deepspeed', 'transformers') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, "--config", str(tmp_path / "config.yaml"), f"run.dir={tmp_path}/run"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "KeyError: 'limit'" in ended.stderr
+    assert ended.stdout.splitlines() == ["2", "[]"]
+    assert not (tmp_path / "run").exists()

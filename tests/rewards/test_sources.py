@@ -1,0 +1,187 @@
+"""A running run has one reward: new workers load the code that the first ones loaded, or none."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import WAIT_S, eventually
+
+from rlhf.config.reward import RewardConfig, RewardPart
+from rlhf.rewards.pool import Pool
+from rlhf.rewards.registry import load_user_function
+from rlhf.rewards.scorer import Response, Scorer
+from rlhf.rewards.sources import changed_sources, loaded_sources
+from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
+from rlhf.types import Prompt, RolloutGroup
+
+ONE = "import helper\n\ndef score(response, **_):\n    return helper.VALUE\n"
+
+
+class ImpatientPool(Pool):
+    reload_s = 1.5
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a reward and a module that it imports."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "mine.py").write_text(ONE)
+    (tmp_path / "helper.py").write_text("VALUE = 1.0\n")
+    (tmp_path / "other.py").write_text("")
+    return tmp_path
+
+
+def job(folder: Path) -> dict[str, Any]:
+    name = f"{folder}/mine.py:score"
+    return {"name": name, "options": {}, "response": "", "answer": "", "columns": {}, "metadata": {}}
+
+
+def pool_of(folder: Path, kind: type[Pool] = Pool, **options: Any) -> Pool:
+    return kind(workers=1, spares=0, user_functions=[RewardPart(name=job(folder)["name"])], **options)
+
+
+def lose_worker(pool: Pool) -> None:
+    (worker,) = pool.worker_pids()
+    os.kill(worker, signal.SIGKILL)
+    assert eventually(lambda: worker not in pool.worker_pids())
+
+
+@pytest.mark.slow
+def test_a_reward_that_was_away_for_a_moment_is_loaded_again(folder: Path) -> None:
+    said: list[str] = []
+    with pool_of(folder, say=said.append) as pool:
+        (folder / "mine.py").rename(folder / "away.py")
+        lose_worker(pool)
+        grade = pool.submit(job(folder))
+        assert eventually(lambda: said)
+        (folder / "away.py").rename(folder / "mine.py")
+        assert grade.result(timeout=WAIT_S).value == 1.0
+    (line,) = said
+    assert f"{folder}/mine.py cannot be imported: FileNotFoundError" in line
+    assert line.endswith("New grading processes try again for 30 s.")
+
+
+@pytest.mark.slow
+def test_a_reward_that_stays_away_ends_every_wait_with_the_reason(folder: Path) -> None:
+    with pool_of(folder, ImpatientPool) as pool:
+        (folder / "mine.py").unlink()
+        lose_worker(pool)
+        one, many = pool.submit(job(folder)), pool.submit_many([job(folder) for _ in range(3)])
+        reason = r"mine\.py cannot be imported: FileNotFoundError.* have tried for 2 s\. Put the code back"
+        with pytest.raises(RuntimeError, match=reason):
+            one.result(timeout=WAIT_S)
+        with pytest.raises(RuntimeError, match=reason):
+            many.result()
+        with pytest.raises(RuntimeError, match=reason):
+            pool.submit(job(folder))
+
+
+@pytest.mark.slow
+def test_a_run_that_waits_for_groups_ends_when_the_reward_stays_away(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pool, "reload_s", 1.5)
+    config = {"parts": [job(folder)["name"]], "workers": 1, "spares": 0}
+    with Scorer(RewardConfig.model_validate(config)) as scorer:
+
+        async def sample(prompt: Prompt) -> RolloutGroup:
+            await scorer.score_group(prompt, [Response("x", "stop", 1)])
+            raise AssertionError("graded by nothing")
+
+        async def take() -> None:
+            prompt = Prompt("p", 0, None, (), "", "s")  # type: ignore[arg-type]
+            tickets = iter(Ticket(number, prompt) for number in range(9))
+            buffer = RolloutBuffer(
+                sample, lambda: next(tickets), groups_per_step=2, total_steps=1, staleness=Staleness(0)
+            )
+            try:
+                await asyncio.wait_for(buffer.take(), WAIT_S)
+            finally:
+                await buffer.close()
+
+        (folder / "mine.py").unlink()
+        lose_worker(scorer.pool)
+        with pytest.raises(RuntimeError, match=r"mine\.py cannot be imported"):
+            asyncio.run(take())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["mine.py", "helper.py"])
+def test_code_that_is_edited_while_the_run_is_running_grades_nothing(folder: Path, changed: str) -> None:
+    said: list[str] = []
+    before = (folder / changed).read_text()
+    with pool_of(folder, say=said.append) as pool:
+        (folder / changed).write_text(before.replace("1.0", "2.0") + "# edited\n")
+        assert pool.submit(job(folder)).result(timeout=WAIT_S).value == 1.0  # the worker has the code that it loaded
+        lose_worker(pool)
+        grade = pool.submit(job(folder))
+        assert eventually(lambda: said)
+        assert not grade.done()
+        (folder / changed).write_text(before)
+        assert grade.result(timeout=WAIT_S).value == 1.0
+    assert said[0].startswith(f"reward name='{folder}/mine.py:score': {changed} is not what the run began with. New ")
+
+
+@pytest.mark.slow
+def test_closing_the_pool_is_an_exception_for_whom_it_leaves_without_a_grade(folder: Path) -> None:
+    (folder / "mine.py").write_text("import time\n\ndef score(response, **_):\n    time.sleep(5)\n")
+    with pool_of(folder) as pool:
+        futures = [pool.submit(job(folder)) for _ in range(3)]
+    for future in futures:
+        with pytest.raises(RuntimeError, match="closed"):
+            future.result(timeout=0)
+
+
+@pytest.fixture
+def forget() -> Iterator[None]:
+    """Forgets the modules that a test imports."""
+    before = dict(sys.modules)
+    yield
+    for name in sys.modules.keys() - before:
+        del sys.modules[name]
+
+
+def sources(name: str) -> dict[str, dict[str, str]]:
+    before = set(sys.modules)
+    importlib.invalidate_caches()
+    load_user_function(RewardPart(name=name).model_dump())
+    return loaded_sources([name], before=before)
+
+
+@pytest.mark.usefixtures("forget")
+def test_the_code_of_a_file_is_that_file_and_what_it_imports_from_its_folder(folder: Path) -> None:
+    (folder / "site-packages").mkdir()
+    (folder / "site-packages" / "installed.py").write_text("")
+    sys.path.insert(0, str(folder / "site-packages"))
+    (folder / "mine.py").write_text("import ast, installed, rlhf.rewards.patience\n" + ONE)
+    ((_, files),) = sources(f"{folder}/mine.py:score").items()
+    sys.path.remove(str(folder / "site-packages"))
+    assert sorted(files) == ["helper.py", "mine.py"]
+
+
+@pytest.mark.usefixtures("forget")
+def test_the_code_of_a_module_is_its_package_as_far_as_it_is_imported(folder: Path) -> None:
+    package = folder / "package_of_rewards"
+    (package / "below").mkdir(parents=True)
+    for file in ("__init__.py", "words.py", "unused.py", "below/__init__.py"):
+        (package / file).write_text("")
+    (package / "below" / "mine.py").write_text("from package_of_rewards import words\n" + ONE)
+    ((name, files),) = sources("package_of_rewards.below.mine:score").items()
+    assert name == "package_of_rewards.below.mine:score"
+    assert sorted(files) == ["__init__.py", "below/__init__.py", "below/mine.py", "words.py"]
+
+
+def test_a_function_is_changed_if_a_file_is_another_or_new_or_gone() -> None:
+    before = {"a.py:f": {"a.py": "1", "b.py": "2"}, "gone.py:f": {"gone.py": "1"}}
+    assert list(changed_sources(before, {"a.py:f": {"a.py": "1", "b.py": "2"}})) == []
+    (changed,) = changed_sources(before, {"a.py:f": {"a.py": "3", "c.py": "2"}, "new.py:f": {"new.py": "1"}})
+    assert changed == "reward name='a.py:f': a.py, b.py, c.py"
