@@ -30,6 +30,7 @@ ON_THE_STACK = {
     "learner/rank.py": "deepspeed",
     "rollout/engine.py": "vllm",
     "weights/cpu_receiver.py": "vllm",
+    "weights/receivers.py": "vllm",
 }
 STACK = {"ray", "vllm", "deepspeed"}
 

@@ -193,8 +193,16 @@ def pack(
     Args:
         response_masks: [L] bool of each sequence; None: every token but its first.
         rollout_logprobs: [L] float32 of each sequence; None: zeros.
+
+    Raises:
+        ValueError: a mask or log-probs are not as long as their sequence; they would shift against the tokens.
     """
     lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    for name, columns in (("response_mask", response_masks), ("rollout_logprobs", rollout_logprobs)):
+        pairs = [] if columns is None else zip(lengths, columns, strict=True)
+        for row, (length, column) in enumerate(pairs):
+            if len(column) != length:
+                raise ValueError(f"row {row}: {length} tokens, but {len(column)} values in {name}")
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     mask = np.ones(cu_seqlens[-1], bool)
     mask[cu_seqlens[:-1]] = False

@@ -40,6 +40,7 @@ from rlhf.plan.shared_gpus import check_shared_gpus
 from rlhf.rollout.requests import SamplingSettings
 from rlhf.types import Prompt, Rollout
 from rlhf.weights import transfer
+from rlhf.weights.client import EngineClient
 
 
 class Cluster:
@@ -217,7 +218,7 @@ class Cluster:
         await self.learners.call("connect", *connection, deadline_s=self.config.cluster.start_deadline_s)
         self._connected = self.engines.present
 
-    async def _connection(self) -> tuple[str, transfer.EngineClient, transfer.Rendezvous]:
+    async def _connection(self) -> tuple[str, EngineClient, transfer.Rendezvous]:
         """What the learners need to meet the present engines."""
         config, engines = self.config.cluster, self.engines.present
         # Located again, for a port that is free now.
@@ -230,8 +231,10 @@ class Cluster:
             timeout_s=config.start_deadline_s,
             one_node=engine_nodes == {sender.node},
         )
-        client = transfer.EngineClient(
-            partial(start_call, engines), engines=len(engines), workers_per_engine=config.tensor_parallel
+        client = EngineClient(
+            partial(start_call, engines),
+            engines=[f"engine {rank}" for rank in range(len(self.engines.actors)) if rank not in self.engines.absent],
+            workers_per_engine=config.tensor_parallel,
         )
         return self.transfer_backend, client, rendezvous
 

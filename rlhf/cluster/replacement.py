@@ -178,17 +178,26 @@ class Replacements:
 
 
 async def while_healthy(engines: ActorGroup, sending: Awaitable[Any]) -> None:
-    """Wait for a transfer, and stop waiting when an engine is dead: the sender alone would wait for its deadline.
+    """Wait for a transfer, and stop waiting when an engine is dead or has failed to load: the sender alone would wait
+    for its deadline.
 
     If the transfer fails, the engines are checked first: a dead engine is the cause, not the learner's error.
+
+    Raises:
+        LostError: an engine or a learner is lost; the run can start again.
+        ClusterError: an engine has not loaded what was sent, and would not load it another time.
     """
-    task = asyncio.ensure_future(sending)
+    task, present = asyncio.ensure_future(sending), engines.present
     try:
         while not task.done():
             await asyncio.wait({task}, timeout=HEALTH_PERIOD_S)
             if not task.done():
                 await _check(engines)
-        if task.exception() is not None:
+                if engines.present != present:  # another task has noticed it first, and replaces the engine
+                    raise LostError("the transfer of weights failed: an engine was lost")
+        if isinstance(error := task.exception(), ValueError):
+            raise ClusterError(str(error)) from None
+        if error is not None:
             for _ in range(ENGINE_DEATH_NOTICE_S):  # the learner may notice a death before the engine does
                 await _check(engines)
                 await asyncio.sleep(1)

@@ -24,7 +24,8 @@ from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.types import PolicyTargets
-from rlhf.weights.transfer import EngineClient, ParameterMeta, Rendezvous, WeightSender, make_sender
+from rlhf.weights.client import EngineClient
+from rlhf.weights.transfer import ParameterMeta, Rendezvous, WeightSender, make_sender
 
 
 class Learner(StepRank):
@@ -36,6 +37,7 @@ class Learner(StepRank):
         )
         self.config = config
         self._sender: WeightSender | None = None
+        self._client: EngineClient | None = None
         self._flipped: list[tuple[Tensor, int]] = []  # perturbed tensors, and the bits flipped in each
         model = self._load_model(frozen=False)
         if config.learner.router_balance_coef and not model.has_balancing_loss:
@@ -130,6 +132,9 @@ class Learner(StepRank):
         """Build the transfer group with the engines. Every rank calls it after the engines have started."""
         if self._sender is not None:  # another engine has joined
             self._sender.close()
+        if self._client is not None:  # the new engine is compared with the first ones
+            client.skipped = self._client.skipped
+        self._client = client
         self._sender = make_sender(backend, self, client, rendezvous, rank=self.place.rank)
 
     def send_weights(self, version: int, connection: tuple[str, EngineClient, Rendezvous] | None = None) -> None:

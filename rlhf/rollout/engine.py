@@ -23,6 +23,8 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.rollout import vllm_process
 from rlhf.rollout.requests import Completion, SamplingSettings, engine_arguments, request_seed, to_rollout
 from rlhf.types import Prompt, Rollout, VersionSpan
+from rlhf.weights.client import Loaded
+from rlhf.weights.transfer import WORKER_EXTENSION
 
 # Samples share only full blocks of their prompt: with vLLM's default of 128 tokens per block, a shorter prompt would be
 # computed once per sample. vLLM's CPU kernels take multiples of 32.
@@ -37,8 +39,11 @@ class RolloutEngine:
     def __init__(self, config: GRPOConfig, seed: int, transfer_backend: str) -> None:
         self._keep_kv = config.rollout.on_weight_update == "keep_kv"
         self._request_ids = itertools.count()
+        self._failed_update: Exception | None = None
         transfer = WeightTransferConfig(backend=transfer_backend)
-        arguments = AsyncEngineArgs(**engine_arguments(config, seed), weight_transfer_config=transfer)
+        arguments = AsyncEngineArgs(
+            **engine_arguments(config, seed), weight_transfer_config=transfer, worker_extension_cls=WORKER_EXTENSION
+        )
         if current_platform.is_cpu():
             model = arguments.create_model_config()
             if not (model.is_hybrid or model.use_mla):  # their blocks have sizes of their own
@@ -48,6 +53,9 @@ class RolloutEngine:
         # an H100. The default of AsyncLLM, 2,048, suits many waiting users. Here every running request is prefilled
         # again after an update in flight.
         self._engine = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        started = self._engine.vllm_config
+        assert not (self._keep_kv and started.cache_config.enable_prefix_caching), "new requests would get old keys"
+        assert started.model_config.logprobs_mode == "processed_logprobs", "not those of the sampled distribution"
         if config.run.deterministic:
             self._check_cache(config)
 
@@ -122,7 +130,16 @@ class RolloutEngine:
         await self._engine.start_weight_update()
 
     async def update_weights(self, info: Any) -> None:
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        try:
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        except Exception as error:  # whatever it is, the weights are incomplete
+            self._failed_update = error
+            raise
+
+    async def loaded_weights(self) -> list[Loaded]:
+        """What each worker has loaded since the update started."""
+        loaded: list[Loaded] = await self._engine.collective_rpc("loaded_weights")
+        return loaded
 
     async def finish_weight_update(self, version: str) -> None:
         await self._engine.finish_weight_update(version)
@@ -144,8 +161,13 @@ class RolloutEngine:
         await self._engine.wake_up(tags)
 
     async def check_health(self) -> None:
-        """Raise if a process of the engine has died: the actor itself would stay alive."""
+        """Raise if a process of the engine has died, or has failed to load weights: the actor itself stays alive.
+
+        The sender may not hear of the failure while it waits in a collective for this engine.
+        """
         await self._engine.check_health()
+        if self._failed_update is not None:
+            raise RuntimeError(f"an update of its weights failed: {self._failed_update}") from self._failed_update
 
     async def close(self) -> None:
         """End the engine's processes; the actor itself is killed by its owner."""
@@ -153,14 +175,24 @@ class RolloutEngine:
 
 
 def _completion(output: CompletionOutput) -> Completion:
+    """What the engine returned for one sample.
+
+    Raises:
+        RuntimeError: not every token has its own log-prob.
+    """
     logprobs: Any = output.logprobs
-    starts = logprobs.start_indices
+    token_ids, starts = np.asarray(output.token_ids, np.int32), np.asarray(logprobs.start_indices, np.int64)
     # flat_logprobs holds the sampled token first at every position
-    values = np.asarray(logprobs.logprobs, np.float32)[np.asarray(starts, np.int64)]
+    firsts = starts[starts < np.asarray(logprobs.end_indices, np.int64)]
+    if not np.array_equal(np.asarray(logprobs.token_ids, np.int32)[firsts], token_ids):
+        raise RuntimeError(
+            f"the engine returned {len(token_ids)} tokens and log-probs of {len(firsts)} tokens, or of other tokens: "
+            "a token would be trained with the log-prob of another one"
+        )
     spans = tuple(VersionSpan(s.start, s.end, _version(s.version)) for s in output.weight_versions or ())
     return Completion(
-        token_ids=np.asarray(output.token_ids, np.int32),
-        logprobs=values,
+        token_ids=token_ids,
+        logprobs=np.asarray(logprobs.logprobs, np.float32)[firsts],
         finish_reason=output.finish_reason or "abort",
         version_spans=spans,
     )

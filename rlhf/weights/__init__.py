@@ -1,5 +1,5 @@
 """Learners to engines.
 
-A new transport: a branch in `transfer.make_sender`, a receiver that `transfer.register_with_vllm` names, and a name in
+A new transport: a branch in `transfer.make_sender`, a receiver that `transfer.RECEIVERS` names, and a name in
 `transfer.backend_of`.
 """

@@ -35,7 +35,7 @@ class CPUUpdateInfo(WeightTransferUpdateInfo):
     bucket: int
 
 
-class CPUReceiver(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
+class CPUWeightTransferEngine(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
     """Receives buckets from learner rank 0 and loads them through vLLM's layerwise reload.
 
     A layer is loaded when its last tensor has arrived, so the tensors of a bucket may be read until the update ends.

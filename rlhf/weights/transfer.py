@@ -5,7 +5,10 @@
     client.start_weight_update()        ----->      initialize_layerwise_reload
     client.update_weights(bucket)       ----->      receive the bucket ...
     its bytes              ===memory/gloo/nccl===>  ... load_weights
-    client.finish_weight_update(v)      ----->      finalize_layerwise_reload, version := v
+    client.finish_weight_update(v)      ----->      what was loaded: every tensor, in every engine?
+                                        ----->      finalize_layerwise_reload, version := v
+
+A transfer that fails is not finished: the engines stay paused, and the run ends or starts again.
 
 On CPU the bytes go through memory that both sides map if learner rank 0 and all engines are on one node, else through
 gloo. Ranks of the transfer group: 0 is learner rank 0, then the workers of engine 0, of engine 1, ...
@@ -23,7 +26,7 @@ import itertools
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
@@ -33,11 +36,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.algo.sizes import BUCKET_BYTES
+from rlhf.weights.client import EngineClient
 
 BACKEND = "rlhf_cpu"
 ALIGNMENT = 64  # bytes; every bucket begins at a multiple of it
 # On CPU vLLM's workers busy-wait this long after a message; its own 1 s takes half a core from the learner.
 SPIN_S = 0.002
+
+# The engine's ends of the transports, in receivers.py; two of them take the place of vLLM's own.
+RECEIVERS = {BACKEND: "CPUReceiver", "nccl": "NCCLReceiver", "ipc": "IPCReceiver"}
+WORKER_EXTENSION = "rlhf.weights.receivers.LoadedWeights"  # argument `worker_extension_cls` of every engine
 
 
 def backend_of(device: str, placement: str) -> str:
@@ -89,39 +97,6 @@ class ParameterSource(Protocol):
     def metadata(self) -> list[ParameterMeta]: ...
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
-
-
-class EngineClient:
-    """The control plane: vLLM's four weight-update calls, made on every engine at once and waited for.
-
-    `call(engine_index, method, *args)` starts a call on one engine and returns a function that waits for it.
-    """
-
-    def __init__(self, call: Callable[..., Callable[[], Any]], *, engines: int, workers_per_engine: int) -> None:
-        self._call = call
-        self._engines = engines
-        self._workers = workers_per_engine
-        self.version = 0
-
-    def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        waits = [self._call(i, method, *arguments[i]) for i in range(self._engines)]
-        for wait in waits:
-            wait()
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Give every engine its own place in the group: workers of engine i start at rank 1 + i x workers."""
-        ranks = [1 + i * self._workers for i in range(self._engines)]
-        infos = [init_info | ({"rank_offset": rank} if "rank_offset" in init_info else {}) for rank in ranks]
-        self._all("init_weight_transfer_engine", [(info,) for info in infos])
-
-    def start_weight_update(self) -> None:
-        self._all("start_weight_update", [()] * self._engines)
-
-    def update_weights(self, update_info: Any) -> None:
-        self._all("update_weights", [(update_info,)] * self._engines)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._all("finish_weight_update", [(weight_version or str(self.version),)] * self._engines)
 
 
 class WeightSender(Protocol):
@@ -359,13 +334,20 @@ class VLLMSender:
             largest = max(meta.bytes for meta in source.metadata())
             info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(largest, BUCKET_BYTES))
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
+        # NCCL waits for ever for an engine that has failed, unless the group is given up.
+        client.on_failure = self._engine.shutdown
 
     def send(self, version: int) -> None:
         """Send every parameter as `version`. Called on every learner rank."""
         # vLLM reads the weights on streams of its own, and DeepSpeed's step ends in an all-gather that may still run.
         torch.accelerator.synchronize()
         self._client.version = version
-        self._engine.send_weights()
+        try:
+            self._engine.send_weights()
+        except Exception as error:
+            if self._client.failure is None:
+                raise
+            raise self._client.failure from error  # what failed in an engine is the cause of what fails here
 
     def close(self) -> None:
         self._engine.shutdown()
@@ -375,6 +357,7 @@ def make_sender(
     backend: str, source: ParameterSource, client: EngineClient, rendezvous: Rendezvous, *, rank: int
 ) -> WeightSender:
     """The learner's end of `backend`: rlhf_cpu, nccl or ipc. It connects to the engines, which must be running."""
+    client.announced = source.metadata()  # what every transfer brings; one that brings a part will announce that part
     if backend == BACKEND:
         return CPUSender(source, client, rendezvous, rank=rank)
     return VLLMSender(source, client, rendezvous, rank=rank, backend=backend)
@@ -391,8 +374,9 @@ def register_with_vllm() -> None:
     from rlhf.weights.cpu_rotary import rotate_heads_on_cpu
     from rlhf.weights.cpu_rows import round_rows_alike
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "rlhf.weights.cpu_receiver", "CPUReceiver")
+    for backend, name in RECEIVERS.items():
+        WeightTransferEngineFactory._registry.pop(backend, None)
+        WeightTransferEngineFactory.register_engine(backend, "rlhf.weights.receivers", name)
     if current_platform.is_cpu():
         shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
         rotate_heads_on_cpu()

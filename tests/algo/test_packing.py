@@ -192,6 +192,16 @@ def test_pack_puts_sequences_one_after_another_with_their_columns():
     assert [column.dtype for column in columns] == [np.int32, np.bool_, np.float32, np.int64]
 
 
+@pytest.mark.parametrize("column", ["response_mask", "rollout_logprobs"])
+def test_columns_that_do_not_fit_their_own_row_are_refused_even_if_the_sums_fit(column: str) -> None:
+    sequences = [np.arange(3, dtype=np.int32), np.arange(5, dtype=np.int32), np.arange(4, dtype=np.int32)]
+    columns = {name: [np.ones(len(ids), bool) for ids in sequences] for name in ("response_mask", "rollout_logprobs")}
+    pack(sequences, *columns.values())
+    columns[column][1:] = [np.ones(4, bool), np.ones(5, bool)]
+    with pytest.raises(ValueError, match=f"row 1: 5 tokens, but 4 values in {column}"):
+        pack(sequences, *columns.values())
+
+
 def test_bare_sequences_are_masked_from_their_second_token_on():
     packed = pack([np.array([7, 8]), np.array([1, 2, 3])])
     assert packed.response_mask.tolist() == [False, True, False, True, True]

@@ -182,7 +182,25 @@ def nan_in_engine_logprob(faults: Faults) -> None:
     cluster.sample_group = spoiled
 
 
-ACTS: dict[str, Any] = {act.__name__: act for act in (send_signals, strike, shell, poison, nan_in_engine_logprob)}
+def lose_weights(faults: Faults, engine: str, name: str) -> None:
+    """From now on an engine's loader does not take this tensor. Needs VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
+    import ray
+
+    def lose(worker: Any) -> None:
+        kind = type(worker.model_runner.get_model())
+        load_all = kind.load_weights
+        kind.load_weights = lambda self, weights: load_all(self, (pair for pair in weights if pair[0] != name))
+
+    def ask(actor: Any) -> None:  # Ray calls it in a thread of its own
+        vllm = actor._hosted._engine
+        asyncio.run_coroutine_threadsafe(vllm.collective_rpc(lose), vllm.output_handler.get_loop()).result(STACK_WAIT_S)
+
+    ray.get(faults.run.cluster.engines.actors[int(engine)].__ray_call__.remote(ask))
+
+
+ACTS: dict[str, Any] = {
+    act.__name__: act for act in (send_signals, strike, shell, poison, nan_in_engine_logprob, lose_weights)
+}
 POISONS = {
     "nan_in_logits": nan_in_logits,
     "nan_in_gradient": nan_in_gradient,

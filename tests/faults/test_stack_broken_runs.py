@@ -121,6 +121,24 @@ def test_a_run_that_learns_nothing_ends_with_one_message(
     assert "Traceback" not in ended.errors
 
 
+# --- weights ---
+
+
+def test_a_tensor_that_an_engine_no_longer_loads_ends_the_run_with_its_name(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    config = write_config(tmp_path, tiny_model_dir, run={"steps": 100}, data={"eval": None})
+    lost = Fault(3, "transfer", "lose_weights", ("0", name))
+    ended = run_with_faults(config, [lost], VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    assert ended.status == 1, ended.errors[-3000:]
+    assert f"error: weight transfer to engine 0: {name} arrived, and vLLM loaded 0 of its " in ended.errors
+    assert "Traceback" not in ended.errors
+    assert "Restart 1" not in ended.output  # it would happen again
+    assert [step["step"] for step in read_steps(tmp_path / "run")] == [1, 2]
+    assert outliving(ended.processes) == []
+
+
 # --- numbers ---
 
 NUMBERS = {  # step -> the fault, how many of the step's two updates are skipped, and what is said of them

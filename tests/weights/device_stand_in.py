@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,19 +49,34 @@ def on(stream: Stream) -> Iterator[None]:
 
 
 class Communicator:
-    """Stands for vLLM's PyNcclCommunicator."""
+    """Stands for vLLM's PyNcclCommunicator. As with NCCL, a broadcast waits for all receivers, until it is aborted."""
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, device: Any) -> None:
         wait = datetime.timedelta(seconds=WAIT_S)
-        store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=wait, wait_for_workers=False)
-        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, wait)
+        self._store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=wait, wait_for_workers=False)
+        self._group: Any = dist.ProcessGroupGloo(self._store, rank, world_size, wait)
+        self._rank, self._receivers, self._broadcasts = rank, world_size - 1, 0
+        self._aborted = threading.Event()
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         record(f"broadcast {tensor.nbytes} on {STREAMS[-1].name}")
+        self._broadcasts += 1
+        ready = f"ready for broadcast {self._broadcasts}"
+        if self._rank == src:
+            self._wait_for_receivers(ready)
+        else:
+            self._store.add(ready, 1)
         self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
 
+    def _wait_for_receivers(self, ready: str) -> None:
+        end = time.monotonic() + WAIT_S
+        while self._store.add(ready, 0) < self._receivers:
+            if self._aborted.wait(0.001):
+                raise RuntimeError("the group was aborted")
+            assert time.monotonic() < end, "a receiver does not come"
+
     def destroy(self) -> None:
-        pass
+        self._aborted.set()
 
 
 class SharedBuffers:
@@ -110,7 +126,7 @@ def install(gpu: int, patch: Callable[[Any, str, Any], None] = setattr) -> None:
     from torch.multiprocessing import reductions
     from vllm.distributed.weight_transfer import ipc_engine, nccl_common, nccl_engine, packed_tensor
 
-    from rlhf.weights.cpu_receiver import CPUReceiver
+    from rlhf.weights.cpu_receiver import CPUWeightTransferEngine
 
     sides, buffers = [Stream("side 0"), Stream("side 1")], SharedBuffers()
 
@@ -133,6 +149,6 @@ def install(gpu: int, patch: Callable[[Any, str, Any], None] = setattr) -> None:
 
         def finish_on_cpu(self: Any, finish: Any = engine.finish_weight_update) -> None:
             finish(self)
-            CPUReceiver._repack_tied_heads(self)  # only kernels on CPU keep a packed copy
+            CPUWeightTransferEngine._repack_tied_heads(self)  # only kernels on CPU keep a packed copy
 
         patch(engine, "finish_weight_update", finish_on_cpu)

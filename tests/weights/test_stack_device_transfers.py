@@ -87,7 +87,8 @@ class WorkerEngine(Engine):
             return self.logprobs(SEQUENCES)
         if method == "use_backend":
             return self.use_backend(*arguments)
-        self.call(0, method, *arguments)
+        (answer,) = self.call(0, method, *arguments)()
+        return answer
 
     def use_backend(self, backend: str) -> None:
         """Give the worker a receiving end of this transport; in a run it has one from its start."""
@@ -122,6 +123,7 @@ def learn(place: Place, folder: Path, engines: dict[str, list[Worker]]) -> dict[
     device_stand_in.install(place.rank)
     from rlhf.learner.worker import Learner
     from rlhf.weights import transfer
+    from rlhf.weights.client import EngineClient
 
     transfer.BUCKET_BYTES = BUCKET_BYTES
     learner = Learner(make_config(folder, cluster={"device": "cpu", "learners": place.world_size}), place)
@@ -131,7 +133,7 @@ def learn(place: Place, folder: Path, engines: dict[str, list[Worker]]) -> dict[
         ask = caller(groups)
         if place.rank == 0:
             wait_for_all(ask(i, "use_backend", backend) for i in range(len(groups)))
-        client = transfer.EngineClient(ask, engines=len(groups), workers_per_engine=len(groups[0]))
+        client = EngineClient(ask, engines=chosen, workers_per_engine=len(groups[0]))
         workers = sum(len(group) for group in groups)
         learner.connect(backend, client, transfer.Rendezvous("127.0.0.1", free_port(), 1 + workers, STACK_WAIT_S))
         differences, moved = [], []

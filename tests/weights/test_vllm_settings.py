@@ -23,8 +23,10 @@ def test_an_engine_prefills_as_many_tokens_at_once_as_vllm_does_offline(
 
     chosen = []
 
-    def start(arguments: Any, usage_context: Any = UsageContext.ENGINE_CONTEXT) -> None:
-        chosen.append(arguments.create_engine_config(usage_context).scheduler_config.max_num_batched_tokens)
+    def start(arguments: Any, usage_context: Any = UsageContext.ENGINE_CONTEXT) -> Any:
+        started = arguments.create_engine_config(usage_context)
+        chosen.append(started.scheduler_config.max_num_batched_tokens)
+        return SimpleNamespace(vllm_config=started)
 
     monkeypatch.setattr(engine.AsyncLLM, "from_engine_args", start)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -33,6 +35,31 @@ def test_an_engine_prefills_as_many_tokens_at_once_as_vllm_does_offline(
     offline = AsyncEngineArgs.get_batch_defaults(1)[0][UsageContext.LLM_CLASS]
     assert chosen == [offline]
     assert offline > 2048
+
+
+@pytest.mark.parametrize("fault", ["", "a prefix cache", "raw log-probs"])
+def test_an_engine_that_keeps_its_kv_has_no_prefix_cache_and_its_logprobs_are_processed_ones(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    from rlhf.rollout import engine
+
+    def start(arguments: Any, usage_context: Any) -> Any:
+        started = arguments.create_engine_config(usage_context)
+        if fault == "a prefix cache":
+            started.cache_config.enable_prefix_caching = True
+        if fault == "raw log-probs":
+            started.model_config.logprobs_mode = "raw_logprobs"
+        return SimpleNamespace(vllm_config=started)
+
+    monkeypatch.setattr(engine.AsyncLLM, "from_engine_args", start)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    keeps = {"max_policy_lag": 1, "on_weight_update": "keep_kv"}
+    config = make_config(tiny_model_dir / "model", rollout=keeps)
+    if not fault:
+        engine.RolloutEngine(config, 0, transfer.BACKEND)
+        return
+    with pytest.raises(AssertionError, match="old keys" if fault == "a prefix cache" else "sampled distribution"):
+        engine.RolloutEngine(config, 0, transfer.BACKEND)
 
 
 def test_a_deterministic_engine_computes_prompts_whole_and_refuses_a_cache_in_which_a_sequence_may_lose_its_place(

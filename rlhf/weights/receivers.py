@@ -1,0 +1,113 @@
+"""The engine's ends of all transports; each worker keeps an account of the transfer, tensor by tensor.
+
+A tensor that is lost on its way, or that vLLM's loader skips, would leave old values in a layer, and vLLM only warns
+about a layer that got nothing. The account is made from shapes alone. The learner reads it through `LoadedWeights` and
+compares it with what it has announced, before the update is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.model_loader.reload import layerwise
+
+from rlhf.weights.client import Loaded
+from rlhf.weights.cpu_receiver import CPUWeightTransferEngine
+
+
+class Accounted:
+    """Put before a receiving end of vLLM; `loaded` is its account of the current transfer.
+
+    vLLM's layerwise reload counts the elements that the weight loaders of a layer copy. A model takes its tensors from
+    an iterator, one after another, so what is counted until it asks for the next one belongs to the last one.
+    """
+
+    model: Any
+
+    def start_weight_update(self) -> None:
+        self.loaded: Loaded = {}
+        super().start_weight_update()  # type: ignore[misc]
+        # The reload moves parameters to `meta` and counts what is copied there, except for a few that stay in place.
+        # A bias always stays, and is counted.
+        self._loads_in_place = any(
+            not tensor.is_meta and name != "bias"
+            for layer in self.model.modules()
+            for name, tensor in layer._parameters.items()
+            if tensor is not None
+        )
+
+    def receive_weights(self, update_info: Any) -> None:
+        with self._counted():
+            super().receive_weights(update_info)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        model = self.model
+        load, elements_of = model.load_weights, layerwise.get_numel_loaded
+        in_place = CopiedInPlace() if self._loads_in_place else None
+        latest: list[int] = [0, 0]
+
+        def one_by_one(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            nonlocal latest
+            for name, tensor in weights:
+                latest = self.loaded.setdefault(name, [0, 0])
+                latest[0] += tensor.nbytes
+                before = in_place.elements if in_place else 0
+                yield name, tensor
+                if in_place and not latest[1]:
+                    latest[1] = in_place.elements - before
+
+        def counted(weight_loader: Callable[..., Any], args: Any) -> tuple[int, object]:
+            elements, value = elements_of(weight_loader, args)
+            latest[1] += elements
+            return elements, value
+
+        layerwise.get_numel_loaded = counted
+        model.load_weights = lambda weights: load(one_by_one(weights))
+        try:
+            with in_place or contextlib.nullcontext():
+                yield
+        finally:
+            layerwise.get_numel_loaded = elements_of
+            del model.load_weights
+
+
+class CopiedInPlace(TorchDispatchMode):
+    """Counts the elements that are copied into real memory, not into what the layerwise reload puts on `meta`."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default and not args[0].is_meta:
+            self.elements += args[0].numel()
+        return function(*args, **(kwargs or {}))
+
+
+class CPUReceiver(Accounted, CPUWeightTransferEngine):
+    """Ours, for engines on CPU."""
+
+
+class NCCLReceiver(Accounted, NCCLWeightTransferEngine):
+    """vLLM's receiving end between separate GPUs."""
+
+
+class IPCReceiver(Accounted, IPCWeightTransferEngine):
+    """vLLM's receiving end on shared GPUs."""
+
+
+class LoadedWeights:
+    """An extension of vLLM's workers."""
+
+    weight_transfer_engine: Any
+
+    def loaded_weights(self) -> Loaded:
+        """The account of the transfer that is under way."""
+        loaded: Loaded = self.weight_transfer_engine.loaded
+        return loaded
