@@ -13,6 +13,7 @@ from typing import Any
 from rlhf.config.model_folder import local_model_folder, looks_local
 
 LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # as in the library safetensors
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GIT_LFS_POINTER = b"version https://git-lfs"
 
@@ -40,8 +41,8 @@ def read_header(file: Path) -> dict[str, Any]:
         length = int.from_bytes(beginning[:LENGTH_BYTES], "little")
         stream.seek(LENGTH_BYTES)
         try:
-            if LENGTH_BYTES + length > size:
-                raise ValueError("the header is longer than the file")
+            if length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
+                raise ValueError("its header would be longer than the file, or than any")
             header: dict[str, Any] = json.loads(stream.read(length))
             header.pop("__metadata__", None)
             end = LENGTH_BYTES + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)

@@ -17,7 +17,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     A function that raises, runs into a limit or returns no number is refused, unless `reward.failure_fraction` is 1.
     """
     functions = _only_functions(config.reward)
-    if not functions.all_parts:
+    if not functions.all_parts or config.reward.failure_fraction == 1:
         return []
     # imported here, so that --plan needs no numpy
     from rlhf.data.load import first_usable
@@ -35,7 +35,7 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
                     problems.setdefault((name, error), f"{problem}. Repair the function (docs/rewards.md).")
     except (ValueError, RuntimeError) as error:
         return [str(error)]
-    return [] if config.reward.failure_fraction == 1 else list(problems.values())
+    return list(problems.values())
 
 
 def _only_functions(reward: RewardConfig) -> RewardConfig:

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import selectors
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -38,6 +35,7 @@ from rlhf.rewards.answers.extract import alternatives
 from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import DIED, TIMEOUT, Grade
 from rlhf.rewards.jobs import Batch, Job, Queue, Slot, Worker
+from rlhf.rewards.keeper import KeeperProcess
 from rlhf.rewards.output import Output, Printed, to_stderr
 from rlhf.rewards.processes import count_below
 from rlhf.rewards.protocol import Channel
@@ -49,7 +47,6 @@ START_S = 120.0  # for the processes to load, the modules of the user functions 
 MAX_REMEMBERED = 100_000  # results of costly comparisons
 MAX_PROCESSES = 64  # that a user function may run at once
 RELOAD_EVERY_S = 1.0  # a worker is started again so long after it could not load the reward
-CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
 
 
 class Pool:
@@ -64,6 +61,7 @@ class Pool:
 
     Attributes:
         unconfined: which of `files` and `network` this kernel cannot forbid the workers.
+        keeper: the process that forks the workers; another one after it was killed.
         sources: fingerprints of the code of the user functions; a worker that loads other code grades nothing.
 
     Raises:
@@ -190,7 +188,7 @@ class Pool:
                 while self._incoming:
                     self._queue.add(self._incoming.popleft())
                 self._dispatch()
-                self._watch_keeper()
+                self.keeper.watch(ping_s=self.ping_s)
                 self._start_postponed()
                 self._enforce_deadlines()
         except BaseException as error:
@@ -202,23 +200,8 @@ class Pool:
             self._shut_down()
 
     def _start_keeper(self) -> None:
-        """Start the process that forks workers; PDEATHSIG ends it with this thread, which lives as long as the pool."""
-        ours, theirs = socket.socketpair()
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-m", "rlhf.rewards.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.PIPE,
-            env=self._environment,
-            start_new_session=True,
-        )
-        theirs.close()
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.write(json.dumps(self._hello).encode())
-        self._keeper.stdin.close()
-        self._control = Channel(ours)
-        self._pinged = time.monotonic()
-        self._keeper_deadline = self._pinged + START_S
-        self._selector.register(ours, selectors.EVENT_READ, "control")
+        self.keeper = KeeperProcess(self._hello, self._environment, start_s=START_S)
+        self._selector.register(self.keeper.channel.socket, selectors.EVENT_READ, "control")
         for _ in range(self.full_size - len(self._workers)):
             self._start_worker()
 
@@ -233,8 +216,7 @@ class Pool:
             fds.append(worker.output.pipe)
         self._workers[worker.number] = worker
         self._selector.register(ours, selectors.EVENT_READ, worker)
-        with contextlib.suppress(OSError):  # the end of the keeper is another event
-            self._control.send({"fork": worker.number, "fds": len(fds)}, fds=fds)
+        self.keeper.send({"fork": worker.number, "fds": len(fds)}, fds=fds)
         theirs.close()
         if worker.output is not None:
             os.close(worker.output.pipe)
@@ -245,7 +227,7 @@ class Pool:
                 self._wake_read.recv(65536)
             self._woken = False  # before the queue is read, so that a later job wakes the loop again
         elif source == "control":
-            messages, open_ = self._control.receive()
+            messages, open_ = self.keeper.channel.receive()
             for message in messages:
                 self._on_keeper(message)
             if not open_:
@@ -263,19 +245,8 @@ class Pool:
             if not open_ and source.number in self._workers and not source.doomed:
                 self._kill(source, DIED)
 
-    def _watch_keeper(self) -> None:
-        """Ping the keeper regularly, and kill it when it has not answered for long; then another one is started."""
-        now = time.monotonic()
-        if now > self._keeper_deadline:
-            self._keeper_deadline = now + START_S
-            os.killpg(self._keeper.pid, signal.SIGKILL)
-        elif now - self._pinged > self.ping_s:
-            self._pinged = now
-            with contextlib.suppress(OSError):
-                self._control.send({"ping": True})
-
     def _on_keeper(self, message: dict[str, Any]) -> None:
-        self._keeper_deadline = time.monotonic() + self.keeper_silent_s
+        self.keeper.answered(silent_s=self.keeper_silent_s)
         if "forked" in message and message["forked"] in self._workers:
             self._workers[message["forked"]].pid = message["pid"]
         elif "gone" in message and message["gone"] in self._workers:
@@ -393,8 +364,7 @@ class Pool:
             extracted = worker.asked[-2] if len(worker.asked) >= 2 else ""
             self._finish(worker, worker.first.number, Grade(None, why, extracted, detail))
         self._requeue(worker)
-        with contextlib.suppress(OSError):
-            self._control.send({"kill": worker.number})
+        self.keeper.send({"kill": worker.number})
         if self._cannot_load and not worker.ready:
             self._postponed.append(time.monotonic() + RELOAD_EVERY_S)
             return
@@ -425,9 +395,8 @@ class Pool:
         """Start again after something killed the keeper, and with it every worker."""
         if not self._started.done():
             raise RuntimeError("the grading processes ended while loading; their own message is above")
-        self._selector.unregister(self._control.socket)
-        self._control.close()
-        self._keeper.wait()
+        self._selector.unregister(self.keeper.channel.socket)
+        self.keeper.end()
         for worker in list(self._workers.values()):
             worker.doomed = worker.doomed or DIED
             with contextlib.suppress(KeyError, ValueError):
@@ -443,14 +412,8 @@ class Pool:
         for job in [*self._incoming, *self._queue.clear(), *running]:
             if job.begin():
                 job.future.set_exception(RuntimeError(self._broken or "the reward pool was closed"))
-        if hasattr(self, "_keeper"):
-            self._control.close()  # tells the keeper to kill every worker
-            try:
-                self._keeper.wait(CLOSE_S)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._keeper.pid, signal.SIGKILL)
-                self._keeper.wait()
+        if hasattr(self, "keeper"):
+            self.keeper.end()
         for worker in self._workers.values():
             self._close(worker)
         self._workers.clear()

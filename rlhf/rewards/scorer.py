@@ -130,7 +130,7 @@ class Scorer:
     def processes(self) -> dict[str, int]:
         """Name -> process id of the keeper of each pool: `graders`, then `graders/1` and so on for other grants."""
         pools = enumerate(self._pools.values())
-        return {f"graders/{number}" if number else "graders": pool._keeper.pid for number, pool in pools}
+        return {f"graders/{number}" if number else "graders": pool.keeper.pid for number, pool in pools}
 
     def close(self) -> None:
         """End every process."""

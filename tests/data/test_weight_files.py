@@ -63,7 +63,10 @@ def name_what_is_not_there(folder: Path) -> None:
     ("damage", "message"),
     [
         (cut, "model.safetensors: its header describes "),
-        (cut_in_the_header, "model.safetensors: not a whole safetensors file (the header is longer than the file)"),
+        (
+            cut_in_the_header,
+            "model.safetensors: not a whole safetensors file (its header would be longer",
+        ),
         (damage_the_header, "model.safetensors: not a whole safetensors file (Expecting value"),
         (put_a_pointer, "a Git LFS pointer. Run `git lfs pull` there."),
         (remove, "model.safetensors: no such file. Download or save the model again."),
