@@ -74,7 +74,7 @@ class Cluster:
         self._transfer_lock = asyncio.Lock()
         self._replacements: Replacements | None = None
         self._groups: list[ActorGroup] = []  # all actors, those that are starting too
-        self.heartbeat = Heartbeat(self._groups, self._session.processes)
+        self.heartbeat = Heartbeat(self._groups)
         self._watching: list[asyncio.Task[None]] = []
         self.lost = ""
 

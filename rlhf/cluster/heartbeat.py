@@ -102,18 +102,15 @@ def memory_metrics(
 class Heartbeat:
     """Watches the processes of all actors until it is cancelled.
 
-    Args:
-        ray_processes: ids of the processes of Ray itself on this machine, if they are the run's own.
-
     Attributes:
         memory: metrics of `memory_metrics`, as of the last look.
         others: names and ids of further processes of the driver, whose memory is measured.
     """
 
-    def __init__(self, groups: Sequence[ActorGroup], ray_processes: Callable[[], Sequence[int]] = tuple) -> None:
+    def __init__(self, groups: Sequence[ActorGroup]) -> None:
         self.memory: dict[str, float] = {}
         self.others: Callable[[], Mapping[str, int]] = dict
-        self._groups, self._ray_processes = groups, ray_processes
+        self._groups = groups
         self._seen: dict[tuple[str, int], int] = {}  # (node, process) -> looks in a row that found it stopped
 
     async def watch(self) -> None:
@@ -125,7 +122,7 @@ class Heartbeat:
         if not self._groups:  # Ray may not be there yet
             return
         here = ray.get_runtime_context().get_node_id()
-        actors: dict[str, list[int]] = {here: [*self._ray_processes()]}
+        actors: dict[str, list[int]] = {here: []}
         for group in self._groups:
             for location in group.locations:
                 actors.setdefault(location.node, []).append(location.process)

@@ -119,10 +119,6 @@ class RaySession:
                 return f"Ray's {PARTS[kind]} ({kind}) has ended with status {exit_status(status)}."
         return ""
 
-    def processes(self) -> list[int]:
-        """Ids of the processes of a cluster that was started here."""
-        return [process.pid for process in _own_processes().values()]
-
     async def wait_until_lost(self) -> str:
         """What has ended, or does not answer, as soon as the cluster cannot go on."""
         answered = time.monotonic()

@@ -72,7 +72,6 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, tuple[list[Fault], tuple[str, ..
                 [hit(8, "logprobs", RAYLET, "SIGKILL")],
                 (RESTARTED,),
             ),
-            "the raylet stopped": ([hit(11, "sampling", RAYLET, "SIGSTOP")], (RESTARTED,)),
         },
     ),
     "two learners again": (
