@@ -33,7 +33,8 @@ ERROR_LINE = re.compile(r"(?<![\w.])(?!EngineDead|RayActor|RayTask|Connection)[A
 MAX_ERROR_SHOWN = 300
 PARTS = {"gcs_server": "control service", "raylet": "node manager"}  # nothing works without them
 LOOK_EVERY_S = 0.5
-CONTROL_PATIENCE_S = 30.0  # a joined cluster may start its control service again; after 60 s Ray ends this process
+CONTROL_PATIENCE_S = 30.0  # a joined cluster may start its control service again
+RAY_PATIENCE_S = 180  # without a control service Ray's C++ ends this process, by default after 60 s
 
 
 class RayLostError(ClusterError, ResumableError):
@@ -71,6 +72,7 @@ class RaySession:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # Ray keeps a record of every call for its dashboard, which is off: 0.2 MB more at each step.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_PATIENCE_S))
         logging.getLogger("ray").setLevel(logging.ERROR)
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         try:
@@ -78,7 +80,6 @@ class RaySession:
                 if address:
                     check_address(address)
                     ray.init(address=address, **common)
-                    self._raylet = _process_of(_node().raylet_socket_name)
                 else:
                     self._start_here(common)
         except ConnectionError as error:
@@ -121,12 +122,13 @@ class RaySession:
 
     async def wait_until_lost(self) -> str:
         """What has ended, or does not answer, as soon as the cluster cannot go on."""
+        if self.temp is None:
+            self._raylet = _process_of(_node().raylet_socket_name)
         answered = time.monotonic()
         while not (lost := self.lost()):
-            if self._raylet is not None:
-                address = _node().gcs_address
+            if self.temp is None:
                 try:
-                    await asyncio.to_thread(check_address, address)
+                    await asyncio.to_thread(check_address, _node().gcs_address)
                     answered = time.monotonic()
                 except ConnectionError as error:
                     if time.monotonic() - answered > CONTROL_PATIENCE_S:

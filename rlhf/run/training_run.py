@@ -46,7 +46,7 @@ from rlhf.run.useless_steps import UselessSteps, updates_taken
 from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
 SAVE_S = 60.0  # that a failed run waits for the checkpoint that is being written
-LOST_SAVE_S = 15.0  # where Ray has ended, which then ends this process within a minute
+LOST_SAVE_S = 15.0  # where Ray has ended: learners that still live may complete it
 TABLES, GROUPS_IN_TABLE = 20, 2  # tables of sampled responses in a run, for wandb; groups in each
 
 C = TypeVar("C", bound=GRPOConfig)

@@ -86,7 +86,10 @@ def test_a_signal_to_the_process_group_does_not_reach_ray() -> None:
 def cluster() -> Iterator[tuple[int, str]]:
     """A Ray that a run joins: the process that started it, and its address."""
     script = Path(__file__).parents[1] / "ray_cluster.py"
-    process = subprocess.Popen([sys.executable, script, "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, script, "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"RAY_raylet_start_wait_time_s": f"{STACK_WAIT_S:.0f}"},
+    )  # fmt: skip
     assert process.stdout is not None
     try:
         yield process.pid, json.loads(process.stdout.readline())["address"]
