@@ -113,7 +113,7 @@ class RaySession:
 
     def lost(self) -> str:
         """Which of Ray's own processes on this machine has ended, and how; "" if they run."""
-        if self._raylet is not None and not self._raylet.is_running():
+        if self._raylet is not None and _has_ended(self._raylet):
             return f"Ray's {PARTS['raylet']} on this machine (raylet) has ended."
         for kind, process in _own_processes().items():
             if (status := process.poll()) is not None:
@@ -259,6 +259,13 @@ def _own_processes() -> dict[str, subprocess.Popen[bytes]]:
     """The processes of Ray that this process has started, those of PARTS, by their kind."""
     started = _node().all_processes if ray.is_initialized() else {}
     return {kind: info.process for kind in PARTS for info in started.get(kind, ())}
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _process_of(socket_name: str) -> psutil.Process | None:

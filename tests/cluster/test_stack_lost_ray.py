@@ -27,8 +27,10 @@ async def wait(address):
     session = RaySession()
     try:
         session.start(address)
+        lost = asyncio.ensure_future(session.wait_until_lost())
+        await asyncio.sleep(0)  # it begins
         print("started", flush=True)
-        raise session.lost_error(await session.wait_until_lost())
+        raise session.lost_error(await lost)
     finally:
         session.stop()
 
