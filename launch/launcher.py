@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 POLL_S = 0.5
 USER_ERROR, RUN_ERROR, HANGUP = 2, 1, 128 + signal.SIGHUP
+RESUMABLE = 75  # as in rlhf.config.cli: Ray is gone under a run that --resume goes on with
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 LIBC = ctypes.CDLL(None)
 

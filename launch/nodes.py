@@ -219,7 +219,8 @@ class Node:
     def _check(self) -> None:
         """Raises: LaunchError, when Ray has ended here, or the head hears that a worker is lost."""
         if self.ray is not None and self.ray.poll() is not None:
-            raise LaunchError(f"Ray ended on this node; its last lines:\n{self._output()}")
+            status = launcher.RUN_ERROR if self.program is None else launcher.RESUMABLE
+            raise LaunchError(f"Ray ended on this node; its last lines:\n{self._output()}", status)
         if self.options.rank > 0 or not self.is_up:
             return
         if lost := self.gcs.read("lost"):

@@ -105,4 +105,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    from rlhf.run.supervisor import supervise
+
+    sys.exit(supervise(main))

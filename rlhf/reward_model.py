@@ -163,13 +163,14 @@ def run_ranks(config: RewardTrainingConfig, *pairs: list[Pair]) -> None:
         raise RuntimeError(f"learner {error.error_index}: {reason.strip()}") from None
 
 
-def _cancel_on_sigterm() -> None:
-    """Let SIGTERM raise an exception, so that the ranks end with this process; by default they would go on."""
+def _cancel_on_signals() -> None:
+    """Let a signal raise an exception, so that the ranks end with this process; by default they would go on."""
 
-    def cancel(*_: object) -> None:
-        raise asyncio.CancelledError
+    def cancel(number: int, _: object) -> None:
+        raise asyncio.CancelledError(number)
 
-    signal.signal(signal.SIGTERM, cancel)
+    for number in set(cli.end_signals()) - {signal.SIGINT}:  # which raises KeyboardInterrupt
+        signal.signal(number, cancel)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -203,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"{len(train)} pairs to train on, {len(held_out)} held out, {too_long} left out as too long")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(resolved_yaml(config))
-    _cancel_on_sigterm()
+    _cancel_on_signals()
     run_ranks(config, train, held_out)
 
 

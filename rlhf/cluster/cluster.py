@@ -50,6 +50,10 @@ class Cluster:
         first_step: training steps done before this start; a resumed run samples with new noise.
         trains: False starts only the engines, for an evaluation.
         compare_nodes: False lets nodes with other versions take part.
+
+    Attributes:
+        lost: why Ray has ended; "" while it runs. The task that entered this context is then cancelled, and the end of
+            the context raises an error in place of the cancellation.
     """
 
     watch_stage: Watch = staticmethod(unwatched)  # a context around each stage of the start
@@ -74,6 +78,7 @@ class Cluster:
         self._groups: list[ActorGroup] = []  # all actors, those that are starting too
         self.heartbeat = Heartbeat(self._groups)
         self._watching: list[asyncio.Task[None]] = []
+        self.lost = ""
 
     def group(self, role: str) -> ActorGroup:
         """The actors of a role."""
@@ -100,14 +105,29 @@ class Cluster:
             self._watching.append(asyncio.ensure_future(self.heartbeat.watch()))
             await self._start()
         except BaseException as error:
-            self._session.keep_logs(error, Path(self.config.run.dir), self._names())
-            await self._stop()
+            await self.__aexit__(type(error), error, None)
             raise
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        self._session.keep_logs(error, Path(self.config.run.dir), self._names())
-        await self._stop()
+        """End everything.
+
+        Raises:
+            LostError: Ray itself has ended; RayLostError if it was not started here.
+        """
+        lost = self.lost or ("" if error is None else self._session.lost())
+        if self.lost and (task := asyncio.current_task()):
+            task.uncancel()
+        if not lost:
+            self._session.keep_logs(error, Path(self.config.run.dir), self._names())
+        await self._stop(polite=not lost)
+        if lost:
+            raise self._session.lost_error(lost) from None
+
+    async def _end_when_lost(self, task: asyncio.Task[Any]) -> None:
+        """Cancel the task that uses this cluster when Ray has ended: its calls would never be answered."""
+        self.lost = await self._session.wait_until_lost()
+        task.cancel()
 
     # --- start ---
 
@@ -115,6 +135,8 @@ class Cluster:
         config = self.config.cluster
         with self.watch_stage("Ray"):
             self._session.start(config.ray_address)
+        if task := asyncio.current_task():
+            self._watching.append(asyncio.ensure_future(self._end_when_lost(task)))
         if self._compare_nodes:
             await self._session.compare_nodes(deadline_s=config.start_deadline_s)
         check_resources(self.config, ray.cluster_resources(), trains=self.trains)
@@ -382,12 +404,13 @@ class Cluster:
         groups = [(role, placed.group.locations) for role, placed in self._placed.items()]
         return {str(place.process): f"{role} {rank}" for role, places in groups for rank, place in enumerate(places)}
 
-    async def _stop(self) -> None:
+    async def _stop(self, *, polite: bool) -> None:
+        """End everything; `polite` lets the actors close, and frees what they hold of a cluster that goes on."""
         for task in self._watching:
             task.cancel()
-        if ray.is_initialized():
-            if self._replacements is not None:
-                await self._replacements.close()
+        if ray.is_initialized() and self._replacements is not None:
+            await self._replacements.close()
+        if ray.is_initialized() and polite:
             await asyncio.gather(*(placed.group.end() for placed in self._placed.values()))
             for placed in self._placed.values():
                 if placed.bundles is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -11,16 +13,19 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
 from rlhf.cluster import guard
-from rlhf.cluster.actors import ClusterError, check_address
+from rlhf.cluster.actors import ClusterError, LostError, check_address
 from rlhf.cluster.node_report import ask_nodes, differences, node_names, report
+from rlhf.config.cli import ResumableError, exit_status
 from rlhf.config.printing import say
 from rlhf.config.secrets import hide
 
@@ -28,6 +33,14 @@ START_TRIES = 3
 # The error in a line such as "(EngineCore pid=7) ERROR 11-22 11:29:20 [core.py:1] RuntimeError: out of memory"
 ERROR_LINE = re.compile(r"(?<![\w.])(?!EngineDead|RayActor|RayTask|Connection)[A-Za-z_.]*(?:Error|Exception): \S.*$")
 MAX_ERROR_SHOWN = 300
+PARTS = {"gcs_server": "control service", "raylet": "node manager"}  # nothing works without them
+LOOK_EVERY_S = 0.5
+CONTROL_PATIENCE_S = 30.0  # a joined cluster may start its control service again
+RAY_PATIENCE_S = 180  # without a control service Ray's C++ ends this process, by default after 60 s
+
+
+class RayLostError(ClusterError, ResumableError):
+    """The Ray cluster that a run had joined is gone: the run cannot start it again."""
 
 
 class RaySession:
@@ -40,6 +53,7 @@ class RaySession:
     def __init__(self) -> None:
         self.temp: str | None = None
         self._guard: subprocess.Popen[bytes] | None = None
+        self._raylet: psutil.Process | None = None  # of a running cluster that was joined
         self._folder = Path.cwd()  # asked before Ray starts: another node may then remove it, see `compare_nodes`
 
     def start(self, address: str | None) -> None:
@@ -60,6 +74,7 @@ class RaySession:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # Ray keeps a record of every call for its dashboard, which is off: 0.2 MB more at each step.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_PATIENCE_S))
         logging.getLogger("ray").setLevel(logging.ERROR)
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         try:
@@ -88,7 +103,7 @@ class RaySession:
             self._start_guard(private)
             local: dict[str, Any] = {"include_dashboard": False, "num_cpus": os.cpu_count()}
             try:
-                with _on_loopback(), _marked(private):
+                with _on_loopback(), _marked(private), _in_sessions_of_their_own():
                     ray.init(address="local", _temp_dir=self.temp, **local, **options)
                 return
             except Exception as error:  # Ray has no own type for it
@@ -100,6 +115,37 @@ class RaySession:
                         f"Ray did not start in {START_TRIES} tries: its processes take longer than it waits for them. "
                         "Start the run when this machine is less busy."
                     ) from None
+
+    def lost(self) -> str:
+        """Which of Ray's own processes on this machine has ended, and how; "" if they run."""
+        if self._raylet is not None and _has_ended(self._raylet):
+            return f"Ray's {PARTS['raylet']} on this machine (raylet) has ended."
+        for kind, process in _own_processes().items():
+            if (status := process.poll()) is not None:
+                return f"Ray's {PARTS[kind]} ({kind}) has ended with status {exit_status(status)}."
+        return ""
+
+    async def wait_until_lost(self) -> str:
+        """What has ended, or does not answer, as soon as the cluster cannot go on."""
+        if self.temp is None:
+            self._raylet = _process_of(_node().raylet_socket_name)
+        answered = time.monotonic()
+        while not (lost := self.lost()):
+            if self.temp is None:
+                try:
+                    await asyncio.to_thread(check_address, _node().gcs_address)
+                    answered = time.monotonic()
+                except ConnectionError as error:
+                    if time.monotonic() - answered > CONTROL_PATIENCE_S:
+                        return f"Ray's {PARTS['gcs_server']} does not answer ({error})."
+            await asyncio.sleep(LOOK_EVERY_S)
+        return lost
+
+    def lost_error(self, what: str) -> ClusterError:
+        """What a run ends with when Ray is lost; one that started its Ray itself can start another."""
+        if self.temp:
+            return LostError(what)
+        return RayLostError(f"{what} Start the cluster again, and go on with --resume.")
 
     async def compare_nodes(self, *, deadline_s: float) -> None:
         """Check that every node of a running cluster has the same versions installed as this process.
@@ -220,6 +266,47 @@ def _marked(folder: str) -> Iterator[None]:
     finally:
         for name in variables:
             del os.environ[name]
+
+
+@contextlib.contextmanager
+def _in_sessions_of_their_own() -> Iterator[None]:
+    """A context in which Ray's processes are out of reach of a signal to the driver's process group, or its terminal.
+
+    `timeout`, Ctrl-C and schedulers signal the whole group; without Ray the driver could not save.
+    """
+    before, new_session = services.ConsolePopen, functools.partial(services.ConsolePopen, start_new_session=True)
+    setattr(services, "ConsolePopen", new_session)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(services, "ConsolePopen", before)  # noqa: B010
+
+
+def _node() -> Any:
+    """What Ray knows of the cluster on this machine; there is no public name for it."""
+    return ray._private.worker._global_node
+
+
+def _own_processes() -> dict[str, subprocess.Popen[bytes]]:
+    """The processes of Ray that this process has started, those of PARTS, by their kind."""
+    started = _node().all_processes if ray.is_initialized() else {}
+    return {kind: info.process for kind in PARTS for info in started.get(kind, ())}
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _process_of(socket_name: str) -> psutil.Process | None:
+    """The raylet that listens on this socket; None if its command line cannot be read."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or ()
+        if words and words[0].endswith("/raylet") and any(socket_name in word for word in words):
+            return process
+    return None
 
 
 @contextlib.contextmanager

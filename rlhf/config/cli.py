@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import itertools
 import logging
 import os
@@ -32,10 +33,11 @@ R = TypeVar("R")
 
 USER_ERROR = 2  # the config, the data or the machine is not what the run needs
 RUN_ERROR = 1  # the run began and could not go on
+RESUMABLE = 75  # the Ray cluster that the run had joined is gone; EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 TERMINATED = 128 + 15  # and SIGTERM
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)  # they end a run, saved
 END_AT_ONCE_S = 10.0  # after a second signal
 
 HELP_COLUMNS = 100
@@ -47,6 +49,10 @@ win over all files, in any position on the command line. Their values are read a
 
   run.steps=10   learner.optimizer.lr=1e-6   data.eval=null   'rollout.stop=["</answer>"]'"""
 REWARD_HEADER = "reward options, next to name and weight of a part: reward=[{name: math, mode: lenient}]"
+
+
+class ResumableError(RuntimeError):
+    """The run ended through no fault of its own; the launchers go on with --resume."""
 
 
 def training_flags(parser: argparse.ArgumentParser) -> None:
@@ -182,7 +188,9 @@ def check_new_folder(folder: Path, key: str = "") -> None:
 def run_async(
     main: Coroutine[Any, Any, R], *, on_signal: Callable[[str, Callable[[], object]], None] | None = None
 ) -> R:
-    """asyncio.run of a task; SIGTERM and SIGINT cancel the task, so its `finally` clauses end what it started.
+    """asyncio.run of a task; a signal to end cancels the task, so its `finally` clauses end what it started.
+
+    The signals are SIGTERM, SIGINT, and SIGHUP, which a lost terminal sends; nohup has it ignored, and so it stays.
 
     Inside of a running event loop, as in the cell of a notebook, that loop waits until the task has ended.
 
@@ -213,7 +221,7 @@ def run_async(
             if len(received) == 2:
                 exit_soon.start()
 
-        for number in SIGNALS:
+        for number in end_signals():
             asyncio.get_running_loop().add_signal_handler(number, receive, number)
         return await main
 
@@ -223,7 +231,7 @@ def run_async(
     except asyncio.CancelledError:
         if received[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt from None
-        raise
+        raise asyncio.CancelledError(*received[:1]) from None
     finally:
         exit_soon.cancel()
 
@@ -235,7 +243,7 @@ class NothingToDoError(Exception):
 @contextlib.contextmanager
 def _outside_of_any_event_loop() -> Iterator[None]:
     """A context in which asyncio.run works; afterwards loop and signal handlers of this thread are as before."""
-    outer, handlers = asyncio._get_running_loop(), {number: signal.getsignal(number) for number in SIGNALS}
+    outer, handlers = asyncio._get_running_loop(), {number: signal.getsignal(number) for number in END_SIGNALS}
     woken = signal.set_wakeup_fd(-1)  # where Python tells the outer loop of a signal
     asyncio._set_running_loop(None)
     try:
@@ -249,9 +257,22 @@ def _outside_of_any_event_loop() -> Iterator[None]:
         signal.set_wakeup_fd(woken)
 
 
+def end_signals() -> list[signal.Signals]:
+    """The signals that ask a program to end, without those that it was started to ignore."""
+    return [number for number in END_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def exit_status(returncode: int) -> int:
+    """The exit status of a process as a shell reports it: 137 for one that SIGKILL has ended, -9 for subprocess."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
 def run_program(main: Callable[[], None]) -> int:
     """Call `main`; print an expected error as one message and return the exit status. No secret is printed."""
     logging.raiseExceptions = False  # a library's log that cannot be written is no traceback on the terminal
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal gets what it cannot show as \uXXXX
+            stream.reconfigure(errors="backslashreplace")
     with hide_in_output():
         try:
             return _exit_status(main)
@@ -270,11 +291,11 @@ def _exit_status(main: Callable[[], None]) -> int:
         return USER_ERROR
     except (RuntimeError, OSError) as error:  # OSError: a disk that is full, say
         say(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
-        return RUN_ERROR
+        return RESUMABLE if isinstance(error, ResumableError) else RUN_ERROR
     except KeyboardInterrupt:
         say("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as error:  # `run_async` names the signal
         say("terminated", file=sys.stderr)
-        return TERMINATED
+        return 128 + error.args[0] if error.args else TERMINATED
     return 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from rlhf.cluster.actors import LostError
 from rlhf.config.grpo import GRPOConfig
+from rlhf.run import supervisor
 from rlhf.run.training_run import TrainingRun
 
 C = TypeVar("C", bound=GRPOConfig)
@@ -18,6 +20,10 @@ class Restarts(Generic[C]):
     """Trains, and restarts after a LostError, at most `run.max_restarts` times in a row without a new checkpoint."""
 
     def __init__(self, config: C, *, resume: bool, start_at: str | None = None) -> None:
+        if supervisor.takes_over():
+            resume, start_at = True, None
+        address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
+        supervisor.tell_command(supervisor.Training(config.run.dir, not address, config.run.max_restarts))
         self._run: TrainingRun[C] | None = TrainingRun(config, resume=resume or start_at is not None, start_at=start_at)
         self._stop = self._run.stop
         self._first = True

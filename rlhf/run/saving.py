@@ -148,8 +148,10 @@ class CheckpointSaver:
     async def _end(self, task: asyncio.Task[None] | None, what: str, within_s: float) -> None:
         if task is None:
             return
-        done, _ = await asyncio.wait({task}, timeout=within_s)
-        task.cancel()
+        try:
+            done, _ = await asyncio.wait({task}, timeout=within_s)
+        finally:
+            task.cancel()
         error = task.exception() if done else f"it took longer than {within_s:g} s"
         if error is not None:
             self._warn(f"the last checkpoint was not {what}: {error}")

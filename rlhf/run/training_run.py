@@ -55,6 +55,7 @@ from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
 SAVE_S = 60.0  # that a failed run waits for the checkpoint that is being written
 SAY_FRACTION = 0.1  # of cluster.step_deadline_s, after which a step says which groups it waits for
+LOST_SAVE_S = 15.0  # where Ray has ended: learners that still live may complete it
 TABLES, GROUPS_IN_TABLE = 20, 2  # tables of sampled responses in a run, for wandb; groups in each
 
 C = TypeVar("C", bound=GRPOConfig)
@@ -172,7 +173,7 @@ class TrainingRun(Generic[C]):
             config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, self.mirror, self.log.warn,
             self.log.files.check,
         )  # fmt: skip
-        self._exit_stack.push_async_callback(self.saver.close, within_s=SAVE_S)
+        self._exit_stack.push_async_callback(self._close_saver)
         self.sampler = Sampler(config, self.cluster, self.scorer, self.tokenizer)
         self.canary = Canary(
             next(iter(self.prompts.prompts.values())),
@@ -188,6 +189,9 @@ class TrainingRun(Generic[C]):
                 await self.cluster.load(self.restored)
             await self.canary.check_start(self.cluster, self.first_step)
         self.cluster.replace_lost_engines(partial(self.canary.check_joined, self.cluster))
+
+    async def _close_saver(self) -> None:
+        await self.saver.close(within_s=LOST_SAVE_S if self.cluster.lost else SAVE_S)
 
     def _open_buffer(self) -> None:
         config = self.config

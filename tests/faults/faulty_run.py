@@ -74,6 +74,7 @@ def run_with_faults(config: Path, faults: Iterable[Fault], *more: str, **environ
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": paths, "COLUMNS": "1000"} | environment,
         capture_output=True, text=True, timeout=2 * STACK_WAIT_S, stdin=subprocess.DEVNULL, check=False,
+        start_new_session=True,  # for `signal_group`
     )  # fmt: skip
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
     return Ended(done.returncode, done.stdout, done.stderr, rows)
@@ -92,7 +93,16 @@ class Faults:
     def __init__(self, faults: Sequence[Fault], trace: Path) -> None:
         self.run: Any = None
         self.step = 0
-        self._waiting, self._trace = list(faults), trace
+        self._faults, self._trace, self._command = list(faults), trace, os.getpid()
+
+    @functools.cached_property
+    def _waiting(self) -> list[Fault]:
+        """Without those that happened to the drivers before this one; asked first in a driver."""
+        waiting = list(self._faults)
+        for line in self._trace.read_text().splitlines():
+            step, at, do, arguments = json.loads(line)["fault"]
+            waiting.remove(Fault(step, at, do, tuple(arguments)))
+        return waiting
 
     def moment(self, name: str) -> None:
         for fault in [fault for fault in self._waiting if fault.at == name and self.step >= fault.step][:1]:
@@ -106,6 +116,8 @@ class Faults:
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         """A moment for each waiting fault that names this event and a word of its paths; opened files are written."""
+        if os.getpid() == self._command:
+            return
         reads = event == "open" and not set(str(arguments[1])) & set("wax+")
         for name in () if reads else {fault.at for fault in self._waiting if fault.at.startswith(f"!{event} ")}:
             if name.split()[1] in " ".join(map(str, arguments)):
@@ -117,6 +129,13 @@ def send_signals(faults: Faults, *names: str) -> None:
     os.kill(os.getpid(), signal.Signals[names[0]])
     for later, name in enumerate(names[1:], 1):
         threading.Timer(later * BETWEEN_S, os.kill, (os.getpid(), signal.Signals[name])).start()
+
+
+def signal_group(faults: Faults, name: str) -> None:
+    """To the command that the user started and to its process group, as `timeout` does."""
+    command = os.getppid()
+    os.kill(command, signal.Signals[name])
+    os.killpg(command, signal.Signals[name])
 
 
 def strike(faults: Faults, command: str, name: str, index: str = "0") -> None:
@@ -199,7 +218,8 @@ def lose_weights(faults: Faults, engine: str, name: str) -> None:
 
 
 ACTS: dict[str, Any] = {
-    act.__name__: act for act in (send_signals, strike, shell, poison, nan_in_engine_logprob, lose_weights)
+    act.__name__: act
+    for act in (send_signals, signal_group, strike, shell, poison, nan_in_engine_logprob, lose_weights)
 }
 POISONS = {
     "nan_in_logits": nan_in_logits,
@@ -258,10 +278,11 @@ def watch_moments(faults: Faults) -> None:
 
 def main() -> int:
     from rlhf import grpo
-    from rlhf.config import cli
+    from rlhf.run.supervisor import supervise
 
-    watch_moments(Faults([Fault(*fields) for fields in json.loads(sys.argv[1])], Path(sys.argv[2])))
-    return cli.run_program(lambda: grpo.main(sys.argv[3:]))
+    faults = [Fault(step, at, do, tuple(words)) for step, at, do, words in json.loads(sys.argv[1])]
+    watch_moments(Faults(faults, Path(sys.argv[2])))
+    return supervise(lambda: grpo.main(sys.argv[3:]))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def hit(step: int, at: str, command: str, number: str, index: int = 0) -> Fault:
 
 
 CORE, WORKER, ENGINE, LEARNER = "VLLM::EngineCore", "VLLM::Worker", "ray::HostedAsyncActor", "ray::HostedActor"
+CONTROL, RAYLET = "/gcs/gcs_server ", "/raylet/raylet "
 RUNS: dict[str, tuple[dict[str, int], dict[str, tuple[list[Fault], tuple[str, ...]]]]] = {
     "one engine": (
         {},
@@ -57,6 +58,20 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, tuple[list[Fault], tuple[str, ..
             "killed while the engine samples": ([hit(2, ".sample_group", LEARNER, "SIGKILL", 1)], (RESTARTED,)),
             "killed in an update": ([hit(5, ".update", LEARNER, "SIGKILL", 0)], (RESTARTED,)),
             "stopped in an update": ([hit(8, ".update", LEARNER, "SIGSTOP", 1)], (RESTARTED,)),
+        },
+    ),
+    "Ray itself": (
+        {},
+        {
+            "the control service killed while the engine samples": (
+                [hit(2, ".sample_group", CONTROL, "SIGKILL")],
+                (RESTARTED,),
+            ),
+            "the raylet killed while the learner updates": ([hit(5, ".update", RAYLET, "SIGKILL")], (RESTARTED,)),
+            "the raylet killed before its shared memory is used, which ends the driver": (
+                [hit(8, "logprobs", RAYLET, "SIGKILL")],
+                (RESTARTED,),
+            ),
         },
     ),
     "two learners again": (

@@ -94,6 +94,15 @@ def test_nothing_is_left_10_s_after_the_driver_was_killed_and_the_run_can_be_res
 
 
 @pytest.mark.faults
+def test_nothing_is_left_10_s_after_the_whole_process_group_was_killed(interrupted: InterruptedRun) -> None:
+    before = interrupted.saved
+    ended = interrupted.go_on(Fault(before + 3, "update", "signal_group", ("SIGKILL",)), steps=100000)
+    assert ended.status == -signal.SIGKILL, ended.errors[-3000:]
+    interrupted.check_nothing_is_left(ended)
+    assert before < interrupted.saved
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("at", "number", "saved"),
     [
@@ -102,6 +111,7 @@ def test_nothing_is_left_10_s_after_the_driver_was_killed_and_the_run_can_be_res
         ("update", "SIGTERM", {2}),
         (".send_weights", "SIGTERM", {2}),
         ("evaluation", "SIGTERM", {2}),
+        ("logprobs", "SIGHUP", {2}),  # as a lost terminal sends it
         ("checkpoint", "SIGINT", {2}),
         ("!open manifest.json", "SIGTERM", {1, 2}),  # while a save is under way: of step 1 or of step 2
     ],
@@ -113,12 +123,22 @@ def test_a_signal_in_any_phase_saves_and_says_where_to_go_on(
     step = before + 2 if any(saved) else 0
     ended = interrupted.go_on(Fault(step, at, "send_signals", (number,)), steps=100000)
     assert ended.status == 128 + signal.Signals[number], ended.errors[-3000:]
-    assert ended.errors.splitlines()[-1] == {"SIGINT": "interrupted", "SIGTERM": "terminated"}[number]
+    assert ended.errors.splitlines()[-1] == ("interrupted" if number == "SIGINT" else "terminated")
     assert "Traceback" not in ended.errors
     interrupted.check_nothing_is_left(ended)
     assert interrupted.saved - before in saved
     assert (f"Go on from step {interrupted.saved} with --resume." in ended.output) == any(saved)
     assert [row["step"] for row in read_steps(interrupted.folder)] == list(range(1, interrupted.saved + 1))
+
+
+@pytest.mark.faults
+def test_a_signal_to_the_process_group_saves_too(interrupted: InterruptedRun) -> None:
+    before = interrupted.saved
+    ended = interrupted.go_on(Fault(before + 2, "sampling", "signal_group", ("SIGTERM",)), steps=100000)
+    assert ended.status == 128 + signal.SIGTERM, ended.errors[-3000:]
+    interrupted.check_nothing_is_left(ended)
+    assert before < interrupted.saved
+    assert f"Go on from step {interrupted.saved} with --resume." in ended.output
 
 
 @pytest.mark.faults

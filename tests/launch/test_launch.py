@@ -20,6 +20,7 @@ from ray_cluster import ray_folder
 from waiting import STACK_WAIT_S, WAIT_S, eventually, free_port, read_until
 
 from rlhf.cluster.node_report import differences
+from rlhf.config.cli import RESUMABLE
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
 
@@ -511,6 +512,22 @@ def test_near_the_time_limit_the_job_requeues_itself_if_it_can_go_on(sandbox: Sa
     assert statuses == [143]
     assert sandbox.recorded("scontrol")[-1].startswith("requeue ")
     assert not is_alive(sandbox.programs()[0]["pid"])
+
+
+def test_a_job_whose_ray_has_ended_requeues_itself_if_it_can_go_on(sandbox: Sandbox) -> None:
+    job = slurm(sandbox, PROGRAM_SLEEPS="1000", PROGRAM_STATUS=str(RESUMABLE))
+    sandbox.wait_for("program")
+    sandbox.write_checkpoint()
+    sandbox.go_on("program")
+    assert ending(job)[0] == [RESUMABLE]
+    assert sandbox.recorded("scontrol")[-1].startswith("requeue ")
+
+
+def test_a_job_whose_ray_has_ended_before_a_checkpoint_is_not_requeued(sandbox: Sandbox) -> None:
+    statuses, output = ending(slurm(sandbox, PROGRAM_STATUS=str(RESUMABLE)))
+    assert statuses == [RESUMABLE]
+    assert "Ray has ended under the program, and no checkpoint since the start: not requeueing" in output
+    assert not any(line.startswith("requeue") for line in sandbox.recorded("scontrol"))
 
 
 def test_near_the_time_limit_a_job_without_a_new_checkpoint_goes_on(sandbox: Sandbox) -> None:

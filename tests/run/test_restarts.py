@@ -15,6 +15,11 @@ from rlhf.run import restarts
 from rlhf.run.restarts import Restarts
 
 
+def config_of(*, max_restarts: int) -> Any:
+    run = SimpleNamespace(dir="run", max_restarts=max_restarts)
+    return SimpleNamespace(run=run, cluster=SimpleNamespace(ray_address=None))
+
+
 def play(
     monkeypatch: pytest.MonkeyPatch,
     script: Sequence[tuple[int, Exception | None]],
@@ -43,7 +48,7 @@ def play(
             raise failure
 
     monkeypatch.setattr(restarts, "TrainingRun", make)
-    config: Any = SimpleNamespace(run=SimpleNamespace(max_restarts=allowed))
+    config: Any = config_of(max_restarts=allowed)
     asyncio.run(Restarts(config, resume=False, start_at=start_at).train(train))
     return made
 
@@ -65,7 +70,7 @@ def test_the_lost_run_has_left_memory_before_the_next_one_is_read(monkeypatch: p
 
     made: list[weakref.ref[Run]] = []
     monkeypatch.setattr(restarts, "TrainingRun", Run)
-    config: Any = SimpleNamespace(run=SimpleNamespace(max_restarts=2))
+    config: Any = config_of(max_restarts=2)
     asyncio.run(Restarts(config, resume=False).train(train))
     assert len(made) == 3
 

@@ -1,0 +1,170 @@
+"""The command that the user started: it runs the training in another process, and starts that again if Ray ends it.
+
+    command ── fork ──> driver, in a session of its own ──> Ray, engines, learners, graders
+
+Ray's C++ ends a driver whose raylet is gone with `_exit(1)` at the next use of shared memory: without a message, and no
+Python runs any more. Where the driver notices first, it starts its Ray again by itself (`restarts.py`). Else the
+command starts another driver, which resumes from the newest checkpoint.
+
+A signal to the command is passed on once, also where its process group gets it too, as from `timeout`. The driver is
+killed when the command is, and the command ends as the driver ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from rlhf.config import cli
+from rlhf.config.output import lossy_output
+from rlhf.rewards.processes import adopt_orphans, die_with_parent
+
+SAME_SIGNAL_S = 0.5  # two signals within this time are one request, sent to the process and to its group
+LEFT_S = 30.0  # for the processes of a lost driver to end; the guard of its Ray kills them
+LOST = "Ray has ended the driver: its raylet or its control service is gone."
+
+
+class Training(NamedTuple):
+    """What the driver tells the command about its run."""
+
+    folder: str
+    has_own_ray: bool
+    max_restarts: int
+
+
+class Ended(NamedTuple):
+    """How a driver ended: its exit status, and its training if it was ended by another's code."""
+
+    returncode: int
+    lost: Training | None
+
+
+_to_command: int | None = None  # in the driver: a pipe
+_takes_over = False  # in the driver
+
+
+def takes_over() -> bool:
+    """Whether this driver follows one that Ray has ended, and so resumes."""
+    return _takes_over
+
+
+def tell_command(training: Training) -> None:
+    """In a driver: what the command has to know to start another one."""
+    if _to_command is not None:
+        _tell(training)
+
+
+def _tell(what: Any) -> None:
+    assert _to_command is not None
+    os.write(_to_command, json.dumps(what).encode() + b"\n")
+
+
+def supervise(main: Callable[[], None]) -> int:
+    """Run a training program in a process of its own; returns its exit status."""
+    adopt_orphans()  # those of a lost driver, to see when they have ended
+    with lossy_output():
+        restarts, newest = 0, ""
+        while (ended := _run_driver(main, takes_over=restarts > 0)).lost is not None:
+            from rlhf.run.manifest import complete_checkpoints  # here, because numpy starts threads
+
+            training, before = ended.lost, newest
+            newest = "".join(path.name for path in complete_checkpoints(Path(training.folder) / "checkpoints")[-1:])
+            restarts = restarts + 1 if newest == before else 1
+            if not training.has_own_ray:
+                print(f"error: {LOST} Start the cluster again, and go on with --resume.", file=sys.stderr)
+                return cli.RESUMABLE
+            if not newest or restarts > training.max_restarts:
+                print(f"error: {LOST}", file=sys.stderr)
+                return cli.RUN_ERROR
+            restart = f"Restart {restarts} of at most {training.max_restarts} (run.max_restarts)"
+            print(f"warning: {LOST} {restart} from the checkpoint of {newest}.", flush=True)
+            _wait_for_orphans()
+    if ended.returncode == -signal.SIGKILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return cli.exit_status(ended.returncode)
+
+
+def _run_driver(main: Callable[[], None], *, takes_over: bool) -> Ended:
+    """Run one driver to its end; signals meanwhile are passed on to it."""
+    command, (report, to_command) = os.getpid(), os.pipe()
+    sys.stdout.flush()
+    numbers = cli.end_signals()
+    before = {number: signal.getsignal(number) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until both know what to do with one
+    driver = os.fork()
+    if driver:
+        handler = PassOn(driver)
+        handlers: dict[signal.Signals, Any] = dict.fromkeys(numbers, handler)
+    else:
+        handlers = before
+    for number in numbers:
+        signal.signal(number, handlers[number])
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if not driver:
+        os.close(report)
+        _drive(main, command, to_command, takes_over=takes_over)
+    os.close(to_command)
+    while (ended := os.waitpid(-1, 0))[0] != driver:
+        pass  # an orphan that was adopted
+    for number in numbers:
+        signal.signal(number, before[number])
+    told = _read(report)
+    returncode = os.waitstatus_to_exitcode(ended[1])
+    if told and isinstance(told[-1], int):  # it ended by itself
+        return Ended(told[-1], None)
+    was_ended = returncode in (1, -signal.SIGABRT) and told and not handler.passed_on
+    return Ended(returncode, Training(*told[-1]) if was_ended else None)
+
+
+class PassOn:
+    """A signal handler that passes signals on to another process."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.passed_on: dict[int, float] = {}  # when, by signal
+
+    def __call__(self, number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if now - self.passed_on.get(number, -SAME_SIGNAL_S) >= SAME_SIGNAL_S:
+            self.passed_on[number] = now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+
+def _drive(main: Callable[[], None], command: int, to_command: int, *, takes_over: bool) -> NoReturn:
+    """In the driver: run the program and exit."""
+    global _to_command, _takes_over
+    _to_command, _takes_over = to_command, takes_over
+    os.setsid()  # a signal to the group or from the terminal comes through the command alone
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != command:
+        os._exit(cli.RUN_ERROR)
+    status = cli.run_program(main)
+    _tell(status)
+    sys.exit(status)
+
+
+def _read(pipe: int) -> list[Any]:
+    """The JSON lines that wait in a pipe; a process that the driver forked may still hold its other end."""
+    os.set_blocking(pipe, False)
+    try:
+        return [json.loads(line) for line in os.read(pipe, 2**16).splitlines()]
+    except BlockingIOError:
+        return []
+    finally:
+        os.close(pipe)
+
+
+def _wait_for_orphans() -> None:
+    end = time.monotonic() + LEFT_S
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while time.monotonic() < end:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.1)
