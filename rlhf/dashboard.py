@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config.base import first_line
 from rlhf.config.cli import run_program, started_as
+from rlhf.config.printing import say
 from rlhf.log.panels import SECTIONS, Panel
 
 if TYPE_CHECKING:
@@ -84,12 +85,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = workspace(options.entity, options.project, options.name)
     if options.dry_run:
         for section in made.sections:
-            print(section.name, *(f"    {getattr(panel, 'title', 'table')}" for panel in section.panels), sep="\n")
+            say("\n".join([section.name, *(f"    {getattr(panel, 'title', 'table')}" for panel in section.panels)]))
         return
     from wandb.errors import Error
 
     try:
-        print(made.save().url)
+        say(made.save().url)
     except Error as error:
         raise ValueError(
             f"wandb does not take the dashboard ({first_line(error)}). Log in (`wandb login`), and check --entity and "

@@ -285,7 +285,7 @@ def _exit_status(main: Callable[[], None]) -> int:
     try:
         main()
     except NothingToDoError as done:
-        print(done)
+        say(str(done))
     except ValueError as error:
         say(f"error: {error}", file=sys.stderr)
         return USER_ERROR

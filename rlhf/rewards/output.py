@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from rlhf.config.printing import printable, say
+
 MAX_LINE = 1000  # characters of a line that are shown
 MAX_LINES, WINDOW_S = 50, 10.0  # so many lines are shown in so many seconds
 NAME_ENDS = "\x1f"  # between the name of the part and its line
@@ -78,22 +80,20 @@ def _refuse_debugger(*_: object, **__: object) -> None:
 
 
 def to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
+    say(line, file=sys.stderr)
 
 
 class Printed:
-    """Gives printed lines to `say`, at most MAX_LINES in WINDOW_S; the others are counted.
+    """Gives printed lines to `say_line`, at most MAX_LINES in WINDOW_S; the others are counted.
 
     Args:
         names: the user functions of the pool.
-        say: called in the thread of the pool.
+        say_line: called in the thread of the pool.
     """
 
-    def __init__(self, names: Sequence[str], say: Callable[[str], None]) -> None:
-        from rlhf.log.sinks import printable  # not needed in a worker
-
+    def __init__(self, names: Sequence[str], say_line: Callable[[str], None]) -> None:
         self._sole = names[0] if len(names) == 1 else ""
-        self._printable, self._to = printable, say
+        self._to = say_line
         self._began, self._shown, self._dropped = time.monotonic(), 0, 0
 
     def lines(self, data: bytes) -> None:
@@ -116,7 +116,7 @@ class Printed:
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone; the grading goes on
-            self._to(self._printable(line))
+            self._to(printable(line))
 
     def _who(self, name: str = "") -> str:
         return f"reward {name or self._sole}".rstrip()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from rlhf.config import cli
-from rlhf.config.output import lossy_output
+from rlhf.config.printing import lossy_output, say
 from rlhf.rewards.processes import adopt_orphans, die_with_parent
 
 SAME_SIGNAL_S = 0.5  # two signals within this time are one request, sent to the process and to its group
@@ -78,13 +78,13 @@ def supervise(main: Callable[[], None]) -> int:
             newest = "".join(path.name for path in complete_checkpoints(Path(training.folder) / "checkpoints")[-1:])
             restarts = restarts + 1 if newest == before else 1
             if not training.has_own_ray:
-                print(f"error: {LOST} Start the cluster again, and go on with --resume.", file=sys.stderr)
+                say(f"error: {LOST} Start the cluster again, and go on with --resume.", file=sys.stderr)
                 return cli.RESUMABLE
             if not newest or restarts > training.max_restarts:
-                print(f"error: {LOST}", file=sys.stderr)
+                say(f"error: {LOST}", file=sys.stderr)
                 return cli.RUN_ERROR
             restart = f"Restart {restarts} of at most {training.max_restarts} (run.max_restarts)"
-            print(f"warning: {LOST} {restart} from the checkpoint of {newest}.", flush=True)
+            say(f"warning: {LOST} {restart} from the checkpoint of {newest}.")
             _wait_for_orphans()
     if ended.returncode == -signal.SIGKILL:
         os.kill(os.getpid(), signal.SIGKILL)
