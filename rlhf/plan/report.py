@@ -198,11 +198,12 @@ def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemor
 
 
 def _sources(config: GRPOConfig) -> list[tuple[str, str]]:
-    """A row for each place that the sizes of the models come from."""
+    """A row for each place that the sizes of the models come from, with the names of hub models."""
     sources: dict[str, list[str]] = {}
     for path in dict.fromkeys(role.model for role in config.roles()):
-        sources.setdefault(source_at(path), []).append(path)
-    return [("sizes from", f"{source} ({', '.join(paths)})") for source, paths in sources.items() if source]
+        sources.setdefault(source_at(path), []).extend([] if looks_local(path) else [path])
+    named = {source: f" ({', '.join(names)})" if names else "" for source, names in sources.items() if source}
+    return [("sizes from", f"{source}{names}") for source, names in named.items()]
 
 
 def _checkpoint(config: GRPOConfig, policy: ModelShape) -> str:

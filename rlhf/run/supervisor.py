@@ -85,7 +85,10 @@ def supervise(main: Callable[[], None]) -> int:
                 return cli.RUN_ERROR
             restart = f"Restart {restarts} of at most {training.max_restarts} (run.max_restarts)"
             say(f"warning: {LOST} {restart} from the checkpoint of {newest}.")
-            _wait_for_orphans()
+            try:
+                _wait_for_orphans()
+            except KeyboardInterrupt:
+                return cli.INTERRUPTED
     if ended.returncode == -signal.SIGKILL:
         os.kill(os.getpid(), signal.SIGKILL)
     return cli.exit_status(ended.returncode)
