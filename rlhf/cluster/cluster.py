@@ -126,7 +126,10 @@ class Cluster:
 
     async def _end_when_lost(self, task: asyncio.Task[Any]) -> None:
         """Cancel the task that uses this cluster when Ray has ended: its calls would never be answered."""
-        self.lost = await self._session.wait_until_lost()
+        try:
+            self.lost = await self._session.wait_until_lost()
+        except Exception as error:  # without the watch a lost Ray would be noticed at a deadline only
+            self.lost = f"Ray could not be watched: {error!r}."
         task.cancel()
 
     # --- start ---
@@ -408,8 +411,8 @@ class Cluster:
         """End everything; `polite` lets the actors close, and frees what they hold of a cluster that goes on."""
         for task in self._watching:
             task.cancel()
-        if ray.is_initialized() and self._replacements is not None:
-            await self._replacements.close()
+        if self._replacements is not None:
+            await self._replacements.close(kill=polite and ray.is_initialized())
         if ray.is_initialized() and polite:
             await asyncio.gather(*(placed.group.end() for placed in self._placed.values()))
             for placed in self._placed.values():

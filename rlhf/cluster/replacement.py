@@ -168,12 +168,13 @@ class Replacements:
                     except LostError as error:
                         self.take_over(rank, error)
 
-    async def close(self) -> None:
+    async def close(self, *, kill: bool) -> None:
+        """End all replacements; `kill` the actors that are built and not in use yet."""
         for task in self._tasks.values():
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, ClusterError):
                 await task
-        for group in self.built.values():
+        for group in self.built.values() if kill else ():
             ray.kill(group.actors[0])
 
 

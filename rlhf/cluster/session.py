@@ -180,9 +180,10 @@ class RaySession:
         Args:
             actors: names such as `engine 0` by process; the copied files get these names.
         """
-        if not (isinstance(error, ClusterError) and self.temp and run.is_dir()):
+        if not (isinstance(error, ClusterError) and self.temp):
             return
-        saved, logs = run / "logs", list[Path]()
+        # an evaluation need not have a run folder
+        saved, logs = run / "logs" if run.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-logs-")), list[Path]()
         for log in sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.lstat().st_mtime):
             if text := _own_text(log):
                 saved.mkdir(exist_ok=True)

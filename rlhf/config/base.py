@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import re
+import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -26,13 +25,10 @@ def with_home(path: str) -> str:
     Raises:
         ValueError: no home folder is known.
     """
-    home, rest = re.fullmatch(r"(~[^/]*)?(.*)", path, re.DOTALL).groups()  # type: ignore[union-attr]
-    if home is None:
-        return path
-    try:
-        return str(Path(home).expanduser()) + rest
-    except RuntimeError:
-        raise ValueError(f"{path}: the home folder of {home} is not known. Write the whole path.") from None
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise ValueError(f"{path}: the home folder of {path.split('/')[0]} is not known. Write the whole path.")
+    return expanded
 
 
 FilePath = Annotated[str, AfterValidator(with_home)]  # of a file or folder, the name of a repository, or an address

@@ -13,6 +13,7 @@ import signal
 import sys
 import textwrap
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -38,6 +39,9 @@ INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 TERMINATED = 128 + 15  # and SIGTERM
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
+# Several signals within this time are one request: `timeout` sends it to the process and to its group, `pkill -f` and
+# some schedulers to the command and to its driver.
+SAME_SIGNAL_S = 0.5
 END_AT_ONCE_S = 10.0  # after a second signal
 
 HELP_COLUMNS = 100
@@ -212,7 +216,13 @@ def run_async(
         task = asyncio.current_task()
         assert task is not None
 
+        newest = -SAME_SIGNAL_S
+
         def receive(number: signal.Signals) -> None:
+            nonlocal newest
+            if number in received and time.monotonic() - newest < SAME_SIGNAL_S:
+                return
+            newest = time.monotonic()
             received.append(number)
             if len(received) == 1 and on_signal is not None:
                 on_signal(number.name, task.cancel)
@@ -253,7 +263,8 @@ def _outside_of_any_event_loop() -> Iterator[None]:
         if outer is not None:
             asyncio.set_event_loop(outer)
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:  # one that Python did not install
+                signal.signal(number, handler)
         signal.set_wakeup_fd(woken)
 
 

@@ -34,6 +34,9 @@ def lossy_output() -> Iterator[None]:
     Each write is tried: a log on a disk with room again goes on. The first failure of standard output is told on
     standard error.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     before = sys.stdout, sys.stderr
     lossy: Any = _Lossy(sys.stdout, warn=True), _Lossy(sys.stderr, warn=False)
     sys.stdout, sys.stderr = lossy

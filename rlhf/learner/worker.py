@@ -133,7 +133,7 @@ class Learner(StepRank):
         if self._sender is not None:  # another engine has joined
             self._sender.close()
         if self._client is not None:  # the new engine is compared with the first ones
-            client.skipped = self._client.skipped
+            client.proved = self._client.proved
         self._client = client
         self._sender = make_sender(backend, self, client, rendezvous, rank=self.place.rank)
 

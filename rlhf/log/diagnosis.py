@@ -338,6 +338,11 @@ class Diagnosis:
                 new.append(finding)
         return new
 
+    def after_evaluation(self, values: Row) -> None:
+        """Add the metrics of an evaluation to those of the last step."""
+        if self._rows:
+            self._rows[-1] = {**self._rows[-1], **values}
+
     def notice(self) -> str:
         """Which metrics are outside of their healthy range in the last steps; "" if none is."""
         outside = outside_at_the_end(self._rows)

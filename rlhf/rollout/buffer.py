@@ -5,8 +5,8 @@ s - (version of the group's oldest token) <= max_policy_lag. Dispatch follows th
 in progress than the steps up to s + max_policy_lag can take. With a lag of 0 these are exactly the groups of the
 current step, and the loop is synchronous.
 
-No group is discarded for its age: a step takes the oldest groups first, and waits for running groups that the later
-steps could not all take in time. Discarding slow groups would take long and hard prompts out of the data.
+With on_stale=wait no group is discarded for its age: a step takes the oldest groups first, and waits for running ones
+that the later steps could not all take in time. Discarding slow groups takes long and hard prompts out of the data.
 
 The account, in rollouts: sampled = trained + filtered + stale + failed + waiting, whenever no step is in progress.
 """
@@ -258,8 +258,8 @@ class RolloutBuffer:
                 await self._changed.wait()
         except TimeoutError:
             raise TimeoutError(
-                f"cluster.step_deadline_s={self._deadline_s:g}: no group ended within these seconds. "
-                f"{self.waits_for()}. Shorten the responses, or raise cluster.step_deadline_s."
+                f"no group ended within {self._deadline_s:g} s. {self.waits_for()}. Shorten the responses, or raise "
+                "cluster.step_deadline_s."
             ) from None
         finally:
             if enough:
@@ -267,13 +267,10 @@ class RolloutBuffer:
 
     def waits_for(self) -> str:
         """What the training step still needs, in words."""
-        oldest = min((version for _, version in self._running.values()), default=self._step)
-        slow = sorted((t.position, t.prompt.id) for t, version in self._running.values() if version == oldest)
-        missing = self._groups_per_step - len(self._ready)
-        what = f"{missing} more groups" if missing > 0 else f"groups {self._step - oldest} steps old"
-        ids = ", ".join(prompt for _, prompt in slow[:SHOWN_PROMPTS])
-        running = f"{len(self._running)} are running, the oldest of them of prompts {ids}"
-        return f"Step {self._step + 1} waits for {what}; {running}"
+        missing = max(1, self._groups_per_step - len(self._ready))
+        running = sorted((version, ticket.position, ticket.prompt.id) for ticket, version in self._running.values())
+        oldest = ", ".join(prompt for _, _, prompt in running[:SHOWN_PROMPTS])
+        return f"Step {self._step + 1} waits for groups: {missing} of {len(running)} running (oldest prompts: {oldest})"
 
     def _drop_stale(self) -> None:
         """Discard groups that have become too old."""

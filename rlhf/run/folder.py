@@ -168,7 +168,7 @@ class RunFolder:
         """Remove the rollouts of later steps, which will be run again, and files that a killed run left incomplete."""
         for path in self.rollouts.iterdir():
             of_step = step_of(path.stem)
-            if of_step is not None and (path.suffix == NEW or (path.suffix == ".jsonl" and of_step > step)):
+            if of_step >= 0 and (path.suffix == NEW or (path.suffix == ".jsonl" and of_step > step)):
                 path.unlink()
 
     def _lock(self) -> None:
@@ -285,7 +285,9 @@ class RunFolder:
             raise OSError(f"{final} is there and not of this run; rename it, or move it away")
         if folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir(parents=self._lock_file is None)  # a folder that was renamed is not made again
+        if self._lock_file is not None:  # a renamed folder is not made again; in an emptied one, what is missing is
+            self.checkpoints.mkdir(exist_ok=True)
+        folder.mkdir(parents=self._lock_file is None)
         write_synced(folder / RUN_ID, f"{self.id}\n")
         return folder
 

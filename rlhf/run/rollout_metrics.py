@@ -23,10 +23,11 @@ def rollout_metrics(
     """
     samples = [sample for group in groups for sample in group.samples]
     rewards = [s.reward for s in samples if s.reward is not None]
+    several = [group for group in groups if len(group.samples) > 1]
     metrics: StepMetrics = {
         "reward": Histogram(tuple(rewards)),
         "reward/equal_group_fraction": Mean(
-            float(sum(len(group.distinct_rewards()) < 2 for group in groups)), float(len(groups))
+            float(sum(len(group.distinct_rewards()) < 2 for group in several)), float(len(several))
         ),
         "reward/answered_fraction": Mean(*count_answers(samples)),
         "rollout/response_length": Histogram(tuple(float(s.rollout.response_length) for s in samples)),

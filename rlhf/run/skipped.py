@@ -23,7 +23,7 @@ class SkippedBatches:
     that the learners computed), and `rewards` and `advantages` by row. Rows are numbered as in rollouts/.
     """
 
-    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+    def __init__(self, folder: Callable[[], Path], warn: Callable[[str], None]) -> None:
         self._folder, self._warn = folder, warn
         self._kept = 0
 
@@ -53,10 +53,11 @@ class SkippedBatches:
         text += " and ".join(reasons) if reasons else "a gradient"
         if self._kept < MAX_KEPT:
             self._kept += 1
-            file = self._folder / f"step-{step:06d}.npz"
+            folder = self._folder()
+            file = folder / f"step-{step:06d}.npz"
             arrays: dict[str, Any] = {**vars(batch.tokens), "rewards": batch.rewards, **columns}
             try:
-                self._folder.mkdir(exist_ok=True)
+                folder.mkdir(exist_ok=True)
                 np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
                 text += f"; the batch is in {file}"
             except OSError as error:

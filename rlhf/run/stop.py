@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGINT do to a run: it goes on to the next step boundary, saves there, and ends."""
+"""What SIGTERM, SIGINT and SIGHUP do to a run: it goes on to the next step boundary, saves there, and ends."""
 
 from __future__ import annotations
 

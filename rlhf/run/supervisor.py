@@ -6,8 +6,7 @@ Ray's C++ ends a driver whose raylet is gone with `_exit(1)` at the next use of 
 Python runs any more. Where the driver notices first, it starts its Ray again by itself (`restarts.py`). Else the
 command starts another driver, which resumes from the newest checkpoint.
 
-A signal to the command is passed on once, also where its process group gets it too, as from `timeout`. The driver is
-killed when the command is, and the command ends as the driver ended.
+A signal to the command is passed on. The driver is killed when the command is; the command ends as the driver ended.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from rlhf.config import cli
 from rlhf.config.printing import lossy_output, say
 from rlhf.rewards.processes import adopt_orphans, die_with_parent
 
-SAME_SIGNAL_S = 0.5  # two signals within this time are one request, sent to the process and to its group
 LEFT_S = 30.0  # for the processes of a lost driver to end; the guard of its Ray kills them
-LOST = "Ray has ended the driver: its raylet or its control service is gone."
+LOST = "the driver has ended without a message, as Ray ends it when its raylet or its control service is gone."
 
 
 class Training(NamedTuple):
@@ -131,14 +129,12 @@ class PassOn:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self.passed_on: dict[int, float] = {}  # when, by signal
+        self.passed_on = False
 
     def __call__(self, number: int, _frame: object) -> None:
-        now = time.monotonic()
-        if now - self.passed_on.get(number, -SAME_SIGNAL_S) >= SAME_SIGNAL_S:
-            self.passed_on[number] = now
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, number)
+        self.passed_on = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, number)
 
 
 def _drive(main: Callable[[], None], command: int, to_command: int, *, takes_over: bool) -> NoReturn:

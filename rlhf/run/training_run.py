@@ -88,7 +88,7 @@ class TrainingRun(Generic[C]):
         self.clock = Clock(self.state.seconds, self.log.terminal.phase)
         self.diagnosis = Diagnosis(flat_keys(hidden(config.model_dump(mode="json"))))
         self.useless_steps = UselessSteps(config.run, self.diagnosis)
-        self.skipped = SkippedBatches(self.folder.path / "skipped", self.log.warn)
+        self.skipped = SkippedBatches(lambda: self.folder.path / "skipped", self.log.warn)
         self.stop = Stop(config.run.grace_s, self.log.print)
         with self.log.terminal.stage("data"):
             self.tokenizer = load_tokenizer(config.model)
@@ -208,7 +208,8 @@ class TrainingRun(Generic[C]):
             deciding_part=config.rollout.dynamic_sampling_part,
             in_order=config.run.deterministic,
             max_running=None if config.run.deterministic else groups_at_engines(config),
-            deadline_s=config.cluster.step_deadline_s,
+            # the call of an engine has step_deadline_s; another engine may then take its place
+            deadline_s=2 * config.cluster.step_deadline_s,
         )
         self.log.terminal.sampling_waits_for = self.buffer.waits_for
         self._exit_stack.push_async_callback(self.buffer.close)
@@ -266,6 +267,7 @@ class TrainingRun(Generic[C]):
             return  # a resumed run does this evaluation
         values = evaluation_metrics(groups)
         self.state.evaluations[step] = values
+        self.diagnosis.after_evaluation(values)
         self.log.write(step, values)
         self.log.terminal.evaluation(step, values)
 
@@ -428,13 +430,13 @@ class TrainingRun(Generic[C]):
         self.stop.close()
         if config.run.export:
             with self.clock.phase("export"):
-                partial = self.folder.model.with_suffix(PARTIAL)
-                shutil.rmtree(partial, ignore_errors=True)
-                await self.cluster.learners.call("export", str(partial.resolve()), config.model.path)
+                exported = self.folder.model.with_suffix(PARTIAL)
+                shutil.rmtree(exported, ignore_errors=True)
+                await self.cluster.learners.call("export", str(exported.resolve()), config.model.path)
                 card = model_card(await self._state_after(steps), self.folder.metrics)
-                (partial / "README.md").write_text(card)
+                (exported / "README.md").write_text(card)
                 shutil.rmtree(self.folder.model, ignore_errors=True)  # of an earlier end, before run.steps grew
-                partial.rename(self.folder.model)
+                exported.rename(self.folder.model)
         end = await self._state_after(steps)
         counted = {"updates_planned": config.training.total_updates, **self.buffer.account_metrics()}
         self.folder.write_summary(end.summary() | counted)

@@ -5,7 +5,7 @@ Later updates move the log-probs less than the canary's bound, so only this acco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,15 +15,15 @@ Loaded = dict[str, list[int]]  # of one worker, by tensor: bytes that arrived, e
 
 
 class EngineClient:
-    """The control plane: vLLM's four weight-update calls, made on every engine at once and waited for.
+    """The control plane: vLLM's four weight-update calls, and `loaded_weights`, on every engine at once.
 
     `call(engine_index, method, *args)` starts a call on one engine and returns a function that waits for it. `engines`
     are the names of the engines, in the order of their indices.
 
     Attributes:
         announced: the tensors of the next transfer, or of all if nobody changes it.
-        skipped: tensors of which vLLM took nothing in the first transfer, as it does with constants that it sets
-            itself. The canary has proved that transfer. None: there was no transfer yet.
+        proved: what each worker of an engine loaded in the first transfer, which the canary has proved: all of a
+            matrix or its part of it, nothing of a constant that vLLM sets itself. None: there was no transfer yet.
         on_failure: called when an engine fails to receive or load, maybe from another thread.
         failure: what the engine failed with.
     """
@@ -36,7 +36,7 @@ class EngineClient:
         self._engines = engines
         self.version = 0
         self.announced: Sequence[ParameterMeta] = ()
-        self.skipped: frozenset[str] | None = None
+        self.proved: Sequence[Loaded] | None = None
         self.on_failure: Callable[[], object] = lambda: None
         self.failure: Exception | None = None
 
@@ -68,29 +68,29 @@ class EngineClient:
             ValueError: an engine has not; no engine has finished.
         """
         accounts = self._all("loaded_weights", [()] * len(self._engines))
-        if self.skipped is None:
-            workers = [worker for account in accounts for worker in account]
-            taken = {name for worker in workers for name, (_, elements) in worker.items() if elements}
-            self.skipped = frozenset(meta.name for meta in self.announced) - taken
         for engine, account in zip(self._engines, accounts, strict=True):
-            check_account(engine, self.announced, account, self.skipped)
+            check_account(engine, self.announced, account, self.proved)
+        self.proved = self.proved or accounts[0]
         self._all("finish_weight_update", [(weight_version or str(self.version),)] * len(self._engines))
 
 
 def check_account(
-    engine: str, announced: Sequence[ParameterMeta], workers: Sequence[Loaded], skipped: Collection[str] = ()
+    engine: str,
+    announced: Sequence[ParameterMeta],
+    workers: Sequence[Loaded],
+    proved: Sequence[Loaded] | None = None,
 ) -> None:
-    """Check that every tensor of this transfer came to every worker, and that the workers together loaded it whole.
+    """Check that every tensor of this transfer came to every worker, and that every worker loaded its part of it.
 
     With tensor parallelism a worker loads its part of most tensors, and all of some.
 
     Args:
-        skipped: tensors that need not be loaded.
+        proved: what each worker has to load; None: the workers together load each tensor whole, or nothing of it.
 
     Raises:
         ValueError: naming the engine, the first such tensor, and how many more there are.
     """
-    wrong = list(_problems(announced, workers, skipped))
+    wrong = list(_problems(announced, workers, proved))
     if wrong:
         more = f" {len(wrong) - 1} other tensors are incomplete too." if len(wrong) > 1 else ""
         raise ValueError(
@@ -100,17 +100,21 @@ def check_account(
         )
 
 
-def _problems(announced: Sequence[ParameterMeta], workers: Sequence[Loaded], skipped: Collection[str]) -> Iterator[str]:
+def _problems(
+    announced: Sequence[ParameterMeta], workers: Sequence[Loaded], proved: Sequence[Loaded] | None
+) -> Iterator[str]:
+    nothing = [0, 0]
     for meta in announced:
-        arrived = [worker.get(meta.name, [0, 0]) for worker in workers]
-        for number, (size, _) in enumerate(arrived):
-            if size != meta.bytes:
-                yield f"of {meta.name} {size} of {meta.bytes} bytes arrived at worker {number}"
-                break
-        else:
-            elements = sum(copied for _, copied in arrived)
-            if elements < meta.numel and meta.name not in skipped:
-                yield f"{meta.name} arrived, and vLLM loaded {elements} of its {meta.numel} elements"
+        arrived = [worker.get(meta.name, nothing) for worker in workers]
+        loaded = sum(elements for _, elements in arrived)
+        expected = [(worker.get(meta.name, nothing))[1] for worker in proved or ()]
+        late = [number for number, (size, _) in enumerate(arrived) if size != meta.bytes]
+        if late:
+            yield f"of {meta.name} {arrived[late[0]][0]} of {meta.bytes} bytes arrived at worker {late[0]}"
+        elif proved is None and 0 < loaded < meta.numel:
+            yield f"{meta.name} arrived, and vLLM loaded {loaded} of its {meta.numel} elements"
+        elif any(elements < part for (_, elements), part in zip(arrived, expected, strict=False)):
+            yield f"{meta.name} arrived, and vLLM loaded {loaded} of its {sum(expected)} elements"
     names = {meta.name for meta in announced}
     for name in dict.fromkeys(name for worker in workers for name in worker if name not in names):
         yield f"{name} was loaded, which the learner has not announced"

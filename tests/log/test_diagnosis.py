@@ -168,6 +168,8 @@ def test_a_metric_that_is_outside_of_its_healthy_range_is_a_notice_and_no_findin
     for row in rows:
         diagnosis.after_step(row["step"], row)
     assert "reward/answered_fraction 0.4 (above 0.9), rollout/stopped_fraction 0.35 (above 0.9)" in diagnosis.notice()
+    diagnosis.after_evaluation({"eval/test/stopped_fraction": 0.2})
+    assert "eval/test/stopped_fraction 0.2 (above 0.9)" in diagnosis.notice()
 
 
 def test_a_healthy_run_has_no_notice_whatever_its_first_steps_were() -> None:

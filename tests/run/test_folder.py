@@ -267,6 +267,17 @@ def test_a_removed_folder_is_made_again_for_the_last_checkpoint(tmp_path: Path) 
     assert RunFolder(tmp_path / "a", resume=True).saved_step == 4
 
 
+def test_in_a_folder_that_was_emptied_while_the_run_used_it_the_next_checkpoint_is_saved(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "a", resume=False)
+    run.create(CONFIG)
+    for path in run.path.iterdir():  # as `rm -r a/*`, which leaves hidden files
+        if not path.name.startswith("."):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert run.follow() == ""
+    run.finish_checkpoint(run.begin_checkpoint(4), RunState(step=4), keep=1)
+    assert RunFolder.read_state(run.checkpoints / "step-000004").step == 4
+
+
 # --- the best checkpoint ---
 
 METRIC = "eval/test/avg@1"

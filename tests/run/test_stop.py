@@ -50,7 +50,10 @@ def test_the_first_signal_lets_the_step_end_and_save_even_if_the_save_outlasts_t
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, cli.TERMINATED), (signal.SIGINT, cli.TERMINATED)], ids=["TERM", "INT"]
 )
-def test_a_second_signal_ends_the_run_at_once_with_the_status_of_the_first(number: signal.Signals, status: int) -> None:
+def test_a_second_signal_ends_the_run_at_once_with_the_status_of_the_first(
+    number: signal.Signals, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "SAME_SIGNAL_S", 0.0)
     log: list[str] = []
     stop = ready(60, [])
     assert status_of(stop, log, at_boundary=lambda: os.kill(os.getpid(), number)) == status

@@ -106,13 +106,13 @@ def test_only_restarts_without_a_new_checkpoint_use_up_the_budget(tmp_path: Path
     status, output, errors = ended(start(tmp_path, "lost@4", "lost@6", "lost"))
     assert status == 1
     assert output.count("resumes") == 3
-    assert "Ray has ended the driver" in errors
+    assert "the driver has ended without a message" in errors
 
 
 def test_without_a_checkpoint_a_lost_driver_ends_the_run(tmp_path: Path) -> None:
     status, output, errors = ended(start(tmp_path, "lost"))
     assert (status, output) == (1, "driver 0 begins\n")
-    assert "Ray has ended the driver" in errors
+    assert "the driver has ended without a message" in errors
 
 
 def test_on_a_cluster_that_the_run_joined_it_ends_with_the_status_that_launchers_resume_on(tmp_path: Path) -> None:
@@ -123,16 +123,25 @@ def test_on_a_cluster_that_the_run_joined_it_ends_with_the_status_that_launchers
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
-@pytest.mark.parametrize("to", ["command", "command and its group"])
-def test_a_signal_reaches_the_driver_once(tmp_path: Path, name: str, to: str) -> None:
+@pytest.mark.parametrize("to", ["command", "command and its group", "command and driver"])
+def test_a_signal_counts_once_whichever_processes_get_it(tmp_path: Path, name: str, to: str) -> None:
     process, number = start(tmp_path, "wait"), signal.Signals[name]
-    driver_of(process)
+    driver = driver_of(process)
     process.send_signal(number)
-    if to != "command":  # as `timeout` does
+    if to == "command and its group":  # as `timeout` does
         os.killpg(process.pid, number)
+    elif to == "command and driver":  # as `pkill -f` does
+        os.kill(driver, number)
     status, output, errors = ended(process)
     assert (status, output) == (128 + number, f"got {name}\nsaved\n")
     assert errors == ("interrupted\n" if name == "SIGINT" else "terminated\n")
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-"])
+def test_a_program_that_is_started_with_closed_output_runs(tmp_path: Path, closed: str) -> None:
+    process = start(tmp_path, "end@4", before=("sh", "-c", f'exec "$@" {closed}', "sh"))
+    assert process.wait(timeout=WAIT_S) == 0
+    process.communicate()
 
 
 def test_under_nohup_a_lost_terminal_is_nothing_to_the_run(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_skipped_step_is_named_and_its_batch_kept_in_a_bounded_number_of_files
     batch: StepBatch, tmp_path: Path
 ) -> None:
     warnings: list[str] = []
-    skipped = SkippedBatches(tmp_path / "skipped", warnings.append)
+    skipped = SkippedBatches(lambda: tmp_path / "skipped", warnings.append)
     taken, not_taken = UpdateOutcome("learner", True, {}), UpdateOutcome("learner", False, {})
     skipped.keep(1, batch, [UpdateOutcome("critic", True, {}), taken], {})
     assert warnings == []
@@ -67,5 +67,7 @@ def test_a_skipped_step_is_named_and_its_batch_kept_in_a_bounded_number_of_files
 def test_a_batch_that_the_disk_does_not_take_costs_no_run(batch: StepBatch, tmp_path: Path) -> None:
     warnings: list[str] = []
     (tmp_path / "skipped").write_text("no folder")
-    SkippedBatches(tmp_path / "skipped", warnings.append).keep(2, batch, [UpdateOutcome("learner", False, {})], {})
+    SkippedBatches(lambda: tmp_path / "skipped", warnings.append).keep(
+        2, batch, [UpdateOutcome("learner", False, {})], {}
+    )
     assert warnings[0].endswith(f"; the batch could not be written ({tmp_path / 'skipped'}: File exists)")

@@ -30,3 +30,14 @@ def test_one_worker_loads_all_and_two_of_tensor_parallelism_their_parts_of_a_mat
 def test_an_incomplete_tensor_is_named_with_its_engine(workers: list[Loaded], message: str) -> None:
     with pytest.raises(ValueError, match=rf"weight transfer to engine 3: .*{message}"):
         check_account("engine 3", ANNOUNCED, workers)
+
+
+def test_later_transfers_have_to_bring_every_worker_what_the_first_one_brought_it() -> None:
+    first: list[Loaded] = [{"q": [64, 16], "norm": [32, 8]}] * 2
+    check_account("engine 0", ANNOUNCED, first, proved=first)
+    one_kept_its_norm: list[Loaded] = [first[0], {"q": [64, 16], "norm": [32, 0]}]
+    with pytest.raises(ValueError, match=r"norm arrived, and vLLM loaded 8 of its 16 elements"):
+        check_account("engine 0", ANNOUNCED, one_kept_its_norm, proved=first)
+    constant: list[Loaded] = [{"q": [64, 32], "norm": [32, 0]}]  # vLLM sets it itself
+    check_account("engine 0", ANNOUNCED, constant)
+    check_account("engine 0", ANNOUNCED, constant, proved=constant)
