@@ -19,14 +19,14 @@ from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.rewards.answers.extract import alternatives, gold_answer
 from rlhf.rewards.confinement import NO_FILE, NO_NETWORK, NO_SHARED_MEMORY
 from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
-from rlhf.rewards.math import check_gold, math_reward, preload
+from rlhf.rewards.math import check_gold, math_reward
 from rlhf.rewards.sandbox import refusing_side_effects
 from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 
 # name -> function(job, options, ask)
 REWARDS: dict[str, Callable[[dict[str, Any], Any, Callable[..., Any]], Grade]] = {
-    "math": lambda job, options, ask: math_reward(job["response"], job["answer"], options, ask),
+    "math": lambda job, options, ask: math_reward(job["response"], job["answer"], options),
     "gsm8k": lambda job, options, ask: gsm8k_reward(job["response"], job["answer"]),
     "multiple_choice": lambda job, options, ask: multiple_choice_reward(job["response"], job["answer"], options),
     "exact": lambda job, options, ask: exact_reward(job["response"], job["answer"], options),
@@ -36,7 +36,7 @@ REWARDS: dict[str, Callable[[dict[str, Any], Any, Callable[..., Any]], Grade]] =
     "repetition": lambda job, options, ask: Grade(repetition_reward(job["response"], options)),
 }
 
-__all__ = ["REWARDS", "call_waiting_function", "load_user_function", "preload", "run", "waits"]
+__all__ = ["REWARDS", "call_waiting_function", "load_user_function", "run", "waits"]
 
 
 def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Callable[..., Any]) -> Grade:

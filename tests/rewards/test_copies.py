@@ -105,7 +105,7 @@ NUMERALS = [
 
 
 def reward(answer: str, gold: str) -> float:
-    return math_reward(rf"\boxed{{{answer}}}", gold, MathOptions(), lambda *_: None).value
+    return math_reward(rf"\boxed{{{answer}}}", gold, MathOptions()).value
 
 
 @pytest.mark.parametrize(("answer", "gold"), [(answer, gold) for gold in FORMULAS for answer in FORMULAS[gold]])

@@ -189,6 +189,11 @@ def _rounded(function: Callable[[Value], Value], value: Value) -> Value:
     return Fraction(int(function(value if isinstance(value, Fraction) else check_size(value))))
 
 
+def _of_integers(function: Callable[..., int]) -> Callable[..., Value]:
+    """math.gcd and math.lcm, which raise TypeError for a value that is not an integer."""
+    return lambda *values: Fraction(function(*(v.numerator if v == int(v) else v for v in values)))
+
+
 def _transcendental(function: Callable[[Value], Value]) -> Callable[[Value], Value]:
     return lambda value: function(check_size(value))
 
@@ -216,6 +221,8 @@ FUNCTIONS: dict[str, Callable[..., Value]] = {
     "ceil": lambda value: _rounded(math.ceil if isinstance(value, Fraction) else mp.ceil, value),
     "max": lambda *values: max(values, key=as_real),
     "min": lambda *values: min(values, key=as_real),
+    "gcd": _of_integers(math.gcd),
+    "lcm": _of_integers(math.lcm),
     "factorial": _factorial,
     "binomial": _binomial,
 }

@@ -134,6 +134,7 @@ REWRITES: tuple[
         lambda match: f"\\text{{ micro{MICRO[match[1]]}}}",
     ),
     (re.compile(r"(\\text\s*\{[^{}]*[A-Za-z])\s*\}\s*\^\s*(?:\{\s*(-?\d)\s*\}|(\d))"), r"\1^\2\3}"),
+    (re.compile(r"(\\text\s*\{[^{}]*)\}\s*\\cdot\s*([a-z])\s*\^\s*\{?\s*(-?\d)\}?"), r"\1 \2^\3}"),  # kg m^-3
     (
         re.compile(r"(?<=[\d}])\s*\\text\s*\{\s*([\w^-]+)\s*(?:\}\s*\\cdot\s*\\text\s*\{|\\cdot)\s*([\w^-]+)\s*\}"),
         r"\\text{ \1 \2}",

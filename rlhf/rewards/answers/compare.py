@@ -1,7 +1,7 @@
 """Whether an extracted answer means the same as the gold answer.
 
 Cheap checks come first: the same spelling, the same option or words, the same tree, the same numbers. Notation outside
-the grammar (integrals, limits, matrix products) stays undecided.
+the grammar (integrals, limits) equals nothing but its own spelling.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rlhf.rewards.answers.arithmetic import start_work
 from rlhf.rewards.answers.clean import clean, option_letter
 from rlhf.rewards.answers.equations import is_label, same_equation, same_inequality, unlabelled
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
-from rlhf.rewards.answers.evaluated import is_evaluated, is_number
+from rlhf.rewards.answers.evaluated import is_evaluated
 from rlhf.rewards.answers.forms import in_one_notation
-from rlhf.rewards.answers.node import Node
+from rlhf.rewards.answers.node import Node, canonical
 from rlhf.rewards.answers.numbers import exact_number
 from rlhf.rewards.answers.quantity import allowed, is_tolerant, same_quantity
 from rlhf.rewards.answers.region import same_region
@@ -33,15 +33,12 @@ TWO_FORMS = re.compile(  # 1/2 (or 0.5): both must be right
     r"(?:\s*\}|\s)(?:\\ )?([^()]{1,100}?)(?:\\text\s*\{\s*)?\)(?:\s*\})?"
 )
 DIGITS_WITH_LETTERS = re.compile(r"(\d*[A-F][\dA-F]+|\d+[A-F])_\{?1\d\}?")  # the base may be missing
-OPERATORS = re.compile(
-    r"\\(?:i*int|oint|lim|sum|prod|d?frac\s*\{\s*(?:\\mathrm\s*\{d\}|d)\W*\}|partial)(?![a-zA-Z])|\\end\{.?matrix\}\s*\S"
-)
 
 
 def compare(
     answer: str, gold: str, *, must_be_evaluated: bool = False, tolerance: Tolerance | None = None
-) -> bool | None:
-    """Whether two answers mean the same; None if only a computer algebra system can decide.
+) -> bool:
+    """Whether two answers mean the same.
 
     Args:
         must_be_evaluated: an answer that is a formula for the gold answer is wrong: 3+4 is not 7.
@@ -54,7 +51,7 @@ def compare(
         return _compare(answer, gold, must_be_evaluated)
 
 
-def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
+def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool:
     if (both := TWO_FORMS.fullmatch(answer)) and any(map(str.isdigit, both[2])):
         verdicts = [_compare(form, gold, must_be_evaluated) for form in both.groups()]
         return verdicts == [True, True]
@@ -68,33 +65,16 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
     decided = _as_words(a, g, must_be_evaluated)
     if decided is not None:
         return decided
-    undecided = False
     for thousands in (True, False):
         try:
             wanted, given = in_one_notation(*(parse(meaning_of(text), thousands=thousands) for text in (g, a)))
             if same(wanted, given):
                 return not must_be_evaluated or is_evaluated(given, wanted)
-        except UndefinedError:
+        except (UndefinedError, UnsupportedError, RecursionError):
             pass
-        except (UnsupportedError, RecursionError):
-            undecided = True
         if not re.search(r"\d,\d{3}", a + " " + g):
             break
-    return None if undecided and not (must_be_evaluated and _is_formula_for(a, g)) else False
-
-
-def _is_formula_for(answer: str, gold: str) -> bool:
-    """Whether an answer that cannot be compared here is a formula, as far as its notation shows."""
-    if OPERATORS.search(answer) and not OPERATORS.search(gold):
-        return True
-    try:
-        wanted = parse(meaning_of(gold))
-    except (UnsupportedError, RecursionError):
-        return False
-    try:
-        return not is_evaluated(parse(meaning_of(answer)), wanted)
-    except (UnsupportedError, RecursionError):
-        return is_number(wanted)  # every notation of a number is known: this is something else
+    return False
 
 
 _clean_gold = lru_cache(maxsize=4096)(clean)  # cached: a group of responses shares its gold answer
@@ -133,7 +113,7 @@ def _as_words(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
 def same(gold: Node, answer: Node) -> bool:
     """Whether two trees mean the same. Raises UnsupportedError if one is not an expression."""
     gold, answer = _plus_minus_written_out(gold), _plus_minus_written_out(answer)
-    if gold == answer:
+    if gold == answer or canonical(gold) == canonical(answer):
         return True
     for rule in RULES:
         verdict = rule(gold, answer)

@@ -55,3 +55,13 @@ def mixed(whole: Node, fraction: Node) -> Node:
     if not is_proper_fraction(fraction) or whole.value.denominator != 1:
         raise UnsupportedError("two numbers side by side")
     return Node("add", (whole, fraction), "mixed")
+
+
+def canonical(node: Node) -> Node:
+    """The tree without the spelling of numerals, with terms, factors and the items of a list in one order."""
+    args = [canonical(arg) for arg in node.args]
+    if node.kind in ("add", "mul"):
+        args = [part for arg in args for part in (arg.args if arg.kind == node.kind else (arg,))]
+    if node.kind in ("add", "mul", "list", "set"):
+        args.sort(key=repr)
+    return Node(node.kind, tuple(args), "" if node.kind in ("num", "add") else node.name, node.value)
