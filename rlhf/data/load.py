@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rlhf.config.data import USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
+from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import GoldAnswer, extract_answer
 from rlhf.data.read import BadRows, Row, config_sources, read_rows, rows_per_epoch
 from rlhf.data.templates import ROLES, render, tokenize
@@ -132,7 +132,7 @@ def _make_prompts(
     texts = [render(conversation, config.template, tokenizer) for _, conversation in readable]
     token_ids = tokenize(texts, config.template, tokenizer) if texts else []
     prompts = []
-    for (row, conversation), answer, ids in zip(readable, answers, token_ids, strict=True):
+    for (row, conversation), answer, text, ids in zip(readable, answers, texts, token_ids, strict=True):
         if answer is None:
             continue
         with bad.leave_out():
@@ -142,7 +142,8 @@ def _make_prompts(
                     "characters. Remove the row, or use a tokenizer for this data."
                 )
             label = source.label
-            prompts.append(Prompt(f"{label}/{row.number}", 0, ids, conversation, answer, label, row.columns))
+            name, thinks = f"{label}/{row.number}", OPENS_THOUGHT.search(text) is not None
+            prompts.append(Prompt(name, 0, ids, conversation, answer, label, row.columns, thinks))
     if not prompts:
         raise ValueError(f"{key}={source.path}: no row can be used. The first one: {bad.reasons[0]}")
     return prompts

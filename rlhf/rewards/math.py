@@ -8,6 +8,7 @@ from functools import lru_cache
 from rlhf.config.reward import MathOptions
 from rlhf.rewards.answers.clean import clean, option_letter
 from rlhf.rewards.answers.compare import compare
+from rlhf.rewards.answers.copied import is_copied
 from rlhf.rewards.answers.errors import UnsupportedError
 from rlhf.rewards.answers.extract import NOT_AN_ANSWER, extract, gold_answer
 from rlhf.rewards.answers.tree import parse
@@ -17,11 +18,12 @@ from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
 MAX_ANSWER_CHARACTERS = 10_000  # a longer answer is compared as a string only
 
 
-def math_reward(response: str, gold: str, options: MathOptions) -> Grade:
+def math_reward(response: str, gold: str, options: MathOptions, prompt: str = "") -> Grade:
     """1 if the answer that the response states says the same as the gold answer, else 0.
 
     Args:
         gold: the answer, or a solution that ends in `#### answer` or `\\boxed{answer}`.
+        prompt: the question; an answer that is to be worked out may not be copied from it.
     """
     wanted = _wanted(gold)
     if not wanted:
@@ -29,7 +31,10 @@ def math_reward(response: str, gold: str, options: MathOptions) -> Grade:
     stated = extract(response, options.steps)
     if stated is None:
         return Grade(0.0, NO_ANSWER)
-    return grade_answer(stated, wanted, options)
+    grade = grade_answer(stated, wanted, options)
+    if grade.value and options.must_be_evaluated and is_copied(stated, wanted, prompt):
+        return grade._replace(value=0.0)
+    return grade
 
 
 @lru_cache(maxsize=4096)

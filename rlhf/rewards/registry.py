@@ -26,7 +26,7 @@ from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_re
 
 # name -> function(job, options, ask)
 REWARDS: dict[str, Callable[[dict[str, Any], Any, Callable[..., Any]], Grade]] = {
-    "math": lambda job, options, ask: math_reward(job["response"], job["answer"], options),
+    "math": lambda job, options, ask: math_reward(job["response"], job["answer"], options, job.get("prompt", "")),
     "gsm8k": lambda job, options, ask: gsm8k_reward(job["response"], job["answer"]),
     "multiple_choice": lambda job, options, ask: multiple_choice_reward(job["response"], job["answer"], options),
     "exact": lambda job, options, ask: exact_reward(job["response"], job["answer"], options),
@@ -51,6 +51,8 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Call
     if name in functions:
         return call_user_function(functions[name], job)
     options = _options(name, job["options"])
+    if job.get("in_thought"):
+        job = {**job, "response": f"<think>{job['response']}"}
     try:
         with refusing_side_effects():
             jobs = [{**job, "answer": answer} for answer in alternatives(job["answer"])]

@@ -18,8 +18,8 @@ FUZZ_S = 60.0
 TEXTS = [text for cases in ANSWERS.values() for gold, answer, _ in cases for text in (gold, answer) if len(text) < 500]
 PIECES_WRITTEN = r"""
     = \approx \sim < \le \in \ne ~ { } ( ) [ ] \{ \} | , ; : + - * / ^ _ ! ' % \% $ \pm \cup \cap \setminus \div \cdot
-    \frac \sqrt \binom \log \sin \sum_{k=1}^ \int \lim \overline \text{ \text{and} \text{or} \boxed \pmod \bmod \circ \infty
-    \emptyset \mathbb{R} \begin{pmatrix} \end{pmatrix} & \\ \ldots ... 0 1 7 .5 1e9 9^9 x i e \pi \left \right \langle
+    \frac \sqrt \binom \log \sin \sum_{k=1}^ \int \lim \overline \text{ \text{and} \text{or} \boxed \pmod \bmod
+    \circ \infty \emptyset \mathbb{R} \begin{pmatrix} \end{pmatrix} & \\ \ldots ... 0 1 7 .5 1e9 9^9 x i e \pi
 """
 PIECES = [*PIECES_WRITTEN.split(), " ", "\n", "²", "½", "√", "千"]
 

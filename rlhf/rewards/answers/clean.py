@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from rlhf.rewards.answers.asides import without_asides
 from rlhf.rewards.answers.units import unit_of
-from rlhf.rewards.answers.words import VALUES, unwrapped, with_words_marked
+from rlhf.rewards.answers.words import VALUES, as_latex, unwrapped, with_words_marked
 
 SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni", strict=True))
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉ₙₖ", "0123456789nk", strict=True))
@@ -161,7 +161,7 @@ DOLLAR = re.compile(r"(?<!\\)\$")
 def clean(text: str) -> str:
     """The normalized spelling of one extracted answer."""
     if not text.isascii():
-        text = _ascii(text)
+        text = as_ascii(text)
     text = _strip_outer(text.strip())
     text = CASES.sub(_cases, text)
     if "matrix" not in text and "array" not in text and "cases" not in text:
@@ -220,7 +220,7 @@ def _peeled(text: str) -> str:
     return text[start : end + 1]
 
 
-def _ascii(text: str) -> str:
+def as_ascii(text: str) -> str:
     out: list[str] = []
     for char in text:
         if char in SUPERSCRIPTS:
@@ -331,7 +331,7 @@ def _trailing_dots(match: re.Match[str]) -> str:
 def _as_fraction(whole: str, fixed: str, repeated: str) -> str:
     value = Fraction(int(whole + fixed), 10 ** len(fixed))
     value += Fraction(int(repeated), 10 ** len(fixed) * (10 ** len(repeated) - 1))
-    return f"(\\frac{{{value.numerator}}}{{{value.denominator}}})"
+    return f"({as_latex(value)})"
 
 
 OPTION_NAMED = re.compile(

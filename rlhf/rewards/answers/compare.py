@@ -35,9 +35,7 @@ TWO_FORMS = re.compile(  # 1/2 (or 0.5): both must be right
 DIGITS_WITH_LETTERS = re.compile(r"(\d*[A-F][\dA-F]+|\d+[A-F])_\{?1\d\}?")  # the base may be missing
 
 
-def compare(
-    answer: str, gold: str, *, must_be_evaluated: bool = False, tolerance: Tolerance | None = None
-) -> bool:
+def compare(answer: str, gold: str, *, must_be_evaluated: bool = False, tolerance: Tolerance | None = None) -> bool:
     """Whether two answers mean the same.
 
     Args:

@@ -1,20 +1,24 @@
 r"""Whether an answer is worked out, or a formula that a response may have copied from the problem.
 
-A number is worked out if it is a numeral, a fraction, a root, a power of one number, a multiple of pi, e or i, or a sum
-of such terms that cannot be collected: `\frac{3}{4}`, `1+2\sqrt{3}`, `2^{10}`, but not `3+4\cdot 5` or `\binom{5}{2}`.
-An answer never has to be worked out further than the gold answer.
+A number is worked out if it is a numeral, a fraction that does not reduce, a root that is no rational number, a power
+of one number, a multiple of pi, e or i, or a sum of such terms that cannot be collected: `\frac{3}{4}`, `1+2\sqrt{3}`,
+`2^{10}`, but not `\frac{6}{4}`, `\sqrt{9}`, `3+4\cdot 5` or `\binom{5}{2}`. An expression is factored if the gold
+answer is, and not otherwise. An answer never has to be worked out further than the gold answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import reduce
 from itertools import combinations
 from math import gcd
+from operator import or_
 
 from rlhf.rewards.answers.arithmetic import integer_root
-from rlhf.rewards.answers.node import Node, free_symbols, number
+from rlhf.rewards.answers.node import Node, canonical, free_symbols, number
 from rlhf.rewards.answers.value import constant, estimate_of
 
 CONTAINERS = ("list", "set", "group", "matrix", "row", "unit", "worded", "percent", "degree", "ratio", "setop")
@@ -29,7 +33,7 @@ EQUALS = frozenset(["=", "~"])
 
 def is_evaluated(answer: Node, gold: Node) -> bool:
     """Whether every value in the answer is worked out, or no more complicated than the gold answer."""
-    if _has_unsolved_relation(answer, gold):
+    if _has_unsolved_relation(answer, gold) or _has_reducible_ratio(answer, gold):
         return False
     wanted = [*_values(gold), *_conditions(gold)]
     return all(_value_is_evaluated(value, wanted, gold) for value in _values(answer))
@@ -68,6 +72,8 @@ def _conditions(gold: Node) -> Iterator[Node]:
 
 def _has_unsolved_relation(answer: Node, gold: Node) -> bool:
     """Whether the answer is an equation or inequality that is not solved, and the gold answer is solved."""
+    if not _is_solved_for_the_same(answer, gold):
+        return True
     unsolved = [relation for relation in _relations(answer) if not _is_solved(relation)]
     if not unsolved:
         return False
@@ -75,6 +81,34 @@ def _has_unsolved_relation(answer: Node, gold: Node) -> bool:
     if any(set(relation.name.split()) <= EQUALS for relation in unsolved):
         return not any(free_symbols(value) for value in _values(gold)) and all(map(_is_solved, gold_relations))
     return all(map(_is_solved, gold_relations))
+
+
+def _is_solved_for_the_same(answer: Node, gold: Node) -> bool:
+    """False for x = 2y + 3 and for x - 2y = 3 where the gold answer gives y."""
+    given = [relation for relation in _relations(answer) if set(relation.name.split()) <= EQUALS]
+    known = frozenset().union(*map(free_symbols, _values(gold)))
+    if gold.kind != "relation" or not known or not _names_given(gold):
+        return True
+    return all(any(name not in known for name in _names_given(relation)) for relation in given)
+
+
+def _names_given(equation: Node) -> set[str]:
+    """The symbols and functions for which an equation is solved."""
+    pairs = zip(equation.args, reversed(equation.args), strict=True) if len(equation.args) == 2 else ()
+    return {
+        label.name or label.kind
+        for label, value in pairs
+        if label.kind in ("sym", "call", "text", "worded") and label.name not in free_symbols(value)
+    }
+
+
+def _has_reducible_ratio(answer: Node, gold: Node) -> bool:
+    """Whether a ratio has a common factor that no ratio of the gold answer has, or is a fraction that reduces."""
+    if answer.kind == "ratio" != gold.kind:
+        return len(answer.args) != 2 or _reduces(Node("div", answer.args))
+    ratios = [[part.args for part in _parts(node) if part.kind == "ratio"] for node in (answer, gold)]
+    given, known = ([gcd(*(_common_factor([part]) or 1 for part in parts)) for parts in side] for side in ratios)
+    return any(factor not in (1, *known) for factor in given)
 
 
 def _relations(node: Node) -> Iterator[Node]:
@@ -112,7 +146,7 @@ def _value_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> bool:
     symbols = free_symbols(value)
     units = {part.name for part in _parts(gold) if part.kind == "unit"}
     if symbols and not symbols <= units:
-        return any(free_symbols(node) for node in wanted) and _expression_is_evaluated(value, wanted)
+        return any(free_symbols(node) for node in wanted) and _expression_is_evaluated(value, wanted, gold)
     if any(part.kind == "base" for part in _parts(value)):
         bases = [part.args[1] for part in _parts(gold) if part.kind == "base"]
         return value.kind == "base" and value.args[1] in bases
@@ -182,20 +216,22 @@ def _like(term: Node, *, sums: int) -> frozenset[object] | None:
     Args:
         sums: how many of the factors may be sums.
     """
+    if _reduces(term):
+        return None
     kinds: list[tuple[tuple[object, object], bool]] = []
     for factors, below in zip(_factors(term), (False, True), strict=True):
         rationals = [factor for factor in factors if _is_rational(factor)]
         scientific = len(rationals) == 2 and not below and _is_power_of_ten(rationals[1])
         if not scientific and (len(rationals) > 1 or any(r.kind == "pow" and r is not factors[-1] for r in rationals)):
             return None
-        if below and any(_root(factor) == RATIONAL for factor in rationals):
+        if below and any(r.kind == "pow" for r in rationals):
             return None
         for factor in factors:
             if factor in rationals:
                 continue
             if len(_terms(factor)) > 1:
                 sums -= 1
-                if sums < 0 or not is_number(factor) or (below and _has_i(factor)):
+                if sums < 0 or below or not is_number(factor):
                     return None
                 continue
             kind = _irrational(factor)
@@ -224,8 +260,38 @@ def _has_i(node: Node) -> bool:
 
 
 def _is_rational(node: Node) -> bool:
-    """A numeral, a mixed number, or a root or a power of one rational number whose value is rational."""
-    return node.kind == "num" or (node.kind == "add" and node.name == "mixed") or _root(node) == RATIONAL
+    """A numeral, a mixed number, or a power of a numeral or of a fraction."""
+    if node.kind == "pow":
+        base, exponent = node.args
+        whole = _is_signed_numeral(exponent) and _terms(exponent)[0].value.denominator == 1
+        return whole and (base.kind == "num" or (_is_fraction(base) and not _reduces(base) and exponent.kind == "num"))
+    return node.kind == "num" or (node.kind == "add" and node.name == "mixed" and not _reduces(node.args[1]))
+
+
+def _reduces(node: Node) -> bool:
+    r"""Whether a fraction has a common factor, a denominator 1 or a decimal: 6/4, `\frac{2x+4}{6}`, 0.5/2."""
+    above, below = _factors(node)
+    contents = _common_factor(above), _common_factor(below)
+    if not below or any(_is_numeral(factor) and factor.value == 1 for factor in below):
+        return bool(below)
+    return None in contents or gcd(*contents) != 1  # type: ignore[arg-type]
+
+
+def _common_factor(factors: Iterable[Node]) -> int | None:
+    """The largest known whole number that divides a product; None if a factor is a decimal."""
+    product = 1
+    for factor in factors:
+        terms = _terms(factor)
+        if len(terms) > 1:
+            above, below = zip(*map(_factors, terms), strict=True)
+            common = [1] if any(below) else [_common_factor(term) for term in above]
+        else:
+            is_integer = terms[0].value.denominator == 1
+            common = [(terms[0].value.numerator if is_integer else None) if _is_numeral(terms[0]) else 1]
+        if None in common:
+            return None
+        product *= gcd(*common)
+    return product
 
 
 def _is_signed_numeral(node: Node) -> bool:
@@ -254,10 +320,13 @@ def _irrational(node: Node) -> tuple[object, object] | None:
             return None
         if base.kind == "const":
             return None if base.name == "i" or _is_unit_root(node) else (base.name, exponent)
-        return _root(node) or (base, exponent)
+        root = _root(node)
+        return None if root == RATIONAL else root or (base, exponent)
     if node.kind == "call" and node.name in ("root", "sqrt"):
         radicand, degree = node.args[0], node.args[1].value if len(node.args) > 1 else 2
-        return None if radicand.kind == "call" or not is_number(radicand) else _root(node) or (degree, radicand)
+        root = _root(node)
+        is_plain = radicand.kind != "call" and is_number(radicand) and root != RATIONAL
+        return (root or (degree, radicand)) if is_plain else None
     return None
 
 
@@ -313,17 +382,24 @@ def _has_square_factor(root: Node) -> bool:
 # --- expressions with variables ---
 
 
-def _expression_is_evaluated(value: Node, wanted: list[Node]) -> bool:
+def _expression_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> bool:
     """Whether like terms and factors are collected, and sums are multiplied out or factored as in the gold answer."""
     known = {name for node in wanted for name in _calls(node)}
     if _calls(value) & SIMPLIFIED and not known & SIMPLIFIED:
         return False
-    if not all(_is_plain(part) or set() < _calls(part) <= known for part in _constants(value)):
+    if not all(is_number(part) or set() < _calls(part) <= known for part in _constants(value)):
+        return False
+    if any(map(_reduces, _parts(value))) and not any(_reduces(part) for node in wanted for part in _parts(node)):
         return False
     calls = [sum(part.kind == "call" for part in _parts(node)) for node in (value, *wanted)]
     if calls[0] > max(MAX_CALLS, 2 * max(calls[1:])):
         return False
-    if len(_terms(value)) > 1 and len(wanted) == 1 and _sums_multiplied(wanted[0]) > 1:
+    if gold.kind == "relation" and not _names_given(gold):  # xy = 1 is solved by y = 1/x
+        return True
+    if _degree_below(value) > max(map(_degree_below, wanted)):
+        return False
+    factored = [any(_sums_multiplied(part) > 1 for part in _parts(node)) for node in wanted]
+    if any(_sums_multiplied(part) > 1 for part in _parts(value)) not in factored:
         return False
     allowed = max(1, *(_terms_with_sums(node) for node in wanted))
     return _terms_with_sums(value) <= allowed and all(map(_is_collected, _parts(value)))
@@ -338,9 +414,43 @@ def _constants(node: Node) -> Iterator[Node]:
             yield from _constants(arg)
 
 
-def _is_plain(constant_part: Node) -> bool:
-    """Whether a coefficient or exponent is worked out; a root with a rational value, sqrt(4) in sqrt(4) x, is not."""
-    return is_number(constant_part) and (constant_part.kind != "call" or _root(constant_part) != RATIONAL)
+def _degree_below(node: Node) -> Fraction:
+    """The degree of the common denominator: 2 for 1/x + 3/(x-1)."""
+    return sum((_degree(base) * power for base, power in _denominators(node).items()), Fraction(0))
+
+
+def _denominators(node: Node) -> Counter[Node]:
+    """The factors of the common denominator, with their powers."""
+    if node.kind == "add":
+        return reduce(or_, map(_denominators, node.args))
+    above, below = _factors(node)
+    found = Counter[Node]()
+    for factors, is_below in ((above, False), (below, True)):
+        for factor in factors:
+            base, exponent = factor.args if factor.kind == "pow" else (factor, number(1))
+            is_negative = exponent.kind == "neg"
+            times = _terms(exponent)[0]
+            if is_below != is_negative:
+                found[canonical(base)] += int(times.value) if _is_numeral(times) else 1
+            if len(_terms(base)) > 1:
+                found |= _denominators(base)
+    return found
+
+
+def _degree(node: Node) -> Fraction:
+    """The degree of a polynomial; roots and other functions count as far as that is known."""
+    match node.kind:
+        case "sym":
+            return Fraction(1)
+        case "add" | "neg" | "pm":
+            return max(map(_degree, node.args))
+        case "mul":
+            return sum(map(_degree, node.args), Fraction(0))
+        case "pow" if _is_numeral(node.args[1]):
+            return _degree(node.args[0]) * node.args[1].value
+        case "call" if node.name == "root" and _is_numeral(node.args[1]) and node.args[1].value:
+            return _degree(node.args[0]) / node.args[1].value
+    return Fraction(0)
 
 
 def _sums_multiplied(node: Node) -> int:

@@ -227,7 +227,7 @@ def _added(two: re.Match[str]) -> str | None:
     if large is None or small is None or large[0] != small[0]:
         return None
     value = Fraction(two[1]) + Fraction(two[3]) * small[1] / large[1]
-    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}\\text{{ {two[2]}}}"
+    return f"{as_latex(value)}\\text{{ {two[2]}}}"
 
 
 def _twelve(time: re.Match[str]) -> str:
@@ -290,7 +290,12 @@ def meaning_of(text: str) -> str:
     if excepted := EXCEPT.fullmatch(plain):
         return rf"\mathbb{{R}}\setminus\{{{excepted[1]}\}}"
     number = number_in_words(plain)
-    return text if number is None else f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
+    return text if number is None else as_latex(number)
+
+
+def as_latex(number: Fraction) -> str:
+    is_whole = number.denominator == 1
+    return str(number) if is_whole else f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
 
 
 PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7,
