@@ -16,6 +16,32 @@ from rlhf.rewards.simple import multiple_choice_reward
 RIGHT, WRONG, FORMULA = "right", "wrong", "formula"  # a formula for the gold answer is right where formulas may be
 
 ANSWERS = {
+    "permutations": [
+        (r"(1\ 3\ 2)", "(1 3 2)", RIGHT),
+        (r"(1\ 3\ 2)", "(3, 2, 1)", RIGHT),
+        (r"(1\ 3\ 2)", "(1 2 3)", WRONG),
+        (r"(1\ 3\ 2)", "6", WRONG),
+        ("(1 2)(3 4)", "(4 3)(1 2)", RIGHT),
+        ("(1 2)(3 4)", "(1 3)(2 4)", WRONG),
+        ("(1 2)(2 3)", "(2 3)(1 2)", WRONG),
+    ],
+    "numbers that differ late": [
+        (r"\pi", r"\pi+10^{-250}", WRONG),
+        (r"\sqrt{2}", r"\sqrt{2}+\frac{1}{10^{70}}", WRONG),
+        (r"(0,\sqrt{2})", r"(0,\sqrt{2}+10^{-80})", WRONG),
+        (r"\{1,\sqrt{2}\}", r"\{1,\sqrt{2}+10^{-80}\}", WRONG),
+        (r"y=\sqrt{2}x", r"y=\sqrt{2}x+10^{-80}x", WRONG),
+    ],
+    "ordinals and parts": [
+        ("42", "42nd", RIGHT),
+        ("42", "42nd prime", WRONG),
+        ("42", r"42^{\text{nd}}\text{ prime}", WRONG),
+        ("3", r"\text{the 3rd smallest prime}", WRONG),
+        ("4", r"\text{July 4th}", WRONG),
+        (r"\text{July 4}", r"\text{4th of July}", WRONG),
+        ("1", r"\text{one of the numbers}", WRONG),
+        ("5", r"5\text{ is too small}", WRONG),
+    ],
     "integers": [
         ("42", "42", RIGHT),
         ("42", "+42", RIGHT),

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from rlhf.rewards.answers.asides import without_asides
 from rlhf.rewards.answers.units import unit_of
-from rlhf.rewards.answers.words import VALUES, as_latex, unwrapped, with_words_marked
+from rlhf.rewards.answers.words import MONTHS, VALUES, as_latex, unwrapped, with_words_marked
 
 SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni", strict=True))
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉ₙₖ", "0123456789nk", strict=True))
@@ -62,6 +62,7 @@ DEGREE = re.compile(
 ORDINAL = re.compile(
     r"(?<=\d)\s?(?:\^\s?)?(?:\\text\s*\{\s*(?:st|nd|rd|th)\s*\}|(?<!\s)(?:st|nd|rd|th)(?![a-zA-Z])"
     r"|\{\s*(?:\\text\s*\{\s*)?(?:st|nd|rd|th)\s*\}(?:\s*\})?)"
+    rf"(?!\W*(?:text\W*)?(?!text|(?:and|or|of|(?i:{MONTHS}))\b)[A-Za-z]{{2}})"  # not of the 42nd prime
 )
 TEMPERATURE = re.compile(
     r"(?:\\text\s*\{\s*)?(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree|degrees?)\s*(?:\\text\s*\{\s*)?"

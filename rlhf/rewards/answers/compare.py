@@ -32,6 +32,7 @@ TWO_FORMS = re.compile(  # 1/2 (or 0.5): both must be right
     r"([^()]{1,100}?)(?:\\[ ,;!]|\s)*(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?or(?: equivalently)?(?! about| approx)"
     r"(?:\s*\}|\s)(?:\\ )?([^()]{1,100}?)(?:\\text\s*\{\s*)?\)(?:\s*\})?"
 )
+CYCLES = re.compile(r"(?:\(\s*\d+(?:(?:\s+|\s*,\s*)\d+)+\s*\)\s*)+")  # (1 3 2)(4 5)
 DIGITS_WITH_LETTERS = re.compile(r"(\d*[A-F][\dA-F]+|\d+[A-F])_\{?1\d\}?")  # the base may be missing
 
 
@@ -60,6 +61,8 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool:
         return True
     if (lettered := DIGITS_WITH_LETTERS.fullmatch(g)) and unwrapped(a) == lettered[1]:
         return True
+    if CYCLES.fullmatch(g) and re.search(r"\d\s\d", g):
+        return CYCLES.fullmatch(a) is not None and _cycles(a) == _cycles(g)
     decided = _as_words(a, g, must_be_evaluated)
     if decided is not None:
         return decided
@@ -81,6 +84,14 @@ _clean_gold = lru_cache(maxsize=4096)(clean)  # cached: a group of responses sha
 def _squeezed(text: str) -> str:
     """Remove white space, except between digits: 7 8 is not 78."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+
+
+def _cycles(text: str) -> list[list[str]]:
+    """The cycles of a permutation, each from its smallest element on, in any order if they have none in common."""
+    cycles = [re.findall(r"\d+", cycle) for cycle in re.findall(r"\([^()]*\)", text)]
+    turned = [cycle[(first := cycle.index(min(cycle, key=int))) :] + cycle[:first] for cycle in cycles]
+    elements = [element for cycle in cycles for element in cycle]
+    return sorted(turned) if len(set(elements)) == len(elements) else turned
 
 
 def _as_words(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from rlhf.rewards.answers.units import unit_of
 
-ARTICLES = frozenset(["a", "an", "the"])
+ARTICLE = re.compile(r"\b(?:an?|the)\s")
 MATHEMATICAL = frozenset("sin cos tan log ln exp sqrt frac pi infinity inf mod max min gcd lcm".split())  # noqa: SIM905
 PROSE = re.compile(r"[A-Za-z][A-Za-z\s,.;:'!?&()-]*")
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
@@ -54,7 +54,7 @@ COUNTING = re.compile(
 )
 # 5 and 6; 5 apples and a pear. Not "5 apples and pears", nor "5 miles to school".
 JOINING = re.compile(
-    r"^\W*(?:and|to|by)\b"
+    r"^\W*(?:and|to|by|of|is|are|was|st|nd|rd|th)\b"
     r"|\band\W*(?:$|\b(?:an?|the|some|several|many|few|any|each|every|all|both|others?|counting|change|so|then|yet)\b)",
     re.IGNORECASE,
 )
@@ -268,8 +268,8 @@ def is_prose(text: str) -> bool:
 
 def as_words(text: str) -> tuple[str, ...]:
     """The words in lower case, without punctuation and articles."""
-    words = re.findall(r"(?<![\w)}])-\d+|[a-z0-9']+", unwrapped(text).casefold())
-    return tuple(word for word in words if word not in ARTICLES) or tuple(words)
+    plain = unwrapped(text).casefold()
+    return tuple(re.findall(r"(?<![\w)}])-\d+|[a-z0-9']+", ARTICLE.sub(" ", plain)))  # "A. no" has no article
 
 
 def same_items(a: str, b: str) -> bool:
