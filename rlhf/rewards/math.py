@@ -15,6 +15,8 @@ from rlhf.rewards.answers.tree import parse
 from rlhf.rewards.answers.words import is_prose, meaning_of
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
 
+DECIMAL_COMMA = re.compile(r"(?<=\d),(?=\d)")
+GROUPS_OF_DOTS = re.compile(r"(?<=\d)\.(?=\d{3}(?!\d))")
 MAX_ANSWER_CHARACTERS = 10_000  # a longer answer is compared as a string only
 
 
@@ -31,6 +33,8 @@ def math_reward(response: str, gold: str, options: MathOptions, prompt: str = ""
     stated = extract(response, options.steps)
     if stated is None:
         return Grade(0.0, NO_ANSWER)
+    if options.decimal_comma:
+        stated = DECIMAL_COMMA.sub(".", GROUPS_OF_DOTS.sub("", stated))
     grade = grade_answer(stated, wanted, options)
     if grade.value and options.must_be_evaluated and is_copied(stated, wanted, prompt):
         return grade._replace(value=0.0)

@@ -16,6 +16,36 @@ from rlhf.rewards.simple import multiple_choice_reward
 RIGHT, WRONG, FORMULA = "right", "wrong", "formula"  # a formula for the gold answer is right where formulas may be
 
 ANSWERS = {
+    "numbers of other languages": [
+        ("3.5", "3{,}5", RIGHT),
+        ("35", "3{,}5", WRONG),
+        ("3, 5", "3{,}5", WRONG),
+        ("1234.56", "1.234,56", RIGHT),
+        ("1234567.5", "1 234 567,5", RIGHT),
+        ("(1.234, 56)", "(1.234,56)", RIGHT),
+        ("1234567", "12,34,567", RIGHT),
+        ("120", "一百二十", RIGHT),
+        ("32005", r"\text{三万二千零五}", RIGHT),
+        ("50000", "5万元", RIGHT),
+        ("2.5", "2.5千克", RIGHT),
+        (r"\frac{1}{2}", "二分之一", RIGHT),
+        ("5", "五个", RIGHT),
+        ("3", "三角形", WRONG),
+        ("5", "五或六", WRONG),
+        ("5", "5半", WRONG),
+        ("70000", r"\$70\text{k}", RIGHT),
+        ("1500000", r"\$1.5M", RIGHT),
+        ("70", r"\$70\text{k}", WRONG),
+        ("29", "29¢", RIGHT),
+        (r"\$0.29", "29¢", RIGHT),
+    ],
+    "several options": [
+        ("A, C", "AC", RIGHT),
+        ("ACD", r"\text{(A), (C) and (D)}", RIGHT),
+        ("A, C", "AB", WRONG),
+        ("A, C", "A", WRONG),
+        ("A", "AC", WRONG),
+    ],
     "permutations": [
         (r"(1\ 3\ 2)", "(1 3 2)", RIGHT),
         (r"(1\ 3\ 2)", "(3, 2, 1)", RIGHT),
@@ -1122,6 +1152,11 @@ def test_a_tolerance_of_one_percent_counts_near_numbers_as_right(gold: str, answ
     response = rf"\boxed{{{answer}}}"
     assert _grade(gold, response, tolerance={"relative": 0.01}) is (verdict == RIGHT)
     assert not _grade(gold, response)
+
+
+@pytest.mark.parametrize(("gold", "answer"), [("3.5", "3,5"), ("1000", "1.000"), ("12.5", "12,5\\%"), ("3.5", "3.5")])
+def test_a_decimal_comma_is_read_where_the_config_says_so(gold: str, answer: str) -> None:
+    assert _grade(gold, rf"\boxed{{{answer}}}", decimal_comma=True)
 
 
 def test_a_gold_decimal_stands_for_every_number_that_rounds_to_it() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from rlhf.rewards.answers.asides import without_asides
+from rlhf.rewards.answers.chinese import in_digits
 from rlhf.rewards.answers.units import unit_of
 from rlhf.rewards.answers.words import MONTHS, VALUES, as_latex, unwrapped, with_words_marked
 
@@ -23,6 +24,7 @@ SIGNS = {
     "\u221e": r"\infty ", "\u2264": r"\le ", "\u2a7d": r"\le ", "\u2265": r"\ge ", "\u2a7e": r"\ge ", "\u2260": r"\ne ",
     "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2205": r"\emptyset ", "\u00b0": r"^\circ ",
     "\u00b1": r"\pm ", "\u2213": r"\mp ", "\u2032": "'", "\u2019": "'", "\u2248": r"\approx ", "\u211d": r"\mathbb{R}",
+    "\u00a2": r"\text{ cents}",
     "\u2026": r"\ldots ", "\u20ac": r"\$", "\u00a3": r"\$", "\u00a5": r"\$", "\u20b9": r"\$",
     "\uff0c": ",", "\u3001": ",", "\u2713": "", "\u2714": "", "\u2705": "",
     "\u27e8": r"\langle ", "\u27e9": r"\rangle ", "\u2220": r"\angle ", "\u2192": r"\to ",
@@ -89,6 +91,12 @@ DOUBLED_BACKSLASH = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]])")
 THOUSANDS_BRACED = re.compile(r"(?<=\d)\s*(?:\{\s*,\s*\}|,\\!|')\s*(?=\d{3}(?!\d))")
 THOUSANDS_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\,|\\;|\\ |~|\s)\d{3})+(?![\d])")
 THOUSANDS_DOTTED = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])")
+DECIMAL_COMMA = re.compile(  # 3{,}5 and 1.234,56; a tuple such as (1.234,56) has brackets
+    r"(?<=\d)\{,\}(?=(?:\d{1,2}|\d{4,})(?!\d))|(?<![\d.,(\[{])(\d{1,3}(?:[. ]\d{3})+),(\d{1,2})(?![\d,.])"
+)
+INDIAN_GROUPS = re.compile(r"(?<![\d.,(\[{])\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])")
+MONEY_SCALE = re.compile(r"(\\?\$\s*\d[\d.,]*)\s*(?:\\text\s*\{\s*)?([kKMB])(?:\s*\})?(?![A-Za-z])")
+SCALE_NAMES = {"k": "thousand", "K": "thousand", "M": "million", "B": "billion"}
 REPEATING = re.compile(
     r"(?<![\d.])(\d{0,60})\.(\d{0,60})(?:\\(?:overline|bar|dot)\s*(?:\{(\d{1,60})\}|(\d))|\((\d{1,60})\))"
 )
@@ -123,6 +131,7 @@ REWRITES: tuple[
         r"\\binom{\1\2}{\3\4}",
     ),
     (re.compile(r"(?<=\w)\s*\{\s*\}"), ""),
+    (re.compile(r"\\cents?(?![a-z])"), r"\\text{ cents}"),
     (re.compile(r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
     (re.compile(r"\{([^{}]*)\\choose(?![a-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\([lr])brace(?![a-z])"), lambda match: "\\{" if match[1] == "l" else "\\}"),
@@ -162,11 +171,14 @@ DOLLAR = re.compile(r"(?<!\\)\$")
 def clean(text: str) -> str:
     """The normalized spelling of one extracted answer."""
     if not text.isascii():
-        text = as_ascii(text)
+        text = as_ascii(in_digits(text))
     text = _strip_outer(text.strip())
     text = CASES.sub(_cases, text)
     if "matrix" not in text and "array" not in text and "cases" not in text:
         text = DOUBLED_BACKSLASH.sub(r"\\", text)
+    text = DECIMAL_COMMA.sub(lambda m: re.sub(r"\D", "", m[1]) + "." + m[2] if m[1] else ".", text)
+    text = INDIAN_GROUPS.sub(lambda m: m[0].replace(",", ""), text)
+    text = MONEY_SCALE.sub(lambda m: f"{m[1]}\\text{{ {SCALE_NAMES[m[2]]}}}", text)
     text = THOUSANDS_SPACED.sub(lambda m: re.sub(r"\D", "", m[0]), THOUSANDS_BRACED.sub("", text))
     text = THOUSANDS_DOTTED.sub(lambda m: m[0].replace(".", ""), text)
     text = INVISIBLE.sub(" ", text)

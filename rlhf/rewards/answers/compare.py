@@ -33,6 +33,7 @@ TWO_FORMS = re.compile(  # 1/2 (or 0.5): both must be right
     r"(?:\s*\}|\s)(?:\\ )?([^()]{1,100}?)(?:\\text\s*\{\s*)?\)(?:\s*\})?"
 )
 CYCLES = re.compile(r"(?:\(\s*\d+(?:(?:\s+|\s*,\s*)\d+)+\s*\)\s*)+")  # (1 3 2)(4 5)
+OPTIONS = re.compile(r"(?:\(?[A-J]\)?[\s,;&]*(?:and\b\s*)?){2,10}")
 DIGITS_WITH_LETTERS = re.compile(r"(\d*[A-F][\dA-F]+|\d+[A-F])_\{?1\d\}?")  # the base may be missing
 
 
@@ -86,6 +87,12 @@ def _squeezed(text: str) -> str:
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
+def _letters(text: str) -> list[str] | None:
+    """The letters of several options in order: A, C; AC; (A) and (C)."""
+    letters = re.findall(r"[A-J]", unwrapped(text))
+    return sorted(letters) if OPTIONS.fullmatch(unwrapped(text)) and len(set(letters)) == len(letters) else None
+
+
 def _cycles(text: str) -> list[list[str]]:
     """The cycles of a permutation, each from its smallest element on, in any order if they have none in common."""
     cycles = [re.findall(r"\d+", cycle) for cycle in re.findall(r"\([^()]*\)", text)]
@@ -98,6 +105,8 @@ def _as_words(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
     """Compare options and prose; None if the two must be compared as mathematics."""
     if (same_time := same_clock_time(answer, gold)) is not None:
         return same_time
+    if (letters := _letters(gold)) and _letters(answer):
+        return letters == _letters(answer)
     wanted, given = option_letter(gold), option_letter(answer)
     if wanted and (wanted[1] or gold[-1:].isupper() or gold.endswith((")", "}"))):
         if given:

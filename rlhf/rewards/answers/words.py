@@ -54,7 +54,7 @@ COUNTING = re.compile(
 )
 # 5 and 6; 5 apples and a pear. Not "5 apples and pears", nor "5 miles to school".
 JOINING = re.compile(
-    r"^\W*(?:and|to|by|of|is|are|was|st|nd|rd|th)\b"
+    r"^\W*(?:and|to|by|is|are|was|st|nd|rd|th)\b"
     r"|\band\W*(?:$|\b(?:an?|the|some|several|many|few|any|each|every|all|both|others?|counting|change|so|then|yet)\b)",
     re.IGNORECASE,
 )
@@ -84,6 +84,7 @@ MONTHS = (
     "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|"
     "nov(?:ember)?|dec(?:ember)?"
 )
+ONE_OF = re.compile(r"(?:one|1)\s(?:\w+\s)?of\b", re.IGNORECASE)
 PAIRS = re.compile(r"\W*(?:pairs?|couples?|gross)\b", re.IGNORECASE)  # 7 pairs may be 14; 7 ordered pairs are 7
 LONE_LETTER = re.compile(r"(?<![\w'.-])(?![aA]\b)[A-Za-z](?![\w'.-])")
 EXPONENT = re.compile(r"\^\s?\{?-?\d\}?")
@@ -174,6 +175,8 @@ def with_words_marked(text: str) -> str:
         marked = with_words_marked(digits) if digits != plain else text
         if re.match(r"-?\d|\\frac", marked) and re.search(r"(?:\}|\\pct|\\degree)$", marked):
             return marked
+    if ONE_OF.match(plain):
+        return f"\\text{{{plain}}}"
     if DATE.fullmatch(plain) and any(map(str.isdigit, plain)):
         words = sorted(re.findall(r"[a-z]{3}|\d+", plain.lower()), key=str.isdigit)
         return f"\\text{{{' '.join(words)}}}"
