@@ -148,8 +148,8 @@ def _value_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> bool:
     if symbols and not symbols <= units:
         return any(free_symbols(node) for node in wanted) and _expression_is_evaluated(value, wanted, gold)
     if any(part.kind == "base" for part in _parts(value)):
-        bases = {part.args[1].value for part in _parts(gold) if part.kind == "base"}
-        return value.kind == "base" and value.args[1].value in (bases or {10})
+        bases = {int(part.args[1].value) for part in _parts(gold) if part.kind == "base"}
+        return value.kind == "base" and int(value.args[1].value) in (bases or {10})
     if value.kind == "mod" and all(map(_is_numeral, value.args)):  # 9 mod 11
         return value.args[0].value < value.args[1].value
     value = _with_unit_as_constant(value, units)
