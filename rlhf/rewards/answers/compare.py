@@ -34,7 +34,6 @@ TWO_FORMS = re.compile(  # 1/2 (or 0.5): both must be right
 )
 CYCLES = re.compile(r"(?:\(\s*\d+(?:(?:\s+|\s*,\s*)\d+)+\s*\)\s*)+")  # (1 3 2)(4 5)
 OPTIONS = re.compile(r"(?:\(?[A-J]\)?[\s,;&]*(?:and\b\s*)?){2,10}")
-DIGITS_WITH_LETTERS = re.compile(r"(\d*[A-F][\dA-F]+|\d+[A-F])_\{?1\d\}?")  # the base may be missing
 
 
 def compare(answer: str, gold: str, *, must_be_evaluated: bool = False, tolerance: Tolerance | None = None) -> bool:
@@ -59,8 +58,6 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool:
     if not a or not g:
         return False
     if _squeezed(a) == _squeezed(g):
-        return True
-    if (lettered := DIGITS_WITH_LETTERS.fullmatch(g)) and unwrapped(a) == lettered[1]:
         return True
     if CYCLES.fullmatch(g) and re.search(r"\d\s\d", g):
         return CYCLES.fullmatch(a) is not None and _cycles(a) == _cycles(g)
@@ -138,14 +135,6 @@ def same(gold: Node, answer: Node) -> bool:
         if verdict is not None:
             return verdict
     return same_quantity(gold, answer)
-
-
-def _membership(gold: Node, answer: Node) -> bool | None:
-    """`x in {1, 2}` equals the set."""
-    for node, other, swapped in ((gold, answer, False), (answer, gold, True)):
-        if node.kind == "relation" and node.name == "in" and node.args[1].kind == "set" and is_label(node.args[0]):
-            return same(other, node.args[1]) if swapped else same(node.args[1], other)
-    return None
 
 
 def _regions(gold: Node, answer: Node) -> bool | None:
@@ -332,24 +321,8 @@ def _texts(gold: Node, answer: Node) -> bool | None:
     return False if "text" in (gold.kind, answer.kind) else None
 
 
-def _tuple_of_names(gold: Node, answer: Node) -> bool | None:
-    """(p, q) = (3, 2) equals p = 3, q = 2."""
-    for node, other in ((gold, answer), (answer, gold)):
-        sides = node.args if node.kind == "relation" and node.name == "=" else ()
-        if len(sides) == 2 and sides[0].kind == sides[1].kind == "group" and other.kind == "list":
-            if len(sides[0].args) != len(sides[1].args) or not is_label(sides[0]):
-                return None
-            pairs = zip(sides[0].args, sides[1].args, strict=True)
-            listed = Node("list", tuple(Node("relation", pair, "=") for pair in pairs), ",")
-            if all(_label(item) is not None for item in other.args):
-                return same(listed, answer) if node is gold else same(gold, listed)
-    return None
-
-
 RULES: tuple[Callable[[Node, Node], bool | None], ...] = (
-    _membership,
     _regions,
-    _tuple_of_names,
     _equations,
     _collections,
     _tuples,

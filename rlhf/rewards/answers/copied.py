@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 
 from rlhf.rewards.answers.clean import FRACTION_FONT, INVISIBLE, as_ascii, clean, option_letter
 from rlhf.rewards.answers.errors import UnsupportedError
 from rlhf.rewards.answers.extract import MATH_SPAN
-from rlhf.rewards.answers.node import Node, canonical
+from rlhf.rewards.answers.node import Node, canonical, parts
 from rlhf.rewards.answers.tree import parse
 from rlhf.rewards.answers.words import is_prose, meaning_of
 
@@ -66,10 +65,4 @@ def _spans(prompt: str) -> tuple[str, frozenset[Node]]:
     """The prompt in one spelling; its numbers and every part of its formulas as trees."""
     formulas = [next(filter(None, match.groups())) for match in MATH_SPAN.finditer(prompt)]
     forms = map(_form, [*formulas, *NUMERAL.findall(prompt)])
-    return _spelled(prompt), frozenset(part for form in forms if form for part in _parts(form))
-
-
-def _parts(node: Node) -> Iterator[Node]:
-    yield node
-    for arg in node.args:
-        yield from _parts(arg)
+    return _spelled(prompt), frozenset(part for form in forms if form for part in parts(form))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -55,6 +56,13 @@ def mixed(whole: Node, fraction: Node) -> Node:
     if not is_proper_fraction(fraction) or whole.value.denominator != 1:
         raise UnsupportedError("two numbers side by side")
     return Node("add", (whole, fraction), "mixed")
+
+
+def parts(node: Node) -> Iterator[Node]:
+    """The node and all nodes below it."""
+    yield node
+    for arg in node.args:
+        yield from parts(arg)
 
 
 def canonical(node: Node) -> Node:
