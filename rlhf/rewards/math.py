@@ -7,12 +7,12 @@ from functools import lru_cache
 
 from rlhf.config.reward import MathOptions
 from rlhf.rewards.answers.clean import clean, option_letter
-from rlhf.rewards.answers.compare import compare
+from rlhf.rewards.answers.compare import CYCLES, compare
 from rlhf.rewards.answers.copied import is_copied
 from rlhf.rewards.answers.errors import UnsupportedError
 from rlhf.rewards.answers.extract import NOT_AN_ANSWER, extract, gold_answer
 from rlhf.rewards.answers.tree import parse
-from rlhf.rewards.answers.words import is_prose, meaning_of
+from rlhf.rewards.answers.words import is_prose, meaning_of, same_clock_time
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
 
 DECIMAL_COMMA = re.compile(r"(?<=\d),(?=\d)")
@@ -75,7 +75,9 @@ def check_gold(gold: str) -> Grade:
 
 def _problem(gold: str) -> str:
     """Why a cleaned gold answer matches nothing but its own spelling; "" if it matches other spellings."""
-    if is_prose(gold) or option_letter(gold) or re.fullmatch(r"[-+\d.]+", gold):
+    if is_prose(gold) or option_letter(gold) or CYCLES.fullmatch(gold) or re.fullmatch(r"[-+\d.]+", gold):
+        return ""
+    if same_clock_time(gold, gold):
         return ""
     try:
         parse(meaning_of(gold))

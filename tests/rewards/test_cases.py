@@ -1138,6 +1138,11 @@ def test_two_options_are_no_choice(answer: str) -> None:
     assert multiple_choice_reward(rf"\boxed{{{answer}}}", "C", MultipleChoiceOptions()).value == 0.0
 
 
+def test_no_gold_answer_of_the_table_is_refused() -> None:
+    golds = {gold for cases in ANSWERS.values() for gold, _, _ in cases}
+    assert [gold for gold in golds if math_reward(r"\boxed{other}", gold, MathOptions()).value is None] == []
+
+
 def test_every_gold_answer_of_the_table_equals_itself() -> None:
     golds = {gold for cases in ANSWERS.values() for gold, _, _ in cases}
     assert [gold for gold in golds if not _grade(gold, rf"\boxed{{{gold}}}")] == []

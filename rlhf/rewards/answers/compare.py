@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from rlhf.config.reward import Tolerance
-from rlhf.rewards.answers.arithmetic import start_work
+from rlhf.rewards.answers.arithmetic import start_work, work
 from rlhf.rewards.answers.clean import clean, option_letter
 from rlhf.rewards.answers.equations import is_label, same_equation, same_inequality, unlabelled
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
@@ -228,6 +228,7 @@ def _distinct(items: list[Node]) -> list[Node]:
     distinct: list[tuple[Node, complex | None]] = []
     for item in items:
         estimate = estimate_of(item)
+        work(len(distinct))
         if not any(
             _may_agree(estimate, other_estimate) and _holds(same, item, other) for other, other_estimate in distinct
         ):
@@ -245,6 +246,7 @@ def _in_any_order(gold: Sequence[Node], answer: Sequence[Node], alike: Callable[
     rest = [(item, estimate_of(item)) for item in answer]
     for item in gold:
         estimate = estimate_of(item)
+        work(len(rest))
         match = next(
             (i for i, (other, e) in enumerate(rest) if _may_agree(estimate, e) and _holds(alike, item, other)), None
         )
