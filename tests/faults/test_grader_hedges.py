@@ -42,14 +42,15 @@ GOLDS = [
     lambda rng: rf"{rng.randrange(2, 90)}\text{{ {rng.choice(('cm', 'm', 'hours', 'minutes', 'apples'))}}}",
 ]
 JOINED_WRITTEN = r"""
-    %a or %b;%a and %b;%a, %b;%a; %b;%a %b;%a,%b;%a.%b;%a/%b;%a:%b;%a = %b;%a \approx %b;%a (%b);%a (or %b);%a\ (%b)
+    %a or %b;%a and %b;%a, %b;%a;%b;%a %b;%a,%b;%a.%b;%a/%b;%a:%b;%a = %b;%a \approx %b;%a (%b);%a (or %b);%a\ (%b)
     %a \text{ or } %b;%a \text{ and } %b;%a\text{ maybe }%b;%a\text{ not }%b;%a\text{ (not }%b\text{)};\{%a, %b\}
-    (%a, %b);[%a, %b];x=%a, x=%b;x=%a\text{ or }x=%b;x = %a = %b;\text{%a or %b};\text{%a, or possibly %b};\text{%a but %b}
-    \text{either %a or %b};\text{%a; alternatively %b};%a \pm %b;%a \mp %b;%a | %b;%a \cup %b;%a \vee %b;%a \equiv %b
-    \begin{cases} %a \\ %b \end{cases};\begin{pmatrix} %a \\ %b \end{pmatrix};%a \quad %b;%a \to %b;%a \implies %b
-    %a\\%b;%a \text{ since } %b;%a\text{ because not }%b;%a \text{ if } x>0, %b;%a^{%b};%a_{%b};\frac{%a}{%b};%a \in \{%a, %b\}
-    \text{(A) } %a \text{ (B) } %b;x \in \{%a, %b\};%a\text{ over }%b;%a\text{ in }%b;%a \% %b;%a\text{ (}%b\text{)}
-    %a}\boxed{%b;%a} and \boxed{%b;%a}, \boxed{%b;%a} or maybe \boxed{%b;%a}=\boxed{%b;%a} \approx \boxed{%b
+    (%a, %b);[%a, %b];x=%a, x=%b;x=%a\text{ or }x=%b;x = %a = %b;\text{%a or %b};\text{%a, or possibly %b}
+    \text{%a but %b};\text{either %a or %b};\text{%a;alternatively %b};%a \pm %b;%a \mp %b;%a | %b;%a \cup %b
+    %a \vee %b;%a \equiv %b;\begin{cases} %a \\ %b \end{cases};\begin{pmatrix} %a \\ %b \end{pmatrix};%a \quad %b
+    %a \to %b;%a \implies %b;%a\\%b;%a \text{ since } %b;%a\text{ because not }%b;%a \text{ if } x>0, %b;%a^{%b}
+    %a_{%b};\frac{%a}{%b};%a \in \{%a, %b\};\text{(A) } %a \text{ (B) } %b;x \in \{%a, %b\};%a\text{ over }%b
+    %a\text{ in }%b;%a \% %b;%a\text{ (}%b\text{)};%a}\boxed{%b;%a} and \boxed{%b;%a}, \boxed{%b
+    %a} or maybe \boxed{%b;%a}=\boxed{%b;%a} \approx \boxed{%b
 """
 JOINED = [form for form in JOINED_WRITTEN.strip().replace(";", "\n").splitlines() if form.strip()]
 
