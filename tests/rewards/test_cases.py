@@ -71,6 +71,12 @@ ANSWERS = {
         (r"\text{July 4}", r"\text{4th of July}", WRONG),
         ("1", r"\text{one of the numbers}", WRONG),
         ("5", r"5\text{ is too small}", WRONG),
+        ("5", r"\text{the square of }5", WRONG),
+        ("5", r"\text{It grows by 5}", WRONG),
+        ("5", r"\text{a total of 5}", RIGHT),
+        ("5", r"\text{Tom has 5 apples left}", RIGHT),
+        ("70", r"70\text{k}", WRONG),
+        ("300", r"300\text{ K}", RIGHT),
     ],
     "integers": [
         ("42", "42", RIGHT),

@@ -61,7 +61,10 @@ FOREIGN_SCALES = re.compile(
 # Words with which a phrase before a number may begin, where no sentence does: about 5, a total of 5
 LEADING_WRITTEN = "a an about approximately exactly for he her his in is it she so the there they we"
 LEADING = frozenset(LEADING_WRITTEN.split())
-BOUND = re.compile(r"\b(?:(?:minimum|maximum|limit) of|(?<!will )(?<!would )(?<!must )(?<!should )be)$")
+BOUND = re.compile(  # the square of 5, step 5
+    r"\b(?:(?<!total )of|by|from|after|before|until|past|step|problem|question|exercise|page"
+    r"|(?<!will )(?<!would )(?<!must )(?<!should )be)$"
+)
 MONTHS = (
     "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|"
     "nov(?:ember)?|dec(?:ember)?"
