@@ -71,5 +71,5 @@ def canonical(node: Node) -> Node:
     if node.kind in ("add", "mul"):
         args = [part for arg in args for part in (arg.args if arg.kind == node.kind else (arg,))]
     if node.kind in ("add", "mul", "list", "set"):
-        args.sort(key=repr)
+        args.sort(key=hash)  # any order that both sides share; the digits of a number may be too many for repr
     return Node(node.kind, tuple(args), "" if node.kind in ("num", "add") else node.name, node.value)

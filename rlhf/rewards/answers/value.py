@@ -29,7 +29,7 @@ from rlhf.rewards.answers.arithmetic import (
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import Node, free_symbols
 
-WORK_OF_CALL = 60  # a function of a number of many digits, in units of work
+WORK_OF_CALL = 100  # a function of a number of many digits, in units of work
 MAX_TERMS = 2_000  # of a sum or product
 LINE_POINTS = (0, 1, 2, 5, -1, -7)  # an expression that is linear at all of these counts as linear
 POINTS = 5  # where expressions with variables are compared; the last two have negative coordinates
