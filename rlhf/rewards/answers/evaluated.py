@@ -109,7 +109,7 @@ def _has_reducible_ratio(answer: Node, gold: Node) -> bool:
     if answer.kind == "ratio" != gold.kind:
         return len(answer.args) != 2 or reduces(Node("div", answer.args))
     ratios = [[part.args for part in parts(node) if part.kind == "ratio"] for node in (answer, gold)]
-    given, known = ([gcd(*(common_factor([part]) or 1 for part in parts)) for parts in side] for side in ratios)
+    given, known = ([gcd(*(common_factor([part]) or 1 for part in ratio)) for ratio in side] for side in ratios)
     return any(factor not in (1, *known) for factor in given)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import cmp_to_key
 
@@ -11,7 +10,6 @@ from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import INFINITY, Node, free_symbols
 from rlhf.rewards.answers.value import evaluate, zero_and_slope
 
-COMPARE = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "!=": operator.ne}
 SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 ORDERED = ("<", ">", "<=", ">=")
 POSITIVE_INFINITY, NEGATIVE_INFINITY = mpf("inf"), mpf("-inf")
@@ -133,7 +131,7 @@ def _solved(left: Node, op: str, right: Node, variable: str) -> tuple[Piece, ...
             return (LINE,)
     difference = Node("add", (left, Node("neg", (right,))))
     zero, slope = zero_and_slope(difference, {}, variable)
-    if isinstance(slope, mpc):
+    if isinstance(slope, mpc) or isinstance(zero, mpc):
         raise UnsupportedError("not real")
     return _half_line(op if slope > 0 else SWAPPED[op], zero)
 
