@@ -32,6 +32,7 @@ TWO_FORMS = re.compile(  # 1/2 (or 0.5): both must be right
     r"([^()]{1,100}?)(?:\\[ ,;!]|\s)*(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?or(?: equivalently)?(?! about| approx)"
     r"(?:\s*\}|\s)(?:\\ )?([^()]{1,100}?)(?:\\text\s*\{\s*)?\)(?:\s*\})?"
 )
+INDIAN_GROUPS = re.compile(r"\d{1,2}(?:,\d{2})+,\d{3}")  # 12,34,567; where the gold answer is a list, a list
 CYCLES = re.compile(r"(?:\(\s*\d+(?:(?:\s+|\s*,\s*)\d+)+\s*\)\s*)+")  # (1 3 2)(4 5)
 OPTIONS = re.compile(r"(?:\(?[A-J]\)?[\s,;&]*(?:and\b\s*)?){2,10}")
 
@@ -59,6 +60,8 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool:
         return False
     if _squeezed(a) == _squeezed(g):
         return True
+    if INDIAN_GROUPS.fullmatch(a) and exact_number(g) is not None:
+        a = a.replace(",", "")
     if CYCLES.fullmatch(g) and re.search(r"\d\s\d", g):
         return CYCLES.fullmatch(a) is not None and _cycles(a) == _cycles(g)
     decided = _as_words(a, g, must_be_evaluated)
