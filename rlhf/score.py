@@ -192,8 +192,9 @@ def _gold(value: Any) -> str | list[str]:
 
 
 def _failures(scorer: Scorer) -> list[str]:
-    """The errors of user functions. A built-in reward fails only because of a response, which its status shows."""
-    return [scorer.failures(part) for part in scorer.config.parts if part.is_user_function and scorer.failures(part)]
+    """The errors of user functions, and of a built-in reward that graded nothing; the statuses show its others."""
+    shown = [part for part in scorer.config.parts if part.is_user_function or scorer.failed_always(part)]
+    return [failures for part in shown if (failures := scorer.failures(part))]
 
 
 def _report(totals: Counter[str], score: float, seconds: float, scorer: Scorer) -> None:

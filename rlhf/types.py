@@ -17,7 +17,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a data set, tokenized once; `token_ids` [P] int32 is what the engines are given."""
+    """One row of a data set, tokenized once; `token_ids` [P] int32 is what the engines are given.
+
+    `in_thought`: the text of the prompt ends with the mark that opens a thought, so the response begins inside it.
+    """
 
     id: str
     epoch: int
@@ -26,6 +29,7 @@ class Prompt:
     answer: str
     source: str
     columns: dict[str, Any] = field(default_factory=dict)
+    in_thought: bool = False
 
 
 class VersionSpan(NamedTuple):

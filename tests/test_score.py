@@ -73,6 +73,28 @@ def test_another_reward_and_other_columns(tmp_path: Path, monkeypatch: pytest.Mo
     assert json.loads(output.read_text())["score"] == 8.0
 
 
+def test_strict_grading_of_a_file_knows_the_prompt_of_a_row(tmp_path: Path) -> None:
+    rows = [
+        {"problem": "Expand $(x+1)x$.", "response": r"\boxed{x(x+1)}", "ground_truth": "x^2+x"},
+        {"response": r"\boxed{x(x+1)}", "ground_truth": "x^2+x"},
+        {"prompt": "Go on.<think>\n", "response": r"\boxed{5}", "ground_truth": "5"},
+        {"messages": [{"role": "user", "content": "Write $0.5$ as a fraction."}], "response": r"\boxed{0.5}",
+         "ground_truth": r"\frac12"},
+    ]  # fmt: skip
+    output = tmp_path / "out.jsonl"
+    assert run([str(write(tmp_path / "in.jsonl", rows)), "--strict", "--output", str(output), "--workers", "1"]) == 0
+    assert [json.loads(line)["score"] for line in output.read_text().splitlines()] == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_built_in_reward_that_fails_on_every_row_is_exit_status_1_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costly = r"\boxed{\sum_{a=1}^{2000}\sum_{b=1}^{2000}ab}"
+    file = write(tmp_path / "in.jsonl", [{"response": costly, "ground_truth": "7"}])
+    assert run([str(file), "--workers", "1", "--cpu-seconds", "0.01"]) == 1
+    assert capsys.readouterr().err.startswith("error: reward math: 1 of 1 calls failed\n  1 x timeout: ")
+
+
 def fixture_line(code: str) -> str:
     """`file:line` of this code among the rewards of the fixtures."""
     file = FIXTURES / "hostile_rewards.py"

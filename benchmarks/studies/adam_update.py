@@ -102,7 +102,7 @@ def quickstart_case(seed: int, data: Path, *, lr: float) -> Case:
     rewards = []
     for rollout, prompt in zip(sampled, prompts, strict=True):
         text = tokenizer.decode(rollout.token_ids[rollout.response_mask].tolist(), skip_special_tokens=True)
-        rewards.append(math_reward(text, prompt.answer, MathOptions(), lambda *_: None).value or 0.0)
+        rewards.append(math_reward(text, prompt.answer, MathOptions()).value or 0.0)
     return make_case("quickstart", model, sampled, rewards, lr)
 
 

@@ -148,7 +148,7 @@ def graded(prompt: Prompt, sample: int, response: np.ndarray, tokenizer: Any) ->
     ids = np.concatenate([prompt.token_ids, response]).astype(np.int32)
     mask = np.arange(len(ids)) >= len(prompt.token_ids)
     text = tokenizer.decode(response.tolist(), skip_special_tokens=True)
-    grade = math_reward(text, prompt.answer, MathOptions(), lambda *_: None)
+    grade = math_reward(text, prompt.answer, MathOptions())
     rollout = Rollout(
         prompt.id, prompt.epoch, sample, ids, mask, np.zeros(len(ids), np.float32),
         (VersionSpan(len(prompt.token_ids), len(ids), 0),), "stop" if len(ends) else "length",

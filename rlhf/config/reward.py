@@ -50,6 +50,10 @@ class MathOptions(Section):
         description="whether an answer must be worked out: 7, not 3+4; null: in strict mode",
     )
 
+    decimal_comma: bool = Field(
+        False, description="read 3,5 and 1.234 in an answer as 3.5 and 1234, as many languages write numbers"
+    )
+
     @property
     def steps(self) -> tuple[ExtractionStep, ...]:
         return self.extract if self.extract is not None else STEPS_OF_MODE[self.mode]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlhf.config.data import USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
+from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import GoldAnswer, extract_answer
 from rlhf.data.read import BadRows, Row, config_sources, first_rows, read_rows, rows_per_epoch
 from rlhf.data.templates import ROLES, render, tokenize
@@ -142,15 +142,15 @@ def _make_prompts(
     texts = [render(conversation, config.template, tokenizer) for _, conversation, _ in usable]
     token_ids = tokenize(texts, config.template, tokenizer) if texts else []
     prompts = []
-    for (row, conversation, answer), ids in zip(usable, token_ids, strict=True):
+    for (row, conversation, answer), text, ids in zip(usable, texts, token_ids, strict=True):
         with bad.leave_out():
             if not len(ids):
                 raise ValueError(
                     f"{key}: row {row.number} of {source.path} has no token: the tokenizer knows none of its "
                     "characters. Remove the row, or use a tokenizer for this data."
                 )
-            label = source.label
-            prompts.append(Prompt(f"{label}/{row.number}", 0, ids, conversation, answer, label, row.columns))
+            name, thinks = f"{source.label}/{row.number}", OPENS_THOUGHT.search(text) is not None
+            prompts.append(Prompt(name, 0, ids, conversation, answer, source.label, row.columns, thinks))
     if not prompts:
         raise ValueError(f"{key}={source.path}: no row can be used. The first one: {bad.reasons[0]}")
     return prompts

@@ -3,7 +3,8 @@
 Any process may use these three mechanisms on itself. The first two are of Linux and hold for all processes below it:
 
     Landlock    files: only named files can be opened; no process outside can be examined or sent a signal
-    seccomp     network: no socket can be made, so nothing can be connected to
+    seccomp     network: no socket can be made, so nothing can be connected to; files: owners and attributes cannot be
+                changed; processes: the scheduling and limits of others cannot be changed
     audit hook  network: the same in Python, with a message that names the remedy
 
 Mechanisms that the kernel lacks are left out and reported. A worker confines itself after it has been forked, before it
@@ -22,7 +23,7 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ NETWORK_VARIABLES = (  # with `network: true`
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", *CERTIFICATES,
 )  # fmt: skip
 SYSTEM = (  # /etc/resolv.conf may be a link to elsewhere
-    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/etc/resolv.conf", "/opt", "/nix/store", "/sys",
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/resolv.conf", "/opt", "/nix/store", "/sys",
     "/run/systemd/resolve", "/var/lib/ca-certificates", "/proc/self", "/proc/sys", "/proc/cpuinfo", "/proc/meminfo",
     "/proc/stat",
 )  # fmt: skip
@@ -52,11 +53,34 @@ ABSTRACT_SOCKETS, SIGNALS = 1, 2
 ABI_TRUNCATE, ABI_REFER, ABI_SCOPES = 3, 2, 6
 PATH_BENEATH = 1
 
-# linux/seccomp.h, linux/prctl.h; MACHINES: machine -> its AUDIT_ARCH and the number of the call socket()
+# linux/seccomp.h, linux/prctl.h, asm/unistd.h
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
-MACHINES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
-IO_URING_SETUP, X32 = 425, 0x40000000  # another way to make a socket; another numbering of the calls
-LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+X32 = 0x40000000  # another numbering of the calls
+
+
+class Calls(NamedTuple):
+    """The numbers of system calls on one machine."""
+
+    audit_arch: int
+    socket: tuple[int, ...]  # socket, io_uring_setup
+    socketpair: int
+    owners: tuple[int, ...]  # [f|l]chown[at], [f|l]setxattr[at], [f|l]removexattr[at], ioprio_set
+    modes: tuple[int, ...]  # [f]chmod[at|at2], utime[s], futimesat, utimensat
+    schedulers: tuple[int, ...]  # sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, prlimit64
+    setpriority: int
+
+
+MACHINES = {
+    "x86_64": Calls(
+        0xC000003E, (41, 425), 53, (92, 93, 94, 260, 188, 189, 190, 463, 197, 198, 199, 466, 251),
+        (90, 91, 268, 452, 132, 235, 261, 280), (203, 144, 142, 314, 302), 141,
+    ),
+    "aarch64": Calls(
+        0xC00000B7, (198, 425), 199, (54, 55, 5, 6, 7, 463, 14, 15, 16, 466, 30),
+        (52, 53, 452, 88), (122, 119, 118, 274, 261), 140,
+    ),
+}  # fmt: skip
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 13  # with EACCES
 
 NO_NETWORK = "this reward has no network. If it needs one, set `network: true` next to its name"
@@ -122,15 +146,26 @@ class Grants(NamedTuple):
         certificates = [os.environ.get(name, "") for name in CERTIFICATES]
         missing = []
         if not _forbid_files(
-            [*SYSTEM, *_code(functions), *libraries, *certificates], [*DEVICES, str(folder), *self.files]
+            [*SYSTEM, *_etc(), *_code(functions), *libraries, *certificates], [*DEVICES, str(folder), *self.files]
         ):
             missing.append("files")
-        if not self.network:
-            if functions:
-                sys.addaudithook(_refuse_network)
-            if not _forbid_sockets():
-                missing.append("network")
+        if functions and not self.network:
+            sys.addaudithook(_refuse_network)
+        if not _forbid_reaching_out(network=self.network, modes=bool(functions)) and not self.network:
+            missing.append("network")
         return missing
+
+
+def _etc() -> Iterator[str]:
+    """What every user may read in /etc: root may also read the files of passwords and keys, so they are left out."""
+    if os.geteuid() != 0:
+        yield "/etc"
+        return
+    for folder, _, names in os.walk("/etc"):
+        for path in (os.path.join(folder, name) for name in names):
+            with contextlib.suppress(OSError):
+                if os.stat(path).st_mode & 0o004:
+                    yield path
 
 
 def _code(functions: Iterable[str]) -> Iterator[str]:
@@ -187,22 +222,43 @@ def _forbid_files(readable: Sequence[str], writable: Sequence[str]) -> bool:
     return is_confined
 
 
-def _forbid_sockets() -> bool:
-    """Forbid sockets, except connected pairs; False if the kernel has no seccomp or the machine is unknown."""
+def _forbid_reaching_out(*, network: bool, modes: bool) -> bool:
+    """Forbid system calls that Landlock does not judge; False if the kernel has no seccomp or the machine is unknown.
+
+    Args:
+        network: allow sockets. Without it, pairs of connected streams are allowed: event loops make them.
+        modes: allow to change modes and times of files, as compilers and copies do; they may be any files of the user.
+    """
     if platform.machine() not in MACHINES:
         return False
-    machine, make_socket = MACHINES[platform.machine()]
-    return forbid_calls(machine, (make_socket, IO_URING_SETUP))
+    calls = MACHINES[platform.machine()]
+    forbidden = (*calls.owners, *(() if modes else calls.modes), *(() if network else calls.socket))
+    unless = {number: {0: 0} for number in calls.schedulers}  # their first argument is a process, 0 for this one
+    unless[calls.setpriority] = {0: os.PRIO_PROCESS, 1: 0}
+    if not network:
+        unless[calls.socketpair] = {1: int(socket.SOCK_STREAM)}
+    return forbid_calls(calls.audit_arch, forbidden, unless)
 
 
-def forbid_calls(machine: int, numbers: Sequence[int]) -> bool:
-    """Have the kernel refuse these system calls from now on; False if it cannot."""
-    # (operation, steps to skip if true, if false, value); the last step refuses
-    last = len(numbers) + 5
-    tests = [(LOAD, 0, 0, 4), (EQUAL, 0, last - 2, machine), (LOAD, 0, 0, 0), (AT_LEAST, last - 4, 0, X32)]
-    tests += [(EQUAL, last - i - 1, 0, number) for i, number in enumerate(numbers, start=len(tests))]
-    program = b"".join(struct.pack("=HBBI", *step) for step in (*tests, (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, REFUSE)))
-    return _install(program)
+def forbid_calls(machine: int, numbers: Sequence[int], unless: Mapping[int, Mapping[int, int]] | None = None) -> bool:
+    """Have the kernel refuse these system calls from now on; False if it cannot.
+
+    Args:
+        unless: calls that are allowed with these values of these arguments: number -> {argument: value}. Flags above
+            the lowest four bits of a value that is not 0 are ignored.
+    """
+    refuse, allow = (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)
+    # (operation, steps to skip if true, if false, value)
+    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, machine), refuse, (LOAD, 0, 0, 0), (AT_LEAST, 0, 1, X32), refuse]
+    for number in numbers:
+        steps += [(EQUAL, 0, 1, number), refuse]
+    for number, values in (unless or {}).items():
+        steps.append((EQUAL, 0, 4 * len(values) + 1, number))
+        for argument, allowed in values.items():
+            mask = 0xF if allowed else 0xFFFFFFFF
+            steps += [(LOAD, 0, 0, 16 + 8 * argument), (AND, 0, 0, mask), (EQUAL, 1, 0, allowed), refuse]
+        steps.append(allow)
+    return _install(b"".join(struct.pack("=HBBI", *step) for step in (*steps, allow)))
 
 
 def _install(program: bytes) -> bool:

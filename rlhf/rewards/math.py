@@ -1,38 +1,31 @@
-"""Grade a math answer: extract it and compare it with the gold answer, symbolically only where that is needed."""
+"""Grade a math answer: extract it and compare it with the gold answer."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 from rlhf.config.reward import MathOptions
-from rlhf.rewards.answers import symbolic
 from rlhf.rewards.answers.clean import clean, option_letter
-from rlhf.rewards.answers.compare import compare
+from rlhf.rewards.answers.compare import CYCLES, compare
+from rlhf.rewards.answers.copied import is_copied
 from rlhf.rewards.answers.errors import UnsupportedError
 from rlhf.rewards.answers.extract import NOT_AN_ANSWER, extract, gold_answer
 from rlhf.rewards.answers.tree import parse
-from rlhf.rewards.answers.words import is_prose, meaning_of
+from rlhf.rewards.answers.words import is_prose, meaning_of, same_clock_time
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
-from rlhf.rewards.sandbox import replace_sympify
 
+DECIMAL_COMMA = re.compile(r"(?<=\d),(?=\d)")
+GROUPS_OF_DOTS = re.compile(r"(?<=\d)\.(?=\d{3}(?!\d))")
 MAX_ANSWER_CHARACTERS = 10_000  # a longer answer is compared as a string only
 
 
-def preload() -> None:
-    """Load and warm up everything, before workers are forked."""
-    replace_sympify()
-    symbolic.preload()
-
-
-def math_reward(response: str, gold: str, options: MathOptions, ask: Callable[..., Any]) -> Grade:
+def math_reward(response: str, gold: str, options: MathOptions, prompt: str = "") -> Grade:
     """1 if the answer that the response states says the same as the gold answer, else 0.
 
     Args:
         gold: the answer, or a solution that ends in `#### answer` or `\\boxed{answer}`.
-        ask: called with (extracted, gold) before a costly comparison; returns its earlier (value, status), or None.
+        prompt: the question; an answer that is to be worked out may not be copied from it.
     """
     wanted = _wanted(gold)
     if not wanted:
@@ -40,7 +33,12 @@ def math_reward(response: str, gold: str, options: MathOptions, ask: Callable[..
     stated = extract(response, options.steps)
     if stated is None:
         return Grade(0.0, NO_ANSWER)
-    return grade_answer(stated, wanted, options, ask)
+    if options.decimal_comma:
+        stated = DECIMAL_COMMA.sub(".", GROUPS_OF_DOTS.sub("", stated))
+    grade = grade_answer(stated, wanted, options)
+    if grade.value and options.must_be_evaluated and is_copied(stated, wanted, prompt):
+        return grade._replace(value=0.0)
+    return grade
 
 
 @lru_cache(maxsize=4096)
@@ -50,18 +48,13 @@ def _wanted(gold: str) -> str:
     return wanted if clean(wanted) else ""
 
 
-def grade_answer(stated: str, wanted: str, options: MathOptions, ask: Callable[..., Any]) -> Grade:
+def grade_answer(stated: str, wanted: str, options: MathOptions) -> Grade:
     """Compare an extracted answer with the gold answer."""
     if max(len(stated), len(wanted)) > MAX_ANSWER_CHARACTERS:
         return Grade(float(stated.split() == wanted.split()), extracted=stated)
     verdict = compare(stated, wanted, must_be_evaluated=options.must_be_evaluated, tolerance=options.tolerance)
-    if verdict is None:
-        known = ask(stated, wanted)
-        if known is not None:
-            return Grade(known[0], known[1], stated)
-        verdict = symbolic.verify(clean(stated), clean(wanted))
-        if not verdict and (problem := _problem(clean(wanted))):
-            return Grade(None, BAD_GOLD, stated, problem)
+    if not verdict and (problem := _problem(clean(wanted))):
+        return Grade(None, BAD_GOLD, stated, problem)
     return Grade(float(verdict), extracted=stated)
 
 
@@ -82,11 +75,12 @@ def check_gold(gold: str) -> Grade:
 
 def _problem(gold: str) -> str:
     """Why a cleaned gold answer matches nothing but its own spelling; "" if it matches other spellings."""
-    if is_prose(gold) or option_letter(gold) or re.fullmatch(r"[-+\d.]+", gold):
+    if is_prose(gold) or option_letter(gold) or CYCLES.fullmatch(gold) or re.fullmatch(r"[-+\d.]+", gold):
+        return ""
+    if same_clock_time(gold, gold):
         return ""
     try:
         parse(meaning_of(gold))
     except (UnsupportedError, RecursionError):
-        if not symbolic.is_readable(gold):
-            return "it is neither mathematics that can be read, nor words, nor an option"
+        return "it is neither mathematics that can be read, nor words, nor an option"
     return ""

@@ -20,14 +20,14 @@ from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.rewards.answers.extract import alternatives, gold_answer
 from rlhf.rewards.confinement import NO_FILE, NO_NETWORK, NO_SHARED_MEMORY
 from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
-from rlhf.rewards.math import check_gold, math_reward, preload
+from rlhf.rewards.math import check_gold, math_reward
 from rlhf.rewards.sandbox import refusing_side_effects
 from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 
 # name -> function(job, options, ask)
 REWARDS: dict[str, Callable[[dict[str, Any], Any, Callable[..., Any]], Grade]] = {
-    "math": lambda job, options, ask: math_reward(job["response"], job["answer"], options, ask),
+    "math": lambda job, options, ask: math_reward(job["response"], job["answer"], options, job.get("prompt", "")),
     "gsm8k": lambda job, options, ask: gsm8k_reward(job["response"], job["answer"]),
     "multiple_choice": lambda job, options, ask: multiple_choice_reward(job["response"], job["answer"], options),
     "exact": lambda job, options, ask: exact_reward(job["response"], job["answer"], options),
@@ -43,7 +43,7 @@ NO_DEBUGGER = (
 )
 AS_GROUP = "Set `group: true` next to its name if it takes all responses to a prompt and returns a list, as TRL's do"
 
-__all__ = ["REWARDS", "call_waiting_function", "load_user_function", "preload", "run", "waits"]
+__all__ = ["REWARDS", "call_waiting_function", "load_user_function", "run", "waits"]
 
 
 def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Callable[..., Any]) -> Grade:
@@ -58,6 +58,8 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Call
     if name in functions:
         return call_user_function(functions[name], job)
     options = _options(name, job["options"])
+    if job.get("in_thought"):
+        job = {**job, "response": f"<think>{job['response']}"}
     try:
         with refusing_side_effects():
             jobs = [{**job, "answer": answer} for answer in alternatives(job["answer"])]

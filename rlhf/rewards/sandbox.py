@@ -1,15 +1,13 @@
 """Keeps the grading of a response from running code, writing files or connecting, even if a parser is tricked.
 
-A worker has two further layers of protection for built-in rewards. `replace_sympify` makes sympy read literals from
-strings instead of calling eval. The audit hook refuses everything else while a built-in reward runs. confinement.py
-limits what every worker may reach, user functions included.
+The audit hook is a further layer for built-in rewards. confinement.py limits what every worker may reach, user
+functions included.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,11 +17,6 @@ WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 REFUSED_PREFIXES = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "signal.", "urllib.", "webbrowser.")
 # Used by imports; they change nothing.
 HARMLESS = frozenset(["os.listdir", "os.scandir", "os.walk", "os.fwalk"])
-INTEGER, DECIMAL, NAME = (
-    re.compile(r"[-+]?\d{1,2000}"),
-    re.compile(r"[-+]?\d{0,500}\.\d{0,500}"),
-    re.compile(r"[A-Za-z]\w{0,50}"),
-)
 
 _state = threading.local()
 _installed = False
@@ -60,25 +53,3 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         refused = event.startswith(REFUSED_PREFIXES) and event not in HARMLESS
     if refused:
         raise RefusedError(f"{event} while grading")
-
-
-def replace_sympify() -> None:
-    """Make sympy read numbers and names from strings and refuse everything else, instead of calling eval."""
-    import math_verify.parser
-    import sympy.parsing.sympy_parser
-
-    sympy.parsing.sympy_parser.parse_expr = _read_literal
-    math_verify.parser.parse_expr = _read_literal
-
-
-def _read_literal(text: str, *_: Any, **__: Any) -> Any:
-    from sympy import Float, Integer, Symbol
-
-    text = text.strip()
-    if INTEGER.fullmatch(text):
-        return Integer(int(text))
-    if DECIMAL.fullmatch(text) and any(char.isdigit() for char in text):
-        return Float(text)
-    if NAME.fullmatch(text):
-        return Symbol(text)
-    raise SyntaxError(f"not a literal: {text[:50]!r}")

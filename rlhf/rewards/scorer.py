@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS
 from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, OK, TIMEOUT, UNSCORABLE, Grade
@@ -27,6 +28,7 @@ MAX_WAITING_CHECKS = 4096  # gold answers in the pool at the same time: a data s
 MAX_ERRORS_KEPT, MAX_ERRORS_SHOWN = 1000, 5  # distinct errors of a part: a message may contain the response
 FAILURES = (FAILED, TIMEOUT, DIED)
 GRADED_AGAINST_GOLD = ("math", "gsm8k", "multiple_choice", "exact", "f1")
+READS_ANSWERS = (*GRADED_AGAINST_GOLD, "format")
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,8 @@ class Scorer:
         self, part: RewardPart, response: str, gold: str | Sequence[str], columns: dict[str, Any]
     ) -> dict[str, Any]:
         """The job of a row of a file, where a group is one response."""
-        metadata = _no_metadata(response) if part.name == "length" or part.is_user_function else None
+        needed = part.name in ("length", *READS_ANSWERS) or part.is_user_function
+        metadata = _no_metadata(response, columns) if needed else None
         job = _job(part, gold if isinstance(gold, str) else json.dumps(list(gold)), columns, metadata)
         if part.group:
             return {**job, "responses": [response], "metadata": [metadata]}
@@ -230,7 +233,7 @@ class Scorer:
         for prompt in prompts:
             for part in self.config.parts_of(prompt.source):
                 if part.name in GRADED_AGAINST_GOLD:
-                    job = {**_job(part, prompt.answer, {}, _no_metadata("")), "response": ""}
+                    job = {**_job(part, prompt.answer, {}, _no_metadata("", {})), "response": ""}
                     waiting.append((prompt, part, self.pool.submit({**job, "check": True})))
             while len(waiting) > MAX_WAITING_CHECKS:
                 bad += _bad_gold(*waiting.popleft())
@@ -360,6 +363,11 @@ def _job(part: RewardPart, answer: str, columns: dict[str, Any], metadata: Any) 
         job |= {"columns": columns, "metadata": metadata}
     elif part.name == "length":
         job["metadata"] = {"response_length": metadata["response_length"]}
+    elif metadata and part.name in READS_ANSWERS:
+        job["in_thought"] = metadata["in_thought"]
+        if part.name == "math":
+            asked = [str(turn.get("content")) for turn in metadata["messages"] if turn.get("role") == "user"]
+            job["prompt"] = "".join(asked[-1:])
     return job
 
 
@@ -374,11 +382,20 @@ def _metadata(prompt: Prompt, finish_reason: str, response_length: int) -> dict[
         "epoch": prompt.epoch,
         "source": prompt.source,
         "messages": prompt.messages,
+        "in_thought": prompt.in_thought,
         "finish_reason": finish_reason,
         "response_length": response_length,
     }
 
 
-def _no_metadata(text: str) -> dict[str, Any]:
-    """Metadata of a row of a file: it has no tokens, so its length is counted in words."""
-    return {"finish_reason": "stop", "response_length": len(text.split())}
+def _no_metadata(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata of a row of a file: its prompt, if it has one; without tokens, its length is counted in words."""
+    prompt = next((columns[name] for name in USUAL_COLUMNS["prompt_column"] if columns.get(name)), "")
+    asked = [turn for turn in prompt if isinstance(turn, dict)] if isinstance(prompt, list) else []
+    messages = asked or [{"role": "user", "content": str(prompt)}]
+    return {
+        "messages": messages,
+        "in_thought": isinstance(prompt, str) and OPENS_THOUGHT.search(prompt) is not None,
+        "finish_reason": "stop",
+        "response_length": len(text.split()),
+    }

@@ -43,9 +43,8 @@ def main() -> None:
     sys.setrecursionlimit(RECURSION_LIMIT)
     hello = json.load(sys.stdin)
     sys.path[:] = hello["path"]
-    from rlhf.rewards import registry
+    import rlhf.rewards.registry  # noqa: F401  # loaded once, before workers are forked
 
-    registry.preload()
     gc.collect()
     gc.freeze()  # the memory stays shared with the workers: the garbage collector does not write to it
     Keeper(control, hello).run()

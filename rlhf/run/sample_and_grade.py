@@ -25,6 +25,8 @@ from rlhf.run.state import RunState
 from rlhf.step.batch import penalize_non_stop
 from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 
+CHANNEL_MARKS = {"<|channel|>", "[THINK]"}  # special tokens that say where a thought begins
+
 
 def groups_at_engines(config: GRPOConfig) -> int:
     """How many groups keep the batches of all engines full, with some to spare."""
@@ -135,7 +137,8 @@ class Sampler:
     def _texts(self, rollouts: Sequence[Rollout], settings: SamplingSettings) -> list[str]:
         """The text of each response that is graded."""
         ids = [settings.graded(rollout.token_ids[rollout.response_mask]).tolist() for rollout in rollouts]
-        return [self._tokenizer.decode(each, skip_special_tokens=True) for each in ids]
+        plain = not CHANNEL_MARKS & set(self._tokenizer.all_special_tokens)  # without them no thought could be told
+        return [self._tokenizer.decode(each, skip_special_tokens=plain) for each in ids]
 
     async def _sample_once(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> list[Rollout]:
         engine = await self._cluster.next_engine(self._in_flight)

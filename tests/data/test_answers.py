@@ -108,7 +108,7 @@ def test_a_cell_without_an_answer_says_why(cell: object, answer_format: AnswerFo
 )
 def test_training_and_grading_a_file_know_the_same_gold_answer(solution: str) -> None:
     def graded(response: str, gold: str) -> float | None:
-        return math_reward(response, gold, MathOptions(), lambda *_: None).value
+        return math_reward(response, gold, MathOptions()).value
 
     loaded = extract_answer(solution, "auto", gold_answer)
     assert gold_answer(loaded) == loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from pathlib import Path
@@ -61,6 +62,19 @@ def answers(loaded: LoadedPrompts, source: str = "train") -> list[str]:
 
 
 # --- what comes out ---
+
+
+@pytest.mark.parametrize(
+    ("ending", "in_thought"),
+    [("<think>\n", True), ("[THINK]", True), ("<think>\n\n</think>\n\n", False), ("Think in <think> tags. A:", False)],
+)
+def test_a_prompt_says_whether_its_template_opens_a_thought(
+    folder: Path, tokenizer: Any, ending: str, in_thought: bool
+) -> None:
+    write_jsonl(folder / "train.jsonl", ROWS)
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template += "{% if add_generation_prompt %}" + ending + "{% endif %}"
+    assert first_prompt(load(thinking, template="model")).in_thought is in_thought
 
 
 def test_a_row_becomes_a_prompt_with_its_tokens_its_answer_and_all_its_columns(folder: Path, tokenizer: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 import socket
 import subprocess
 import sys
@@ -197,6 +198,61 @@ def test_the_kernel_refuses_what_does_not_ask_python_and_what_runs_below(plain: 
     assert look(plain, "a program below", "").value == 0.0
 
 
+@pytest.mark.parametrize("how", ["sendto", "connect"])
+def test_a_local_service_gets_no_datagram(plain: Pool, folder: Path, how: str) -> None:
+    path = folder / f"service-{how}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as service:
+        service.bind(str(path))
+        service.settimeout(0.1)
+        assert look(plain, f"datagram by {how}", path).status == "failed"
+        with pytest.raises(TimeoutError):
+            service.recv(9)
+
+
+@pytest.mark.parametrize("action", ["owner", "attribute"])
+def test_owners_and_attributes_of_files_cannot_be_changed(plain: Pool, folder: Path, action: str) -> None:
+    assert look(plain, action, folder / "mine").status == "failed"
+
+
+@pytest.mark.parametrize("action", ["affinity", "scheduler", "priority", "limits"])
+def test_the_scheduling_and_limits_of_other_processes_cannot_be_changed(plain: Pool, action: str) -> None:
+    before = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), resource.getrlimit(resource.RLIMIT_CORE)
+    assert look(plain, action, os.getpid()).status == "failed"
+    assert before == (
+        os.sched_getaffinity(0),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        resource.getrlimit(resource.RLIMIT_CORE),
+    )
+    assert look(plain, action, 0).status == "ok"
+    assert look(plain, "priority of all", "").status == "failed"
+
+
+@pytest.mark.parametrize("action", ["mode", "times"])
+def test_modes_and_times_of_files_change_only_where_a_function_runs(plain: Pool, folder: Path, action: str) -> None:
+    """docs/security.md names this: compilers and copies change the modes of their files."""
+    assert look(plain, action, folder / "mine").status == "ok"
+    assert changed_by_built_ins(action, folder / "mine") is False
+
+
+def changed_by_built_ins(action: str, path: Path) -> bool:
+    """Whether a process that is confined for built-in rewards alone can do it."""
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); import curious_rewards\n"
+        "from rlhf.rewards.confinement import Grants; Grants().confine([], Path(sys.argv[4]))\n"
+        "curious_rewards.looks(sys.argv[3], answer=sys.argv[2], columns={}, metadata={})\n"
+    )
+    command = [sys.executable, "-c", code, str(FIXTURES), action, str(path), str(path.parent / "temporary")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0 or "PermissionError" in done.stderr
+    return done.returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may read these files")
+def test_the_files_of_passwords_are_out_of_reach_for_root_too(plain: Pool) -> None:
+    assert look(plain, "read", "/etc/shadow").status == "failed"
+    assert look(plain, "read", "/etc/passwd").status == "ok"
+
+
 def test_what_is_granted_is_within_reach_and_nothing_else(scorer: Scorer, folder: Path, server: int) -> None:
     assert look_with_grants(scorer, "connect without Python", "").value == 1.0
     assert look_with_grants(scorer, "", f"127.0.0.1:{server}").status == "ok"
@@ -236,7 +292,7 @@ with Scorer(RewardConfig.model_validate({"parts": ["math"], "workers": 1, "spare
 
 
 def test_a_kernel_without_landlock_is_a_warning() -> None:
-    command = [sys.executable, "-c", WITHOUT, str(MACHINES[platform.machine()][0])]
+    command = [sys.executable, "-c", WITHOUT, str(MACHINES[platform.machine()].audit_arch)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
     warning, score = done.stdout.splitlines()
     assert warning == "reward: this kernel cannot keep rewards from your files (docs/security.md)."

@@ -150,31 +150,11 @@ def test_jobs_behind_a_killed_one_are_graded_by_another_worker(pool: Pool) -> No
 
 
 def test_of_many_quick_responses_only_the_one_that_hangs_fails(pool: Pool) -> None:
-    hard = r"\boxed{\int_0^\infty \frac{\sin(x^7 + x^5)}{x^3 + \ln(x+2)} \, dx}"
-    futures = [pool.submit(math_job(hard if k == 30 else r"\boxed{5}")) for k in range(100)]
+    many = json.dumps([str(gold) for gold in range(100)])  # each costs a fraction of a second
+    hard = math_job(r"\boxed{\sum_{a=1}^{2000}\sum_{b=1}^{2000}\frac{1}{a+b}}", many)
+    futures = [pool.submit(hard if k == 30 else math_job(r"\boxed{5}")) for k in range(100)]
     statuses = [future.result(timeout=WAIT_S).status for future in futures]
     assert [k for k, status in enumerate(statuses) if status != "ok"] == [30]
-
-
-def test_a_costly_comparison_is_made_once(pool: Pool) -> None:
-    before = len(pool._cache)
-    hard = math_job(r"\boxed{\int_0^1 x^3 \, dx}", r"\frac{1}{4}")
-    assert [pool.submit(hard).result(timeout=WAIT_S).value for _ in range(3)] == [1.0, 1.0, 1.0]
-    assert len(pool._cache) == before + 1
-
-
-def test_jobs_that_arrive_while_a_worker_asks_the_driver_are_not_lost() -> None:
-    integral = math_job(r"\boxed{\int_0^1 2x \, dx}", "1")
-    with Pool(workers=1, spares=0) as pool:
-        grades = pool.submit_many([integral if k % 40 == 0 else math_job(r"\boxed{5}") for k in range(4000)]).result()
-        assert [grade.detail for grade in grades if grade.value != 1.0] == []
-
-
-def test_the_grade_of_several_answers_is_not_remembered_for_one_of_them(pool: Pool) -> None:
-    integral = r"\boxed{\int_0^1 2x \, dx}"  # 1
-    other = r"5\int_0^1 x^2 \, dx"  # 5/3
-    assert pool.submit(math_job(integral, json.dumps(["1", other]))).result(timeout=WAIT_S).value == 1.0
-    assert pool.submit(math_job(integral, other)).result(timeout=WAIT_S).value == 0.0
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,20 @@ def test_a_response_without_an_answer_gets_0_and_the_status_no_answer(scorer: Sc
     assert (result.status, result.extracted) == ("no_answer", "")
 
 
+def test_a_response_that_begins_inside_a_thought_is_graded_by_what_follows_the_thought(scorer: Scorer) -> None:
+    thinking = replace(prompt("5"), in_thought=True)
+    unfinished = score(scorer, thinking, r"Let me try: \boxed{5}. Wait, ")
+    assert (unfinished.parts["math"], unfinished.status) == (0.0, "no_answer")
+    finished = score(scorer, thinking, r"Let me try: \boxed{4}. Wait, it is 5.</think> \boxed{5}")
+    assert finished.parts["math"] == finished.parts["format"] == 1.0
+
+
+def test_an_expression_that_is_copied_from_the_prompt_gets_0(scorer: Scorer) -> None:
+    asked = replace(prompt("x+3"), messages=({"role": "user", "content": r"Write $3(x+1)-2x$ shorter: $(x+1)+2$"},))
+    assert score(scorer, asked, r"\boxed{(x+1)+2}").parts["math"] == 0.0
+    assert score(scorer, asked, r"\boxed{3+x}").parts["math"] == 1.0
+
+
 def test_a_row_without_a_gradable_answer_is_unscorable(scorer: Scorer) -> None:
     result = score(scorer, prompt(""), r"\boxed{5}")
     assert result.reward is None

@@ -18,7 +18,6 @@ from rlhf.rewards.answers.arithmetic import start_work
 from rlhf.rewards.answers.compare import compare
 from rlhf.rewards.answers.errors import UndefinedError
 from rlhf.rewards.answers.extract import extract
-from rlhf.rewards.answers.symbolic import is_too_costly
 from rlhf.rewards.answers.tree import parse
 from rlhf.rewards.answers.value import evaluate
 from rlhf.rewards.sandbox import RefusedError, refusing_side_effects
@@ -53,25 +52,18 @@ PAYLOADS = [
 GOLDS = ["1", r"\begin{pmatrix}1\\2\end{pmatrix}", r"\int_0^1 x dx", r"\text{yes}"]
 
 PROGRAM = """
-import json, re, sys
+import json, sys
 from rlhf.config.reward import MathOptions
-from rlhf.rewards.answers import symbolic
-from rlhf.rewards.answers.clean import clean
-from rlhf.rewards.math import math_reward, preload
+from rlhf.rewards.math import math_reward
 
-preload()
 events, watching = [], False
-
-def is_sympys_own(code):  # sympy writes functions such as monomial_mul for a number of variables
-    names = getattr(code, "co_names", None)
-    return re.match(r"(b'def )?monomial_[a-z]+\\b", names[0] if names else str(code))
 
 def audit(event, arguments):
     if not watching:
         return
     if event in ("exec", "compile"):
         name = arguments[0].co_filename if event == "exec" else arguments[1]
-        if not str(name).startswith("/") and not is_sympys_own(arguments[0]):
+        if not str(name).startswith("/"):
             events.append([event, str(name)])
     elif event == "open" and any(c in str(arguments[1]) for c in "wax+"):
         events.append([event, str(arguments[0])])
@@ -84,12 +76,9 @@ right, watching = [], True
 for payload in payloads:
     for gold in golds:
         for form in ("\\\\boxed{%s}", "The answer is %s", "$%s$", "%s"):
-            grade = math_reward(form.replace("%s", payload), gold, MathOptions(mode="lenient"), lambda *_: None)
+            grade = math_reward(form.replace("%s", payload), gold, MathOptions(mode="lenient"))
             if grade.value:
                 right.append([payload, gold])
-        for pair in ((clean(payload), clean(gold)), (clean(gold), clean(payload))):
-            if symbolic.verify(*pair):
-                right.append(list(pair))
 watching = False
 print(json.dumps([events, right]))
 """
@@ -113,15 +102,6 @@ def test_no_payload_runs_code_or_passes_for_an_answer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["2^{10^9}", r"2^{\frac{10^9}{1}}", "9^{99*99*99}", "(9^{999})^{999}", "99999!", "(10^4)!", r"\binom{99999}{7}",
-     r"\int_0^1 7^{9999999} dx", "9" * 5001, "(" * 30 + "1" + ")" * 30],
-)  # fmt: skip
-def test_no_value_beyond_a_bound_reaches_the_algebra_system(text: str) -> None:
-    assert is_too_costly(text)
-
-
-@pytest.mark.parametrize(
-    "text",
     [
         r"\sum_{a=1}^{2000}\sum_{b=1}^{2000}ab",
         r"\sum_{k=1}^{1999}\frac{1}{3^k+1}",
@@ -138,14 +118,6 @@ def test_a_value_that_costs_too_much_is_not_computed(text: str) -> None:
 def test_each_comparison_has_its_own_bound() -> None:
     assert not compare(r"\sum_{a=1}^{2000}\sum_{b=1}^{2000}ab", "7")
     assert compare(r"\sum_{k=1}^{1000}k", "500500")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [r"\int_0^1 x^{10} dx", r"\sum_{n=1}^\infty \frac{1}{2^n}", "10^{400}", "100!", r"\lim_{x \to 0} (1+x)^{1/x}"],
-)
-def test_ordinary_notation_reaches_it(text: str) -> None:
-    assert not is_too_costly(text)
 
 
 def test_a_megabyte_of_marks_costs_milliseconds() -> None:

@@ -117,6 +117,17 @@ def test_the_reward_model_reads_up_to_the_token_and_all_tokens_after_it_are_trai
     assert (rejected.text, rejected.reward, rejected.rollout.response_length) == ("1234567", -1.0, 7)
 
 
+def test_the_marks_of_channels_stay_in_the_text_that_is_graded(tmp_path: Path) -> None:
+    """gpt-oss: the channels are special tokens, and without them a thought would be read as the answer."""
+    sampler, _ = original_rlhf(tmp_path, [])
+    for marks, text in (([], "12"), (["<|channel|>"], "<|channel|>12")):
+        sampler._tokenizer.add_special_tokens({"additional_special_tokens": marks})
+        ids = sampler._tokenizer.convert_tokens_to_ids([*marks, "1", "2"])
+        sampled = Completion(np.array(ids, np.int32), np.zeros(len(ids)), "stop", (VersionSpan(0, len(ids), 0),))
+        rollout = to_rollout(some_prompts().prompts["p"][0], 0, sampled)
+        assert sampler._texts([rollout], sampler._settings(1.0, 9)) == [text]
+
+
 def test_scores_get_mean_0_and_variance_1_over_responses_of_the_start_policy_and_a_resumed_run_keeps_the_scale(
     tmp_path: Path,
 ) -> None:

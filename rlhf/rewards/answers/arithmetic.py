@@ -18,10 +18,11 @@ MAX_MAGNITUDE = 64  # bits of an exponent; a tower of powers has more
 MAX_FACTORIAL = 5_000
 MAX_BINOMIAL = 20_000
 MAX_ARGUMENT_BITS = 4_000  # of an argument of sin, exp or log, which needs as many digits
-DIGITS = (60, 300)  # the second precision is used when the first does not decide
+DIGITS = 300
+MAX_DIFFERENCE = 270  # values that agree in so many digits are equal
 
 mp = MPContext()  # a context of our own: the precision of other code does not change
-mp.dps = DIGITS[0]
+mp.dps = DIGITS
 mpf, mpc = mp.mpf, mp.mpc
 
 Value = Any  # Fraction | mpf | mpc
@@ -44,27 +45,15 @@ def work(amount: int) -> None:
         raise UndefinedError("too much to compute")
 
 
-def values_agree(a: Value, b: Value, digits: int) -> bool | None:
-    """Whether two values agree; None if this many digits do not decide it."""
+def same_number(a: Value, b: Value) -> bool:
+    """Whether two values are equal: exactly, or in all digits but the last ones, which rounding changes."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
     a, b = as_real(a), as_real(b)
-    difference, scale = abs(a - b), max(abs(a), abs(b))
+    difference = abs(a - b)
     if not mp.isfinite(difference):
         raise UndefinedError("infinite")
-    if digits == DIGITS[-1]:
-        return bool(difference <= mpf(10) ** -(digits - 60) * max(scale, 1))
-    if scale > mpf(10) ** -10:
-        if difference > scale * mpf(10) ** -12:
-            return False
-        if difference <= scale * mpf(10) ** -(digits - 12):
-            return True
-    return None
-
-
-def same_number(a: Value, b: Value) -> bool:
-    """Whether two values that were computed to the lower precision agree."""
-    return values_agree(a, b, DIGITS[0]) is not False
+    return bool(difference <= mpf(10) ** -MAX_DIFFERENCE * max(abs(a), abs(b), 1))
 
 
 def as_real(value: Value) -> Value:
@@ -189,6 +178,11 @@ def _rounded(function: Callable[[Value], Value], value: Value) -> Value:
     return Fraction(int(function(value if isinstance(value, Fraction) else check_size(value))))
 
 
+def _of_integers(function: Callable[..., int]) -> Callable[..., Value]:
+    """math.gcd and math.lcm, which raise TypeError for a value that is not an integer."""
+    return lambda *values: Fraction(function(*(v.numerator if v == int(v) else v for v in values)))
+
+
 def _transcendental(function: Callable[[Value], Value]) -> Callable[[Value], Value]:
     return lambda value: function(check_size(value))
 
@@ -216,6 +210,8 @@ FUNCTIONS: dict[str, Callable[..., Value]] = {
     "ceil": lambda value: _rounded(math.ceil if isinstance(value, Fraction) else mp.ceil, value),
     "max": lambda *values: max(values, key=as_real),
     "min": lambda *values: min(values, key=as_real),
+    "gcd": _of_integers(math.gcd),
+    "lcm": _of_integers(math.lcm),
     "factorial": _factorial,
     "binomial": _binomial,
 }

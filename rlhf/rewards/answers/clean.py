@@ -10,9 +10,8 @@ import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 
-from rlhf.rewards.answers.asides import without_asides
-from rlhf.rewards.answers.units import unit_of
-from rlhf.rewards.answers.words import VALUES, unwrapped, with_words_marked
+from rlhf.rewards.answers.chinese import in_digits
+from rlhf.rewards.answers.words import MONTHS, as_latex, unwrapped, with_words_marked
 
 SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni", strict=True))
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉ₙₖ", "0123456789nk", strict=True))
@@ -23,6 +22,7 @@ SIGNS = {
     "\u221e": r"\infty ", "\u2264": r"\le ", "\u2a7d": r"\le ", "\u2265": r"\ge ", "\u2a7e": r"\ge ", "\u2260": r"\ne ",
     "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2205": r"\emptyset ", "\u00b0": r"^\circ ",
     "\u00b1": r"\pm ", "\u2213": r"\mp ", "\u2032": "'", "\u2019": "'", "\u2248": r"\approx ", "\u211d": r"\mathbb{R}",
+    "\u00a2": r"\text{ cents}",
     "\u2026": r"\ldots ", "\u20ac": r"\$", "\u00a3": r"\$", "\u00a5": r"\$", "\u20b9": r"\$",
     "\uff0c": ",", "\u3001": ",", "\u2713": "", "\u2714": "", "\u2705": "",
     "\u27e8": r"\langle ", "\u27e9": r"\rangle ", "\u2220": r"\angle ", "\u2192": r"\to ",
@@ -46,9 +46,6 @@ FONT = re.compile(
 TEXT_FONT = re.compile(r"\\(?:textbf|textit|textrm|textnormal|textsf|texttt|mbox|hbox|emph|textup|textsc)(?=\s*\{)")
 ROMAN = re.compile(r"\\(?:mathrm|operatorname|rm)\*?\s*\{([^{}]*)\}")
 UNIT_LETTER = re.compile(r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([A-Z])\s*\}(?=[\s.]*$)")  # 5 \mathrm{C}
-ROMAN_EXPONENT = re.compile(  # 3.6\mathrm{e}3
-    r"(?<=\d)\s*\\(?:mathrm|text)\s*\{\s*[eE]\s*([-+]?)\s*\}\s*(?:\{\s*([-+]?\d+)\s*\}|(-?\d+))"
-)
 DIGITS_OF_BASE = re.compile(r"^\(?(?:\\text\s*\{)?\s*([\dA-Z]+)\s*\}?\)?\s*(?=_)")  # \text{2E}_{16}
 ROMAN_AS_MATH = re.compile(r"\s*(?:[A-Za-z]|[-\d.,\s]+)\s*")
 TEXT_AS_MATH = re.compile(r"\\text\s*\{\s*((?:[A-Za-z]\s*=)?(?:[-+\d.,:/\s()=<>]|\\pct|\\degree)*)\}")
@@ -62,18 +59,14 @@ DEGREE = re.compile(
 ORDINAL = re.compile(
     r"(?<=\d)\s?(?:\^\s?)?(?:\\text\s*\{\s*(?:st|nd|rd|th)\s*\}|(?<!\s)(?:st|nd|rd|th)(?![a-zA-Z])"
     r"|\{\s*(?:\\text\s*\{\s*)?(?:st|nd|rd|th)\s*\}(?:\s*\})?)"
+    rf"(?!\W*(?:text\W*)?(?!text|(?:and|or|of|(?i:{MONTHS}))\b)[A-Za-z]{{2}})"  # not of the 42nd prime
 )
 TEMPERATURE = re.compile(
     r"(?:\\text\s*\{\s*)?(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree|degrees?)\s*(?:\\text\s*\{\s*)?"
     r"(C(?:elsius)?|F(?:ahrenheit)?)(?![a-zA-Z])(?:\s*\})?",
     re.IGNORECASE,
 )
-UNIT_FRACTION = re.compile(
-    r"(?<=\d)\s*\\frac\s*\{\s*((?:\\text\s*\{)?\s*[a-zA-Z]+\s*\}?)\s*\}\s*"
-    r"\{\s*((?:\\text\s*\{)?\s*[a-zA-Z]+\s*\}?\s*(?:\^\s*\{?\d\}?)?)\s*\}"
-)
 NAME_OF_SEGMENT = re.compile(r"\\(?:overline|overleftrightarrow|widehat|overarc)\s*\{\s*([A-Z][A-Z']{0,3})\s*\}")
-LABELLED = re.compile(r"\\text\s*\{((?:\s*[A-Z][A-Za-z ]*[:=]\s*-?[\d.,/]*\d[,;]?(?: and)?){2,})\s*\}")
 HAS_WORDS = re.compile(r"\d\s?[^\x00-\x7f]|\\text|(?<![\\a-zA-Z])[A-Za-z]{2}|[\d}] [a-zA-Z](?![a-zA-Z])")
 BRACED_MARK = re.compile(r"(?<=\d)\s*(?:\\text\s*)?\{\s*([:.])\s*\}\s*(?=\d)")
 CASES = re.compile(
@@ -88,6 +81,11 @@ DOUBLED_BACKSLASH = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]])")
 THOUSANDS_BRACED = re.compile(r"(?<=\d)\s*(?:\{\s*,\s*\}|,\\!|')\s*(?=\d{3}(?!\d))")
 THOUSANDS_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\,|\\;|\\ |~|\s)\d{3})+(?![\d])")
 THOUSANDS_DOTTED = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])")
+DECIMAL_COMMA = re.compile(  # 3{,}5 and 1.234,56; a tuple such as (1.234,56) has brackets
+    r"(?<=\d)\{,\}(?=(?:\d{1,2}|\d{4,})(?!\d))|(?<![\d.,(\[{])(\d{1,3}(?:[. ]\d{3})+),(\d{1,2})(?![\d,.])"
+)
+MONEY_SCALE = re.compile(r"(\\?\$\s*\d[\d.,]*)\s*(?:\\text\s*\{\s*)?([kKMB])(?:\s*\})?(?![A-Za-z])")
+SCALE_NAMES = {"k": "thousand", "K": "thousand", "M": "million", "B": "billion"}
 REPEATING = re.compile(
     r"(?<![\d.])(\d{0,60})\.(\d{0,60})(?:\\(?:overline|bar|dot)\s*(?:\{(\d{1,60})\}|(\d))|\((\d{1,60})\))"
 )
@@ -104,24 +102,17 @@ APPROXIMATELY = re.compile(
     r"\\text\s*\{\s*(?:\(\s*)?(?:or )?(?:approximately|approx\.?|about)\s*(?:\}|([\d.]+\s*(?:\\?%)?)\s*\)\s*\})"
 )
 ROUNDED_IN_BRACKETS = re.compile(r"\(\s*(\\approx[^()]*)\)$")
-NONZERO = r"(?:\*|\\(?:ast|star|times)(?![a-z]))"
 RELATION = re.compile(r"[<>]|\\(?:[lg]eq?|neq?)(?![a-z])")
-REALS = re.compile(
-    rf"\\mathbb\s*\{{?R\}}?\s*[\^_]\s*(?:([-+]|{NONZERO})|\{{\s*([-+]|{NONZERO}|[<>](?:\s*0)?|\\[gl]eq?(?:\s*0)?)\s*\}})"
-    r"(?![\d^_{])"
-)
-OHMS = re.compile(r"(?<=[\d}])\s*(?:\\text\s*\{\s*(k?)\s*(?:\}\s*\\Omega|\\Omega\s*\})|(k?)\s*\\Omega)\s*$")
-STAR = r"(?:\*|\\(?:ast|star)(?![a-z]))"
 MICRO = {"m": "meter", "g": "gram", "s": "second"}
 REWRITES: tuple[
     tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...
 ] = (  # rare notation -> the notation that the grammar knows
-    (re.compile(rf"(?<=[A-Za-z])\s*\^\s*(?:{STAR}|\{{\s*{STAR}\s*\}})(?=[^=]{{0,60}}=[^=]*$)"), ""),  # x^* = 3
     (
         re.compile(r"(?<![\w}])(?:\{\s*\})?\s*[\^_]\s*(?:(\d)|\{(\d+)\})\s*C\s*_\s*(?:(\d)|\{(\d+)\})"),
         r"\\binom{\1\2}{\3\4}",
     ),
     (re.compile(r"(?<=\w)\s*\{\s*\}"), ""),
+    (re.compile(r"\\cents?(?![a-z])"), r"\\text{ cents}"),
     (re.compile(r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
     (re.compile(r"\{([^{}]*)\\choose(?![a-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\([lr])brace(?![a-z])"), lambda match: "\\{" if match[1] == "l" else "\\}"),
@@ -134,12 +125,12 @@ REWRITES: tuple[
         lambda match: f"\\text{{ micro{MICRO[match[1]]}}}",
     ),
     (re.compile(r"(\\text\s*\{[^{}]*[A-Za-z])\s*\}\s*\^\s*(?:\{\s*(-?\d)\s*\}|(\d))"), r"\1^\2\3}"),
+    (re.compile(r"(\\text\s*\{[^{}]*)\}\s*\\cdot\s*([a-z])\s*\^\s*\{?\s*(-?\d)\}?"), r"\1 \2^\3}"),  # kg m^-3
     (
         re.compile(r"(?<=[\d}])\s*\\text\s*\{\s*([\w^-]+)\s*(?:\}\s*\\cdot\s*\\text\s*\{|\\cdot)\s*([\w^-]+)\s*\}"),
         r"\\text{ \1 \2}",
     ),
 )
-BASE_IN_WORDS = re.compile(r"(?<=\w)\s*_\s*\{?\s*\\text\s*\{\s*(\w+)\s*\}\s*\}?")
 # The name of a point, P of P(4, -1); not of a distribution or binomial: B(5, 2), C(5, 2), N(0, 1), U(0, 1)
 POINT = re.compile(
     r"^(?:\\text\s*\{\s*(?:(?:the )?(?:point|center|vertex|focus))?\s*(?-i:[AD-MO-TV-Z])?\s*(?:is|at|:)?\s*\})?\s*"
@@ -150,9 +141,6 @@ WHOLE_PARAMETER = re.compile(  # the remark after pi/4 + k pi
     r"(?<=[\w)}])\s*[,(]?\s*(?:\\text\s*\{[,\s]*(?:for|where)[^{}]*\}\s*)?[kmn]\s*"
     r"(?:\\in\s*\\mathbb\s*\{?[ZN]\}?|\\text\s*\{\s*is an(?:y)? integer\s*\})\s*\)?$"
 )
-DOTS = r"(?:\.\.\.|\\[lc]?dots(?![a-zA-Z]))"
-TRAILING_DOTS = re.compile(rf"(?<![\d.])(\d{{0,30}})\.(\d{{0,30}}?)(?:(\d)\3{{2,30}}|(\d{{2,30}}?)\4{{1,30}})\s*{DOTS}")
-RUPEES = re.compile(r"(?<![A-Za-z])Rs\.?\s?(?=\d)")
 OUTWARD_BRACKETS = re.compile(r"^([\[\]])([^\[\]]+,[^\[\]]+)([\[\]])$")  # ]0, 1[ is (0, 1)
 DOLLAR = re.compile(r"(?<!\\)\$")
 
@@ -160,28 +148,26 @@ DOLLAR = re.compile(r"(?<!\\)\$")
 def clean(text: str) -> str:
     """The normalized spelling of one extracted answer."""
     if not text.isascii():
-        text = _ascii(text)
+        text = as_ascii(in_digits(text))
     text = _strip_outer(text.strip())
     text = CASES.sub(_cases, text)
     if "matrix" not in text and "array" not in text and "cases" not in text:
         text = DOUBLED_BACKSLASH.sub(r"\\", text)
+    text = DECIMAL_COMMA.sub(lambda m: re.sub(r"\D", "", m[1]) + "." + m[2] if m[1] else ".", text)
+    text = MONEY_SCALE.sub(lambda m: f"{m[1]}\\text{{ {SCALE_NAMES[m[2]]}}}", text)
     text = THOUSANDS_SPACED.sub(lambda m: re.sub(r"\D", "", m[0]), THOUSANDS_BRACED.sub("", text))
     text = THOUSANDS_DOTTED.sub(lambda m: m[0].replace(".", ""), text)
     text = INVISIBLE.sub(" ", text)
     text = COLOR.sub(" ", text)
     text = FRACTION_FONT.sub(r"\\frac", TEXT_FONT.sub(r"\\text", FONT.sub("", text)))
-    text = UNIT_LETTER.sub(r"\\text{ \1}", ROMAN_EXPONENT.sub(r"e\1\2\3", text))
+    text = UNIT_LETTER.sub(r"\\text{ \1}", text)
     text = DIGITS_OF_BASE.sub(r"\1", ROMAN.sub(_roman, text))
-    text = REALS.sub(_half_line, text)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
-    text = BASE_IN_WORDS.sub(_base, text)
-    text = OHMS.sub(r"\\text{ \1\2ohm}", text)
     text = BRACED_MARK.sub(r"\1", text)
     text = ORDINAL.sub("", text)
-    text = TEMPERATURE.sub(_temperature, UNIT_FRACTION.sub(_unit_fraction, text))
+    text = TEMPERATURE.sub(_temperature, text)
     text = re.sub(r"\\([ij])math(?![a-z])", r"\1", text)
-    text = LABELLED.sub(lambda m: re.sub(r"([A-Z][A-Za-z ]*[:=])", r"\\text{\1}", m[1]), text)
     text = NAME_OF_SEGMENT.sub(r" \1 ", text)
     text = MODULUS.sub(r"\\pmod{\1}", text)
     text = ROUNDED_IN_BRACKETS.sub(r"\1", APPROXIMATELY.sub(r"\\approx \1", text))
@@ -190,13 +176,13 @@ def clean(text: str) -> str:
     text = DEGREE.sub(r" \\degree ", PERCENT.sub(r" \\pct ", text))
     text = TEXT_AS_MATH.sub(r" \1 ", text)
     text = REPEATING_FROM_TO.sub(r"\\overline{\1\2\3}", text)
-    text = REPEATING.sub(_repeating, TRAILING_DOTS.sub(_trailing_dots, text))
+    text = REPEATING.sub(_repeating, text)
     text = NAME_OF_VALUE.sub("", text)
     text = _strip_outer(re.sub(r"\s+", " ", text).strip())
     text = POINT.sub("", text)
-    text = RUPEES.sub(r"\\$", DOLLAR.sub(r"\\$", text))
+    text = DOLLAR.sub(r"\\$", text)
     if HAS_WORDS.search(text):
-        text = with_words_marked(without_asides(text))
+        text = with_words_marked(text)
     text = OUTWARD_BRACKETS.sub(lambda m: "(["[m[1] == "["] + m[2] + ")]"[m[3] == "]"], text)
     return text if text.endswith("...") else _peeled(text.rstrip(" .,;:\\"))
 
@@ -219,7 +205,7 @@ def _peeled(text: str) -> str:
     return text[start : end + 1]
 
 
-def _ascii(text: str) -> str:
+def as_ascii(text: str) -> str:
     out: list[str] = []
     for char in text:
         if char in SUPERSCRIPTS:
@@ -276,22 +262,6 @@ def _roman(match: re.Match[str]) -> str:
     return f" {match[1]} " if ROMAN_AS_MATH.fullmatch(match[1]) else f"\\text{{{match[1]}}}"
 
 
-def _half_line(match: re.Match[str]) -> str:
-    r"""The positive numbers as an interval, for `\\mathbb{R}^+`; R_{\\ge 0} includes 0."""
-    sign = (match[1] or match[2]).rstrip("0 ")
-    if re.fullmatch(NONZERO, sign):
-        return r"(-\infty,0)\cup(0,\infty)"
-    closed = "\\" in sign
-    if sign in ("-", "<") or "l" in sign:
-        return r"(-\infty,0" + ")]"[closed]
-    return "(["[closed] + r"0,\infty)"
-
-
-def _base(match: re.Match[str]) -> str:
-    base = VALUES.get(match[1], match[1])
-    return f"_{{{base}}}" if str(base).isdigit() else match[0]
-
-
 def _cases(match: re.Match[str]) -> str:
     """A system becomes a list of equations; a function defined by cases becomes pairs of value and condition."""
     rows: list[str] = []
@@ -310,12 +280,6 @@ def _temperature(match: re.Match[str]) -> str:
     return r"\text{ celsius}" if match[1][0] in "cC" else r"\text{ fahrenheit}"
 
 
-def _unit_fraction(match: re.Match[str]) -> str:
-    r"""`\\frac{m}{s^2}` after a number as `\\text{ m/s^2}`, if it is a unit."""
-    above, below = (re.sub(r"\\text|[{}\s]", "", part) for part in match.groups())
-    return f"\\text{{ {above}/{below}}}" if unit_of(f"{above}/{below}") else match[0]
-
-
 def _repeating(match: re.Match[str]) -> str:
     whole, fixed, repeated = match[1] or "0", match[2], match[3] or match[4] or match[5]
     if match[5] and fixed:  # 0.5(3) is a product
@@ -323,14 +287,10 @@ def _repeating(match: re.Match[str]) -> str:
     return _as_fraction(whole, fixed, repeated)
 
 
-def _trailing_dots(match: re.Match[str]) -> str:
-    return _as_fraction(match[1] or "0", match[2], match[3] or match[4])
-
-
 def _as_fraction(whole: str, fixed: str, repeated: str) -> str:
     value = Fraction(int(whole + fixed), 10 ** len(fixed))
     value += Fraction(int(repeated), 10 ** len(fixed) * (10 ** len(repeated) - 1))
-    return f"(\\frac{{{value.numerator}}}{{{value.denominator}}})"
+    return f"({as_latex(value)})"
 
 
 OPTION_NAMED = re.compile(

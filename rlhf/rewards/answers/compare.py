@@ -1,7 +1,7 @@
 """Whether an extracted answer means the same as the gold answer.
 
 Cheap checks come first: the same spelling, the same option or words, the same tree, the same numbers. Notation outside
-the grammar (integrals, limits, matrix products) stays undecided.
+the grammar (integrals, limits) equals nothing but its own spelling.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from fractions import Fraction
 from functools import lru_cache
 
 from rlhf.config.reward import Tolerance
-from rlhf.rewards.answers.arithmetic import start_work
+from rlhf.rewards.answers.arithmetic import start_work, work
 from rlhf.rewards.answers.clean import clean, option_letter
 from rlhf.rewards.answers.equations import is_label, same_equation, same_inequality, unlabelled
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
-from rlhf.rewards.answers.evaluated import is_evaluated, is_number
+from rlhf.rewards.answers.evaluated import is_evaluated
 from rlhf.rewards.answers.forms import in_one_notation
-from rlhf.rewards.answers.node import Node
+from rlhf.rewards.answers.node import Node, canonical
 from rlhf.rewards.answers.numbers import exact_number
 from rlhf.rewards.answers.quantity import allowed, is_tolerant, same_quantity
 from rlhf.rewards.answers.region import same_region
@@ -32,16 +32,13 @@ TWO_FORMS = re.compile(  # 1/2 (or 0.5): both must be right
     r"([^()]{1,100}?)(?:\\[ ,;!]|\s)*(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?or(?: equivalently)?(?! about| approx)"
     r"(?:\s*\}|\s)(?:\\ )?([^()]{1,100}?)(?:\\text\s*\{\s*)?\)(?:\s*\})?"
 )
-DIGITS_WITH_LETTERS = re.compile(r"(\d*[A-F][\dA-F]+|\d+[A-F])_\{?1\d\}?")  # the base may be missing
-OPERATORS = re.compile(
-    r"\\(?:i*int|oint|lim|sum|prod|d?frac\s*\{\s*(?:\\mathrm\s*\{d\}|d)\W*\}|partial)(?![a-zA-Z])|\\end\{.?matrix\}\s*\S"
-)
+INDIAN_GROUPS = re.compile(r"\d{1,2}(?:,\d{2})+,\d{3}")  # 12,34,567; where the gold answer is a list, a list
+CYCLES = re.compile(r"(?:\(\s*\d+(?:(?:\s+|\s*,\s*)\d+)+\s*\)\s*)+")  # (1 3 2)(4 5)
+OPTIONS = re.compile(r"(?:\(?[A-J]\)?[\s,;&]*(?:and\b\s*)?){2,10}")
 
 
-def compare(
-    answer: str, gold: str, *, must_be_evaluated: bool = False, tolerance: Tolerance | None = None
-) -> bool | None:
-    """Whether two answers mean the same; None if only a computer algebra system can decide.
+def compare(answer: str, gold: str, *, must_be_evaluated: bool = False, tolerance: Tolerance | None = None) -> bool:
+    """Whether two answers mean the same.
 
     Args:
         must_be_evaluated: an answer that is a formula for the gold answer is wrong: 3+4 is not 7.
@@ -54,7 +51,7 @@ def compare(
         return _compare(answer, gold, must_be_evaluated)
 
 
-def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
+def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool:
     if (both := TWO_FORMS.fullmatch(answer)) and any(map(str.isdigit, both[2])):
         verdicts = [_compare(form, gold, must_be_evaluated) for form in both.groups()]
         return verdicts == [True, True]
@@ -63,38 +60,23 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
         return False
     if _squeezed(a) == _squeezed(g):
         return True
-    if (lettered := DIGITS_WITH_LETTERS.fullmatch(g)) and unwrapped(a) == lettered[1]:
-        return True
+    if INDIAN_GROUPS.fullmatch(a) and exact_number(g) is not None:
+        a = a.replace(",", "")
+    if CYCLES.fullmatch(g) and re.search(r"\d\s\d", g):
+        return CYCLES.fullmatch(a) is not None and _cycles(a) == _cycles(g)
     decided = _as_words(a, g, must_be_evaluated)
     if decided is not None:
         return decided
-    undecided = False
     for thousands in (True, False):
         try:
             wanted, given = in_one_notation(*(parse(meaning_of(text), thousands=thousands) for text in (g, a)))
             if same(wanted, given):
                 return not must_be_evaluated or is_evaluated(given, wanted)
-        except UndefinedError:
+        except (UndefinedError, UnsupportedError, RecursionError):
             pass
-        except (UnsupportedError, RecursionError):
-            undecided = True
         if not re.search(r"\d,\d{3}", a + " " + g):
             break
-    return None if undecided and not (must_be_evaluated and _is_formula_for(a, g)) else False
-
-
-def _is_formula_for(answer: str, gold: str) -> bool:
-    """Whether an answer that cannot be compared here is a formula, as far as its notation shows."""
-    if OPERATORS.search(answer) and not OPERATORS.search(gold):
-        return True
-    try:
-        wanted = parse(meaning_of(gold))
-    except (UnsupportedError, RecursionError):
-        return False
-    try:
-        return not is_evaluated(parse(meaning_of(answer)), wanted)
-    except (UnsupportedError, RecursionError):
-        return is_number(wanted)  # every notation of a number is known: this is something else
+    return False
 
 
 _clean_gold = lru_cache(maxsize=4096)(clean)  # cached: a group of responses shares its gold answer
@@ -105,10 +87,26 @@ def _squeezed(text: str) -> str:
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
+def _letters(text: str) -> list[str] | None:
+    """The letters of several options in order: A, C; AC; (A) and (C)."""
+    letters = re.findall(r"[A-J]", unwrapped(text))
+    return sorted(letters) if OPTIONS.fullmatch(unwrapped(text)) and len(set(letters)) == len(letters) else None
+
+
+def _cycles(text: str) -> list[list[str]]:
+    """The cycles of a permutation, each from its smallest element on, in any order if they have none in common."""
+    cycles = [re.findall(r"\d+", cycle) for cycle in re.findall(r"\([^()]*\)", text)]
+    turned = [cycle[(first := cycle.index(min(cycle, key=int))) :] + cycle[:first] for cycle in cycles]
+    elements = [element for cycle in cycles for element in cycle]
+    return sorted(turned) if len(set(elements)) == len(elements) else turned
+
+
 def _as_words(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
     """Compare options and prose; None if the two must be compared as mathematics."""
     if (same_time := same_clock_time(answer, gold)) is not None:
         return same_time
+    if (letters := _letters(gold)) and _letters(answer):
+        return letters == _letters(answer)
     wanted, given = option_letter(gold), option_letter(answer)
     if wanted and (wanted[1] or gold[-1:].isupper() or gold.endswith((")", "}"))):
         if given:
@@ -133,21 +131,13 @@ def _as_words(answer: str, gold: str, must_be_evaluated: bool) -> bool | None:
 def same(gold: Node, answer: Node) -> bool:
     """Whether two trees mean the same. Raises UnsupportedError if one is not an expression."""
     gold, answer = _plus_minus_written_out(gold), _plus_minus_written_out(answer)
-    if gold == answer:
+    if gold == answer or canonical(gold) == canonical(answer):
         return True
     for rule in RULES:
         verdict = rule(gold, answer)
         if verdict is not None:
             return verdict
     return same_quantity(gold, answer)
-
-
-def _membership(gold: Node, answer: Node) -> bool | None:
-    """`x in {1, 2}` equals the set."""
-    for node, other, swapped in ((gold, answer, False), (answer, gold, True)):
-        if node.kind == "relation" and node.name == "in" and node.args[1].kind == "set" and is_label(node.args[0]):
-            return same(other, node.args[1]) if swapped else same(node.args[1], other)
-    return None
 
 
 def _regions(gold: Node, answer: Node) -> bool | None:
@@ -241,6 +231,7 @@ def _distinct(items: list[Node]) -> list[Node]:
     distinct: list[tuple[Node, complex | None]] = []
     for item in items:
         estimate = estimate_of(item)
+        work(len(distinct))
         if not any(
             _may_agree(estimate, other_estimate) and _holds(same, item, other) for other, other_estimate in distinct
         ):
@@ -258,6 +249,7 @@ def _in_any_order(gold: Sequence[Node], answer: Sequence[Node], alike: Callable[
     rest = [(item, estimate_of(item)) for item in answer]
     for item in gold:
         estimate = estimate_of(item)
+        work(len(rest))
         match = next(
             (i for i, (other, e) in enumerate(rest) if _may_agree(estimate, e) and _holds(alike, item, other)), None
         )
@@ -334,24 +326,8 @@ def _texts(gold: Node, answer: Node) -> bool | None:
     return False if "text" in (gold.kind, answer.kind) else None
 
 
-def _tuple_of_names(gold: Node, answer: Node) -> bool | None:
-    """(p, q) = (3, 2) equals p = 3, q = 2."""
-    for node, other in ((gold, answer), (answer, gold)):
-        sides = node.args if node.kind == "relation" and node.name == "=" else ()
-        if len(sides) == 2 and sides[0].kind == sides[1].kind == "group" and other.kind == "list":
-            if len(sides[0].args) != len(sides[1].args) or not is_label(sides[0]):
-                return None
-            pairs = zip(sides[0].args, sides[1].args, strict=True)
-            listed = Node("list", tuple(Node("relation", pair, "=") for pair in pairs), ",")
-            if all(_label(item) is not None for item in other.args):
-                return same(listed, answer) if node is gold else same(gold, listed)
-    return None
-
-
 RULES: tuple[Callable[[Node, Node], bool | None], ...] = (
-    _membership,
     _regions,
-    _tuple_of_names,
     _equations,
     _collections,
     _tuples,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlhf.rewards.answers.arithmetic import Value, as_real, mpf, same_number
+from rlhf.rewards.answers.arithmetic import Value, as_real, mpc, mpf, same_number
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import Node, free_symbols
 from rlhf.rewards.answers.value import POINTS, constant, estimate_of, evaluate, points, zero_and_slope
@@ -131,7 +131,7 @@ def same_inequality(gold: Node, answer: Node) -> bool:
     for (op, a, b), (other_op, c, d) in zip(*steps, strict=True):
         gaps = [Node("add", (high, Node("neg", (low,)))) for low, high in ((a, b), (c, d))]
         factor = _proportion(*gaps)
-        if op != other_op or factor is None or not as_real(factor) > 0:
+        if op != other_op or factor is None or isinstance(factor, mpc) or not factor > 0:
             return False
     return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class UnsupportedError(Exception):
-    """The parser does not know this notation; Math-Verify may."""
+    """The parser does not know this notation."""
 
 
 class UndefinedError(Exception):

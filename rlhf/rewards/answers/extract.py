@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from rlhf.config.data import AnswerFormat
 from rlhf.rewards.answers.clean import option_letter
 from rlhf.rewards.answers.last_number import MEASURE, WORD, Span, last_number, only_number, unit_at
+from rlhf.rewards.answers.thoughts import after_thinking
 
-# Chat templates end a turn with one of these; the text after it does not answer this prompt.
-END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end)\|>|</s>|<eos>|<end_of_turn>")
 TAIL_CHARACTERS = 20_000  # all steps except `box` search only this many characters at the end
 LAST_LINE = 400  # characters, at most
 MAX_CONNECTOR = 80  # characters between two boxes that can be one answer
@@ -32,6 +31,17 @@ CONNECTOR = re.compile(
     rf"(?:[\s,;&$.~]|\\[()\[\],;!:\s\\]|\\q?quad|\\text\s*\{{\s*,?\s*(?:and|or)\s*\}}"
     rf"|\b(?:and|or|also|either|maybe|perhaps|possibly|alternatively)\b|{LABEL})*"
 )
+
+PLACEHOLDER = re.compile(
+    r"(?:\s|~|\.|_|\\[,;:! ]|\\[lc]?dots|\\q?quad|\\text\w*\s*\{|\}|\b(?:your|the|final|answer|ans|here)\b)*",
+    re.IGNORECASE,
+)
+INSTRUCTION = re.compile(
+    r"(?:(?P<quote>['\"“‘`])[^'\"“‘`\n]*)?\b(?P<whose>your)?\s?(?:\w+\s)?(?:answer|result|solution)\s(?:[a-z]+\s){0,3}"
+    r"(?:in|within|inside|into|using|as)[\s:,'\"`$(]*$",
+    re.IGNORECASE,
+)
+QUOTE_ENDS = re.compile(r"[\s$).,]*['\"”’`]")
 
 MATH_SPAN = re.compile(
     r"\$\$(.{1,3000}?)\$\$|\\\[(.{1,3000}?)\\\]|\\\((.{1,2000}?)\\\)|(?<!\\)\$(?!\d[^$\n]{0,1000}\s\$)"
@@ -128,7 +138,7 @@ def extract(response: str, steps: Sequence[str]) -> str | None:
     text = after_thinking(response)
     if text is None:
         return None
-    plain = None
+    text, plain = _without_quoted_boxes(text), None
     for step in steps:
         if step != "box" and plain is None:
             plain = without_markdown(text)
@@ -139,15 +149,6 @@ def extract(response: str, steps: Sequence[str]) -> str | None:
             answer = stated.strip()
             return answer if answer and answer.strip("$. ").lower() not in NOT_AN_ANSWER else None
     return None
-
-
-def after_thinking(response: str) -> str | None:
-    """The text after the last `</think>`, up to the end of the turn; None if the thinking has not ended."""
-    rest = response.rpartition("</think>")[2]
-    if "<think>" in rest:
-        return None
-    end = END_OF_TURN.search(rest.lstrip())
-    return rest.lstrip()[: end.start()] if end and end.start() else rest
 
 
 def without_markdown(text: str) -> str:
@@ -239,6 +240,23 @@ def _last_joined(text: str, spans: list[Span]) -> str | None:
 
 def _box(text: str) -> str | None:
     return _last_joined(text, boxes(text))
+
+
+def _without_quoted_boxes(text: str) -> str:
+    """The text without boxes that hold a placeholder or only quote the instruction."""
+    kept, position = [], 0
+    for box in boxes(text):
+        if PLACEHOLDER.fullmatch(box.content) or _is_instruction(text, box):
+            kept.append(text[position : box.start])
+            position = box.end
+    return "".join([*kept, text[position:]])
+
+
+def _is_instruction(text: str, box: Span) -> bool:
+    """Whether a box is part of a quoted instruction: 'put your final answer in \\boxed{42}'."""
+    before = text[max(0, box.start - MAX_CONNECTOR) : box.start]
+    asked = INSTRUCTION.search(before)
+    return asked is not None and bool(asked["whose"] or (asked["quote"] and QUOTE_ENDS.match(text, box.end)))
 
 
 def _answer_tag(text: str) -> str | None:

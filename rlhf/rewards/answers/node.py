@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -55,3 +56,20 @@ def mixed(whole: Node, fraction: Node) -> Node:
     if not is_proper_fraction(fraction) or whole.value.denominator != 1:
         raise UnsupportedError("two numbers side by side")
     return Node("add", (whole, fraction), "mixed")
+
+
+def parts(node: Node) -> Iterator[Node]:
+    """The node and all nodes below it."""
+    yield node
+    for arg in node.args:
+        yield from parts(arg)
+
+
+def canonical(node: Node) -> Node:
+    """The tree without the spelling of numerals, with terms, factors and the items of a list in one order."""
+    args = [canonical(arg) for arg in node.args]
+    if node.kind in ("add", "mul"):
+        args = [part for arg in args for part in (arg.args if arg.kind == node.kind else (arg,))]
+    if node.kind in ("add", "mul", "list", "set"):
+        args.sort(key=hash)  # any order that both sides share; the digits of a number may be too many for repr
+    return Node(node.kind, tuple(args), "" if node.kind in ("num", "add") else node.name, node.value)

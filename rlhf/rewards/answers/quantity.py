@@ -97,9 +97,6 @@ def _same_value(gold: Node, answer: Node) -> bool:
             return _same_value(*bare) or (not all(marked) and equal(gold, answer))
     if equal(gold, answer) or _is_rounding(gold, answer) or _is_rounding(answer, gold):
         return True
-    decimal = [_with_decimal_logarithms(node) for node in (gold, answer)]
-    if decimal != [gold, answer] and equal(*decimal):
-        return True
     return _is_near(gold, answer)
 
 
@@ -136,12 +133,6 @@ def _is_near(gold: Node, answer: Node) -> bool:
 def _is_share(node: Node) -> bool:
     value = constant(node)
     return isinstance(value, Fraction) and abs(value) < 1
-
-
-def _with_decimal_logarithms(node: Node) -> Node:
-    """Read `log` without a base as the decimal logarithm, as at school; in most mathematics it is the natural one."""
-    name = "lg" if node.kind == "call" and node.name == "log" and len(node.args) == 1 else node.name
-    return Node(node.kind, tuple(map(_with_decimal_logarithms, node.args)), name, node.value)
 
 
 def _is_rounding(decimal: Node, exact: Node) -> bool:

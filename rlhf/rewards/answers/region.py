@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cmp_to_key
-from itertools import pairwise
 
 from rlhf.rewards.answers.arithmetic import Value, as_real, mp, mpc, mpf, same_number
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import INFINITY, Node, free_symbols
 from rlhf.rewards.answers.value import evaluate, zero_and_slope
 
-COMPARE = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "!=": operator.ne}
 SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 ORDERED = ("<", ">", "<=", ">=")
 POSITIVE_INFINITY, NEGATIVE_INFINITY = mpf("inf"), mpf("-inf")
@@ -71,62 +67,8 @@ def region(node: Node) -> Region:
 
 
 def same_region(gold: Node, answer: Node) -> bool:
-    """Whether both describe the same subset of the real line; one of the two may be an inequality of any shape.
-
-    Raises UnsupportedError unless one is a set of intervals and the other too, or inequalities in one variable.
-    """
-    regions: list[Region | None] = []
-    for node in (gold, answer):
-        try:
-            regions.append(region(node))
-        except UnsupportedError:
-            regions.append(None)
-    if regions[0] is not None and regions[1] is not None:
-        return regions[0].same_as(regions[1])
-    known, condition = (regions[0], answer) if regions[0] is not None else (regions[1], gold)
-    symbols = free_symbols(condition)
-    if known is None or len(symbols) != 1 or not _is_condition(condition):
-        raise UnsupportedError("not intervals")
-    (variable,) = symbols
-    return known.variable in ("", variable) and all(
-        _holds(condition, {variable: x}) == inside for x, inside in _probes(known)
-    )
-
-
-def _is_condition(node: Node) -> bool:
-    parts = node.args if node.kind == "list" else (node,)
-    return all(
-        part.kind == "relation" and part.args[0].kind != "nothing" and set(part.name.split()) <= set(SWAPPED)
-        for part in parts
-    )
-
-
-def _holds(condition: Node, point: dict[str, Value]) -> bool:
-    """Whether inequalities hold at a point: any in a list joined by `or`, all in other lists; False without a value."""
-    if condition.kind == "list":
-        return (any if condition.name == "or" else all)(_holds(part, point) for part in condition.args)
-    try:
-        values = [as_real(evaluate(side, point)) for side in condition.args]
-    except UndefinedError:
-        return False
-    if any(isinstance(value, mpc) for value in values):
-        return False
-    return all(COMPARE[op](a, b) for op, a, b in zip(condition.name.split(), values, values[1:], strict=False))
-
-
-def _probes(known: Region) -> Iterator[tuple[Value, bool]]:
-    """Points at which an inequality must agree with the region: its ends, points near and between them, and others."""
-    ends = sorted({end for piece in known.pieces for end in (piece.low, piece.high) if mp.isfinite(end)})
-    near = [end + sign * mpf(10) ** -power for end in ends for sign in (-1, 1) for power in (9, 6, 3)]
-    spread = [mpf(k * abs(k)) / 7 + mpf(1) / 30 for k in range(-60, 61)]
-    between = [a + (b - a) * k / 20 for a, b in pairwise(ends) for k in range(1, 20)]
-    for x in (*ends, *near, *spread, *between):
-        inside = any(
-            (piece.low < x or (piece.low_closed and x == piece.low))
-            and (x < piece.high or (piece.high_closed and x == piece.high))
-            for piece in known.pieces
-        )
-        yield x, inside
+    """Whether both describe the same subset of the real line. Raises UnsupportedError if one is no set of intervals."""
+    return region(gold).same_as(region(answer))
 
 
 def _end(node: Node) -> Value:
@@ -189,7 +131,7 @@ def _solved(left: Node, op: str, right: Node, variable: str) -> tuple[Piece, ...
             return (LINE,)
     difference = Node("add", (left, Node("neg", (right,))))
     zero, slope = zero_and_slope(difference, {}, variable)
-    if isinstance(slope, mpc):
+    if isinstance(slope, mpc) or isinstance(zero, mpc):
         raise UnsupportedError("not real")
     return _half_line(op if slope > 0 else SWAPPED[op], zero)
 

@@ -80,16 +80,11 @@ class Parser:
     def relation(self) -> Node:
         sides: list[Node] = []
         operators: list[str] = []
-        if self.at("rel", "=", "~"):
+        while self.at("rel", "=", "~"):
             self.take()
-        elif self.at("rel"):
-            sides.append(Node("nothing"))
-        else:
-            sides.append(self.union())
+        sides.append(Node("nothing") if self.at("rel") else self.union())
         while self.at("rel"):
             operators.append(self.take().value)
-            sides.append(self.union())
-        if not sides:
             sides.append(self.union())
         return sides[0] if not operators else Node("relation", tuple(sides), " ".join(operators))
 

@@ -24,7 +24,7 @@ TABLE: dict[str, dict[str, Fraction | int | str]] = {
     "capacity": {"cup": 1, "pint pt": 2, "quart qt": 4, "gallon gal": 16},
     "money": {"cent penny pennie": "1/100", "dollar": 1},
     "angle": {"rad radian": 1},
-    "temperature C": {"celsius": 1}, "temperature F": {"fahrenheit": 1}, "temperature K": {"k kelvin": 1},
+    "temperature C": {"celsius": 1}, "temperature F": {"fahrenheit": 1}, "temperature K": {"kelvin": 1},
     "speed": {"mph": 1},
     "force": {"n newton": 1}, "charge": {"c coulomb": 1}, "energy": {"j joule": 1, "kilojoule": 1000, "watthour": 3600},
     "atomic energy": {"ev electronvolt": 1}, "amount": {"mol mole": 1}, "pressure": {"pa pascal": 1},
@@ -46,7 +46,7 @@ WITH_PREFIX = {
     for prefix, size in PREFIXES.items()
     for unit, word in {"N": "newton", "J": "joule", "W": "watt", "Hz": "hertz", "Pa": "pascal", "V": "volt",
                        "A": "ampere", "Wh": "watthour", "eV": "electronvolt", "mol": "mole"}.items()
-} | {"nm": UNITS["nanometer"]}  # fmt: skip
+} | {"nm": UNITS["nanometer"], "K": UNITS["kelvin"]}  # fmt: skip
 COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "mps": "m/s", "sqft": "ft^2", "sqm": "m^2"}
 SYMBOLS = frozenset(name for name in UNITS if len(name) <= 2) | {"min", "sec", "hr", "mph", "km", *COMPOUND}
 # A number may be followed by one of these without a space: 12.5kg, 90km/h, 15cm^2

@@ -1,4 +1,4 @@
-"""The value of an expression: an exact fraction if possible, else a number with the requested number of digits.
+"""The value of an expression: an exact fraction if possible, else a number with hundreds of digits.
 
 Two expressions are equal if they agree exactly, or to hundreds of digits, at every point: constants at one, expressions
 with variables at several. Nothing is simplified, so no result can grow without bound, and no float is compared.
@@ -13,7 +13,6 @@ from fractions import Fraction
 import mpmath
 
 from rlhf.rewards.answers.arithmetic import (
-    DIGITS,
     FUNCTIONS,
     Value,
     as_real,
@@ -25,12 +24,12 @@ from rlhf.rewards.answers.arithmetic import (
     power,
     same_number,
     times,
-    values_agree,
     work,
 )
 from rlhf.rewards.answers.errors import UndefinedError, UnsupportedError
 from rlhf.rewards.answers.node import Node, free_symbols
 
+WORK_OF_CALL = 100  # a function of a number of many digits, in units of work
 MAX_TERMS = 2_000  # of a sum or product
 LINE_POINTS = (0, 1, 2, 5, -1, -7)  # an expression that is linear at all of these counts as linear
 POINTS = 5  # where expressions with variables are compared; the last two have negative coordinates
@@ -58,13 +57,13 @@ def estimate_of(node: Node) -> complex | None:
 
 
 def evaluate(node: Node, point: dict[str, Value]) -> Value:
-    """The value at a point, at mpmath's current precision.
+    """The value at a point.
 
     Raises:
         UndefinedError: there is no number, or it is too large.
         UnsupportedError: the node is not an expression.
     """
-    work(mp.dps if node.kind in ("call", "pow") else 1)
+    work(WORK_OF_CALL if node.kind in ("call", "pow") else 1)
     try:
         return _RULES[node.kind](node, point)
     except KeyError:
@@ -120,16 +119,11 @@ def _hash_unit(text: str) -> float:
 
 def _agree(left: Node, right: Node, point: dict[str, Value]) -> bool | None:
     """Whether the values agree; None if they differ only because a root or logarithm is not real."""
+    a, b = evaluate(left, point), evaluate(right, point)
+    if same_number(a, b):
+        return True
     negative = any(value < 0 for value in point.values())
-    for digits in DIGITS:
-        with mp.workdps(digits):
-            a, b = evaluate(left, point), evaluate(right, point)
-            verdict = values_agree(a, b, digits)
-            if verdict is False and negative and (_is_complex(a) or _is_complex(b)):
-                return None
-            if verdict is not None:
-                return verdict
-    return False
+    return None if negative and (_is_complex(a) or _is_complex(b)) else False
 
 
 def _is_complex(value: Value) -> bool:

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from rlhf.rewards.answers.units import unit_of
 
-ARTICLES = frozenset(["a", "an", "the"])
+ARTICLE = re.compile(r"\b(?:an?|the)\s")
 MATHEMATICAL = frozenset("sin cos tan log ln exp sqrt frac pi infinity inf mod max min gcd lcm".split())  # noqa: SIM905
 PROSE = re.compile(r"[A-Za-z][A-Za-z\s,.;:'!?&()-]*")
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
@@ -17,9 +17,6 @@ MEANINGS = {
     r"none": r"\emptyset",
     r"infinitely many(?: solutions?)?|infinite(?:ly)?|infinity": r"\infty",
 }
-EXCEPT = re.compile(
-    r"(?:all|any|every) real(?: numbers?| values?)?(?: of [a-z])?(?: [a-z])? except(?: for)? (?:[a-z] ?= ?)?(.+)"
-)
 ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 VALUES = {
     **{word: value for value, word in enumerate([*ONES.split(), "seventeen", "eighteen", "nineteen"])},
@@ -54,36 +51,25 @@ COUNTING = re.compile(
 )
 # 5 and 6; 5 apples and a pear. Not "5 apples and pears", nor "5 miles to school".
 JOINING = re.compile(
-    r"^\W*(?:and|to|by)\b"
+    r"^\W*(?:and|to|by|is|are|was|st|nd|rd|th)\b"
     r"|\band\W*(?:$|\b(?:an?|the|some|several|many|few|any|each|every|all|both|others?|counting|change|so|then|yet)\b)",
     re.IGNORECASE,
 )
 FOREIGN_SCALES = re.compile(
     "[十百千万萬亿億兆半余餘多倍不至非或少超]|以上|以下|以内|左右|тысяч|миллион|миллиард|дюжин|половин"
 )
-# Words that may stand before a number. Any other words must end in "is", "are" or a colon.
-LEADING_WRITTEN = (
-    "a about all altogether an and angle answer approximately are area around average box case chapter circumference "
-    "column cost costs day degree diameter difference distance equal equals exactly figure final for grade group have "
-    "height hence his her i in is it its just length level maximum mean median minimum mode number of only option page "
-    "part perimeter price probability profit question radius range remainder result room roughly round row rs she side "
-    "simply slope so speed step sum team temperature the their there therefore they this thus time to total usd value "
-    "volume was we week weight were width x y year"
-)
+# Words with which a phrase before a number may begin, where no sentence does: about 5, a total of 5
+LEADING_WRITTEN = "a an about approximately exactly for he her his in is it she so the there they we"
 LEADING = frozenset(LEADING_WRITTEN.split())
-# The last word before a number, after a subject: "Tom has 5 apples".
-VERBS_WRITTEN = (
-    "is are was were equals has have had gets get got takes took needs need makes made earns earned spends spent buys "
-    "bought sells sold pays paid eats ate uses used reads read saves saved receives received contains weighs costs "
-    "measures totals scores scored wins won collected walks walked runs ran drives drove works worked lasts "
-    "does did gives gave finds found picks picked contain contained him them be"
+BOUND = re.compile(  # the square of 5, step 5
+    r"\b(?:(?<!total )of|by|from|after|before|until|past|step|problem|question|exercise|page"
+    r"|(?<!will )(?<!would )(?<!must )(?<!should )be)$"
 )
-VERBS = frozenset(VERBS_WRITTEN.split())
-BOUND = re.compile(r"\b(?:(?:minimum|maximum|limit) of|(?<!will )(?<!would )(?<!must )(?<!should )be)$")
 MONTHS = (
     "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|"
     "nov(?:ember)?|dec(?:ember)?"
 )
+ONE_OF = re.compile(r"(?:one|1)\s(?:\w+\s)?of\b", re.IGNORECASE)
 PAIRS = re.compile(r"\W*(?:pairs?|couples?|gross)\b", re.IGNORECASE)  # 7 pairs may be 14; 7 ordered pairs are 7
 LONE_LETTER = re.compile(r"(?<![\w'.-])(?![aA]\b)[A-Za-z](?![\w'.-])")
 EXPONENT = re.compile(r"\^\s?\{?-?\d\}?")
@@ -102,16 +88,12 @@ QUANTITY = re.compile(
 TWO_AMOUNTS = re.compile(
     r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*(?:,\s*)?(?:and\s+)?(\d+(?:\.\d+)?)\s*([A-Za-z]+)", re.IGNORECASE
 )
-VALUE_AND_WORDS = re.compile(
-    r"(?:[^={}]{1,30}=)?(?:\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z])|\\\$|[-\d\s+*/^{}().,!:])*\d"
-    r"(?:[\s)}!.,]|\\(?:pi|degree|pct)(?![a-zA-Z]))*((?:\s*\\text\s*\{[^{}]*\})+)"
-)
 NUMBER_WORDS = re.compile(  # a number in words, followed by another word: eighteen dollars
     rf"\b(?:(?:half )?a (?=hundred|thousand|million|dozen))?{IN_WORDS}\b(?=[ ][\w\\])", re.IGNORECASE
 )
+
 ALTERNATIVES = re.compile(rf"-?(?:{AMOUNT})(?:,? or -?(?:{AMOUNT}))+")  # the roots of an equation
 LABELLED_VALUE = re.compile(r"([A-Za-z](?:_\w)?\s*(?:=|\\approx)\s*)(?=[-.\d])([^=,;]*)")
-AND_A_HALF = re.compile(r"(?<![\d.,])(\d+) and a half\b")
 
 
 def changes_a_number(word: str) -> bool:
@@ -155,12 +137,9 @@ def _is_number_word(word: str) -> bool:
 def may_stand_before(words: str) -> bool:
     """Whether words before a number only introduce it: "the area is", "Tom has"; not "half of", nor "at least"."""
     given = re.findall(r"[^\W\d_]+", words.lower())
-    if set(given) <= LEADING:
-        return not BOUND.search(words.lower().rstrip())
-    if any(map(changes_a_number, given)) or announces_another(words) or BOUND.search(words.lower().rstrip()):
+    if not (words[:1].isupper() or given[0] in LEADING) or "(" in words:
         return False
-    introduces = words.rstrip().endswith(":") or given[-1] in VERBS
-    return introduces and (given[0] in LEADING or words.lstrip()[0].isupper())
+    return not (any(map(changes_a_number, given)) or announces_another(words) or BOUND.search(words.lower().rstrip()))
 
 
 def with_words_marked(text: str) -> str:
@@ -174,6 +153,8 @@ def with_words_marked(text: str) -> str:
         marked = with_words_marked(digits) if digits != plain else text
         if re.match(r"-?\d|\\frac", marked) and re.search(r"(?:\}|\\pct|\\degree)$", marked):
             return marked
+    if ONE_OF.match(plain):
+        return f"\\text{{{plain}}}"
     if DATE.fullmatch(plain) and any(map(str.isdigit, plain)):
         words = sorted(re.findall(r"[a-z]{3}|\d+", plain.lower()), key=str.isdigit)
         return f"\\text{{{' '.join(words)}}}"
@@ -181,10 +162,6 @@ def with_words_marked(text: str) -> str:
         return added
     if ALTERNATIVES.fullmatch(plain):
         return text
-    if AND_A_HALF.search(plain):
-        plain = AND_A_HALF.sub(r"\1.5", plain)
-    elif (worded := VALUE_AND_WORDS.fullmatch(text)) and not may_stand_after(unwrapped(worded[1])):
-        return f"\\text{{{plain}}}"
     if labelled := LABELLED_VALUE.fullmatch(text):
         return labelled[1] + with_words_marked(labelled[2])
     quantity = QUANTITY.fullmatch(plain)
@@ -227,7 +204,7 @@ def _added(two: re.Match[str]) -> str | None:
     if large is None or small is None or large[0] != small[0]:
         return None
     value = Fraction(two[1]) + Fraction(two[3]) * small[1] / large[1]
-    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}\\text{{ {two[2]}}}"
+    return f"{as_latex(value)}\\text{{ {two[2]}}}"
 
 
 def _twelve(time: re.Match[str]) -> str:
@@ -268,8 +245,8 @@ def is_prose(text: str) -> bool:
 
 def as_words(text: str) -> tuple[str, ...]:
     """The words in lower case, without punctuation and articles."""
-    words = re.findall(r"(?<![\w)}])-\d+|[a-z0-9']+", unwrapped(text).casefold())
-    return tuple(word for word in words if word not in ARTICLES) or tuple(words)
+    plain = unwrapped(text).casefold()
+    return tuple(re.findall(r"(?<![\w)}])-\d+|[a-z0-9']+", ARTICLE.sub(" ", plain)))  # "A. no" has no article
 
 
 def same_items(a: str, b: str) -> bool:
@@ -287,10 +264,13 @@ def meaning_of(text: str) -> str:
     for phrase, meaning in MEANINGS.items():
         if re.fullmatch(phrase, plain):
             return meaning
-    if excepted := EXCEPT.fullmatch(plain):
-        return rf"\mathbb{{R}}\setminus\{{{excepted[1]}\}}"
     number = number_in_words(plain)
-    return text if number is None else f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
+    return text if number is None else as_latex(number)
+
+
+def as_latex(number: Fraction) -> str:
+    is_whole = number.denominator == 1
+    return str(number) if is_whole else f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
 
 
 PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7,

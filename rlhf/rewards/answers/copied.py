@@ -1,0 +1,68 @@
+"""Whether an answer is a span of the prompt in another form than the gold answer: (2x-1)^3 in "Expand (2x-1)^3"."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from rlhf.rewards.answers.clean import FRACTION_FONT, INVISIBLE, as_ascii, clean, option_letter
+from rlhf.rewards.answers.errors import UnsupportedError
+from rlhf.rewards.answers.extract import MATH_SPAN
+from rlhf.rewards.answers.node import Node, canonical, parts
+from rlhf.rewards.answers.tree import parse
+from rlhf.rewards.answers.words import is_prose, meaning_of
+
+MAX_PROMPT = 20_000  # characters at the end that are searched
+IGNORED = re.compile(r"[{}$]|\\[()\[\]]|(?<!\d)\s+|\s+(?!\d)|(?<=\d),(?=\d{3})")
+NUMERAL = re.compile(r"\d[\d,]{0,20}(?:\.\d{1,20})?")
+WRAPPERS = ("unit", "worded", "percent", "degree")
+CONTAINERS = ("list", "set", "group", "matrix", "row")
+
+
+def is_copied(answer: str, gold: str, prompt: str) -> bool:
+    """Whether an answer that equals the gold answer only repeats what the prompt writes in another form.
+
+    Words and options have no other form.
+    """
+    wanted = clean(gold)
+    if not prompt or is_prose(wanted) or option_letter(wanted):
+        return False
+    texts, trees = _spans(prompt[-MAX_PROMPT:])
+    spelled = _spelled(answer.rpartition("=")[2])
+    found = re.search(rf"(?<![\d.]){re.escape(spelled)}(?!\d|\.\d)" if spelled else r"(?!)", texts) is not None
+    given = _form(answer)
+    if not found and given not in trees:
+        return False
+    known = _form(gold)
+    return given != known if given and known else _spelled(gold) != _spelled(answer)
+
+
+def _spelled(text: str) -> str:
+    """The text without white space, braces and other marks that change nothing."""
+    return IGNORED.sub("", FRACTION_FONT.sub(r"\\frac", INVISIBLE.sub(" ", as_ascii(text))).strip())
+
+
+def _form(text: str) -> Node | None:
+    """The tree without labels, units and order; None if the text is no mathematics."""
+    try:
+        return canonical(_bare(parse(meaning_of(clean(text)))))
+    except (UnsupportedError, RecursionError):
+        return None
+
+
+def _bare(node: Node) -> Node:
+    if node.kind == "relation" and set(node.name.split()) <= {"=", "~"}:
+        return _bare(node.args[-1])
+    if node.kind in WRAPPERS:
+        return _bare(node.args[0])
+    if node.kind in CONTAINERS:
+        return Node("list", tuple(map(_bare, node.args)))
+    return node
+
+
+@lru_cache(maxsize=256)  # a group of responses shares its prompt
+def _spans(prompt: str) -> tuple[str, frozenset[Node]]:
+    """The prompt in one spelling; its numbers and every part of its formulas as trees."""
+    formulas = [next(filter(None, match.groups())) for match in MATH_SPAN.finditer(prompt)]
+    forms = map(_form, [*formulas, *NUMERAL.findall(prompt)])
+    return _spelled(prompt), frozenset(part for form in forms if form for part in parts(form))
