@@ -1,9 +1,11 @@
-"""Chinese numerals -> digits: 一百二十 is 120, 5万 is 50000, 二分之一 is a half."""
+"""Chinese numerals -> digits: 一百二十 is 120, 5万 is 50000, 二分之一 is a half; units are kept, counters are not."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
+
+from rlhf.rewards.answers.units import UNITS
 
 DIGITS = {character: value for value, character in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
 SCALES = {"十": 10, "百": 100, "千": 1000, "万": 10**4, "亿": 10**8}
@@ -14,12 +16,12 @@ MEASURES = "[个元人名只头条本天年月日岁次支张块颗辆种件位�
 WHOLE = re.compile(
     rf"(?P<sign>负)?(?:(?P<below>{NUMERAL})分之(?P<above>{NUMERAL})"
     rf"|(?P<scaled>{AMOUNT})\s*(?:(?P<scale>[十百千万亿]{{1,2}})(?![克米瓦卡]))?"
-    rf"|(?P<whole>{NUMERAL}))(?:千(?=[克米瓦卡]))?{MEASURES}*[.。]?"
+    rf"|(?P<whole>{NUMERAL}))(?P<measure>(?P<power>平方|立方)?(?P<unit>(?:千(?=[克米瓦卡]))?{MEASURES}*))[.。]?"
 )
 
 
 def in_digits(text: str) -> str:
-    """The number that a text is, without its measure; the text itself if it is anything else."""
+    """The number that a text is, without its counter; the text itself if it is anything else."""
     match = WHOLE.fullmatch(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip())
     if match is None:
         return text
@@ -29,7 +31,9 @@ def in_digits(text: str) -> str:
         number = f"{Decimal(match['scaled'].replace(',', '')) * _value(match['scale']):f}"
     else:
         number = match["scaled"] or str(_value(match["whole"]))
-    return ("-" if match["sign"] else "") + number
+    power = {"平方": "square ", "立方": "cubic "}.get(match["power"] or "", "")
+    unit = f"\\text{{ {power}{match['unit']}}}" if match["unit"] in UNITS else ""
+    return ("-" if match["sign"] else "") + number + unit
 
 
 def _value(numeral: str) -> int:

@@ -58,7 +58,7 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool:
     a, g = clean(answer), _clean_gold(gold)
     if not a or not g:
         return False
-    if _squeezed(a) == _squeezed(g):
+    if _squeezed(a) == _squeezed(g) or clean(answer.replace("{,}", ",")) == g:
         return True
     if INDIAN_GROUPS.fullmatch(a) and exact_number(g) is not None:
         a = a.replace(",", "")

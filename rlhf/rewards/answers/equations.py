@@ -105,7 +105,7 @@ def same_equation(gold: Node, answer: Node, same: Same) -> bool:
     left, right = (Node("add", (node.args[0], Node("neg", (node.args[1],)))) for node in (gold, answer))
     if free_symbols(left) != free_symbols(right):
         return False
-    if _proportion(left, right) is not None:
+    if proportion(left, right) is not None:
         return True
     # without a division, a factor that is not constant adds solutions: x(y-1) = 0 is not y = 1
     return (_divides_by_a_symbol(left) or _divides_by_a_symbol(right)) and _same_solution(left, right)
@@ -130,13 +130,13 @@ def same_inequality(gold: Node, answer: Node) -> bool:
         return False
     for (op, a, b), (other_op, c, d) in zip(*steps, strict=True):
         gaps = [Node("add", (high, Node("neg", (low,)))) for low, high in ((a, b), (c, d))]
-        factor = _proportion(*gaps)
+        factor = proportion(*gaps)
         if op != other_op or factor is None or isinstance(factor, mpc) or not factor > 0:
             return False
     return True
 
 
-def _proportion(left: Node, right: Node) -> Value | None:
+def proportion(left: Node, right: Node) -> Value | None:
     """The constant c with left = c right and c not 0; None if there is none."""
     ratios: list[Value] = []
     for point in points(sorted(free_symbols(left) | free_symbols(right))):

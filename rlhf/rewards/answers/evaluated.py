@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import reduce
-from math import gcd
+from math import gcd, isqrt
 from operator import or_
 
 from rlhf.rewards.answers.node import Node, canonical, free_symbols, number, parts
@@ -29,6 +29,7 @@ from rlhf.rewards.answers.numerals import (
 
 CONTAINERS = ("list", "set", "group", "matrix", "row", "unit", "worded", "percent", "degree", "ratio", "setop")
 MAX_CALLS = 2  # of functions in an expression with variables, if the gold answer has fewer: sin x / cos x for tan x
+MAX_PRIME = 1_000_000  # larger factors are not tested
 SIMPLIFIED = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "log"])  # sin^2 x + cos^2 x is 1
 EQUALS = frozenset(["=", "~"])
 
@@ -89,12 +90,12 @@ def _is_solved_for_the_same(answer: Node, gold: Node) -> bool:
     """False for x = 2y + 3 and for x - 2y = 3 where the gold answer gives y."""
     given = [relation for relation in _relations(answer) if set(relation.name.split()) <= EQUALS]
     known = frozenset().union(*map(free_symbols, _values(gold)))
-    if gold.kind != "relation" or not known or not _names_given(gold):
+    if gold.kind != "relation" or not known or not names_given(gold):
         return True
-    return all(any(name not in known for name in _names_given(relation)) for relation in given)
+    return all(any(name not in known for name in names_given(relation)) for relation in given)
 
 
-def _names_given(equation: Node) -> set[str]:
+def names_given(equation: Node) -> set[str]:
     """The symbols and functions for which an equation is solved."""
     pairs = zip(equation.args, reversed(equation.args), strict=True) if len(equation.args) == 2 else ()
     return {
@@ -145,6 +146,9 @@ def _value_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> bool:
     if value.kind == "mod" and all(map(is_numeral, value.args)):  # 9 mod 11
         return value.args[0].value < value.args[1].value
     value = _with_unit_as_constant(value, units)
+    bases = [_bases(node) for node in wanted]
+    if all(map(_are_primes, bases)) and len(_bases(value)) > 1 and not _bases(value) <= set().union(*bases):
+        return False
     if is_number(value):
         return True
     formulas = [node for node in wanted if not free_symbols(node) and not is_number(node)]
@@ -156,6 +160,19 @@ def _with_unit_as_constant(node: Node, units: set[str]) -> Node:
     if node.kind == "sym" and node.name in units:
         return Node("const", name="unit " + node.name)
     return replace(node, args=tuple(_with_unit_as_constant(arg, units) for arg in node.args))
+
+
+def _bases(product: Node) -> set[Node]:
+    """The factors without their exponents: 2, 3 and 10 of 2^2 * 3^2 * 10."""
+    return {canonical(factor.args[0] if factor.kind == "pow" else factor) for factor in factors_of(product)[0]}
+
+
+def _are_primes(bases: set[Node]) -> bool:
+    values = [base.value if base.kind == "num" else Fraction(0) for base in bases]
+    return len(bases) > 1 and all(
+        value.denominator == 1 < value < MAX_PRIME and all(value % divisor for divisor in range(2, isqrt(int(value)) + 1))
+        for value in values
+    )
 
 
 def _calls(node: Node) -> set[str]:
@@ -179,7 +196,7 @@ def _expression_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> boo
     calls = [sum(part.kind == "call" for part in parts(node)) for node in (value, *wanted)]
     if calls[0] > max(MAX_CALLS, 2 * max(calls[1:])):
         return False
-    if gold.kind == "relation" and not _names_given(gold):  # xy = 1 is solved by y = 1/x
+    if gold.kind == "relation" and not names_given(gold):  # xy = 1 is solved by y = 1/x
         return True
     if _degree_below(value) > max(map(_degree_below, wanted)):
         return False
@@ -187,7 +204,7 @@ def _expression_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> boo
     if any(_sums_multiplied(part) > 1 for part in parts(value)) not in factored:
         return False
     allowed = max(1, *(_terms_with_sums(node) for node in wanted))
-    return _terms_with_sums(value) <= allowed and all(map(_is_collected, parts(value)))
+    return _terms_with_sums(value) <= allowed and all(map(is_collected, parts(value)))
 
 
 def _constants(node: Node) -> Iterator[Node]:
@@ -260,7 +277,7 @@ def _terms_with_sums(node: Node) -> int:
     return count
 
 
-def _is_collected(node: Node) -> bool:
+def is_collected(node: Node) -> bool:
     if node.kind == "add":
         kinds = [_monomial(term) for term in terms_of(node)]
         known = [kind for kind in kinds if kind is not None]

@@ -41,6 +41,8 @@ INSTRUCTION = re.compile(
     r"(?:in|within|inside|into|using|as)[\s:,'\"`$(]*$",
     re.IGNORECASE,
 )
+ASKING = re.compile(r"\b(?:example|e\.g|such as|like|within|inside|write|put)\b|例如|比如", re.IGNORECASE)
+MIN_QUOTED = 30  # characters that a quotation of the prompt has at least
 QUOTE_ENDS = re.compile(r"[\s$).,]*['\"”’`]")
 
 MATH_SPAN = re.compile(
@@ -128,17 +130,18 @@ MATH_WORDS = frozenset(
 NOT_AN_ANSWER = frozenset(["none", "null", "nan", "n/a", "undefined", "?", "...", "unknown", "answer"])
 
 
-def extract(response: str, steps: Sequence[str]) -> str | None:
+def extract(response: str, steps: Sequence[str], prompt: str = "") -> str | None:
     """The answer that the response states, or None.
 
     Args:
         steps: some of box, answer_tag, hash, answer_is, math_span, last_number. The first step with a match wins; of
             the last two steps, the match that is later in the text wins.
+        prompt: the question; a box in an instruction that is quoted from it is not the answer.
     """
     text = after_thinking(response)
     if text is None:
         return None
-    text, plain = _without_quoted_boxes(text), None
+    text, plain = _without_quoted_boxes(text, prompt), None
     for step in steps:
         if step != "box" and plain is None:
             plain = without_markdown(text)
@@ -242,11 +245,11 @@ def _box(text: str) -> str | None:
     return _last_joined(text, boxes(text))
 
 
-def _without_quoted_boxes(text: str) -> str:
+def _without_quoted_boxes(text: str, prompt: str) -> str:
     """The text without boxes that hold a placeholder or only quote the instruction."""
     kept, position = [], 0
     for box in boxes(text):
-        if PLACEHOLDER.fullmatch(box.content) or _is_instruction(text, box):
+        if PLACEHOLDER.fullmatch(box.content) or _is_instruction(text, box) or _is_quoted(text, box, prompt):
             kept.append(text[position : box.start])
             position = box.end
     return "".join([*kept, text[position:]])
@@ -257,6 +260,14 @@ def _is_instruction(text: str, box: Span) -> bool:
     before = text[max(0, box.start - MAX_CONNECTOR) : box.start]
     asked = INSTRUCTION.search(before)
     return asked is not None and bool(asked["whose"] or (asked["quote"] and QUOTE_ENDS.match(text, box.end)))
+
+
+def _is_quoted(text: str, box: Span, prompt: str) -> bool:
+    """Whether a box stands in a span of an instruction that the prompt has too: for example \\boxed{12}."""
+    if text[box.start : box.end] not in prompt:
+        return False
+    spans = (text[start : max(box.end, start + MIN_QUOTED)] for start in range(max(0, box.end - MIN_QUOTED), box.start + 1))
+    return any(len(span) >= MIN_QUOTED and span in prompt and ASKING.search(span) for span in spans)
 
 
 def _answer_tag(text: str) -> str | None:

@@ -8,6 +8,7 @@ import re
 END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end)\|>|</s>|<eos>|<end_of_turn>")
 THOUGHT_BEGINS = re.compile(r"<(?:seed:)?think(?:ing)?>|\[THINK\]|◁think▷")
 THOUGHT_ENDS = re.compile(r"</(?:seed:)?think(?:ing)?>|\[/THINK\]|◁/think▷")
+CHANNEL = re.compile(r"<\|channel\|>|^\s*(?:analysis|commentary|final)\b[^<\n]{0,80}<\|message\|>")  # also one cut off
 CHANNELS_WITHOUT_MARKS = re.compile(r"(?:analysis|commentary)(?=[A-Z])")  # gpt-oss without its special tokens
 TOOL_TRACE = re.compile(r"<(tool_(?:call|response|result)s?|function_results?)>.*?(?:</\1>|\Z)", re.DOTALL)
 
@@ -18,7 +19,7 @@ def after_thinking(response: str) -> str | None:
     Of a response in channels (gpt-oss) it is the last one, if that is the final channel.
     """
     rest = response
-    if "<|channel|>" in rest:
+    if CHANNEL.search(rest):
         name, _, rest = rest.rpartition("<|channel|>")[2].partition("<|message|>")
         if name.strip() != "final":
             return None

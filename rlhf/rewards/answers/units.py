@@ -8,21 +8,22 @@ from fractions import Fraction
 # dimension -> {names of a unit: its size in the base unit}
 TABLE: dict[str, dict[str, Fraction | int | str]] = {
     "length": {
-        "nanometer nanometre": "1/1000000000", "micrometer": "1/1000000", "mm millimeter millimetre": "1/1000",
-        "cm centimeter centimetre": "1/100", "m meter metre": 1,
-        "km kilometer kilometre": 1000, "in inch inche": "254/10000", "ft foot feet": "3048/10000",
+        "nanometer nanometre": "1/1000000000", "micrometer": "1/1000000", "mm millimeter millimetre 毫米 мм": "1/1000",
+        "cm centimeter centimetre 厘米 公分 см": "1/100", "m meter metre 米 м": 1,
+        "decimeter decimetre 分米": "1/10", "km kilometer kilometre 千米 公里 км": 1000,
+        "in inch inche": "254/10000", "ft foot feet": "3048/10000",
         "yd yard": "9144/10000", "mi mile": "1609344/1000",
     },
     "time": {"microsecond": "1/1000000",
-             "ms millisecond": "1/1000", "s sec second": 1, "min minute": 60, "h hr hour": 3600, "day": 86400,
+             "ms millisecond": "1/1000", "s sec second 秒": 1, "min minute 分钟 мин": 60, "h hr hour 小时 час": 3600, "day 天": 86400,
              "week wk": 604800},
-    "months": {"month": 1, "year yr": 12, "decade": 120, "century centurie": 1200},
-    "mass": {"microgram": "1/1000000", "mg milligram": "1/1000", "g gram gm": 1,
-             "kg kilogram kilo": 1000, "t ton tonne": 10**6},
+    "months": {"month 个月": 1, "year yr": 12, "decade": 120, "century centurie": 1200},
+    "mass": {"microgram": "1/1000000", "mg milligram 毫克 мг": "1/1000", "g gram gm 克 г": 1,
+             "kg kilogram kilo 千克 公斤 кг": 1000, "t ton tonne 吨": 10**6},
     "weight": {"oz ounce": 1, "lb pound": 16},
-    "volume": {"ml milliliter millilitre cc": "1/1000", "l liter litre": 1},
+    "volume": {"ml milliliter millilitre cc 毫升 мл": "1/1000", "l liter litre 升 л": 1},
     "capacity": {"cup": 1, "pint pt": 2, "quart qt": 4, "gallon gal": 16},
-    "money": {"cent penny pennie": "1/100", "dollar": 1},
+    "money": {"cent penny pennie": "1/100", "dollar 元": 1},
     "angle": {"rad radian": 1},
     "temperature C": {"celsius": 1}, "temperature F": {"fahrenheit": 1}, "temperature K": {"kelvin": 1},
     "speed": {"mph": 1},
@@ -48,7 +49,7 @@ WITH_PREFIX = {
                        "A": "ampere", "Wh": "watthour", "eV": "electronvolt", "mol": "mole"}.items()
 } | {"nm": UNITS["nanometer"], "K": UNITS["kelvin"]}  # fmt: skip
 COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "mps": "m/s", "sqft": "ft^2", "sqm": "m^2"}
-SYMBOLS = frozenset(name for name in UNITS if len(name) <= 2) | {"min", "sec", "hr", "mph", "km", *COMPOUND}
+SYMBOLS = frozenset(name for name in UNITS if len(name) <= 2 and name.isascii()) | {"min", "sec", "hr", "mph", "km", *COMPOUND}
 # A number may be followed by one of these without a space: 12.5kg, 90km/h, 15cm^2
 GLUED = "|".join(sorted(SYMBOLS - {"in", "a", "c", "k", "n", "t", "v"}, key=len, reverse=True))
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
