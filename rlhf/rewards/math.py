@@ -8,15 +8,23 @@ from functools import lru_cache
 from rlhf.config.reward import MathOptions
 from rlhf.rewards.answers.clean import clean, option_letter
 from rlhf.rewards.answers.compare import CYCLES, compare
-from rlhf.rewards.answers.copied import is_copied
+from rlhf.rewards.answers.copied import is_copied, without_words_of_prompt
+from rlhf.rewards.answers.curves import is_equation_of_curve
 from rlhf.rewards.answers.errors import UnsupportedError
 from rlhf.rewards.answers.extract import NOT_AN_ANSWER, extract, gold_answer
 from rlhf.rewards.answers.tree import parse
-from rlhf.rewards.answers.words import is_prose, meaning_of, same_clock_time
+from rlhf.rewards.answers.words import is_prose, meaning_of, same_clock_time, unwrapped
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
 
 DECIMAL_COMMA = re.compile(r"(?<=\d),(?=\d)")
 GROUPS_OF_DOTS = re.compile(r"(?<=\d)\.(?=\d{3}(?!\d))")
+ORDERED = re.compile(  # the prompt asks for an order
+    r"(?:^|[.:;,!?]\s*|\b(?:and|then|please)\s+)(?:arrange|rank|sort|order)\b"
+    r"|\bfrom (?:the )?\w+(?:est|least|most) to\b|\b(?:(?:a|de)scending|(?:in|de)creasing|numerical|alphabetical|chronological) order\b"
+    r"|\b\w+(?:est|least|most) (?:\w+ )?first\b|从[小大高低]到|[升降]序",
+    re.IGNORECASE,
+)
+SEPARATORS = [re.compile(rf"{comma}(?![^(\[{{]*[)\]}}])|;|\band\b") for comma in (r",(?!\d{3}(?!\d))", ",")]
 MAX_ANSWER_CHARACTERS = 10_000  # a longer answer is compared as a string only
 
 
@@ -30,15 +38,31 @@ def math_reward(response: str, gold: str, options: MathOptions, prompt: str = ""
     wanted = _wanted(gold)
     if not wanted:
         return Grade(None, BAD_GOLD, detail=f"gold answer {gold[:80]!r} is empty, or its box is not closed")
-    stated = extract(response, options.steps)
+    stated = extract(response, options.steps, prompt)
     if stated is None:
         return Grade(0.0, NO_ANSWER)
     if options.decimal_comma:
         stated = DECIMAL_COMMA.sub(".", GROUPS_OF_DOTS.sub("", stated))
     grade = grade_answer(stated, wanted, options)
+    if not grade.value and (answer := without_words_of_prompt(stated, prompt)):
+        grade = grade_answer(answer, wanted, options)._replace(extracted=stated)
+    if not grade.value and compare(stated, wanted) and is_equation_of_curve(stated, prompt, wanted):
+        return grade._replace(value=1.0)
     if grade.value and options.must_be_evaluated and is_copied(stated, wanted, prompt):
         return grade._replace(value=0.0)
+    if grade.value and ORDERED.search(prompt) and not _in_same_order(stated, wanted, options):
+        return grade._replace(value=0.0)
     return grade
+
+
+def _in_same_order(stated: str, wanted: str, options: MathOptions) -> bool:
+    """Whether the items of two lists agree one by one; True if they are no lists."""
+    texts = [re.sub(r"\\[{}]", " ", unwrapped(text)) for text in (stated, wanted)]
+    for separator in SEPARATORS:
+        given, known = (separator.split(text) for text in texts)
+        if len(given) == len(known) > 1:
+            return all(compare(*pair, tolerance=options.tolerance) for pair in zip(given, known, strict=True))
+    return True
 
 
 @lru_cache(maxsize=4096)

@@ -20,6 +20,30 @@ ANSWERS = {
         ("3.5", "3{,}5", RIGHT),
         ("35", "3{,}5", WRONG),
         ("3, 5", "3{,}5", WRONG),
+        ("3,5", "3{,}5", RIGHT),
+        ("1.234,56 €", "1.234{,}56~€", RIGHT),
+        ("1.234,56 €", "1.234{,}65~€", WRONG),
+        ("₹12,50,000", "₹12{,}50{,}000", RIGHT),
+        ("₹12,50,000", "1250000", RIGHT),
+        ("₹12,50,000", "12,50,000", RIGHT),
+        ("₹12,50,000", "125000", WRONG),
+        ("3米", "3千米", WRONG),
+        ("3米", "3厘米", WRONG),
+        ("3米", r"3\text{千米}", WRONG),
+        ("3千米", "3000米", RIGHT),
+        ("3平方米", r"3\text{ m}^2", RIGHT),
+        ("3平方米", "3米", WRONG),
+        ("2.5小时", "2.5分钟", WRONG),
+        ("3", "3千米", RIGHT),
+        ("5个", "5只", RIGHT),
+        ("3 км", "3 м", WRONG),
+        ("3 км", "3000 м", RIGHT),
+        (r"2^3\cdot3^2\cdot5", r"2^2\cdot3^2\cdot10", WRONG),
+        (r"2^3\cdot3^2\cdot5", r"5\cdot3^2\cdot2^3", RIGHT),
+        (r"2^3\cdot3^2\cdot5", "360", RIGHT),
+        ("y=3e^{2x}", "y(x) = 3e^{2x}", RIGHT),
+        ("y=3e^{2x}", "y(x) = 2e^{3x}", WRONG),
+        ("x=3t+1", "x(t)=3t+1", RIGHT),
         ("1234.56", "1.234,56", RIGHT),
         ("1234567.5", "1 234 567,5", RIGHT),
         ("(1.234, 56)", "(1.234,56)", RIGHT),
@@ -816,6 +840,57 @@ ANSWERS = {
     ],
 }
 
+LINE = "Find an equation of the line through $(1,2)$ that is perpendicular to $y=3x-1$."
+TANGENT = "Find the equation of the tangent line to $y=x^2+1$ at $x=2$."
+BOTTLES = "A bottle holds 750 mL. How many bottles can be filled from 9 liters?"
+EXAMPLE = r"Please put your final answer within \boxed{}, for example \boxed{12}. What is $3\cdot4$?"
+WITH_PROMPT = {  # by prompt: (gold, response, verdict)
+    "Arrange the numbers 0.3, 1/4, 2/5 in increasing order.": [
+        (r"\frac{1}{4}, 0.3, \frac{2}{5}", r"\boxed{0.3, \frac{1}{4}, \frac{2}{5}}", WRONG),
+        (r"\frac{1}{4}, 0.3, \frac{2}{5}", r"\boxed{0.25, 0.3, \frac{2}{5}}", RIGHT),
+    ],
+    "Rank the planets Mars, Earth, Jupiter by size, smallest first.": [
+        ("Mars, Earth, Jupiter", r"\boxed{\text{Earth, Mars, Jupiter}}", WRONG),
+        ("Mars, Earth, Jupiter", r"\boxed{\text{Mars, Earth, and Jupiter}}", RIGHT),
+    ],
+    "把3, 1, 2从小到大排列。": [("1,2,3", r"\boxed{3,1,2}", WRONG), ("1,2,3", r"\boxed{1, 2, 3}", RIGHT)],
+    "Find the elements of order 3 in the group.": [("2, 4", r"\boxed{4, 2}", RIGHT)],
+    EXAMPLE: [
+        ("12", r"I will put my final answer within \boxed{}, for example \boxed{12}. I understand.", WRONG),
+        ("12", r"The product is \boxed{12}.", RIGHT),
+    ],
+    BOTTLES: [
+        ("12", r"\boxed{\text{12 bottles can be filled from 9 liters}}", RIGHT),
+        ("12", r"\boxed{\text{13 bottles can be filled from 9 liters}}", WRONG),
+        ("9", r"\boxed{\text{9 bottles can be filled from 9 liters}}", WRONG),
+        ("12", r"\boxed{\text{12 bottles or 9 liters}}", WRONG),
+    ],
+    r"Does the series $\sum_{n=1}^\infty\frac1n$ converge or diverge?": [
+        (r"\text{diverges}", r"\boxed{\text{The series diverges}}", RIGHT),
+        (r"\text{diverges}", r"\boxed{\text{The series converges}}", WRONG),
+        (r"\text{diverges}", r"\boxed{\text{The opposite diverges}}", WRONG),
+    ],
+    LINE: [
+        (r"y=-\frac13x+\frac73", r"\boxed{x+3y=7}", RIGHT),
+        (r"y=-\frac13x+\frac73", r"\boxed{x+3y=8}", WRONG),
+        (r"y=-\frac13x+\frac73", r"\boxed{x+3y+x^2=7+x^2}", WRONG),
+        (r"y=-\frac13x+\frac73", r"\boxed{x=7-3y}", WRONG),
+        (r"y=-\frac13x+\frac73", r"\boxed{3(y-2)=-(x-1)}", WRONG),
+    ],
+    TANGENT: [("y=4x-3", r"\boxed{4x-y-3=0}", RIGHT)],
+    "Write the equation of the line $2x-y+3=0$ in slope-intercept form.": [("y=2x+3", r"\boxed{y-2x=3}", WRONG)],
+    "A line has the equation 2x - y = -3. Give an equation of the line.": [("y=2x+3", r"\boxed{2x-y+3=0}", WRONG)],
+    "Give the equation for the mirror image in $y=x$ of $f(x)=2x-3$.": [
+        (r"y=\frac{x+3}{2}", r"\boxed{2y-x=3}", WRONG),
+        (r"y=\frac{x+3}{2}", r"\boxed{y=\frac12x+\frac32}", RIGHT),
+    ],
+    "Find the inverse of $y=2x-3$.": [(r"y=\frac{x+3}{2}", r"\boxed{2y-x=3}", WRONG)],
+    "": [
+        ("20", r"analysis<|message|>so \boxed{20} but also consider", WRONG),
+        ("20", r"analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>\boxed{20}", RIGHT),
+        ("20", r"final<|message|>\boxed{20}", RIGHT),
+    ],
+}
 ANALYSIS = r"<|channel|>analysis<|message|>Let me try \boxed{41}."
 RESPONSES = {
     "thoughts, channels, tool traces, quoted instructions": [
@@ -1143,6 +1218,13 @@ def test_a_gold_decimal_stands_for_every_number_that_rounds_to_it() -> None:
 @pytest.mark.parametrize(("gold", "response", "verdict"), _cases(RESPONSES))
 def test_a_response_is_graded_by_its_answer_exactly_as_the_table_says(gold: str, response: str, verdict: str) -> None:
     assert _grade(gold, response, mode="lenient") is (verdict == RIGHT)
+
+
+@pytest.mark.parametrize("prompt", WITH_PROMPT)
+def test_what_the_prompt_asks_for_decides_exactly_as_the_table_says(prompt: str) -> None:
+    cases = WITH_PROMPT[prompt]
+    graded = [math_reward(response, gold, MathOptions(), prompt).value for gold, response, _ in cases]
+    assert graded == [float(verdict == RIGHT) for _, _, verdict in cases]
 
 
 @pytest.mark.parametrize("answer", ["(C), (D)", r"\text{(C) or (D)}", r"\text{(C) and (D)}", r"\text{C) but maybe D}"])

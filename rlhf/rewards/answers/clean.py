@@ -84,7 +84,7 @@ THOUSANDS_DOTTED = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])")
 DECIMAL_COMMA = re.compile(  # 3{,}5 and 1.234,56; a tuple such as (1.234,56) has brackets
     r"(?<=\d)\{,\}(?=(?:\d{1,2}|\d{4,})(?!\d))|(?<![\d.,(\[{])(\d{1,3}(?:[. ]\d{3})+),(\d{1,2})(?![\d,.])"
 )
-INDIAN_MONEY = re.compile(r"(?<=\$)\s*\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])")
+INDIAN = re.compile(r"(?<=\$)\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])|(?<![\d}])\d{1,2}(?:\{,\}\d{2})+\{,\}\d{3}(?!\d)")
 MONEY_SCALE = re.compile(r"(\\?\$\s*\d[\d.,]*)\s*(?:\\text\s*\{\s*)?([kKMB])(?:\s*\})?(?![A-Za-z])")
 SCALE_NAMES = {"k": "thousand", "K": "thousand", "M": "million", "B": "billion"}
 REPEATING = re.compile(
@@ -155,8 +155,8 @@ def clean(text: str) -> str:
     text = CASES.sub(_cases, text)
     if "matrix" not in text and "array" not in text and "cases" not in text:
         text = DOUBLED_BACKSLASH.sub(r"\\", text)
+    text = INDIAN.sub(lambda m: re.sub(r"\D", "", m[0]), text)
     text = DECIMAL_COMMA.sub(lambda m: re.sub(r"\D", "", m[1]) + "." + m[2] if m[1] else ".", text)
-    text = INDIAN_MONEY.sub(lambda m: m[0].replace(",", ""), text)
     text = MONEY_SCALE.sub(lambda m: f"{m[1]}\\text{{ {SCALE_NAMES[m[2]]}}}", text)
     text = THOUSANDS_SPACED.sub(lambda m: re.sub(r"\D", "", m[0]), THOUSANDS_BRACED.sub("", text))
     text = THOUSANDS_DOTTED.sub(lambda m: m[0].replace(".", ""), text)

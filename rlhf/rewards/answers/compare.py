@@ -60,7 +60,7 @@ def _compare(answer: str, gold: str, must_be_evaluated: bool) -> bool:
         return False
     if _squeezed(a) == _squeezed(g) or clean(answer.replace("{,}", ",")) == g:
         return True
-    if INDIAN_GROUPS.fullmatch(a) and exact_number(g) is not None:
+    if INDIAN_GROUPS.fullmatch(a) and exact_number(g.lstrip("\\")) is not None:
         a = a.replace(",", "")
     if CYCLES.fullmatch(g) and re.search(r"\d\s\d", g):
         return CYCLES.fullmatch(a) is not None and _cycles(a) == _cycles(g)

@@ -10,11 +10,13 @@ from rlhf.rewards.answers.errors import UnsupportedError
 from rlhf.rewards.answers.extract import MATH_SPAN
 from rlhf.rewards.answers.node import Node, canonical, parts
 from rlhf.rewards.answers.tree import parse
-from rlhf.rewards.answers.words import is_prose, meaning_of
+from rlhf.rewards.answers.words import changes_a_number, is_prose, meaning_of, unwrapped
 
 MAX_PROMPT = 20_000  # characters at the end that are searched
 IGNORED = re.compile(r"[{}$]|\\[()\[\]]|(?<!\d)\s+|\s+(?!\d)|(?<=\d),(?=\d{3})")
 NUMERAL = re.compile(r"\d[\d,]{0,20}(?:\.\d{1,20})?")
+COUNTED = re.compile(rf"({NUMERAL.pattern}) ([A-Za-z]+(?: [\w'-]+){{2,20}})")
+SUBJECT = re.compile(r"(?:the|The) ([a-z]+) (?:is |are )?([a-z]+)")
 WRAPPERS = ("unit", "worded", "percent", "degree")
 CONTAINERS = ("list", "set", "group", "matrix", "row")
 
@@ -35,6 +37,21 @@ def is_copied(answer: str, gold: str, prompt: str) -> bool:
         return False
     known = _form(gold)
     return given != known if given and known else _spelled(gold) != _spelled(answer)
+
+
+def without_words_of_prompt(answer: str, prompt: str) -> str | None:
+    """12 of "12 bottles can be filled" and "diverges" of "The series diverges", if the prompt has the other words."""
+    words, asked = (" ".join(unwrapped(text).split()).rstrip(".!?") for text in (answer, prompt[-MAX_PROMPT:]))
+    if about := SUBJECT.fullmatch(words):
+        return about[2] if _stands_in(about[1], asked) and not changes_a_number(about[1]) else None
+    counted = COUNTED.fullmatch(words)
+    if counted is None or not _stands_in(counted[2], asked) or _stands_in(counted[1], asked):
+        return None
+    return None if any(map(changes_a_number, re.findall(r"[a-z]+", counted[2].lower()))) else counted[1]
+
+
+def _stands_in(words: str, text: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(words)}(?![\w]|\.\d)", text, re.IGNORECASE) is not None
 
 
 def _spelled(text: str) -> str:

@@ -170,7 +170,8 @@ def _bases(product: Node) -> set[Node]:
 def _are_primes(bases: set[Node]) -> bool:
     values = [base.value if base.kind == "num" else Fraction(0) for base in bases]
     return len(bases) > 1 and all(
-        value.denominator == 1 < value < MAX_PRIME and all(value % divisor for divisor in range(2, isqrt(int(value)) + 1))
+        value.denominator == 1 < value < MAX_PRIME
+        and all(value % divisor for divisor in range(2, isqrt(int(value)) + 1))
         for value in values
     )
 

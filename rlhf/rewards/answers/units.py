@@ -15,8 +15,8 @@ TABLE: dict[str, dict[str, Fraction | int | str]] = {
         "yd yard": "9144/10000", "mi mile": "1609344/1000",
     },
     "time": {"microsecond": "1/1000000",
-             "ms millisecond": "1/1000", "s sec second 秒": 1, "min minute 分钟 мин": 60, "h hr hour 小时 час": 3600, "day 天": 86400,
-             "week wk": 604800},
+             "ms millisecond": "1/1000", "s sec second 秒": 1, "min minute 分钟 мин": 60,
+             "h hr hour 小时 час": 3600, "day 天": 86400, "week wk": 604800},
     "months": {"month 个月": 1, "year yr": 12, "decade": 120, "century centurie": 1200},
     "mass": {"microgram": "1/1000000", "mg milligram 毫克 мг": "1/1000", "g gram gm 克 г": 1,
              "kg kilogram kilo 千克 公斤 кг": 1000, "t ton tonne 吨": 10**6},
@@ -49,7 +49,14 @@ WITH_PREFIX = {
                        "A": "ampere", "Wh": "watthour", "eV": "electronvolt", "mol": "mole"}.items()
 } | {"nm": UNITS["nanometer"], "K": UNITS["kelvin"]}  # fmt: skip
 COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "mps": "m/s", "sqft": "ft^2", "sqm": "m^2"}
-SYMBOLS = frozenset(name for name in UNITS if len(name) <= 2 and name.isascii()) | {"min", "sec", "hr", "mph", "km", *COMPOUND}
+SYMBOLS = frozenset(name for name in UNITS if len(name) <= 2 and name.isascii()) | {
+    "min",
+    "sec",
+    "hr",
+    "mph",
+    "km",
+    *COMPOUND,
+}
 # A number may be followed by one of these without a space: 12.5kg, 90km/h, 15cm^2
 GLUED = "|".join(sorted(SYMBOLS - {"in", "a", "c", "k", "n", "t", "v"}, key=len, reverse=True))
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
