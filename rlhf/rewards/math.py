@@ -20,7 +20,8 @@ DECIMAL_COMMA = re.compile(r"(?<=\d),(?=\d)")
 GROUPS_OF_DOTS = re.compile(r"(?<=\d)\.(?=\d{3}(?!\d))")
 ORDERED = re.compile(  # the prompt asks for an order
     r"(?:^|[.:;,!?]\s*|\b(?:and|then|please)\s+)(?:arrange|rank|sort|order)\b"
-    r"|\bfrom (?:the )?\w+(?:est|least|most) to\b|\b(?:(?:a|de)scending|(?:in|de)creasing|numerical|alphabetical|chronological) order\b"
+    r"|\bfrom (?:the )?\w+(?:est|least|most) to\b"
+    r"|\b(?:(?:a|de)scending|(?:in|de)creasing|numerical|alphabetical|chronological) order\b"
     r"|\b\w+(?:est|least|most) (?:\w+ )?first\b|从[小大高低]到|[升降]序",
     re.IGNORECASE,
 )
@@ -46,7 +47,7 @@ def math_reward(response: str, gold: str, options: MathOptions, prompt: str = ""
     grade = grade_answer(stated, wanted, options)
     if not grade.value and (answer := without_words_of_prompt(stated, prompt)):
         grade = grade_answer(answer, wanted, options)._replace(extracted=stated)
-    if not grade.value and compare(stated, wanted) and is_equation_of_curve(stated, prompt, wanted):
+    if not grade.value and is_equation_of_curve(stated, prompt, wanted) and compare(stated, wanted):
         return grade._replace(value=1.0)
     if grade.value and options.must_be_evaluated and is_copied(stated, wanted, prompt):
         return grade._replace(value=0.0)

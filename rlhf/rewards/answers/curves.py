@@ -16,6 +16,7 @@ from rlhf.rewards.answers.extract import MATH_SPAN
 from rlhf.rewards.answers.node import Node, free_symbols, parts
 from rlhf.rewards.answers.tree import parse
 
+MAX_ANSWER = 200  # characters
 ASKED = re.compile(r"\bequations? (?:of|for)\b", re.IGNORECASE)
 SOLVED_FORM = re.compile(
     r"\b(?:invers|solve|slope[- ]intercept|form\b|in terms of|as a function|explicit|isolate|rearrange)", re.IGNORECASE
@@ -30,8 +31,10 @@ def is_equation_of_curve(answer: str, prompt: str, gold: str) -> bool:
 
     It is a polynomial with whole coefficients, multiplied out, not in the prompt, nor with variables swapped.
     """
+    if len(answer) > MAX_ANSWER or not ASKED.search(prompt) or SOLVED_FORM.search(prompt):
+        return False
     given, known = _equation(answer), _equation(gold)
-    if not given or not known or not names_given(known) or names_given(given) or not _is_asked(prompt):
+    if not given or not known or not names_given(known) or names_given(given):
         return False
     form, symbols = _difference(given), sorted(free_symbols(given))
     if len(symbols) != 2 or not all(_is_polynomial(part) and is_collected(part) for part in parts(form)):
@@ -39,10 +42,6 @@ def is_equation_of_curve(answer: str, prompt: str, gold: str) -> bool:
     values = [Node("sym", name=name) for name in symbols]
     turned = _with(form, dict(zip(symbols, reversed(values), strict=True)))
     return all(proportion(old, new) is None for old in _equations(prompt) for new in (form, turned))
-
-
-def _is_asked(prompt: str) -> bool:
-    return ASKED.search(prompt) is not None and SOLVED_FORM.search(prompt) is None
 
 
 def _equation(text: str) -> Node | None:

@@ -168,12 +168,8 @@ def _bases(product: Node) -> set[Node]:
 
 
 def _are_primes(bases: set[Node]) -> bool:
-    values = [base.value if base.kind == "num" else Fraction(0) for base in bases]
-    return len(bases) > 1 and all(
-        value.denominator == 1 < value < MAX_PRIME
-        and all(value % divisor for divisor in range(2, isqrt(int(value)) + 1))
-        for value in values
-    )
+    values = [int(base.value) if base.kind == "num" and base.value.denominator == 1 else 0 for base in bases]
+    return len(values) > 1 and all(1 < n < MAX_PRIME and all(n % d for d in range(2, isqrt(n) + 1)) for n in values)
 
 
 def _calls(node: Node) -> set[str]:

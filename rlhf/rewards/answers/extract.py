@@ -264,11 +264,8 @@ def _is_instruction(text: str, box: Span) -> bool:
 
 def _is_quoted(text: str, box: Span, prompt: str) -> bool:
     """Whether a box stands in a span of an instruction that the prompt has too: for example \\boxed{12}."""
-    if text[box.start : box.end] not in prompt:
-        return False
-    spans = (
-        text[start : max(box.end, start + MIN_QUOTED)] for start in range(max(0, box.end - MIN_QUOTED), box.start + 1)
-    )
+    starts = range(max(0, box.end - MIN_QUOTED), box.start + 1) if text[box.start : box.end] in prompt else ()
+    spans = (text[start : max(box.end, start + MIN_QUOTED)] for start in starts)
     return any(len(span) >= MIN_QUOTED and span in prompt and ASKING.search(span) for span in spans)
 
 

@@ -49,14 +49,7 @@ WITH_PREFIX = {
                        "A": "ampere", "Wh": "watthour", "eV": "electronvolt", "mol": "mole"}.items()
 } | {"nm": UNITS["nanometer"], "K": UNITS["kelvin"]}  # fmt: skip
 COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "mps": "m/s", "sqft": "ft^2", "sqm": "m^2"}
-SYMBOLS = frozenset(name for name in UNITS if len(name) <= 2 and name.isascii()) | {
-    "min",
-    "sec",
-    "hr",
-    "mph",
-    "km",
-    *COMPOUND,
-}
+SYMBOLS = frozenset(name for name in UNITS if len(name) <= 2) | {"min", "sec", "hr", "mph", "km", *COMPOUND}
 # A number may be followed by one of these without a space: 12.5kg, 90km/h, 15cm^2
 GLUED = "|".join(sorted(SYMBOLS - {"in", "a", "c", "k", "n", "t", "v"}, key=len, reverse=True))
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
