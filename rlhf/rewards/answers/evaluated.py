@@ -146,8 +146,8 @@ def _value_is_evaluated(value: Node, wanted: list[Node], gold: Node) -> bool:
     if value.kind == "mod" and all(map(is_numeral, value.args)):  # 9 mod 11
         return value.args[0].value < value.args[1].value
     value = _with_unit_as_constant(value, units)
-    bases = [_bases(node) for node in wanted]
-    if all(map(_are_primes, bases)) and len(_bases(value)) > 1 and not _bases(value) <= set().union(*bases):
+    factors = [_bases(node) for node in wanted]
+    if all(map(_are_primes, factors)) and len(_bases(value)) > 1 and not _bases(value) <= set().union(*factors):
         return False
     if is_number(value):
         return True
