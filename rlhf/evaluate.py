@@ -15,6 +15,7 @@ the same problems, and prints for each model how many changed and a p-value.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import merged
 from rlhf.config.printing import say
 from rlhf.plan import evaluation_problems
+from rlhf.plan.start_checks import input_problems
 
 if TYPE_CHECKING:
     from rlhf.types import RolloutGroup
@@ -112,10 +114,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rlhf.run.comparison import compare, graded_responses, read_responses
     from rlhf.run.evaluation import evaluation_metrics
 
-    models = dict.fromkeys([config.model.path, *(arguments.also or ())])
-    configs = {path: with_model(config, path) for path in models}
-    if unfit := dict.fromkeys(problem for each in configs.values() for problem in problems(each)):
-        raise ValueError("\n".join(unfit))
+    also = {path: with_model(config, path) for path in arguments.also or ()}
+    unfit = [input_problems(each, trains=False, with_data=False) for each in also.values()]
+    if any(unfit):
+        raise ValueError("\n".join(itertools.chain(*unfit)))
+    configs = {config.model.path: config} | also
     earlier = None
     if arguments.compare_with is not None:
         samples = {each.samples_per_prompt for each in config.evaluations.values()}
@@ -126,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         groups = cli.run_async(sample_and_grade(each))
         metrics[path], responses[path] = evaluation_metrics(groups), graded_responses(groups)
         if arguments.output:  # after each model: if a later one fails, nothing is lost
-            written = metrics if len(models) > 1 else metrics[path]
+            written = metrics if len(configs) > 1 else metrics[path]
             Path(arguments.output).write_text(json.dumps(written, indent=2) + "\n")
         if arguments.responses:
             rows = [row | {"model": path} for path, rows in responses.items() for row in rows]

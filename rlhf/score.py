@@ -60,7 +60,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = _reward_config(options)
     if options.answer_key is None and any(part.needs_answer for part in config.parts):
         options.answer_key = ANSWER_KEY
-    rows = sum(1 for _ in _rows(options))  # every row is checked before the first one is graded
+    checked = _rows(options)  # every row, before the first one is graded
+    first = next(checked, {})
+    rows = bool(first) + sum(1 for _ in checked)
+    if options.answer_key is None and rows and ANSWER_KEY not in first and config.parts[0].is_user_function:
+        no_answers = f"{options.file}: no column {ANSWER_KEY!r}, so the reward gets answer=''. Set --answer-key."
+        say(no_answers, file=sys.stderr)
     from rlhf.rewards.scorer import Scorer
 
     with Scorer(config) as scorer:

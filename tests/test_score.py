@@ -168,7 +168,10 @@ def test_a_reward_that_reads_no_answer_asks_for_none(tmp_path: Path, capsys: pyt
         (f"{tmp_path / 'mine.py'}:mine", "1.0000"),
     ):
         assert run([str(file), "--reward", reward, "--workers", "1"]) == 0
-        assert f"accuracy  {accuracy} over 2 rows" in capsys.readouterr().out
+        printed = capsys.readouterr()
+        assert f"accuracy  {accuracy} over 2 rows" in printed.out
+        note = f"{file}: no column 'ground_truth', so the reward gets answer=''. Set --answer-key.\n"
+        assert printed.err == (note if "mine" in reward else "")
     for needing in (["--reward", "f1"], ["--reward", "repetition", "--answer-key", "gold"]):
         assert run([str(file), *needing]) == 2
         assert "in.jsonl:1: no text in column" in capsys.readouterr().err

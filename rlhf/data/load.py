@@ -90,8 +90,9 @@ def first_usable(
     """
     for key, source in config_sources(config, which).items():
         with contextlib.suppress(ValueError, IndexError):
-            rows = first_rows(source, which, key, FIRST_ROWS)
-            row, messages, answer = _usable_rows(config, source, rows, gold_answer, key, BadRows(skip=True))[0]
+            bad = BadRows(skip=True)
+            rows = first_rows(source, which, key, FIRST_ROWS, bad)
+            row, messages, answer = _usable_rows(config, source, rows, gold_answer, key, bad)[0]
             no_tokens, label = np.empty(0, np.int32), source.label
             prompt = Prompt(f"{label}/{row.number}", 0, no_tokens, messages, answer, label, row.columns)
             yield f"row {row.number} of {key}={source.path}", prompt

@@ -127,20 +127,22 @@ def local_path(source: SourceConfig) -> Path | None:
     return path if path.suffix in FILE_SUFFIXES + OTHER_SUFFIXES or looks_local(source.path) else None
 
 
-def stream_rows(source: SourceConfig, which: str, key: str) -> Iterator[Row]:
+def stream_rows(source: SourceConfig, which: str, key: str, bad: BadRows | None = None) -> Iterator[Row]:
     """The rows of a source, one after another; of a .jsonl file only one row is in memory at a time."""
+    bad = bad or BadRows()
     check_source(source, key)
     path = local_path(source)
     if path is None or path.suffix != ".jsonl" or path.is_dir():
-        yield from read_rows(source, which, key)
+        yield from read_rows(source, which, key, bad)
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _parse_row(line, number, source, key)
+                with bad.leave_out():
+                    yield _parse_row(line, number, source, key)
 
 
-def first_rows(source: SourceConfig, which: str, key: str, count: int) -> list[Row]:
+def first_rows(source: SourceConfig, which: str, key: str, count: int, bad: BadRows) -> list[Row]:
     """At most `count` rows from the beginning of a source. Raises ValueError as `read_rows` does."""
     check_source(source, key)
     path = local_path(source)
@@ -148,7 +150,7 @@ def first_rows(source: SourceConfig, which: str, key: str, count: int) -> list[R
         return _read_dataset(source, path, source.split or DEFAULT_SPLIT[which], key, limit=count)
     if path.suffix == ".parquet":
         return _read_parquet(source, path, key, limit=count)
-    return list(islice(stream_rows(source, which, key), count))
+    return list(islice(stream_rows(source, which, key, bad), count))
 
 
 def read_rows(source: SourceConfig, which: str, key: str, bad: BadRows | None = None) -> list[Row]:

@@ -45,12 +45,20 @@ def read_header(file: Path) -> dict[str, Any]:
                 raise ValueError("its header would be longer than the file, or than any")
             header: dict[str, Any] = json.loads(stream.read(length))
             header.pop("__metadata__", None)
-            end = LENGTH_BYTES + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            end = LENGTH_BYTES + length + max(map(_end_of, header.values()), default=0)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file}: not a whole safetensors file ({error}). Download or save it again.") from None
     if end != size:
         raise ValueError(f"{file}: its header describes {end:,} bytes, and it has {size:,}. Download or save it again.")
     return header
+
+
+def _end_of(tensor: Any) -> int:
+    """Where the numbers of a tensor end, counted from the end of the header."""
+    match tensor:
+        case {"shape": [*_], "data_offsets": [int(), int(end)]}:
+            return end
+    raise ValueError("a tensor has no shape, or not two data_offsets")
 
 
 def check_weights(path: str, key: str) -> None:

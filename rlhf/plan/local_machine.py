@@ -62,5 +62,5 @@ def shared_memory_problems(folder: Path) -> Iterator[str]:
     if free < SHARED_MEMORY_MIB:
         yield (
             f"{folder}: {free} MiB are free, and vLLM needs {SHARED_MEMORY_MIB} for what its processes share. Start "
-            "the container with --shm-size=2g or more (Docker's default is 64 MB); on a machine remove old files there."
+            "the container with --shm-size=8g or more (Docker's default is 64 MB); on a machine remove old files there."
         )

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.config.model_folder import local_model_folder, looks_local
-from rlhf.data.model_files import local_model_config
+from rlhf.data.model_files import USUAL_MODEL_TYPES, local_model_config
 from rlhf.data.weight_files import read_header, weight_files
 from rlhf.plan.known_models import known_model
 
 KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' defaults
 QWEN3_HEAD_DIM = 128  # if its config.json has no head_dim
-SUPPORTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # by formula
 
 WITHOUT_ATTENTION = ("linear_attention", "mamba", "conv", "mlp", "moe")  # kinds of layers
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
@@ -173,17 +172,17 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
     """
     config = config.get("text_config") or config
     kind = str(config.get("model_type"))
-    if kind not in SUPPORTED and not stored:
+    if kind not in USUAL_MODEL_TYPES and not stored:
         raise ValueError(
             f"model_type={config.get('model_type')!r} is not one whose parameters the plan can count without the "
-            f"model's weight files ({', '.join(SUPPORTED)})"
+            f"model's weight files ({', '.join(USUAL_MODEL_TYPES)})"
         )
     try:
         hidden, heads = _key(config, "hidden_size", "n_embd"), _key(config, "num_attention_heads", "n_head")
         layers, vocabulary = _layers(config), config["vocab_size"]
         experts = _experts(kind, config, layers)
         intermediate = config.get("intermediate_size") or 4 * hidden
-        if kind in SUPPORTED and not experts:
+        if kind in USUAL_MODEL_TYPES and not experts:
             intermediate = config["intermediate_size"]
     except KeyError as error:
         raise ValueError(f"config.json has no {error.args[0]}") from None

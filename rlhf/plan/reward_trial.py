@@ -1,14 +1,10 @@
-"""One response to a real row is graded by each function of the user before anything starts."""
+"""Before anything starts, each function of the user grades a response, or a group of them, to a row of each source."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.reward import RewardConfig
-
-if TYPE_CHECKING:
-    from rlhf.types import Prompt
 
 
 def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
@@ -16,40 +12,34 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
 
     A function that raises, runs into a limit or returns no number is refused, unless `reward.failure_fraction` is 1.
     """
-    functions = _only_functions(config.reward)
-    if not functions.all_parts or config.reward.failure_fraction == 1:
+    reward = config.reward.model_copy(update={"workers": 1, "spares": 0})
+    if not any(part.is_user_function for part in reward.all_parts) or reward.failure_fraction == 1:
         return []
     # imported here, so that --plan needs no numpy
     from rlhf.data.load import first_usable
-    from rlhf.rewards.answers.extract import gold_answer
+    from rlhf.rewards.answers.extract import alternatives, gold_answer
     from rlhf.rewards.scorer import Scorer
 
     kinds: tuple[Literal["train", "eval"], ...] = ("train", "eval") if trains else ("eval",)
-    prompts = [row for which in kinds for row in first_usable(config.data, which, gold_answer)]
+    rows = [
+        (config.rollout if which == "train" else config.evaluations[prompt.source], row, prompt)
+        for which in kinds
+        for row, prompt in first_usable(config.data, which, gold_answer)
+    ]
     problems: dict[tuple[str, str], str] = {}  # by function and error: it is the same for every source
     try:
-        with Scorer(functions) as scorer:
-            for row, prompt in prompts:
-                for name, error in scorer.try_functions(prompt, _responses(config, prompt)).items():
+        with Scorer(reward) as scorer:
+            for of, row, prompt in rows:
+                responses = _responses(alternatives(prompt.answer)[0], of.samples_per_prompt)
+                for name, error in scorer.try_functions(prompt, responses).items():
                     problem = f"reward name={name!r}: it fails for a response to {row}: {error}".removesuffix(".")
                     problems.setdefault((name, error), f"{problem}. Repair the function (docs/rewards.md).")
     except (ValueError, RuntimeError) as error:
-        return [str(error)]
+        return [*problems.values(), str(error)]
     return list(problems.values())
 
 
-def _only_functions(reward: RewardConfig) -> RewardConfig:
-    """The user functions of a reward, in one process per set of grants."""
-
-    def functions(parts: Any) -> Any:
-        return tuple(part for part in parts if part.is_user_function)
-
-    by_source = {source: functions(parts) for source, parts in reward.by_source.items()}
-    changed = {"parts": functions(reward.parts), "by_source": by_source, "workers": 1, "spares": 0}
-    return reward.model_copy(update=changed)
-
-
-def _responses(config: GRPOConfig, prompt: Prompt) -> list[str]:
-    """Responses with the right answer, as many as a group has, and no two alike."""
-    answer = f"The answer is \\boxed{{{prompt.answer}}}." if prompt.answer else "This is the response."
-    return [f"{answer}{' It is.' * number}" for number in range(config.rollout.samples_per_prompt)]
+def _responses(answer: str, count: int) -> list[str]:
+    """Responses with the right answer, no two alike."""
+    text = f"The answer is \\boxed{{{answer}}}." if answer else "This is the response."
+    return [f"{text}{' It is.' * number}" for number in range(count)]

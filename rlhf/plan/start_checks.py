@@ -33,9 +33,10 @@ def evaluation_problems(config: GRPOConfig) -> list[str]:
     return input_problems(config, trains=False) + resources + reward_problems(config, trains=False)
 
 
-def input_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
+def input_problems(config: GRPOConfig, *, trains: bool = True, with_data: bool = True) -> list[str]:
     """Data and models that are missing, or that do not fit the config."""
-    sources = config_sources(config.data, "eval") | (config_sources(config.data, "train") if trains else {})
+    kinds = (("eval", "train") if trains else ("eval",)) if with_data else ()
+    sources = {key: source for which in kinds for key, source in config_sources(config.data, which).items()}
     problems = _gather(*(partial(check_source, source, key) for key, source in sources.items()))
     for role in config.roles(trains=trains):
         generates = role.name not in (CRITIC, REWARD_MODEL)

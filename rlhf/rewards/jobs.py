@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlhf.rewards.grade import Grade
-from rlhf.rewards.output import Output
+from rlhf.rewards.output import OutputPipe
 from rlhf.rewards.protocol import QUICK_REWARDS, Channel
 from rlhf.rewards.time_limit import Stopwatch
 
@@ -92,7 +92,7 @@ class Worker:
     pid: int = 0
     ready: bool = False
     doomed: str = ""  # why it is being killed
-    output: Output | None = None  # what it prints, if it runs user functions
+    output: OutputPipe | None = None  # what it prints, if it runs user functions
     jobs: dict[int, Job] = field(default_factory=dict)  # by number; unless `waits`, the first one is running
     waits: bool = False  # all of its jobs are calls that wait, and all are running
     asked: tuple[str, ...] = ()  # the costly comparison that the running job is about to compute

@@ -1,4 +1,4 @@
-"""The keeper as the driver sees it: the process that forks, kills and reaps the workers (`worker.py`)."""
+"""The driver's side of the keeper, the process that forks, kills and reaps the workers (`worker.py`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is kill
 
 
 class KeeperProcess:
-    """A running keeper; PDEATHSIG ends it with the thread that starts it.
+    """A running keeper; it ends with the thread that starts it.
 
     Args:
         hello: what its workers need to know.
-        start_s: seconds for it to load; later on it is killed when it is silent for longer than it was last allowed.
+        environment: its variables, which the workers inherit.
+        start_s: seconds for it to load; `answered` sets how long it may then be silent.
 
     Attributes:
-        channel: its messages; a message extends the time that it may be silent.
+        channel: commands to it, and its messages.
     """
 
     def __init__(self, hello: Mapping[str, Any], environment: Mapping[str, str], *, start_s: float) -> None:

@@ -1,6 +1,6 @@
 """What user functions print: whole lines with the name of the part in front, never on the terminal directly.
 
-    worker: print() ── Lines ──> pipe ──> driver: Output, one per worker ──> Printed ──> say(line)
+    worker: print() ── WorkerStdout ──> pipe ──> driver: OutputPipe, one per worker ──> PrintedLines ──> say(line)
 
 A worker has the pipe as its standard output and error, so programs that it starts, and a crash, are heard too.
 """
@@ -18,17 +18,18 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from rlhf.config.printing import printable, say
+from rlhf.config.printing import say
 
 MAX_LINE = 1000  # characters of a line that are shown
 MAX_LINES, WINDOW_S = 50, 10.0  # so many lines are shown in so many seconds
-NAME_ENDS = "\x1f"  # between the name of the part and its line
+NAME_SEPARATOR = "\x1f"  # between the name of the part and its line
 READ_BYTES = 1 << 16
+LAST_READS = 50  # of a pipe that may never end
 
 running: ContextVar[str] = ContextVar("running", default="")  # the part of the reward that is being computed
 
 
-class Lines(io.RawIOBase):
+class WorkerStdout(io.RawIOBase):
     """Standard output of a worker: text of several calls becomes whole lines, each with the name of its part.
 
     Attributes:
@@ -61,15 +62,15 @@ class Lines(io.RawIOBase):
             self._send(running.get(), line)
 
     def _send(self, name: str, line: bytes) -> None:
-        os.write(1, name.encode() + NAME_ENDS.encode() + line[:MAX_LINE] + b"\n")
+        os.write(1, name.encode() + NAME_SEPARATOR.encode() + line[:MAX_LINE] + b"\n")
 
 
-def redirect_output(pipe: int, *, muted: bool) -> Lines:
+def redirect_output(pipe: int, *, muted: bool) -> WorkerStdout:
     """Make a pipe the standard output and error of this process, and let breakpoint() fail: there is no terminal."""
     for fd in (1, 2):
         os.dup2(pipe, fd)
     os.close(pipe)
-    lines = Lines(muted=muted)
+    lines = WorkerStdout(muted=muted)
     sys.stdout = sys.stderr = io.TextIOWrapper(lines, encoding="utf-8", errors="backslashreplace", write_through=True)
     sys.breakpointhook = _refuse_debugger
     return lines
@@ -83,7 +84,7 @@ def to_stderr(line: str) -> None:
     say(line, file=sys.stderr)
 
 
-class Printed:
+class PrintedLines:
     """Gives printed lines to `say_line`, at most MAX_LINES in WINDOW_S; the others are counted.
 
     Args:
@@ -105,7 +106,7 @@ class Printed:
         self._shown += len(lines[:room])
         self._dropped += len(lines[room:])
         for line in lines[:room]:
-            name, _, text = line.decode(errors="replace").rpartition(NAME_ENDS)
+            name, _, text = line.decode(errors="replace").rpartition(NAME_SEPARATOR)
             self._say(f"{self._who(name)}: {text[:MAX_LINE]}")
 
     def end_window(self) -> None:
@@ -116,21 +117,22 @@ class Printed:
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone; the grading goes on
-            self._to(printable(line))
+            self._to(line)
 
     def _who(self, name: str = "") -> str:
         return f"reward {name or self._sole}".rstrip()
 
 
-class Output:
+class OutputPipe:
     """The driver's end of the pipe of one worker."""
 
-    def __init__(self, printed: Printed) -> None:
+    def __init__(self, printed: PrintedLines) -> None:
         self._printed = printed
         self.fd, self.pipe = os.pipe()  # to read, and for the worker
         os.set_blocking(self.fd, False)
         self._open = b""  # text without its line end yet
         self.ended = False  # no process has the pipe any more
+        self.closed = False
 
     def fileno(self) -> int:
         return self.fd
@@ -151,7 +153,8 @@ class Output:
 
     def close(self) -> None:
         """Show the rest; the worker has ended."""
-        for _ in range(MAX_LINES):  # a process that outlives the worker may still print
+        for _ in range(LAST_READS):  # a process that outlives the worker may still print
             if not self.read():
                 break
         os.close(self.fd)
+        self.closed = True

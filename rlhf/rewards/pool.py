@@ -36,7 +36,7 @@ from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import DIED, TIMEOUT, Grade
 from rlhf.rewards.jobs import Batch, Job, Queue, Slot, Worker
 from rlhf.rewards.keeper import KeeperProcess
-from rlhf.rewards.output import Output, Printed, to_stderr
+from rlhf.rewards.output import OutputPipe, PrintedLines, to_stderr
 from rlhf.rewards.processes import count_below
 from rlhf.rewards.protocol import Channel
 from rlhf.rewards.sources import changed_sources
@@ -93,7 +93,7 @@ class Pool:
         self._hello = {**limits, "user_functions": functions, "path": sys.path}
         self.unconfined: tuple[str, ...] = ()
         self.sources: dict[str, dict[str, str]] = {}
-        self._printed = Printed([part.name for part in user_functions], say) if user_functions else None
+        self._printed = PrintedLines([part.name for part in user_functions], say) if user_functions else None
         self._say = say
         self._cannot_load, self._cannot_load_since = "", 0.0  # why new workers cannot load the reward
         self._postponed: deque[float] = deque()  # when workers are started in place of those that could not
@@ -211,7 +211,7 @@ class Pool:
         worker = Worker(self._numbers, Channel(ours))
         fds = [theirs.fileno()]
         if self._printed is not None:
-            worker.output = Output(self._printed)
+            worker.output = OutputPipe(self._printed)
             self._selector.register(worker.output, selectors.EVENT_READ, worker.output)
             fds.append(worker.output.pipe)
         self._workers[worker.number] = worker
@@ -232,8 +232,8 @@ class Pool:
                 self._on_keeper(message)
             if not open_:
                 self._restart_keeper()
-        elif isinstance(source, Output):
-            if not source.read() and source.ended:
+        elif isinstance(source, OutputPipe):
+            if not source.closed and not source.read() and source.ended:
                 self._selector.unregister(source)
         elif source.number in self._workers:
             messages, open_ = source.channel.receive()
@@ -296,6 +296,7 @@ class Pool:
         """End a worker that cannot load the reward, to be replaced later; the start of the pool fails."""
         if not self._started.done():
             self._started.set_exception(ValueError(problem))
+        if self._started.exception() is not None:
             return
         if not self._cannot_load:
             self._cannot_load_since = time.monotonic()

@@ -1,7 +1,8 @@
 """Fingerprints of the code of user functions: a run whose reward changes while it runs is another run.
 
 Covered are the file that holds a function and the modules of the same folder (for a package: of the whole package) that
-are loaded with it. Installed packages, modules that a call imports later and files of data are not.
+are loaded with it. The standard library, installed packages, modules that a call imports later and files of data are
+not.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,10 +18,11 @@ Sources = Mapping[str, Mapping[str, str]]  # name of a user function -> file, re
 
 OURS = Path(__file__).resolve().parents[1]
 INSTALLED = ("site-packages", "dist-packages")
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 def loaded_sources(names: Iterable[str], *, before: Collection[str]) -> dict[str, dict[str, str]]:
-    """The fingerprints of user functions that this process has just imported.
+    """The fingerprints of user functions that this process has just imported; of each its own file comes first.
 
     Args:
         names: the functions, as a config names them.
@@ -30,27 +33,31 @@ def loaded_sources(names: Iterable[str], *, before: Collection[str]) -> dict[str
     for name in names:
         module = name.rpartition(":")[0]
         own = _file(os.path.realpath(module) if module.endswith(".py") else module)
-        files = set() if own is None else {own}
         if own is not None:
             folder = _folder(module, own)
-            files |= {file for file in new if _belongs(file, folder)}
-            sources[name] = {str(file.relative_to(folder)): _digest(file) for file in sorted(files)}
+            files = [own, *sorted(file for file in new - {own} if _belongs(file, folder))]
+            sources[name] = {str(file.relative_to(folder)): _digest(file) for file in files}
     return sources
 
 
 def changed_sources(before: Sources, now: Sources) -> Iterator[str]:
-    """`reward name='mine.py:score': mine.py` for each function, with the files that are not what they were."""
+    """`reward name='mine.py:score': mine.py` for each function, with the files that are not what they were.
+
+    Files that are in one of the two alone are not compared, but for the function's own: what another function imports
+    is there too if both are in one pool, and code cannot import another file without a change of its own.
+    """
     for name in before.keys() & now.keys():
         then, files = before[name], now[name]
-        changed = sorted(file for file in then.keys() | files.keys() if then.get(file) != files.get(file))
+        compared = (then.keys() & files.keys()) | set(list(files)[:1])
+        changed = sorted(file for file in compared if then.get(file) != files[file])
         if changed:
             yield f"reward name={name!r}: {', '.join(changed)}"
 
 
 def _file(module: str) -> Path | None:
-    """The file of a loaded module; None for one that is built in, or a folder without code of its own."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return Path(file).resolve() if file else None
+    """The file of a loaded module; None for one that has none: some are built in, and torch makes up names."""
+    file = Path(getattr(sys.modules.get(module), "__file__", None) or "")
+    return file.resolve() if file.is_absolute() and file.is_file() else None
 
 
 def _folder(module: str, file: Path) -> Path:
@@ -61,8 +68,10 @@ def _folder(module: str, file: Path) -> Path:
 
 
 def _belongs(file: Path, folder: Path) -> bool:
-    """Whether a file is below the folder, and neither installed there nor part of this trainer."""
-    if not file.is_relative_to(folder) or (file.is_relative_to(OURS) and not folder.is_relative_to(OURS)):
+    """Whether a file is below the folder, and neither installed there nor part of Python or of this trainer."""
+    if not file.is_relative_to(folder) or file.is_relative_to(STANDARD_LIBRARY):
+        return False
+    if file.is_relative_to(OURS) and not folder.is_relative_to(OURS):
         return False
     return folder.name not in INSTALLED and not set(INSTALLED) & set(file.relative_to(folder).parts)
 

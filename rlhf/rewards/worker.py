@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import DIED, Grade
-from rlhf.rewards.output import Lines, redirect_output, running
+from rlhf.rewards.output import WorkerStdout, redirect_output, running
 from rlhf.rewards.processes import adopt_orphans, children_of, die_with_parent, kill_children
 from rlhf.rewards.protocol import QUICK_REWARDS, Channel
 from rlhf.rewards.sources import loaded_sources
@@ -153,21 +153,32 @@ def _serve(number: int, channel: Channel, hello: dict[str, Any], pipes: list[int
     Args:
         pipes: for what is printed; none if there are no user functions.
     """
+    lines = None
     try:
         lines = redirect_output(pipes[0], muted=number > 1) if pipes else None
         die_with_parent(signal.SIGKILL)
         adopt_orphans()
         names = [part["name"] for part in hello["user_functions"]]
         unconfined = Grants(*hello["grants"]).confine(names, _own_folder(hello, os.getpid()))
-        with contextlib.suppress(EOFError, OSError):  # the driver is gone
-            _answer_jobs(channel, hello, unconfined, lines)
+        try:
+            functions, sources = _load(hello["user_functions"], lines)
+        except ValueError as error:
+            channel.send({"broken": str(error)})
+        else:
+            about = {"unconfined": unconfined, "sources": sources}
+            with contextlib.suppress(EOFError, OSError):  # the driver is gone
+                _answer_jobs(channel, hello, functions, about, lines)
     except Exception:
+        if lines is not None:
+            lines.muted = False
         traceback.print_exc()  # the keeper reports only that the worker ended
     finally:
         os._exit(0)
 
 
-def _load(functions: list[dict[str, Any]], lines: Lines | None) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+def _load(
+    functions: list[dict[str, Any]], lines: WorkerStdout | None
+) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
     """Import the user functions; returns them by name, and the fingerprints of their code. Raises ValueError."""
     from rlhf.rewards import registry
 
@@ -185,19 +196,20 @@ def _load(functions: list[dict[str, Any]], lines: Lines | None) -> tuple[dict[st
     return loaded, loaded_sources(loaded, before=before)
 
 
-def _answer_jobs(channel: Channel, hello: dict[str, Any], unconfined: list[str], lines: Lines | None) -> None:
+def _answer_jobs(
+    channel: Channel,
+    hello: dict[str, Any],
+    functions: dict[str, Any],
+    about: dict[str, Any],
+    lines: WorkerStdout | None,
+) -> None:
+    """Answer jobs until the driver hangs up, after a first message with what is known `about` this worker."""
     from rlhf.rewards import registry
 
-    try:
-        functions, sources = _load(hello["user_functions"], lines)
-    except ValueError as error:
-        channel.send({"broken": str(error)})
-        return
     _limit_memory(hello["memory_mb"])
     own = children_of(os.getpid())  # started by the modules of the functions; they last as long as the worker
     waiting = [name for name, function in functions.items() if registry.waits(function)]
-    about = {"cpu": time.process_time(), "waits": waiting, "unconfined": unconfined, "sources": sources}
-    channel.send({"ready": True, **about})
+    channel.send({"ready": True, "cpu": time.process_time(), "waits": waiting, **about})
     replies = Replies(channel)
 
     async def call(job: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from worlds import make_config
@@ -43,6 +44,11 @@ def put_a_pointer(folder: Path) -> None:
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
 
 
+def write_tensor(folder: Path, tensor: dict[str, Any]) -> None:
+    header = json.dumps({"a": tensor}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def remove(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -68,6 +74,14 @@ def name_what_is_not_there(folder: Path) -> None:
             "model.safetensors: not a whole safetensors file (its header would be longer",
         ),
         (damage_the_header, "model.safetensors: not a whole safetensors file (Expecting value"),
+        (
+            lambda folder: write_tensor(folder, {"dtype": "F32", "shape": [0], "data_offsets": [0]}),
+            "model.safetensors: not a whole safetensors file (a tensor has no shape, or not two data_offsets)",
+        ),
+        (
+            lambda folder: write_tensor(folder, {"dtype": "F32", "data_offsets": [0, 0]}),
+            "model.safetensors: not a whole safetensors file (a tensor has no shape, or not two data_offsets)",
+        ),
         (put_a_pointer, "a Git LFS pointer. Run `git lfs pull` there."),
         (remove, "model.safetensors: no such file. Download or save the model again."),
         (lose_a_shard, "model-00002-of-00002.safetensors: no such file."),

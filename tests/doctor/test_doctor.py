@@ -190,6 +190,15 @@ def test_a_full_disk_fails_and_little_shared_memory_warns(make: Any, monkeypatch
     assert "--shm-size" in result.remedy
 
 
+def test_a_full_temporary_folder_warns_unless_ray_runs_already(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10_000 * GIB, 9_900 * GIB, 100 * GIB))
+    result = finding(machine.check_disk, make())
+    assert result.status == "warn"
+    assert "where Ray writes, is 99% full" in result.text
+    assert finding(machine.check_disk, make("cluster.ray_address=auto")).status == "ok"
+
+
 def test_a_folder_that_cannot_be_written_is_named(make: Any) -> None:
     result = finding(machine.check_disk, make("run.dir=/proc/run"))
     assert result.status == "fail"

@@ -78,4 +78,4 @@ def test_the_shared_memory_that_docker_gives_is_too_small(tmp_path: Path) -> Non
         finally:
             subprocess.run(["umount", str(tmp_path)], check=True)
         assert not problems if is_enough else f"{tmp_path}: 64 MiB are free, and vLLM needs 256" in problems[0]
-        assert is_enough or "--shm-size=2g or more (Docker's default is 64 MB)" in problems[0]
+        assert is_enough or "--shm-size=8g or more (Docker's default is 64 MB)" in problems[0]

@@ -15,7 +15,8 @@ import pytest
 import yaml
 from processes import cpu_seconds
 
-from rlhf import grpo
+from rlhf import evaluate, grpo
+from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
@@ -320,7 +321,11 @@ def test_on_a_fresh_machine_every_config_for_gpus_has_its_memory(
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    config = load_config(PPOConfig if file.name.startswith("ppo") else GRPOConfig, [str(file)])
+    schema = PPOConfig if file.name.startswith("ppo") else GRPOConfig
+    if file.name.startswith("eval"):
+        config = load_config(cli.program_schema([], trains=False), [str(file)], complete=evaluate.complete)
+    else:
+        config = load_config(schema, [str(file)])
     text = plan_text(config)
     memory = text[text.index("\nMemory, estimated\n") :]
     assert line_of(memory, "model ").endswith(f", {PUBLISHED_PARAMETERS[config.model.path]:,} parameters")

@@ -14,6 +14,7 @@ from worlds import make_config
 from rlhf.config.grpo import GRPOConfig
 from rlhf.plan import evaluation_problems, start_problems
 from rlhf.plan.reward_trial import reward_problems
+from rlhf.rewards.pool import Pool
 
 CODE = """
 import statistics, time
@@ -46,6 +47,16 @@ async def fails_in_its_helper(response, **_):
 
 def helper(response):
     return response.no_such_method()
+
+def shows(responses, *, answer, **_):
+    raise KeyError(f"{len(responses)} such as {responses[0]}")
+
+def goes_away(response, *, metadata, columns, **_):
+    import os
+    if "last" in columns:
+        os.rename(__file__, __file__ + ".away")
+        os._exit(1)
+    return columns["limit"]
 """
 
 
@@ -88,7 +99,9 @@ def test_a_function_that_fails_is_named_with_the_row_and_its_own_line(
 def test_functions_that_grade_are_not_refused(tiny_model_dir: Path, file: Path) -> None:
     group = {"name": f"{file}:ranks", "group": True}
     trl = {"name": f"{file}:trl", "group": True}
-    assert reward_problems(config(tiny_model_dir, f"{file}:good", group, trl, f"{file}:waits")) == []
+    run = config(tiny_model_dir, f"{file}:good", group, trl, f"{file}:waits")
+    several = run.evaluation.model_copy(update={"samples_per_prompt": 2})
+    assert reward_problems(run.model_copy(update={"evaluation": several})) == []
 
 
 @pytest.mark.slow
@@ -120,8 +133,42 @@ def test_bad_rows_at_the_beginning_are_not_what_a_function_is_tried_with(
     run = make_config(tiny_model_dir / "model", data=data, reward={"parts": [f"{file}:bug"]})
     (told,) = reward_problems(run)
     assert f"row 2 of data.train={rows}" in told
+    rows.write_text('not json\n{"question": "1 + 1", "answer": "2"}\n')
+    (told,) = reward_problems(run)
+    assert f"row 2 of data.train={rows}" in told
     rows.write_text("[not json\n")
     assert reward_problems(run) == []  # loading the data says what is wrong with it
+
+
+@pytest.mark.slow
+def test_a_group_is_as_large_as_that_of_its_set_and_gives_the_first_of_several_answers(
+    tiny_model_dir: Path, file: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1 + 1", "answer": ["2", "two"]}\n')
+    data = {"train": str(tiny_model_dir / "train.jsonl"), "eval": [{"path": str(rows), "samples_per_prompt": 3}]}
+    reward = {"parts": [{"name": f"{file}:shows", "group": True}]}
+    run = make_config(tiny_model_dir / "model", data=data, reward=reward)
+    train, evaluation = reward_problems(run)
+    assert f"data.train={tiny_model_dir}" in train
+    assert f"'{run.rollout.samples_per_prompt} such as " in train
+    assert "'3 such as The answer is \\\\boxed{2}.'" in evaluation
+
+
+@pytest.mark.slow
+def test_what_was_found_before_the_processes_ended_is_told_too(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pool, "reload_s", 0.5)
+    (tmp_path / "own").mkdir()
+    file, rows = tmp_path / "own" / "own.py", tmp_path / "rows.jsonl"
+    file.write_text(CODE)
+    rows.write_text('{"question": "1 + 1", "answer": "2", "last": true}\n')
+    data = {"train": [str(tiny_model_dir / "train.jsonl"), str(rows), str(tiny_model_dir / "test.jsonl")]}
+    reward = {"parts": [{"name": f"{file}:goes_away", "files": [str(file.parent)]}], "wall_seconds": 2.0}
+    problems = reward_problems(make_config(tiny_model_dir / "model", data=data, reward=reward))
+    assert "KeyError: 'limit'" in problems[0]
+    assert "own.py cannot be imported: FileNotFoundError" in problems[-1]
 
 
 @pytest.mark.slow

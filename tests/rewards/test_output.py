@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from waiting import WAIT_S, eventually
 
 from rlhf.config.reward import RewardPart
 from rlhf.rewards.grade import Grade
-from rlhf.rewards.output import MAX_LINE, MAX_LINES, Output, Printed
+from rlhf.rewards.output import MAX_LINE, MAX_LINES, OutputPipe, PrintedLines, to_stderr
 from rlhf.rewards.pool import Pool
 
 CODE = """
@@ -54,10 +56,16 @@ def said() -> list[str]:
 def pool(file: Path, said: list[str]) -> Iterator[Pool]:
     parts = [RewardPart(name=f"{file}:computes"), RewardPart(name=f"{file}:waits")]
     parts += [RewardPart(name=f"{file}:{name}") for name in ("stops", "stops_with_pdb")]
-    with Pool(workers=2, spares=1, wall_seconds=2.0, user_functions=parts, say=said.append) as running:
+    heard: list[str] = []  # all of it; the tests forget what was said before them
+
+    def say(line: str) -> None:
+        heard.append(line)
+        said.append(line)
+
+    with Pool(workers=2, spares=1, wall_seconds=2.0, user_functions=parts, say=say) as running:
         running._printed._began = float("inf")  # type: ignore[union-attr] - every test may print MAX_LINES
         yield running
-    assert said.count(f"reward {file}:computes: imported") == 1
+    assert heard.count(f"reward {file}:computes: imported") == 1
 
 
 @pytest.fixture
@@ -82,7 +90,7 @@ def grade(pool: Pool, file: Path, said: list[str]) -> Callable[..., Grade]:
         ("print('a\\nb')", ["a", "b"]),
         ("print('no end', end='')", ["no end"]),
         ("print('to stderr', file=sys.stderr)", ["to stderr"]),
-        ("print('\\x1b[2J\\u00e9')", ["\\u001b[2Jé"]),
+        ("print('\\x1b[2J\\u00e9')", ["\x1b[2Jé"]),
         ("sys.stdout.buffer.write(b'bytes\\n')", ["bytes"]),
         ("print('last words'); os._exit(1)", ["last words"]),
         ("print('x' * 5000)", ["x" * MAX_LINE]),
@@ -146,9 +154,9 @@ def test_nothing_goes_to_the_terminal_directly(grade: Callable[..., Grade], capf
     assert (captured.out, captured.err) == ("", "")
 
 
-def printed(names: list[str], said: list[str]) -> tuple[Printed, Output, Callable[[bytes], Any]]:
-    printed = Printed(names, said.append)
-    output = Output(printed)
+def printed(names: list[str], said: list[str]) -> tuple[PrintedLines, OutputPipe, Callable[[bytes], Any]]:
+    printed = PrintedLines(names, said.append)
+    output = OutputPipe(printed)
     return printed, output, lambda data: (os.write(output.pipe, data), output.read())
 
 
@@ -175,8 +183,42 @@ def test_lines_beyond_the_limit_are_counted_until_the_window_ends() -> None:
     output.close()
 
 
+def test_what_is_printed_cannot_command_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    PrintedLines(["mine.py:f"], to_stderr).lines(b"mine.py:f\x1f\x1b[2J\n")
+    assert capfd.readouterr().err == "reward mine.py:f: \\u001b[2J\n"
+
+
 def test_a_terminal_that_is_gone_does_not_end_the_grading() -> None:
     def broken(_: str) -> None:
         raise BrokenPipeError
 
-    Printed(["mine.py:f"], broken).lines(b"a\nb\n")
+    PrintedLines(["mine.py:f"], broken).lines(b"a\nb\n")
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_before_its_last_lines_are_read_ends_nothing_else(file: Path) -> None:
+    first, go_on = threading.Event(), threading.Event()
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if line.endswith(": first"):
+            first.set()
+            assert go_on.wait(WAIT_S)
+
+    job = {"name": f"{file}:computes", "options": {}, "answer": "", "columns": {}, "metadata": {}}
+    code = "import time; print('first'); time.sleep(0.5); print('last'); os._exit(1)"
+    with Pool(workers=1, spares=0, user_functions=[RewardPart(name=job["name"])], say=say) as pool:
+        real_select = pool._selector.select
+
+        def control_first(timeout: float | None = None) -> list[Any]:
+            return sorted(real_select(timeout), key=lambda event: event[0].data != "control")
+
+        pool._selector.select = control_first  # type: ignore[method-assign]
+        lost = pool.submit(dict(job, response=code))
+        assert first.wait(WAIT_S)
+        assert select.select([pool.keeper.channel.socket], [], [], WAIT_S)[0]  # the keeper says that it is gone
+        go_on.set()
+        assert lost.result(timeout=WAIT_S).status == "died"
+        assert pool.submit(dict(job, response="print('next')")).result(timeout=WAIT_S).value == 1.0
+    assert [line.rpartition(": ")[2] for line in said[1:]] == ["first", "last", "next"]

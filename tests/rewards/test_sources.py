@@ -180,8 +180,83 @@ def test_the_code_of_a_module_is_its_package_as_far_as_it_is_imported(folder: Pa
     assert sorted(files) == ["__init__.py", "below/__init__.py", "below/mine.py", "words.py"]
 
 
-def test_a_function_is_changed_if_a_file_is_another_or_new_or_gone() -> None:
-    before = {"a.py:f": {"a.py": "1", "b.py": "2"}, "gone.py:f": {"gone.py": "1"}}
-    assert list(changed_sources(before, {"a.py:f": {"a.py": "1", "b.py": "2"}})) == []
-    (changed,) = changed_sources(before, {"a.py:f": {"a.py": "3", "c.py": "2"}, "new.py:f": {"new.py": "1"}})
-    assert changed == "reward name='a.py:f': a.py, b.py, c.py"
+def test_a_function_is_changed_if_its_file_or_one_that_is_loaded_again_is_another() -> None:
+    before = {"m.py:f": {"m.py": "1", "a.py": "1", "b.py": "2"}, "gone.py:f": {"gone.py": "1"}}
+    assert list(changed_sources(before, {"m.py:f": {"m.py": "1", "c.py": "2"}, "new.py:f": {"new.py": "1"}})) == []
+    (changed,) = changed_sources(before, {"m.py:f": {"m.py": "3", "a.py": "1", "b.py": "3"}})
+    assert changed == "reward name='m.py:f': b.py, m.py"
+    (changed,) = changed_sources(before, {"m.py:f": {"__init__.py": "1", "a.py": "1"}})  # a package in its place
+    assert changed == "reward name='m.py:f': __init__.py"
+
+
+@pytest.mark.slow
+def test_functions_that_move_to_another_pool_are_the_same_code(folder: Path) -> None:
+    (folder / "second.py").write_text("import other\n" + ONE)
+    names = [f"{folder}/{file}:score" for file in ("mine.py", "second.py")]
+
+    def loaded(*parts: Any) -> dict[str, dict[str, str]]:
+        with Scorer(RewardConfig.model_validate({"parts": list(parts), "workers": 1, "spares": 0})) as scorer:
+            return scorer.sources
+
+    together, apart = loaded(*names), loaded(names[0], {"name": names[1], "network": True})
+    assert sorted(apart[names[0]]) == ["helper.py", "mine.py"]
+    assert list(changed_sources(together, apart)) == list(changed_sources(apart, together)) == []
+    (folder / "helper.py").write_text("VALUE = 2.0\n")
+    assert len(list(changed_sources(together, loaded(names[0], {"name": names[1], "network": True})))) == 2
+
+
+MAKES_UP_A_FILE = """import standard, sys, types
+sys.modules["ops"] = types.ModuleType("ops")
+sys.modules["ops"].__file__ = "PLACE"
+"""
+
+
+@pytest.mark.usefixtures("forget")
+def test_made_up_files_and_the_standard_library_are_not_code_of_a_reward(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "library").mkdir()
+    (folder / "library" / "standard.py").write_text("")
+    monkeypatch.syspath_prepend(str(folder / "library"))
+    monkeypatch.setattr("rlhf.rewards.sources.STANDARD_LIBRARY", folder / "library")
+    for place in ("_ops.py", "other.py", f"{folder}/nowhere.py"):
+        (folder / "mine.py").write_text(MAKES_UP_A_FILE.replace("PLACE", place) + ONE)
+        for name in ("ops", "standard", "helper", f"{folder}/mine.py"):
+            sys.modules.pop(name, None)
+        ((_, files),) = sources(f"{folder}/mine.py:score").items()
+        assert sorted(files) == ["helper.py", "mine.py"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_outside_the_reward_says_where(folder: Path) -> None:
+    breaks = "from rlhf.rewards import output\n\ndef no(_):\n    raise OSError('no end')\n\n"
+    breaks += "output.WorkerStdout.end_line = no\n"
+    (folder / "mine.py").write_text(breaks + ONE)
+    said: list[str] = []
+    with pytest.raises(RuntimeError, match="their own messages are above"):
+        pool_of(folder, say=said.append)
+    assert sum("OSError: no end" in line for line in said) > 1  # not of the first worker alone
+
+
+class SlowToClose(Pool):
+    """A pool that is closed only when two of its workers have told why they cannot start."""
+
+    told = 0
+
+    def _postpone(self, worker: Any, problem: str) -> None:
+        super()._postpone(worker, problem)
+        self.told += 1
+
+    def close(self) -> None:
+        assert eventually(lambda: self.told > 1)
+        super().close()
+
+
+@pytest.mark.slow
+def test_a_start_that_failed_is_not_tried_again(folder: Path) -> None:
+    (folder / "mine.py").write_text("import no_such_module\n")
+    said: list[str] = []
+    with pytest.raises(ValueError, match="no_such_module"):
+        SlowToClose(workers=2, spares=0, user_functions=[RewardPart(name=job(folder)["name"])], say=said.append)
+    assert said == []

@@ -109,6 +109,23 @@ def test_several_models_stand_side_by_side_and_their_responses_in_one_file(
         evaluate.main([*flags, "--also", "/nowhere"])
 
 
+@pytest.mark.slow
+def test_the_reward_is_tried_once_however_many_models_there_are(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text("def score(response, **_):\n    print('tried')\n    return 1.0\n")
+    others = [str(shutil.copytree(tiny_model_dir / "model", tmp_path / name)) for name in ("one", "two")]
+    values = with_data(tiny_model_dir, reward=[{"name": f"{tmp_path}/own.py:score"}])
+
+    async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:  # without engines
+        return {"test": graded([[(1.0, "7"), (0.0, "8")]] * 2)}
+
+    monkeypatch.setattr(evaluate, "sample_and_grade", sample_and_grade)
+    (tmp_path / "mine.yaml").write_text(json.dumps(values))
+    evaluate.main(["--config", str(tmp_path / "mine.yaml"), "--also", others[0], "--also", others[1]])
+    assert capfd.readouterr().err.count(": tried\n") == 1
+
+
 # Everything that an evaluation reads and that has no default.
 MINIMAL: dict[str, Any] = {
     "data": {"max_prompt_tokens": 64},
