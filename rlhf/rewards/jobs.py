@@ -95,7 +95,6 @@ class Worker:
     output: OutputPipe | None = None  # what it prints, if it runs user functions
     jobs: dict[int, Job] = field(default_factory=dict)  # by number; unless `waits`, the first one is running
     waits: bool = False  # all of its jobs are calls that wait, and all are running
-    asked: tuple[str, ...] = ()  # the costly comparison that the running job is about to compute
     watch: Stopwatch = field(default_factory=Stopwatch)  # since its start, its job's start or its last sign of life
 
     @property
@@ -104,7 +103,7 @@ class Worker:
 
     def is_one_of_several(self) -> bool:
         """Whether it has several jobs, and any of them may be what takes too long."""
-        return len(self.jobs) > 1 and (self.waits or (not self.asked and self.first.request["name"] in QUICK_REWARDS))
+        return len(self.jobs) > 1 and (self.waits or self.first.request["name"] in QUICK_REWARDS)
 
 
 class Queue:
@@ -148,8 +147,7 @@ class Queue:
         computing = [worker for worker in able if worker.jobs and not worker.waits]
         assigned = []
         for worker in computing:  # quick jobs are sent ahead, so that the worker never waits for the next ones
-            is_quick = not worker.asked and _is_quick(worker.first)
-            if is_quick and len(worker.jobs) <= SENT_AHEAD and self._next_is_quick():
+            if _is_quick(worker.first) and len(worker.jobs) <= SENT_AHEAD and self._next_is_quick():
                 assigned.append((worker, self._next_computed()))
         for worker in idle[: max(0, self._size - len(computing))]:
             if jobs := self._next_computed():

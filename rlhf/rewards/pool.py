@@ -1,7 +1,7 @@
 """Killable processes that compute rewards: model text is parsed nowhere else.
 
     driver                                   keeper (python -m rlhf.rewards.worker)
-      caller ── submit(job) ──> Future         loads sympy once, never sees a response
+      caller ── submit(job) ──> Future         loads once, never sees a response
       loop thread <── control socket ──────>   forks, kills and reaps workers
            └──── one socket per worker ─────>  worker: one job after the other, or many calls that wait
 
@@ -25,13 +25,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from rlhf.config.reward import RewardPart
-from rlhf.rewards.answers.extract import alternatives
 from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import DIED, TIMEOUT, Grade
 from rlhf.rewards.jobs import Batch, Job, Queue, Slot, Worker
@@ -44,7 +43,6 @@ from rlhf.rewards.sources import changed_sources
 POLL_S = 0.02  # how often deadlines are checked while jobs run
 MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
 START_S = 120.0  # for the processes to load, the modules of the user functions included
-MAX_REMEMBERED = 100_000  # results of costly comparisons
 MAX_PROCESSES = 64  # that a user function may run at once
 RELOAD_EVERY_S = 1.0  # a worker is started again so long after it could not load the reward
 
@@ -97,7 +95,6 @@ class Pool:
         self._say = say
         self._cannot_load, self._cannot_load_since = "", 0.0  # why new workers cannot load the reward
         self._postponed: deque[float] = deque()  # when workers are started in place of those that could not
-        self._cache: OrderedDict[tuple[str, ...], Grade] = OrderedDict()
         self._incoming: deque[Job] = deque()
         self._queue = Queue(workers, {part.name: part.concurrency for part in user_functions})
         self._workers: dict[int, Worker] = {}
@@ -270,10 +267,6 @@ class Pool:
                 self._started.set_result(None)
         elif "broken" in message:
             self._postpone(worker, str(message["broken"]))
-        elif "ask" in message:
-            worker.asked = tuple(message["ask"])
-            known = self._cache.get(worker.asked)
-            self._tell(worker, {"known": None if known is None else [known.value, known.status]})
         else:
             for reply in message["replies"]:
                 number = int(reply["number"]) if worker.waits else next(iter(worker.jobs))
@@ -316,14 +309,7 @@ class Pool:
             self._start_worker()
 
     def _finish(self, worker: Worker, number: int, grade: Grade) -> None:
-        job = worker.jobs.pop(number)
-        # With several acceptable answers the grade is of the best one, and `asked` may be about another one.
-        if worker.asked and len(alternatives(job.request["answer"])) == 1:
-            self._cache[worker.asked] = grade
-            if len(self._cache) > MAX_REMEMBERED:
-                self._cache.popitem(last=False)
-        worker.asked = ()
-        job.future.set_result(grade)
+        worker.jobs.pop(number).future.set_result(grade)
 
     def _tell(self, worker: Worker, message: Any) -> None:
         try:
@@ -362,8 +348,7 @@ class Pool:
             for job in worker.jobs.values():
                 job.alone = True
         elif worker.jobs:
-            extracted = worker.asked[-2] if len(worker.asked) >= 2 else ""
-            self._finish(worker, worker.first.number, Grade(None, why, extracted, detail))
+            self._finish(worker, worker.first.number, Grade(None, why, detail=detail))
         self._requeue(worker)
         self.keeper.send({"kill": worker.number})
         if self._cannot_load and not worker.ready:

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-# Rewards that take microseconds, or ask the driver before they take longer; only their replies are sent together.
+# Rewards that take microseconds; only their replies are sent together.
 QUICK_REWARDS = frozenset(["math", "gsm8k", "multiple_choice", "exact", "f1", "length"])
 HEADER = struct.Struct("!I")
 READ_BYTES = 1 << 18

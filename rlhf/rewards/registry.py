@@ -25,16 +25,16 @@ from rlhf.rewards.sandbox import refusing_side_effects
 from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 
-# name -> function(job, options, ask)
-REWARDS: dict[str, Callable[[dict[str, Any], Any, Callable[..., Any]], Grade]] = {
-    "math": lambda job, options, ask: math_reward(job["response"], job["answer"], options, job.get("prompt", "")),
-    "gsm8k": lambda job, options, ask: gsm8k_reward(job["response"], job["answer"]),
-    "multiple_choice": lambda job, options, ask: multiple_choice_reward(job["response"], job["answer"], options),
-    "exact": lambda job, options, ask: exact_reward(job["response"], job["answer"], options),
-    "f1": lambda job, options, ask: f1_reward(job["response"], job["answer"], options),
-    "format": lambda job, options, ask: Grade(format_reward(job["response"], options)),
-    "length": lambda job, options, ask: Grade(length_reward(job["metadata"]["response_length"], options)),
-    "repetition": lambda job, options, ask: Grade(repetition_reward(job["response"], options)),
+# name -> function(job, options)
+REWARDS: dict[str, Callable[[dict[str, Any], Any], Grade]] = {
+    "math": lambda job, options: math_reward(job["response"], job["answer"], options, job.get("prompt", "")),
+    "gsm8k": lambda job, options: gsm8k_reward(job["response"], job["answer"]),
+    "multiple_choice": lambda job, options: multiple_choice_reward(job["response"], job["answer"], options),
+    "exact": lambda job, options: exact_reward(job["response"], job["answer"], options),
+    "f1": lambda job, options: f1_reward(job["response"], job["answer"], options),
+    "format": lambda job, options: Grade(format_reward(job["response"], options)),
+    "length": lambda job, options: Grade(length_reward(job["metadata"]["response_length"], options)),
+    "repetition": lambda job, options: Grade(repetition_reward(job["response"], options)),
 }
 
 NO_DEBUGGER = (
@@ -46,13 +46,12 @@ AS_GROUP = "Set `group: true` next to its name if it takes all responses to a pr
 __all__ = ["REWARDS", "call_waiting_function", "load_user_function", "run", "waits"]
 
 
-def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Callable[..., Any]) -> Grade:
+def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> Grade:
     """Grade one response by one reward.
 
     Args:
         job: name, options, response, answer, columns, metadata; with `check`, the gold answer is graded against itself.
         functions: user functions by name.
-        ask: asks the driver for the earlier result of a costly comparison.
     """
     name = job["name"]
     if name in functions:
@@ -65,9 +64,9 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]], ask: Call
             jobs = [{**job, "answer": answer} for answer in alternatives(job["answer"])]
             if job.get("check"):
                 check = check_gold if name == "math" else None
-                grades = [check(j["answer"]) if check else REWARDS[name](as_if_answered(j), options, ask) for j in jobs]
+                grades = [check(j["answer"]) if check else REWARDS[name](as_if_answered(j), options) for j in jobs]
                 return min(grades, key=_worth)
-            return max((REWARDS[name](one, options, ask) for one in jobs), key=_worth)
+            return max((REWARDS[name](one, options) for one in jobs), key=_worth)
     except MemoryError:
         raise
     except Exception as error:  # the text of the response caused it: only this response fails

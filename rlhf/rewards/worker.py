@@ -222,7 +222,7 @@ def _answer_jobs(
     calls = WaitingCalls(channel, call, lambda job: job["name"] in waiting)
     jobs: list[dict[str, Any]] = []
     while True:
-        jobs = jobs or replies.next_jobs()
+        jobs = jobs or channel.receive_one()["jobs"]
         if jobs[0]["name"] in waiting:
             jobs = calls.run(jobs)
             kill_children(spared=own)
@@ -231,7 +231,7 @@ def _answer_jobs(
             if job["name"] not in QUICK_REWARDS:
                 replies.flush()
             running.set(job["name"])
-            reply = _answer(job, functions, replies.ask)
+            reply = _answer(job, functions)
             if lines is not None and job["name"] in functions:
                 lines.end_line()
                 kill_children(spared=own)
@@ -244,15 +244,11 @@ def _answer_jobs(
 
 
 class Replies:
-    """Sends replies together, but all of them before a job that may take long: the driver then knows which job runs.
-
-    Jobs that arrive while the worker waits for the answer to a question are kept for later.
-    """
+    """Sends replies together, but all of them before a job that may take long: the driver then knows which job runs."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._waiting: list[dict[str, Any]] = []
-        self._jobs: deque[list[dict[str, Any]]] = deque()
         self._flushed = time.monotonic()
 
     def add(self, reply: dict[str, Any]) -> None:
@@ -266,23 +262,12 @@ class Replies:
             self._waiting = []
         self._flushed = time.monotonic()
 
-    def ask(self, *key: str) -> Any:
-        """Ask the driver for the result of a costly comparison; None if no worker has made it yet."""
-        self.flush()
-        self._channel.send({"ask": key})
-        while "known" not in (message := self._channel.receive_one()):
-            self._jobs.append(message["jobs"])
-        return message["known"]
 
-    def next_jobs(self) -> list[dict[str, Any]]:
-        return self._jobs.popleft() if self._jobs else self._channel.receive_one()["jobs"]
-
-
-def _answer(job: dict[str, Any], functions: dict[str, Any], ask: Any) -> dict[str, Any]:
+def _answer(job: dict[str, Any], functions: dict[str, Any]) -> dict[str, Any]:
     from rlhf.rewards import registry
 
     try:
-        return registry.run(job, functions, ask).as_message(MAX_TEXT_SHOWN)
+        return registry.run(job, functions).as_message(MAX_TEXT_SHOWN)
     except MemoryError:
         return {**Grade(None, DIED, detail="out of memory").as_message(MAX_TEXT_SHOWN), "last": True}
 
