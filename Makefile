@@ -82,7 +82,7 @@ $(real_task)/test.jsonl: tools/real_model_task.py | environment
 test: environment  ## every test, including those on Ray, vLLM and DeepSpeed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not faults" $(PYTEST_ARGS)
 
-test-faults: environment  ## kill, stop and signal the processes of whole runs; under an hour on two cores
+test-faults: environment  ## kill, stop and signal the processes of whole runs; more than an hour on two cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder tests/faults $(PYTEST_ARGS)
 
 soak: environment $(quickstart_data)/test.jsonl  ## the quickstart for STEPS=500 steps while engines and learners are killed; memory, counters, accuracy
