@@ -68,6 +68,8 @@ class EngineClient:
             ValueError: an engine has not; no engine has finished.
         """
         accounts = self._all("loaded_weights", [()] * len(self._engines))
+        if self.proved is not None and len(self.proved) != self._workers:  # of engines that were split in another way
+            self.proved = None
         for engine, account in zip(self._engines, accounts, strict=True):
             check_account(engine, self.announced, account, self.proved)
         self.proved = self.proved or accounts[0]
@@ -106,14 +108,15 @@ def _problems(
     nothing = [0, 0]
     for meta in announced:
         arrived = [worker.get(meta.name, nothing) for worker in workers]
-        loaded = sum(elements for _, elements in arrived)
-        expected = [(worker.get(meta.name, nothing))[1] for worker in proved or ()]
+        parts = [elements for _, elements in arrived]
+        loaded = sum(parts)
+        expected = [worker.get(meta.name, nothing)[1] for worker in proved or ()]
         late = [number for number, (size, _) in enumerate(arrived) if size != meta.bytes]
         if late:
             yield f"of {meta.name} {arrived[late[0]][0]} of {meta.bytes} bytes arrived at worker {late[0]}"
         elif proved is None and 0 < loaded < meta.numel:
             yield f"{meta.name} arrived, and vLLM loaded {loaded} of its {meta.numel} elements"
-        elif any(elements < part for (_, elements), part in zip(arrived, expected, strict=False)):
+        elif any(part < proven for part, proven in zip(parts, expected, strict=proved is not None)):
             yield f"{meta.name} arrived, and vLLM loaded {loaded} of its {sum(expected)} elements"
     names = {meta.name for meta in announced}
     for name in dict.fromkeys(name for worker in workers for name in worker if name not in names):

@@ -117,7 +117,7 @@ def test_engines_lost_between_two_transfers_are_replaced_up_to_a_budget() -> Non
         assert [world.replacements.take_over(rank, LOST) for rank in (0, 1, 2)] == [True, True, False]
         await world.replacements.enough()
         assert world.replacements.take_over(2, LOST)
-        await world.replacements.close()
+        await world.replacements.close(kill=True)
 
     play(scenario)
 
