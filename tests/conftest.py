@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ from processes import Watch
 from waiting import STACK_WAIT_S
 
 from rlhf.plan.resources import visible_gpus
+
+# A shell starts its background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C would never end.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # while tests are collected; it would look through what is being imported again and again
 
