@@ -28,8 +28,10 @@ from waiting import STACK_WAIT_S
 
 from rlhf.plan.resources import visible_gpus
 
-# A shell starts its background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C would never end.
+# A shell starts its background jobs with SIGINT ignored, nohup with SIGHUP, and children inherit that: tests of these
+# signals would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 gc.disable()  # while tests are collected; it would look through what is being imported again and again
 
