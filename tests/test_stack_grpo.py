@@ -7,7 +7,6 @@ import gzip
 import json
 import math
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -186,7 +185,7 @@ def test_a_first_hour_a_start_that_fails_no_wandb_no_signal_and_a_damaged_checkp
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("COLUMNS", "1000")
     config = write_config(tmp_path, tiny_model_dir, logging={"wandb": {"mode": "auto"}}, checkpoint={"every": "auto"})
-    one = ["--config", config, "reward=[{name: math}]"]  # random letters hold no box
+    one = ["--config", config, "reward=[{name: gsm8k}]"]  # random letters hold no ####; a box is one token
     run = tmp_path / "run"
 
     failed = run_grpo(*one, "cluster.start_deadline_s=0.1")
@@ -198,9 +197,8 @@ def test_a_first_hour_a_start_that_fails_no_wandb_no_signal_and_a_damaged_checkp
     assert "error: run.max_useless_steps=20: the last 3 steps taught the policy nothing: no group" in done.stderr
     assert done.stdout.count("does not take the run") == 1
     assert len(list((run / "wandb").glob("offline-run-*"))) == 2  # that of the failed start is left as it was
-    few = r"\d\.\d% of the responses held an answer"  # a random letter may be a box
-    assert len(re.findall(f"no answers: {few}", done.stdout)) == 1
-    assert len(re.findall(few, done.stderr)) == 1
+    assert done.stdout.count("no answers: 0.0% of the responses held an answer") == 1
+    assert done.stderr.count("0.0% of the responses held an answer") == 1
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-000002", "step-000003"]
 
     shard = run / "checkpoints" / "step-000003" / "weights-00000.safetensors"
