@@ -232,7 +232,8 @@ class RolloutBuffer:
             if self._staleness.on_stale == "drop":
                 self._drop_stale()
             self.dispatch()
-            if not self._must_wait():
+            enough = len(self._ready) >= self._groups_per_step  # asked first: the rest looks at every token span
+            if enough and not self._must_wait():
                 oldest_first = sorted(self._ready, key=lambda pair: pair[1].oldest_version)
                 taken, left = oldest_first[: self._groups_per_step], oldest_first[self._groups_per_step :]
                 self._ready = sorted(left, key=lambda pair: pair[0].position)
