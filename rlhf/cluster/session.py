@@ -182,17 +182,19 @@ class RaySession:
         """
         if not (isinstance(error, ClusterError) and self.temp):
             return
+        found = sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.lstat().st_mtime)
+        texts = {log: text for log in found if (text := _own_text(log))}
+        if not texts:
+            return
         # an evaluation need not have a run folder
         saved, logs = run / "logs" if run.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-logs-")), list[Path]()
-        for log in sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.lstat().st_mtime):
-            if text := _own_text(log):
-                saved.mkdir(exist_ok=True)
-                name = actors.get(log.stem.rpartition("-")[2], log.stem).replace(" ", "-")
-                logs.append(_append(text, saved / f"{name}.log", anew=saved / f"{name}.log" not in logs))
+        saved.mkdir(exist_ok=True)
+        for log, text in texts.items():
+            name = actors.get(log.stem.rpartition("-")[2], log.stem).replace(" ", "-")
+            logs.append(_append(text, saved / f"{name}.log", anew=saved / f"{name}.log" not in logs))
         if cause := error_in_logs(sorted(logs, key=lambda log: log.stem.replace("-", " ") not in str(error))):
             error.add_note(cause)
-        if logs:
-            error.add_note(f"What the actors printed is in {saved}.")
+        error.add_note(f"What the actors printed is in {saved}.")
 
     def _start_guard(self, folder: str) -> None:
         """Start the process that ends this cluster and removes its folder when the driver has ended."""

@@ -154,6 +154,20 @@ def test_of_logs_that_another_user_may_have_planted_nothing_is_kept(tmp_path: Pa
     assert {log.name: log.read_text() for log in (run / "logs").iterdir()} == {"engine-0.log": "INFO ready\n"}
 
 
+def test_without_a_run_folder_the_cause_is_told_too_and_nothing_is_left_where_nothing_was_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    session, error = RaySession(), ClusterError("engine 0 is lost")
+    session.temp = str(tmp_path / "ray")
+    session.keep_logs(error, tmp_path / "no run", {})
+    assert list(tmp_path.iterdir()) == []
+    write_logs(tmp_path / "ray", p7_err="ERROR core: RuntimeError: out of memory\n")
+    session.keep_logs(error, tmp_path / "no run", {"7": "engine 0"})
+    (kept,) = tmp_path.glob("rlhf-logs-*")
+    assert error.__notes__ == ["engine-0.log: RuntimeError: out of memory", f"What the actors printed is in {kept}."]
+
+
 @pytest.mark.stack
 def test_other_users_do_not_reach_the_folder_of_ray_and_its_end_spares_who_reads_a_log(
     monkeypatch: pytest.MonkeyPatch,
