@@ -19,7 +19,7 @@ shell_scripts = $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
 export VENV
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-fast test-faults soak test-gpu bench bench-training studies lint format clean
+.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-fast test-faults soak test-gpu bench bench-training studies upgrade-check lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,7 +92,7 @@ test-gpu: environment  ## the tests that need a GPU: kernels, and the doctor wit
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
 test-fast: environment  ## the tests that neither start the stack nor wait for processes, in about a minute
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack and not slow and not registry" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 -m "not stack and not slow and not registry and not faults" $(PYTEST_ARGS)
 
 # They run one after the other. If one fails, the others still run, and the end names those that failed.
 define benchmarks
@@ -105,11 +105,14 @@ bench: setup-bench  ## compare speed and memory with the peers, without training
 	@$(call benchmarks,packer simulator roofline startup logprobs learner_step transfer rollout,$(bench_options))
 
 bench-training: setup-bench  ## compare whole steps, asynchronous runs and time to accuracy with the peers
-	@$(call benchmarks,training_steps asynchronous \
+	@$(call benchmarks,sft training_steps asynchronous \
 	    "simulator --replay runs/benchmarks/asynchronous.json" time_to_accuracy,$(bench_options))
 
 studies: setup-bench  ## the tables and pictures of docs/algorithms.md in runs/studies, on CPU, in hours; goes on where it stopped
 	@$(call benchmarks,$(addprefix studies.,adam schedule batch_sizes ppo_adam algorithms kl),$(if $(QUICK),--quick))
+
+upgrade-check: environment  ## what of our code the newest vllm, transformers, deepspeed, ray and torch no longer fit
+	@$(PY) tools/upgrade_check.py
 
 lint: environment  ## ruff, mypy, shellcheck, hadolint, the schemas of compose.yaml and kuberay.yaml
 	$(PY) -m ruff check .

@@ -66,15 +66,15 @@ def pin_processes() -> None:
     pin(learners, 1)
 
 
-async def flat_out(run: Any, seconds: float) -> dict[str, float]:
+async def flat_out(run: Any, loop: Any, seconds: float) -> dict[str, float]:
     """Engine and learner at once, neither waiting: seconds of a step's sampling and of its training and transfer."""
     from rlhf.step.batch import broadcast_to_tokens, make_batch
     from rlhf.step.minibatches import plan_epochs
     from rlhf.types import PolicyTargets
 
     config, groups_per_step = run.config, run.config.rollout.prompts_per_step
-    prompts = [run.stream.take(1)[0] for _ in range(64)]
-    groups = await asyncio.gather(*(run.sampler.for_training(prompt) for prompt in prompts[:groups_per_step]))
+    prompts = [loop.tickets.stream.take(1)[0] for _ in range(64)]
+    groups = await asyncio.gather(*(loop.sampler.for_training(prompt) for prompt in prompts[:groups_per_step]))
     batch, learners = make_batch(groups, mask_truncated=False), run.cluster.learners
     epochs = plan_epochs(batch, config, step=0)
     advantages = broadcast_to_tokens(batch, np.resize([1.0, -1.0], len(batch.rewards)))
@@ -83,7 +83,7 @@ async def flat_out(run: Any, seconds: float) -> dict[str, float]:
 
     async def keep_sampling(i: int) -> None:
         while time.monotonic() < deadline:
-            await run.sampler.for_training(prompts[i % len(prompts)])
+            await loop.sampler.for_training(prompts[i % len(prompts)])
             finished.append(time.monotonic())
 
     async def keep_training() -> list[float]:
@@ -104,8 +104,8 @@ async def flat_out(run: Any, seconds: float) -> dict[str, float]:
     transfers = []
     for _ in range(3):
         started = time.monotonic()
-        await run.cluster.send_weights(0)
-        await run.canary.check(run.cluster, 0)
+        await loop.engines.send_weights(0)
+        await loop.canary.check(0)
         transfers.append(time.monotonic() - started)
     return {
         "sampling_s": groups_per_step / rate,
@@ -114,33 +114,32 @@ async def flat_out(run: Any, seconds: float) -> dict[str, float]:
     }
 
 
-async def token_seconds(run: Any, running: int) -> tuple[float, float]:
+async def token_seconds(loop: Any, running: int) -> tuple[float, float]:
     """Seconds of a token of each sequence, with about `running` of them, and the mean number that ran."""
     from rlhf.rollout.requests import SamplingSettings
 
-    prompt = run.stream.take(1)[0]
+    prompt = loop.tickets.stream.take(1)[0]
     settings = SamplingSettings(1.0, 1)
-    await run.cluster.sample_group(0, prompt, running, settings)
+    await loop.engines.generate(prompt.token_ids, settings, samples=running)
     started = time.monotonic()
-    rollouts = await run.cluster.sample_group(0, prompt, running, SamplingSettings(1.0, 64))
-    lengths = sorted(rollout.response_length for rollout in rollouts)
+    completions = await loop.engines.generate(prompt.token_ids, SamplingSettings(1.0, 64), samples=running)
+    lengths = sorted(len(completion.token_ids) for completion in completions)
     seconds = time.monotonic() - started
     # sequences end on the way: the mean number that ran over the longest one's tokens
     return seconds / lengths[-1], sum(lengths) / lengths[-1]
 
 
-async def prefill_token_seconds(run: Any) -> float:
+async def prefill_token_seconds(loop: Any) -> float:
     """Seconds of a prompt's token, 32 prompts of 64 tokens at once."""
     from rlhf.rollout.requests import SamplingSettings
-    from rlhf.types import Prompt
 
     rng = np.random.default_rng(0)
     best = float("inf")
     for _ in range(3):
-        prompts = [Prompt(f"p/{i}", 0, rng.integers(0, 256, 64).astype(np.int32), (), "", "p") for i in range(32)]
+        prompts = [rng.integers(0, 256, 64).astype(np.int32) for _ in range(32)]
         started = time.monotonic()
         settings = SamplingSettings(1.0, 1)
-        await asyncio.gather(*(run.cluster.sample_group(0, prompt, 1, settings) for prompt in prompts))
+        await asyncio.gather(*(loop.engines.generate(prompt, settings) for prompt in prompts))
         best = min(best, time.monotonic() - started)
     return best / (32 * 64)
 
@@ -148,23 +147,25 @@ async def prefill_token_seconds(run: Any) -> float:
 def measure(case: Case) -> Row:
     """One run: its flat-out phase if asked for, then steps."""
     from rlhf import grpo
-    from rlhf.run.training_run import TrainingRun
+    from rlhf.run.rollout_loop import rollout_loop
+    from rlhf.run.run import Run
 
     if case["device"] == "cpu":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0"
 
     async def go() -> Row:
         result: Row = {}
-        async with TrainingRun(run_config(case, case["lag"]), resume=False) as run:
+        run = Run(run_config(case, case["lag"]), resume=False)
+        async with rollout_loop(run) as loop:
             if case["device"] == "cpu":
                 pin_processes()
             if case["flat_out_s"]:
-                result |= await flat_out(run, case["flat_out_s"])
-                points = [await token_seconds(run, n) for n in (8, SLOTS)]
+                result |= await flat_out(run, loop, case["flat_out_s"])
+                points = [await token_seconds(loop, n) for n in (8, SLOTS)]
                 result["decode"] = points
-                result["prefill_token_s"] = await prefill_token_seconds(run)
+                result["prefill_token_s"] = await prefill_token_seconds(loop)
             for step in range(case["steps"]):
-                await grpo.train_step(run, step)
+                await grpo.train_step(run, loop, step)
         lines = [json.loads(line) for line in (Path(run.config.run.dir) / "metrics.jsonl").read_text().splitlines()]
         rows = [line for line in lines if "time/step" in line][case["first"] :]
         keys = ("time/step", "time/update", "time/logprobs", "time/transfer", "time/canary", "time/engine_idle",

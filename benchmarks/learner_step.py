@@ -37,7 +37,7 @@ STEPS_ON_GPU = 3
 
 def rollouts_of(count: int, longest: int) -> list[Rollout]:
     """Samples of as many prompts as it takes; log-normal responses with a median of 1/8 of the longest, one has it."""
-    from rlhf.types import Rollout
+    from rlhf.types import Rollout, TokenSequence
 
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(longest / 8), 1.0, count), 4, longest).astype(int)
@@ -48,8 +48,8 @@ def rollouts_of(count: int, longest: int) -> list[Rollout]:
             prompt = rng.integers(0, VOCABULARY, PROMPT)
         ids = np.concatenate([prompt, rng.integers(0, VOCABULARY, response)]).astype(np.int32)
         mask = np.arange(len(ids)) >= PROMPT
-        name, zeros = f"p/{i // SAMPLES}", np.zeros(len(ids), np.float32)
-        rollouts.append(Rollout(name, 0, i % SAMPLES, ids, mask, zeros, (), "stop"))
+        sequence = TokenSequence(ids, mask, np.zeros(len(ids), np.float32), ())
+        rollouts.append(Rollout(f"p/{i // SAMPLES}", 0, i % SAMPLES, (sequence,), "stop"))
     return rollouts
 
 
@@ -95,13 +95,14 @@ def padded_step(model: Any, rollouts: list[Rollout], advantages: np.ndarray, cas
 
     if case["variant"] == TRL:
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    longest = max(len(r.token_ids) for r in rollouts)
+    sequences = [rollout.sequences[0].token_ids for rollout in rollouts]
+    longest = max(map(len, sequences))
     device = case["device"]
     ids = torch.zeros(len(rollouts), longest, dtype=torch.long)
     attention = torch.zeros(len(rollouts), longest, dtype=torch.long)
-    for i, rollout in enumerate(rollouts):
-        ids[i, : len(rollout.token_ids)] = torch.from_numpy(rollout.token_ids)
-        attention[i, : len(rollout.token_ids)] = 1
+    for i, sequence in enumerate(sequences):
+        ids[i, : len(sequence)] = torch.from_numpy(sequence)
+        attention[i, : len(sequence)] = 1
     ids, attention = ids.to(device), attention.to(device)
     tokens = sum(r.response_length for r in rollouts)
     keep = longest - PROMPT
@@ -147,7 +148,7 @@ def measure(case: Case) -> Row:
         seconds = min(run(rollouts) for _ in range(steps))
     grads = torch.cat([p.grad.float().flatten().cpu() for n, p in model.named_parameters() if "layers" in n])
     np.save(case["gradients"], grads.numpy())
-    real = sum(len(r.token_ids) for r in rollouts)
+    real = sum(len(r.sequences[0].token_ids) for r in rollouts)
     return {"seconds": seconds, "peak_mib": peak.mib, "real tokens": real, "longest": case["longest"]}
 
 

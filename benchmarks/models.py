@@ -140,4 +140,4 @@ def bare_engine(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, str]]:
     arguments = engine_arguments(config, config.run.seed)
     for serves_a_trainer in ("enable_sleep_mode", "scheduling_policy"):
         del arguments[serves_a_trainer]
-    return arguments, environment_of(ENGINE, config, transfer_backend="", sockets=None)
+    return arguments, environment_of(ENGINE, config, sockets=None)

@@ -130,18 +130,20 @@ class Trainer:
     def __init__(self, case: Case) -> None:
         import numpy as np
 
-        from rlhf.cluster.cluster import Cluster
+        from rlhf.cluster.engines import started_engines
         from rlhf.data.model_files import load_tokenizer
         from rlhf.rewards.scorer import Scorer
-        from rlhf.run.sample_and_grade import Sampler
+        from rlhf.rollout.sampler import Sampler
+        from rlhf.run.grading import Grading
         from rlhf.types import Prompt
 
         config = run_config(case)
         self._loop = asyncio.new_event_loop()
-        self._cluster = Cluster(config, trains=False)
-        self._loop.run_until_complete(self._cluster.__aenter__())
+        self._started = started_engines(config, trains=False)
+        engines = self._loop.run_until_complete(self._started.__aenter__())
         self._scorer = Scorer(config.reward)
-        self._sampler = Sampler(config, self._cluster, self._scorer, load_tokenizer(config.model))
+        grading = Grading(config, self._scorer, load_tokenizer(config.model))
+        self._sampler = Sampler(config, None, engines.generate, grading)
         self._prompts = [
             Prompt(f"p/{i}", 0, np.asarray(ids, np.int32), (), "1", "p")
             for i, ids in enumerate(prompts_of(case["prompts"]))
@@ -156,7 +158,7 @@ class Trainer:
 
     def close(self) -> None:
         self._scorer.close()
-        self._loop.run_until_complete(self._cluster.__aexit__(None, None, None))
+        self._loop.run_until_complete(self._started.__aexit__(None, None, None))
 
 
 def serve(case: Case) -> Row:

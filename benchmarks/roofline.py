@@ -148,12 +148,13 @@ def account_of_body(model: Any, *, with_kernels: bool) -> Account:
 def account_of_head(weight: Tensor, *, with_kernels: bool) -> Account:
     """Forward and backward of log-probs and entropies, of which only the log-probs have a gradient."""
     from rlhf.algo import logprobs
+    from rlhf.algo.sizes import HEAD_TILE
 
     hidden = torch.empty(TOKENS, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=True)
     rows = torch.zeros(int(TOKENS * RESPONSE_SHARE), dtype=torch.long, device="meta")
     account = Account(SEQUENCE)
     with on_meta(account, with_kernels=with_kernels):
-        tiles = logprobs._default_tiles(weight, None, None) if with_kernels else logprobs._Tiles(*OLD_TILES)
+        tiles = HEAD_TILE["cuda"] if with_kernels else OLD_TILES
         transform = logprobs._Transform(1.0, None, 1.0)
         values, _ = logprobs._FusedHead.apply(hidden, weight, None, rows, rows, transform, True, tiles, False)
         values.backward(torch.empty_like(values))

@@ -47,7 +47,7 @@ def ours(cases: list[dict[str, Any]], workers: int) -> tuple[list[Outcome], floa
         for case in cases:
             started = time.perf_counter()
             (graded,) = scorer.graded_batch(scorer.submit_batch([case["response"]], [case["ground_truth"]]))
-            outcomes.append(Outcome(graded.score == 1.0, time.perf_counter() - started, graded.status))
+            outcomes.append(Outcome(graded.value == 1.0, time.perf_counter() - started, graded.status))
         scorer.pool.wait_full(10)
     with Scorer(config) as scorer:  # a fresh one without caches
         started = time.perf_counter()
@@ -180,9 +180,8 @@ def fuzz(seconds: float, seed: int, console: Console) -> int:
         while time.monotonic() < deadline:
             cases = [random_case(rng) for _ in range(200)]
             started = time.monotonic()
-            futures = [scorer.submit(*case) for case in cases]
-            for case, (future,) in zip(cases, futures, strict=True):
-                grade = future.result(timeout=120)
+            (batch,) = scorer.submit_batch(*zip(*cases, strict=True))
+            for case, grade in zip(cases, batch.result(), strict=True):
                 counts[grade.status] += 1
                 if grade.status == "failed":
                     details[f"{grade.detail}  e.g. {case}"] += 1

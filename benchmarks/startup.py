@@ -42,11 +42,12 @@ def run_config(case: Case) -> GRPOConfig:
 
 
 def first_rollouts(case: Case) -> Row:
-    from rlhf.run.training_run import TrainingRun
+    from rlhf.run.rollout_loop import rollout_loop
+    from rlhf.run.run import Run
 
     async def run() -> float:
-        async with TrainingRun(run_config(case), resume=False) as training:
-            await training.buffer.take()
+        async with rollout_loop(Run(run_config(case), resume=False)) as loop:
+            await loop.buffer.take()
             return time.time() - case["started"]
 
     return {"seconds": asyncio.run(run())}

@@ -64,12 +64,14 @@ def measure(case: Case) -> Row:
 async def train_until_target(config: GRPOConfig) -> None:
     """rlhf.grpo's loop, left at the target."""
     from rlhf import grpo
-    from rlhf.run.training_run import TrainingRun
+    from rlhf.run.rollout_loop import rollout_loop
+    from rlhf.run.run import Run
 
-    async with TrainingRun(config, resume=False) as run:
+    run = Run(config, resume=False)
+    async with rollout_loop(run) as loop:
         for done in range(1, config.run.steps + 1):
-            await grpo.train_step(run, done - 1)
-            await run.evaluate_if_due(done)
+            await grpo.train_step(run, loop, done - 1)
+            await loop.evaluate_if_due(done)
             if (accuracy_in(run.state.evaluations.get(done, {})) or 0.0) >= TARGET:
                 break
 

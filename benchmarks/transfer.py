@@ -142,7 +142,7 @@ def transports(case: Case) -> Row:
 
 
 def _sender(source: Weights, receiver: Receiver, one_node: bool) -> Callable[[], None]:
-    from rlhf.learner.rank_place import free_port
+    from rlhf.learner.port import free_port
     from rlhf.weights.transfer import CPUSender, Rendezvous
 
     rendezvous = Rendezvous("127.0.0.1", free_port(), 2, 60.0, one_node=one_node)
@@ -177,8 +177,8 @@ def _ray_sender(source: Weights, size: str) -> Callable[[], None]:
 
 
 def whole(case: Case) -> Row:
-    """Fastest of several Cluster.send_weights, from pause to resume."""
-    from rlhf.cluster.cluster import Cluster
+    """Fastest of several Engines.send_weights, from pause to resume."""
+    from rlhf.cluster.engines import started_engines
 
     model = models.random_model(case["size"])
     device = case["device"]
@@ -190,13 +190,13 @@ def whole(case: Case) -> Row:
     )
 
     async def run() -> float:
-        async with Cluster(config) as cluster:
-            await cluster.send_weights(0)
+        async with started_engines(config) as engines:
+            await engines.send_weights(0)
             times = []
             for version in range(1, case["rounds"] + 1):
-                await cluster.sleep_colocated_engines()
+                await engines.sleep_if_colocated()
                 started = time.perf_counter()
-                await cluster.send_weights(version)
+                await engines.send_weights(version)
                 times.append(time.perf_counter() - started)
             return min(times)
 

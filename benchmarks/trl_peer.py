@@ -42,7 +42,7 @@ def train_with_trl(
         if config.reward.parts[0].name == "length":
             return [1.0 - len(ids) / rollout.max_response_tokens for ids in completion_ids]
         texts = [completion[0]["content"] for completion in completions]
-        return [graded.score for graded in scorer.graded_batch(scorer.submit_batch(texts, answer))]
+        return [grade.value or 0.0 for grade in scorer.graded_batch(scorer.submit_batch(texts, answer))]
 
     arguments = GRPOConfig(
         output_dir=str(folder), use_cpu=config.cluster.device == "cpu", bf16=False, report_to="none",
@@ -105,4 +105,4 @@ def sampled_accuracy(model: Any, tokenizer: Any, rows: list[dict[str, Any]], sco
     model.train(training)
     answers = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     graded = scorer.graded_batch(scorer.submit_batch(answers, [row["answer"] for row in rows]))
-    return sum(grade.score == 1.0 for grade in graded) / len(rows)
+    return sum(grade.value == 1.0 for grade in graded) / len(rows)

@@ -27,6 +27,7 @@ from rlhf.config.printing import say
 PROGRAMS = {
     "grpo": "train with GRPO and its relatives",
     "ppo": "train with PPO and a critic",
+    "sft": "supervised fine-tuning on conversations or completions",
     "reward-model": "train a reward model from preference pairs",
     "evaluate": "avg@k, pass@k and maj@k of a model",
     "score": "grade a file of responses",

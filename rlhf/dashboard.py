@@ -1,7 +1,6 @@
 """Program: a wandb dashboard of a project, with sections and panels for everything that a run logs.
 
     python -m rlhf.dashboard --entity TEAM --project rlhf
-    python -m rlhf.dashboard --entity TEAM --project rlhf --dry-run
 
 Its x-axis is the training step. It has the panels of rlhf/log/panels.py, histograms, the table of sampled responses,
 and comparisons of KL estimators, Adam variants and schedules, with the runs grouped by that key of their configs. Each
@@ -78,15 +77,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--entity", required=True, help="team or user")
     parser.add_argument("--project", default="rlhf", help="project (default: rlhf)")
     parser.add_argument("--name", default="rlhf", help="of the view (default: rlhf)")
-    parser.add_argument("--dry-run", action="store_true", help="print sections and panels, and make nothing")
     options = parser.parse_args(argv)
     if find_spec("wandb_workspaces") is None:
         raise ValueError("the package wandb-workspaces is not installed. pip install -e '.[dashboard]'")
     made = workspace(options.entity, options.project, options.name)
-    if options.dry_run:
-        for section in made.sections:
-            say("\n".join([section.name, *(f"    {getattr(panel, 'title', 'table')}" for panel in section.panels)]))
-        return
     from wandb.errors import Error
 
     try:

@@ -45,19 +45,21 @@ DESCRIPTION = "Sample, grade and average: avg@k, pass@k and maj@k of a model on 
 
 async def sample_and_grade(config: GRPOConfig) -> dict[str, list[RolloutGroup]]:
     """Start only engines, sample and grade every prompt of every data set, and stop the engines."""
-    from rlhf.cluster.cluster import Cluster
+    from rlhf.answers.extract import gold_answer
+    from rlhf.cluster.engines import started_engines
     from rlhf.data.load import load_prompts
-    from rlhf.data.model_files import load_tokenizer
-    from rlhf.rewards.answers.extract import gold_answer
+    from rlhf.data.model_files import load_tokenizer, truncate_token_id
     from rlhf.rewards.scorer import Scorer
+    from rlhf.rollout.sampler import Sampler
     from rlhf.run.evaluation import evaluate
-    from rlhf.run.sample_and_grade import Sampler
+    from rlhf.run.grading import Grading
 
     tokenizer = load_tokenizer(config.model)
+    truncate_token = truncate_token_id(config.rollout, tokenizer)
     loaded = load_prompts(config.data, "eval", tokenizer, gold_answer)
     with Scorer(config.reward) as scorer:
-        async with Cluster(config, trains=False) as cluster:
-            sampler = Sampler(config, cluster, scorer, tokenizer)
+        async with started_engines(config, trains=False) as engines:
+            sampler = Sampler(config, truncate_token, engines.generate, Grading(config, scorer, tokenizer))
             return await evaluate(loaded.prompts, sampler.for_evaluation, at_once=config.evaluation_groups_at_once)
 
 

@@ -2,13 +2,14 @@
 
     python -m rlhf.export RUN[/checkpoints/step-000020 | /checkpoints/best] DIR [--push-to-hub USER/NAME]
 
-It needs only the checkpoint, and host memory for one tensor; neither DeepSpeed nor the start model. The folder holds
-safetensors, config, tokenizer, and a model card that describes the run.
+It needs only the checkpoint, and host memory for one file of the model (5 GB) and one tensor; neither DeepSpeed nor the
+start model. The folder holds safetensors, config, tokenizer, and a model card that describes the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from rlhf.config import cli
 from rlhf.config.printing import say
+from rlhf.config.reward_model import RECORD_FILE, RewardTrainingConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -60,7 +62,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
-    """Write the policy's weights in the type it was trained in, and the files that belong to them.
+    """Write the model's weights in the type it was trained in, and the files that belong to them.
 
     Raises:
         ValueError: the folder is not empty, or the checkpoint is of another version.
@@ -73,15 +75,17 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
 
     cli.check_new_folder(folder)
     state, index = RunFolder.read_state(checkpoint), LearnerIndex.read(checkpoint)
+    is_reward_model = state.program == RewardTrainingConfig.program
     transformer = empty_model(
-        checkpoint / MODEL_FOLDER, dtype=state.config["model"]["dtype"], trust_remote_code=trust_remote_code
-    )
+        checkpoint / MODEL_FOLDER, dtype=state.config["model"]["dtype"], trust_remote_code=trust_remote_code,
+        scalar=is_reward_model,
+    )  # fmt: skip
     tensors = model_tensors(transformer)
     check_shapes(checkpoint, index, {name: tensor.shape for name, tensor in tensors.items()})
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        writer = HubWriter(partial, transformer, tensors.items())
+        writer = HubWriter(partial, transformer)
         reader = SliceReader(checkpoint, WEIGHTS, ranks=range(index.ranks))
         for name, like in tensors.items():
             writer.write(name, reader.read(name, 0, like.numel()).to(like.dtype).view(like.shape))
@@ -89,6 +93,8 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
         for file in manifest_files((checkpoint / MANIFEST).read_bytes()):
             if file.startswith(f"{MODEL_FOLDER}/"):
                 shutil.copyfile(checkpoint / file, partial / Path(file).name)
+        if is_reward_model:  # the scores of a checkpoint were never measured
+            (partial / RECORD_FILE).write_text(json.dumps({"template": state.config["data"]["template"]}) + "\n")
         (partial / "README.md").write_text(model_card(state, checkpoint.parent.parent / "metrics.jsonl"))
         if folder.exists():
             folder.rmdir()

@@ -27,29 +27,32 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.plan import print_plan, start_problems
 
 if TYPE_CHECKING:
-    from rlhf.run.training_run import TrainingRun
+    from rlhf.run.rollout_loop import RolloutLoop
+    from rlhf.run.run import Run
 
 DESCRIPTION = "Group-relative policy optimization (DeepSeekMath, arXiv:2402.03300) with verifiable rewards."
 
 
-async def train(run: TrainingRun) -> None:
+async def train(run: Run[GRPOConfig]) -> None:
     """The run: evaluate, take the steps, evaluate, export."""
-    async with run:
-        await run.evaluate_if_due(run.first_step)
+    from rlhf.run.rollout_loop import rollout_loop
+
+    async with rollout_loop(run) as loop:
+        await loop.evaluate_if_due(run.first_step)
         for step in range(run.first_step, run.config.run.steps):
             async with run.profiled(step + 1):
-                await train_step(run, step)
-            await run.evaluate_if_due(step + 1)
+                await train_step(run, loop, step)
+            await loop.evaluate_if_due(step + 1)
             await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
-            run.useless_steps.check()  # ends the run after run.max_useless_steps
-        await run.finish()
+            loop.useless_steps.check()  # ends the run after run.max_useless_steps
+        await run.finish(loop.buffer.account_metrics())
 
 
-async def train_step(run: TrainingRun, step: int) -> None:
+async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: int) -> None:
     """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
     # imported here, so that --help and --plan need neither torch nor ray
     from rlhf.step.batch import broadcast_to_tokens, make_batch
-    from rlhf.step.finite import non_finite_rows
+    from rlhf.step.finite import non_finite_rollouts
     from rlhf.step.minibatches import plan_epochs, rows_with_gradient
     from rlhf.step.response_advantages import penalize_kl, step_advantages
     from rlhf.types import PolicyTargets
@@ -58,11 +61,11 @@ async def train_step(run: TrainingRun, step: int) -> None:
     clock.start_step()
 
     with clock.phase("sampling"):
-        groups = await run.take_groups(step)
-    await run.cluster.sleep_colocated_engines()  # with placement=colocated; send_weights wakes them
+        groups = await loop.take_groups(step)
+    await loop.engines.sleep_if_colocated()  # with placement=colocated; send_weights wakes them
     batch = make_batch(groups, mask_truncated=algo.mask_truncated)
 
-    rows_to_compute = batch.trained
+    rows_to_compute = batch.trained_rows
     if not config.kl_in_reward:
         advantages = step_advantages(batch, batch.rewards, algo.advantage, algo.normalize_over)
         rows_to_compute = rows_with_gradient(batch, advantages, config)
@@ -71,8 +74,8 @@ async def train_step(run: TrainingRun, step: int) -> None:
     with clock.phase("logprobs"):
         await learners.start_step(batch, epochs)
         old, ref = await learners.compute("logprobs")  # each None if the config does not use it
-    non_finite = non_finite_rows(batch, rows_to_compute, old_logprobs=old, ref_logprobs=ref)
-    if config.kl_in_reward:  # rewards of rows without log-probs become NaN, which the baseline leaves out
+    non_finite = non_finite_rollouts(batch, rows_to_compute, old_logprobs=old, ref_logprobs=ref)
+    if config.kl_in_reward:  # rewards of rollouts without log-probs become NaN, which the baseline leaves out
         rewards = penalize_kl(batch, rows_to_compute, old, ref, algo)
         advantages = step_advantages(batch, rewards, algo.advantage, algo.normalize_over)
 
@@ -80,17 +83,18 @@ async def train_step(run: TrainingRun, step: int) -> None:
         targets = PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref)
         # one NaN would reach every weight
         updates = await (learners.skip_updates() if non_finite else learners.update(targets))
-    run.skipped.keep(step + 1, batch, updates, non_finite, advantages=advantages, old_logprobs=old, ref_logprobs=ref)
+    loop.skipped.keep(step + 1, batch, updates, non_finite, advantages=advantages, old_logprobs=old, ref_logprobs=ref)
 
-    run.count_rollouts(batch)
-    await run.update_reference(step + 1)
+    loop.count(batch)
+    await loop.update_reference(step + 1)
     with clock.phase("transfer"):
-        await run.cluster.send_weights(step + 1)
+        await loop.engines.send_weights(step + 1)
     with clock.phase("canary"):
-        canary = await run.canary.check(run.cluster, step + 1)  # raises if an engine does not hold the new weights
-    run.buffer.begin_next_step()  # more groups may start, within rollout.max_policy_lag
-    extra_metrics = {"learner/skipped_rollouts": int((batch.trained & ~rows_to_compute).sum()), **canary}
-    run.log_step(step + 1, groups, batch, advantages, targets, epochs, updates, extra_metrics)
+        canary = await loop.canary.check(step + 1)  # raises if an engine does not hold the new weights
+    loop.buffer.begin_next_step()  # more groups may start, within rollout.max_policy_lag
+    skipped_rollouts = set(batch.rollouts[batch.trained_rows & ~rows_to_compute].tolist())
+    extra_metrics = {"learner/skipped_rollouts": len(skipped_rollouts), **canary}
+    loop.log_step(step + 1, groups, batch, advantages, targets, epochs, updates, extra_metrics)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -21,34 +21,36 @@ from rlhf.plan import print_plan, start_problems
 
 if TYPE_CHECKING:
     from rlhf.algo.kl import KLController
-    from rlhf.run.training_run import TrainingRun
+    from rlhf.run.rollout_loop import RolloutLoop
+    from rlhf.run.run import Run
 
 DESCRIPTION = "Proximal policy optimization (arXiv:1707.06347) with a critic, as in RLHF (arXiv:1909.08593)."
 
 
-async def train(run: TrainingRun[PPOConfig]) -> None:
+async def train(run: Run[PPOConfig]) -> None:
     """The run: evaluate, take the steps, evaluate, export."""
+    from rlhf.run.rollout_loop import rollout_loop
     from rlhf.step.token_advantages import make_controller
 
     controller = make_controller(run.config.algo, run.state.kl_controller.get("coef"))
-    async with run:
-        await run.evaluate_if_due(run.first_step)
+    async with rollout_loop(run) as loop:
+        await loop.evaluate_if_due(run.first_step)
         for step in range(run.first_step, run.config.run.steps):
             async with run.profiled(step + 1):
-                await train_step(run, step, controller)
+                await train_step(run, loop, step, controller)
             run.state.kl_controller = {"coef": controller.coef}
-            await run.evaluate_if_due(step + 1)
+            await loop.evaluate_if_due(step + 1)
             await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
-            run.useless_steps.check()  # ends the run after run.max_useless_steps
-        await run.finish()
+            loop.useless_steps.check()  # ends the run after run.max_useless_steps
+        await run.finish(loop.buffer.account_metrics())
 
 
-async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLController) -> None:
+async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: int, controller: KLController) -> None:
     """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
     import numpy as np
 
     from rlhf.step.batch import make_batch
-    from rlhf.step.finite import non_finite_rows
+    from rlhf.step.finite import non_finite_rollouts
     from rlhf.step.minibatches import plan_epochs
     from rlhf.step.token_advantages import assign_credit, mean_over_responses, response_kl
     from rlhf.types import PolicyTargets, ValueTargets
@@ -58,8 +60,8 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
     clock.start_step()
 
     with clock.phase("sampling"):
-        groups = await run.take_groups(step)
-    await run.cluster.sleep_colocated_engines()  # with placement=colocated; send_weights wakes them
+        groups = await loop.take_groups(step)
+    await loop.engines.sleep_if_colocated()  # with placement=colocated; send_weights wakes them
     batch = make_batch(groups, mask_truncated=algo.mask_truncated)
     epochs = plan_epochs(batch, config, step=step)
     critic_epochs = plan_epochs(batch, config, step=step, training=config.critic_training)
@@ -70,7 +72,7 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
         (old, ref), (values,) = await run.cluster.together(passes)
     assert values is not None
     columns = {"old_logprobs": old, "ref_logprobs": ref, "values": values}
-    non_finite = non_finite_rows(batch, batch.trained, **columns)
+    non_finite = non_finite_rollouts(batch, batch.trained_rows, **columns)
     if non_finite:  # the updates are skipped, but logged values must be finite
         values = np.zeros_like(values)
     policy_learns = step >= config.critic.warmup_steps  # only the critic learns before; a KL of 0 then says nothing
@@ -92,17 +94,17 @@ async def train_step(run: TrainingRun[PPOConfig], step: int, controller: KLContr
                 changes[LEARNER] = learners.update(targets)
         updates = [update for of_module in await run.cluster.together(changes) for update in of_module]
     advantages = mean_over_responses(batch, credit.advantages)
-    run.skipped.keep(step + 1, batch, updates, non_finite, advantages=advantages, **columns)
+    loop.skipped.keep(step + 1, batch, updates, non_finite, advantages=advantages, **columns)
 
-    run.count_rollouts(batch)
-    await run.update_reference(step + 1)
+    loop.count(batch)
+    await loop.update_reference(step + 1)
     with clock.phase("transfer"):
-        await run.cluster.send_weights(step + 1)
+        await loop.engines.send_weights(step + 1)
     with clock.phase("canary"):
-        extra_metrics |= await run.canary.check(run.cluster, step + 1)
-    run.buffer.begin_next_step()
+        extra_metrics |= await loop.canary.check(step + 1)
+    loop.buffer.begin_next_step()
     taken = epochs if policy_learns else []
-    run.log_step(step + 1, groups, batch, advantages, targets, taken, updates, extra_metrics)
+    loop.log_step(step + 1, groups, batch, advantages, targets, taken, updates, extra_metrics)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -10,17 +10,20 @@ In a warm-up the model imitates a careless pupil, who forgets most carries and s
 the pupil's accuracy, about a third, also in greedy decoding. Reinforcement learning from graded answers has to teach
 the rule that the pupil applies only sometimes. No training uses the problems of the test files.
 
-Preference pairs for `rlhf.reward_model` are made from the same problems: right work is preferred to wrong work.
+The warm-up is that of `rlhf.sft` with configs/sft_quickstart.yaml, from the model in `untrained` on the pupil's work in
+`demonstrations.jsonl`. Preference pairs for `rlhf.reward_model` are made from the same problems: right work is
+preferred to wrong work.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +32,6 @@ from rlhf.config.cli import check_new_folder, run_program, started_as
 from rlhf.config.printing import say
 
 if TYPE_CHECKING:
-    import torch
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 END_TOKEN = "<|end|>"
@@ -60,9 +62,7 @@ TRAIN_ROWS = 16_384
 TEST_ROWS = 512
 WARMUP_STEPS = 600
 WARMUP_BATCH = 64
-WARMUP_LR = 3e-3
-WARMUP_RAMP_STEPS = 40
-LOSS_IGNORE_ID = -100  # the label that torch's cross entropy skips
+WARMUP_FRACTION = 0.066  # of the steps, in which the learning rate rises: 40 of 600
 
 
 @dataclass(frozen=True)
@@ -203,60 +203,68 @@ def make_model(
     return model
 
 
-def demonstration_batches(
-    tokenizer: Qwen2Tokenizer, problems: list[Problem], *, batch_size: int, seed: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless seeded batches of the careless pupil's work: token ids and labels, both [B, L].
-
-    Labels are the token ids of the response and its end token; `LOSS_IGNORE_ID` at the prompt and at the padding.
-    """
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
+def make_demonstrations(problems: list[Problem], count: int, seed: int) -> list[dict[str, Any]]:
+    """Conversations with the careless pupil, who works on a random problem in each."""
     rng = random.Random(f"demonstrations {seed}")
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.question}], add_generation_prompt=True, return_dict=False
-        )
-        for problem in problems
+    drawn = [problems[rng.randrange(len(problems))] for _ in range(count)]
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": problem.question},
+                {"role": "assistant", "content": problem.worked(rng)},
+            ]
+        }
+        for problem in drawn
     ]
-    while True:
-        rows = [rng.randrange(len(problems)) for _ in range(batch_size)]
-        token_ids, labels = [], []
-        for row in rows:
-            response = tokenizer.encode(problems[row].worked(rng) + END_TOKEN, add_special_tokens=False)
-            token_ids.append(torch.tensor(prompts[row] + response))
-            labels.append(torch.tensor([LOSS_IGNORE_ID] * len(prompts[row]) + response))
-        yield (
-            pad_sequence(token_ids, batch_first=True, padding_value=int(tokenizer.pad_token_id)),
-            pad_sequence(labels, batch_first=True, padding_value=LOSS_IGNORE_ID),
-        )
 
 
-def warm_up(
-    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: list[Problem], *, steps: int, seed: int
-) -> Iterator[float]:
-    """Supervised learning on the careless pupil's work; yields the loss of every step, in nats per response token."""
+def warmup_config(folder: Path, *, seed: int) -> dict[str, Any]:
+    """The sections of an rlhf.sft config, as in configs/sft_quickstart.yaml: one pass over the demonstrations."""
+    return {
+        "run": {"dir": str(folder / "run"), "seed": seed},
+        "model": {"path": str(folder / "untrained"), "dtype": "float32"},
+        "data": {"train": str(folder / "demonstrations.jsonl"), "max_tokens": 64},
+        "learner": {
+            "sequences_per_update": WARMUP_BATCH,
+            "max_tokens_per_microbatch": 16384,
+            "zero_stage": 0,
+            "optimizer": {"lr": 3e-3, "betas": [0.9, 0.98]},
+            "schedule": {"name": "cosine", "warmup_fraction": WARMUP_FRACTION},
+        },
+        "cluster": {"device": "cpu"},
+    }
+
+
+def warm_up(folder: Path, *, seed: int) -> None:
+    """Train `untrained` on the demonstrations to `model`, with the learner of `rlhf.sft`, in this process without Ray.
+
+    The process is a rank of a world from then on, so it should end soon.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed looks for another one, and prints that there is none
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_LR, betas=(0.9, 0.98), weight_decay=0.0)
-    batches = demonstration_batches(tokenizer, problems, batch_size=WARMUP_BATCH, seed=seed)
-    model.train()
-    for step in range(1, steps + 1):
-        ramp = min(1.0, step / WARMUP_RAMP_STEPS)
-        decay = min(1.0, 2 * (1 - (step - 1) / steps))  # flat for the first half, then linear to 0
-        optimizer.param_groups[0]["lr"] = WARMUP_LR * ramp * decay
-        token_ids, labels = next(batches)
-        logits = model(input_ids=token_ids, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=LOSS_IGNORE_ID
-        )
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        yield loss.item()
-    model.eval()
+    from rlhf.config.sft import SFTConfig
+    from rlhf.data.conversations import SFTEncoder
+    from rlhf.data.examples import load_examples
+    from rlhf.data.model_files import load_tokenizer
+    from rlhf.learner.port import free_port
+    from rlhf.learner.sft_trainer import SFTTrainer
+    from rlhf.types import Place
+
+    disable_progress_bar()
+    began = time.monotonic()
+    config = SFTConfig.model_validate_json(json.dumps(warmup_config(folder, seed=seed)))
+    examples = load_examples(config.data, "train", SFTEncoder(load_tokenizer(config.model), config.data.template))
+    config = config.with_steps(examples.rows)
+    trainer = SFTTrainer(config, Place(0, 1, 0, "127.0.0.1", free_port(), torch.get_num_threads()))
+    trainer.hold(examples.tokens, None)
+    for step in range(config.steps):
+        loss = trainer.train(step).metrics["train/loss"].value()
+        if step == 0 or (step + 1) % max(1, config.steps // 5) == 0:
+            say(f"warm-up step {step + 1}/{config.steps}  loss {loss:.3f}  {time.monotonic() - began:.0f} s")
+    trainer.export(str(folder / "model"), config.model.path)
+    trainer.close()
 
 
 def save_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
@@ -282,9 +290,8 @@ def write_quickstart(
     train_rows: int = TRAIN_ROWS,
     test_rows: int = TEST_ROWS,
     model_options: dict[str, Any] | None = None,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
-    """Write `model`, `train.jsonl`, `test.jsonl` and preference pairs for both; `on_step` receives each warm-up loss.
+    """Write `model`, `train.jsonl`, `test.jsonl` and preference pairs for both; with a warm-up, what it began with.
 
     Raises:
         ValueError: `output` already holds files, or the number of steps is negative.
@@ -293,20 +300,22 @@ def write_quickstart(
     check_new_folder(output, "--output=")
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps={warmup_steps}: must not be negative. Use 0 for an untrained model, or more.")
+    partial = output.with_name(f"{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     problems = make_problems(train_rows + test_rows, seed)
-    tokenizer = make_tokenizer()
-    model = make_model(seed=seed, **(model_options or {}))
-    losses = warm_up(model, tokenizer, problems[:train_rows], steps=warmup_steps, seed=seed)
-    for step, loss in enumerate(losses, start=1):
-        on_step(step, loss)
-    output.mkdir(parents=True, exist_ok=True)
-    save_model(model, tokenizer, output / "model")
+    model = "untrained" if warmup_steps else "model"
+    save_model(make_model(seed=seed, **(model_options or {})), make_tokenizer(), partial / model)
     for name, rows in (("train", problems[:train_rows]), ("test", problems[train_rows:])):
-        write_rows(output / f"{name}.jsonl", [{"question": row.question, "answer": row.answer} for row in rows])
-        write_rows(output / f"pairs_{name}.jsonl", make_pairs(rows, seed))
+        write_rows(partial / f"{name}.jsonl", [{"question": row.question, "answer": row.answer} for row in rows])
+        write_rows(partial / f"pairs_{name}.jsonl", make_pairs(rows, seed))
+    if warmup_steps:
+        demonstrations = make_demonstrations(problems[:train_rows], warmup_steps * WARMUP_BATCH, seed)
+        write_rows(partial / "demonstrations.jsonl", demonstrations)
+        warm_up(partial, seed=seed)
+    partial.rename(output)
 
 
-def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -325,15 +334,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     began = time.monotonic()
-    report_every = max(1, options.warmup_steps // 5)
-
-    def on_step(step: int, loss: float) -> None:
-        if step % report_every == 0 or step == 1:
-            seconds = time.monotonic() - began
-            say(f"warm-up step {step}/{options.warmup_steps}  loss {loss:.3f}  {seconds:.0f} s")
-
     try:
-        write_quickstart(options.output, seed=options.seed, warmup_steps=options.warmup_steps, on_step=on_step)
+        write_quickstart(options.output, seed=options.seed, warmup_steps=options.warmup_steps)
     except OSError as error:
         raise ValueError(f"--output={options.output}: {error}. Name another folder.") from None
     seconds = time.monotonic() - began

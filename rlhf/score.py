@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 totals, score = _grade(scorer, options, _progress_bar(rows), output)
         except RuntimeError as error:
             raise RuntimeError("\n".join([str(error), *_failures(scorer)])) from None
-        _report(totals, score, time.perf_counter() - started, scorer)
+        _report(totals, score, time.perf_counter() - started)
         failures = "\n".join(_failures(scorer))
         if any(scorer.failed_always(part) for part in scorer.config.parts):
             raise RuntimeError(failures)
@@ -160,11 +160,11 @@ def _grade(
     def finish() -> None:
         nonlocal score
         rows, batches = waiting.popleft()
-        for row, graded in zip(rows, scorer.graded_batch(batches, first_row=totals.total() + 1), strict=True):
-            totals[graded.status] += 1
-            score += graded.score
+        for row, grade in zip(rows, scorer.graded_batch(batches, first_row=totals.total() + 1), strict=True):
+            totals[grade.status] += 1
+            score += grade.value or 0.0
             if output:
-                row |= {"score": graded.score, "extracted": graded.extracted, "status": graded.status}
+                row |= {"score": grade.value or 0.0, "extracted": grade.extracted, "status": grade.status}
                 output.write(json.dumps(row, default=as_json) + "\n")
 
     rows = iter(progress(_rows(options)))
@@ -202,7 +202,7 @@ def _failures(scorer: Scorer) -> list[str]:
     return [failures for part in shown if (failures := scorer.failures(part))]
 
 
-def _report(totals: Counter[str], score: float, seconds: float, scorer: Scorer) -> None:
+def _report(totals: Counter[str], score: float, seconds: float) -> None:
     rows = totals.total()
     if not rows:
         say("no rows")
@@ -212,7 +212,6 @@ def _report(totals: Counter[str], score: float, seconds: float, scorer: Scorer) 
     say(f"accuracy  {score / max(1, rows - left_out):.4f} over {rows - left_out} rows{note}")
     say("statuses  " + ", ".join(f"{name} {count}" for name, count in totals.most_common() if count))
     say(f"speed     {rows / seconds:.0f} answers/s in {seconds:.2f} s")
-    say(f"pool      {scorer.pool.wait_full(1.0)} workers ready of {scorer.pool.full_size}")
 
 
 if __name__ == "__main__":

@@ -41,25 +41,20 @@ class VersionSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """One sampled response with its prompt, id for id as the engine saw and sampled it.
+class TokenSequence:
+    """What the engine saw and sampled in one context, id for id: one row of a batch.
 
     Attributes:
         token_ids: [L] int32, prompt and response.
         response_mask: [L] bool, True where the policy sampled the token; may have holes.
         rollout_logprobs: [L] float32, as the engine reported them when it sampled; 0 outside the mask.
         version_spans: cover the tokens of the mask, in order.
-        finish_reason: `stop` (an end-of-sequence id or a stop string), `length`, or `abort`.
     """
 
-    prompt_id: str
-    epoch: int
-    sample: int
     token_ids: np.ndarray
     response_mask: np.ndarray
     rollout_logprobs: np.ndarray
     version_spans: tuple[VersionSpan, ...]
-    finish_reason: str
 
     @property
     def response_length(self) -> int:
@@ -71,9 +66,46 @@ class Rollout:
         first = int(self.response_mask.argmax())
         return first if self.response_mask[first] else len(self.token_ids)
 
+
+@dataclass(frozen=True)
+class Rollout:
+    """One try at a prompt. Reward and advantage belong to it, and all of its sequences share them.
+
+    Attributes:
+        sequences: in the order in which they were sampled; one, or more where the context was rewritten.
+        finish_reason: `stop` (an end-of-sequence id or a stop string), `length`, or `abort`.
+        turns: the messages after the prompt, where there is more than one.
+        facts: named facts about it, for rollouts/.
+    """
+
+    prompt_id: str
+    epoch: int
+    sample: int
+    sequences: tuple[TokenSequence, ...]
+    finish_reason: str
+    turns: tuple[dict[str, Any], ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.sequences, "a rollout has at least one sequence"
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Those of all sequences; each is counted from the beginning of its own sequence."""
+        return tuple(span for sequence in self.sequences for span in sequence.version_spans)
+
     @property
     def oldest_version(self) -> int:
         return min(span.version for span in self.version_spans)
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        """Int32, the sampled tokens of all sequences."""
+        return np.concatenate([sequence.token_ids[sequence.response_mask] for sequence in self.sequences])
+
+    @property
+    def response_length(self) -> int:
+        return sum(sequence.response_length for sequence in self.sequences)
 
 
 @dataclass(frozen=True)
@@ -114,7 +146,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Sequences one after another without padding: all rollouts of a step, or one microbatch of a learner.
+    """Sequences one after another without padding: all of a step, or one microbatch of a learner.
 
     In a microbatch, the tokens that a sequence shares with the beginning of the previous one are computed once, so the
     order of the sequences matters for speed.
@@ -124,12 +156,15 @@ class PackedTokens:
         response_mask: [T] bool, True at the tokens that the policy sampled.
         rollout_logprobs: [T] float32.
         cu_seqlens: [S+1] int64; sequence s is tokens cu_seqlens[s] to cu_seqlens[s+1].
+        rollout_tokens: [S] int64, sampled tokens of the whole rollout that each sequence belongs to, which may have
+            more sequences, in this microbatch or in another one.
     """
 
     token_ids: np.ndarray
     response_mask: np.ndarray
     rollout_logprobs: np.ndarray
     cu_seqlens: np.ndarray
+    rollout_tokens: np.ndarray
 
     @property
     def lengths(self) -> np.ndarray:
@@ -138,9 +173,7 @@ class PackedTokens:
 
     def token_indices(self, rows: np.ndarray) -> np.ndarray:
         """[T'] int64, positions of the tokens of these sequences, sequence after sequence in the order of `rows`."""
-        lengths = self.lengths[rows]
-        ends = np.cumsum(lengths)
-        return np.repeat(self.cu_seqlens[rows] - ends + lengths, lengths) + np.arange(int(lengths.sum()))
+        return _ranges(self.cu_seqlens, rows)
 
     def take(self, rows: np.ndarray) -> PackedTokens:
         """These sequences alone, in the order of `rows` [S'] int64."""
@@ -150,40 +183,70 @@ class PackedTokens:
             response_mask=self.response_mask[index],
             rollout_logprobs=self.rollout_logprobs[index],
             cu_seqlens=np.concatenate([[0], np.cumsum(self.lengths[rows])]),
+            rollout_tokens=self.rollout_tokens[rows],
         )
+
+
+def _ranges(bounds: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Int64, the numbers bounds[i] to bounds[i+1] for each i of `chosen`, one range after another."""
+    lengths = bounds[chosen + 1] - bounds[chosen]
+    ends = np.cumsum(lengths)
+    return np.repeat(bounds[chosen] - ends + lengths, lengths) + np.arange(int(lengths.sum()))
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """All rollouts of a training step, flat. A rollout has the same row number in every column and every minibatch.
+    """All rollouts of a training step, flat: a sequence is a row, and the rows of a rollout are adjacent.
 
-    The learners return what they compute as further columns of the same tokens.
+    Rows and rollouts have the same numbers in every column and every minibatch. The learners return what they compute
+    as further columns of the same tokens.
 
     Attributes:
-        tokens: columns [N] of all rollouts; its sequences are the rows.
-        groups: [B] int64, the group of each row; the rows of a group are adjacent.
+        tokens: columns [N] of all rows.
+        rollouts: [B] int64, the rollout of each row, ascending.
         prompt_lengths: [B] int64, tokens before the first sampled one; all of them where nothing was sampled.
         response_lengths: [B] int64, sampled tokens.
-        rewards: [B] float64; NaN for unscorable responses.
-        trained: [B] bool, True for responses that enter the loss and its denominators.
+        groups: [R] int64, the group of each rollout; the rollouts of a group are adjacent.
+        rewards: [R] float64; NaN for unscorable rollouts.
+        trained: [R] bool, True for rollouts that enter the loss and its denominators.
     """
 
     tokens: PackedTokens
-    groups: np.ndarray
+    rollouts: np.ndarray
     prompt_lengths: np.ndarray
     response_lengths: np.ndarray
+    groups: np.ndarray
     rewards: np.ndarray
     trained: np.ndarray
+
+    @property
+    def row_bounds(self) -> np.ndarray:
+        """[R+1] int64; rollout r is rows row_bounds[r] to row_bounds[r+1]."""
+        return np.searchsorted(self.rollouts, np.arange(len(self.trained) + 1))
+
+    @property
+    def trained_rows(self) -> np.ndarray:
+        """[B] bool, the rows of trained rollouts."""
+        return self.trained[self.rollouts]
+
+    def rows_of(self, rollouts: np.ndarray) -> np.ndarray:
+        """[B'] int64, the rows of these rollouts, in their order."""
+        return _ranges(self.row_bounds, rollouts)
+
+    def per_rollout(self, values: np.ndarray) -> np.ndarray:
+        """[R], the sum of a number per row [B] over the rows of each rollout."""
+        return np.add.reduceat(values, self.row_bounds[:-1])
 
 
 @dataclass(frozen=True)
 class Denominators:
     """Sizes of the whole minibatch over all ranks, fixed before the first backward.
 
-    `tokens` counts trained response tokens, `sequences` the responses that have any.
+    `tokens` counts trained response tokens, `rollouts` and `sequences` the rollouts and the rows that have any.
     """
 
     tokens: int
+    rollouts: int
     sequences: int
 
 
@@ -233,6 +296,28 @@ class ValueTargets:
     def take(self, index: np.ndarray) -> ValueTargets:
         """The columns at these tokens."""
         return ValueTargets(self.old_values[index], self.returns[index])
+
+
+@dataclass(frozen=True)
+class Place:
+    """One actor of a role, as the driver sends it; those of a trained role are the ranks of one world.
+
+    Attributes:
+        threads: of torch, on CPU.
+        ranks_on_node: ranks that share the node's memory.
+        deterministic: whether torch may take only algorithms that give the same bits every time.
+        version: of the weights of the run when the actor starts, in completed training steps.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_host: str
+    master_port: int
+    threads: int
+    ranks_on_node: int = 1
+    deterministic: bool = False
+    version: int = 0
 
 
 @dataclass(frozen=True)

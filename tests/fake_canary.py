@@ -1,4 +1,4 @@
-"""A cluster of fakes for the canary: learner and engines that compute from a few weights, and what a transfer does."""
+"""Fakes for the canary: learner and engines that compute from a few weights, and what a transfer does."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.rollout.requests import SamplingSettings
-from rlhf.types import Prompt, Rollout
+from rlhf.rollout.requests import Completion, SamplingSettings
+from rlhf.types import Prompt
 
 PROMPTS = [Prompt(f"p/{i}", 0, np.arange(i + 3, dtype=np.int32), (), "", "p") for i in range(20)]
 
@@ -25,7 +25,7 @@ class Weights:
         return [np.where(np.arange(len(x)) > 0, x + rounding * (-1.0) ** np.arange(len(x)), 0.0) for x in exact]
 
 
-class FakeCluster:
+class FakeEngines:
     """Learners and engines that hold weights; `transfer` says what a transfer carries over."""
 
     def __init__(self, transfer: Any, *, rounding: float = 0.0) -> None:
@@ -33,12 +33,10 @@ class FakeCluster:
         self.saved = (1.0, 1.0)
         self.transfer = transfer
         self.sent: list[int] = []
-        self.learners = self.engines = self
+        self.learners, self.group = Side(self, self.trained), Side(self, self.served)
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         match method:
-            case "canary":
-                raise AssertionError("told apart below")
             case "tensor_names":
                 return [["body", "head"]]
             case "perturb_weights":
@@ -54,27 +52,27 @@ class FakeCluster:
         self.sent.append(version)
         self.transfer(self.trained, self.served)
 
-    async def sleep_colocated_engines(self) -> None:
+    async def sleep_if_colocated(self) -> None:
         pass
 
-    async def sample_group(
-        self, engine: int, prompt: Prompt, samples: int, settings: SamplingSettings
-    ) -> list[Rollout]:
-        assert (engine, samples, settings.temperature) == (0, 1, 1.0)
-        ids = np.concatenate([prompt.token_ids, np.arange(49, 49 - settings.max_tokens, -1, dtype=np.int32)])
-        return [Rollout(prompt.id, 0, 0, ids, np.ones(len(ids), bool), np.zeros(len(ids)), (), "length")]
+    async def generate(
+        self, token_ids: np.ndarray, settings: SamplingSettings, *, engine: int, **_: Any
+    ) -> list[Completion]:
+        assert (engine, settings.temperature) == (0, 1.0)
+        ids = np.arange(49, 49 - settings.max_tokens, -1, dtype=np.int32)
+        return [Completion(ids, np.zeros(len(ids)), "length", ())]
 
 
 class Side:
-    """One side of the cluster, so that `canary` is asked of the right weights."""
+    """One side, so that `canary` is asked of the right weights."""
 
-    def __init__(self, cluster: FakeCluster, weights: Weights) -> None:
-        self.cluster, self.weights = cluster, weights
+    def __init__(self, both: FakeEngines, weights: Weights) -> None:
+        self.both, self.weights = both, weights
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         if method == "canary":
             return [self.weights.logprobs(*arguments)]
-        return await self.cluster.call(method, *arguments)
+        return await self.both.call(method, *arguments)
 
 
 def everything(trained: Weights, served: Weights) -> None:

@@ -54,9 +54,7 @@ def test_a_program_is_started_with_its_arguments_and_keeps_its_exit_status(tmp_p
 
 def test_help_of_a_program_says_how_it_was_started(tmp_path: Path) -> None:
     assert rlhf("score", "--help", cwd=tmp_path).stdout.startswith("usage: rlhf score ")
-    assert rlhf("reward-model", cwd=tmp_path).stderr.startswith(
-        "error: --config: no file given. Name a YAML file: rlhf reward-model --config "
-    )
+    assert "rlhf reward-model --config " in rlhf("reward-model", cwd=tmp_path).stderr
 
 
 def test_a_config_is_copied_once(tmp_path: Path) -> None:
@@ -65,7 +63,7 @@ def test_a_config_is_copied_once(tmp_path: Path) -> None:
     assert (tmp_path / "mine.yaml").read_text() == (ROOT / "configs/quickstart.yaml").read_text()
     again = rlhf("configs", "copy", "quickstart", "mine.yaml", cwd=tmp_path)
     assert (again.returncode, again.stderr.count("\n")) == (2, 1)
-    with pytest.raises(ValueError, match=r"configs copy quick: there is no such config. There are cispo, .*quickstart"):
+    with pytest.raises(ValueError, match=r"configs copy quick: .*\bcispo, .*\bquickstart\b"):
         command.main(["configs", "copy", "quick"])
 
 

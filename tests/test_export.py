@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import write_model_checkpoint
 from model_families import write_family
+from safetensors.torch import load_file
 from waiting import WAIT_S
 from worlds import make_config
 
@@ -83,14 +84,14 @@ def test_what_cannot_be_exported_is_one_message(tiny_model_dir: Path, tmp_path: 
     write_run(tmp_path / "run", tiny_model_dir / "model", 2)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
     for arguments, message in (
-        ([tmp_path, tmp_path / "out"], "neither a run (no checkpoints/) nor a checkpoint"),
-        ([checkpoint, tmp_path / "run"], "is not an empty folder. Name a new folder"),
+        ([tmp_path, tmp_path / "out"], "neither a run"),
+        ([checkpoint, tmp_path / "run"], "is not an empty folder"),
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared
             export.main([str(argument) for argument in arguments])
         assert message in str(caught.value)
     (checkpoint / "weights-00001.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"step-000002: weights-00001\.safetensors has 0 bytes"):
+    with pytest.raises(ValueError, match=r"step-000002: weights-00001\.safetensors\b.*\b0 bytes\b"):
         export.main([str(checkpoint), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
@@ -99,37 +100,17 @@ def test_a_hub_that_does_not_answer_costs_nothing_but_a_message(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path / "run", tiny_model_dir / "model", 2)
-    with pytest.raises(RuntimeError, match=r"--push-to-hub me/mine: .*The model is complete in .*out"):
+    with pytest.raises(RuntimeError, match=r"--push-to-hub me/mine: .*complete in .*/out\b"):
         export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--push-to-hub", "me/mine"])
     assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-def test_a_model_of_70_b_takes_no_more_memory_than_its_largest_tensor(tmp_path: Path) -> None:
-    """The account on the meta device: the plan of every file, and what passes through memory between them."""
-    from transformers import LlamaConfig
-
-    from rlhf.learner.hub_format import FILE_BYTES, HubWriter, empty_model, model_tensors
-
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
-        num_key_value_heads=8, architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
-    config.save_pretrained(tmp_path / "config")
-    model = empty_model(tmp_path / "config", dtype="bfloat16", trust_remote_code=False)
-    tensors = model_tensors(model)
-    parameters = sum(tensor.numel() for tensor in tensors.values())
-    assert 70e9 < parameters < 71e9
-    HubWriter(tmp_path / "out", model, tensors.items())
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 2 * parameters
-    assert len(set(index["weight_map"].values())) >= 2 * parameters / FILE_BYTES
-    in_memory = max(tensor.numel() * (4 + tensor.itemsize) for tensor in tensors.values())  # as stored, as exported
-    assert in_memory < 0.1 * parameters
 
 
 MEASURED = """
 import sys, threading, time
 from rlhf import export
+from rlhf.learner import hub_format
+
+hub_format.FILE_BYTES = 10_000_000
 
 def anonymous():
     return next(int(row.split()[1]) for row in open("/proc/self/status") if row.startswith("RssAnon")) * 1024
@@ -175,3 +156,8 @@ def test_an_export_takes_far_less_memory_than_the_model_and_no_part_of_the_stack
     assert parameters > 30e6
     assert int(grown) < parameters  # bytes; a whole copy in bfloat16 is 2 per parameter
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * parameters
+    for file in set(index["weight_map"].values()):
+        held = {name for name, place in index["weight_map"].items() if place == file}
+        assert load_file(tmp_path / "out" / file).keys() == held

@@ -21,6 +21,7 @@ PROGRAMS = [p for p in PACKAGE.glob("*.py") if 'if __name__ == "__main__":' in p
 ON_THE_STACK = {
     "cluster/actors.py": "ray",
     "cluster/cluster.py": "ray",
+    "cluster/engines.py": "ray",
     "cluster/heartbeat.py": "ray",
     "cluster/placement.py": "ray",
     "cluster/rank_group.py": "ray",
@@ -37,7 +38,7 @@ STACK = {"ray", "vllm", "deepspeed"}
 # The packages from the bottom up. Each imports packages of lower levels alone, so those of one level never meet.
 LEVELS = (
     {"types"},
-    {"config", "algo"},
+    {"config", "algo", "answers"},
     {"log", "weights"},
     {"data", "rewards", "rollout", "learner", "step"},
     {"plan"},
@@ -121,6 +122,12 @@ def test_algorithms_need_torch_alone_and_never_the_config(path: Path) -> None:
 
 def test_schedules_need_not_even_torch() -> None:
     assert packages(PACKAGE / "algo/schedules.py", inside_functions=True) <= {"__future__", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "answers"], ids=name_of)
+def test_the_comparison_of_answers_stands_alone(path: Path) -> None:
+    assert packages(path, inside_functions=True) <= {"mpmath", "rlhf", "__future__", *sys.stdlib_module_names}
+    assert {part_of(module) for module in own_imports(path)} <= {"answers"}
 
 
 def test_importing_algo_imports_nothing() -> None:

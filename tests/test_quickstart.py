@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
+import re
 import subprocess
 import sys
 import unicodedata
 from pathlib import Path
 
 import pytest
+from worlds import run_world
 
 from rlhf import quickstart
 from rlhf.config.cli import run_program
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward_model import RewardTrainingConfig
+from rlhf.config.sft import SFTConfig
 from rlhf.quickstart import Problem
+from rlhf.types import Place
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TINY = {"hidden_size": 32, "num_layers": 1, "num_heads": 1}
@@ -166,8 +172,7 @@ def test_the_configs_of_ppo_and_the_reward_model_read_what_the_quickstart_and_ea
         return folder / path.removeprefix("runs/quickstart-data/")
 
     reward = load_config(RewardTrainingConfig, [str(CONFIGS / "reward_model_quickstart.yaml")])
-    assert in_folder(reward.data.train).is_file()
-    assert in_folder(str(reward.data.eval)).is_file()
+    assert all(in_folder(source.path).is_file() for source in (*reward.data.train, *reward.data.eval))
     for name in ("ppo_quickstart.yaml", "ppo_reward_model_quickstart.yaml"):
         config = load_config(PPOConfig, [str(CONFIGS / name)])
         assert (in_folder(config.model.path) / "config.json").is_file()
@@ -190,34 +195,49 @@ def test_near_and_far_misses_are_never_right() -> None:
     assert problem.worked() not in {quickstart.far_miss(problem, problem, rng) for _ in range(100)}
 
 
-def test_same_seed_makes_the_same_files_and_another_seed_others(tmp_path: Path) -> None:
-    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+def warmed_up(_: Place, folder: Path, seed: int) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         quickstart.write_quickstart(
-            tmp_path / name, seed=seed, warmup_steps=2, train_rows=50, test_rows=10, model_options=TINY
+            folder, seed=seed, warmup_steps=25, train_rows=300, test_rows=10, model_options={**TINY, "hidden_size": 64}
         )
-    for file in ("train.jsonl", "test.jsonl", "pairs_train.jsonl", "model/model.safetensors"):
+    return printed.getvalue()
+
+
+@pytest.mark.stack
+def test_same_seed_makes_the_same_files_and_another_seed_others_and_the_warm_up_lowers_the_loss(
+    tmp_path: Path,
+) -> None:
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        (printed,) = run_world(warmed_up, 1, tmp_path / name, seed)
+    for file in ("train.jsonl", "test.jsonl", "pairs_train.jsonl", "demonstrations.jsonl", "model/model.safetensors"):
         first, again, other = ((tmp_path / name / file).read_bytes() for name in ("a", "b", "c"))
         assert first == again
         assert first != other
-
-
-def test_warm_up_lowers_the_loss() -> None:
-    model, tokenizer = quickstart.make_model(hidden_size=64, num_layers=1, num_heads=2), quickstart.make_tokenizer()
-    losses = list(quickstart.warm_up(model, tokenizer, quickstart.make_problems(500, seed=0), steps=25, seed=0))
+    losses = [float(loss) for loss in re.findall(r"warm-up step \d+/25  loss ([\d.]+)", printed)]
+    assert len(losses) == 6
     assert losses[-1] < 0.6 * losses[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]  # nothing partial is left
 
 
-def test_labels_cover_the_response_and_its_end_token_only() -> None:
-    tokenizer = quickstart.make_tokenizer()
+def test_a_demonstration_is_what_the_careless_pupil_says_to_a_question() -> None:
     problems = quickstart.make_problems(20, seed=0)
-    token_ids, labels = next(quickstart.demonstration_batches(tokenizer, problems, batch_size=8, seed=0))
-    for row_ids, row_labels in zip(token_ids, labels, strict=True):
-        trained = row_labels != quickstart.LOSS_IGNORE_ID
-        assert (row_ids[trained] == row_labels[trained]).all()
-        prompt, response = tokenizer.decode(row_ids).split("<|assistant|>")
-        assert prompt.startswith("<|user|>What is ")
-        assert tokenizer.decode(row_labels[trained]) == response.replace("<|pad|>", "")
-        assert int(row_labels[trained][-1]) == tokenizer.eos_token_id
+    rows = quickstart.make_demonstrations(problems, 4000, seed=0)
+    answers = {problem.question: problem.answer for problem in problems}
+    talks = [[message["role"] for message in row["messages"]] for row in rows]
+    assert talks == [["user", "assistant"]] * 4000
+    said = [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
+    assert len({question for question, _ in said}) == 20
+    assert 0.2 < sum(quickstart.boxed(work) == answers[question] for question, work in said) / 4000 < 0.5
+
+
+def test_the_warm_up_is_that_of_the_config() -> None:
+    config = load_config(SFTConfig, [str(CONFIGS / "sft_quickstart.yaml")], ["logging.wandb.project=rlhf"])
+    warmup = {**quickstart.warmup_config(Path("runs/quickstart-data"), seed=0)}
+    warmup["run"]["dir"] = "runs/quickstart-sft"
+    assert SFTConfig.model_validate_json(json.dumps(warmup)) == config
+    steps = quickstart.WARMUP_STEPS
+    trained = config.with_steps(quickstart.WARMUP_STEPS * quickstart.WARMUP_BATCH)
+    assert (trained.steps, trained.training.warmup_updates) == (steps, 40)
 
 
 def test_a_folder_that_holds_files_is_refused_and_left_alone(

@@ -10,34 +10,35 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from worlds import make_ppo_config
+from worlds import ALONE, make_ppo_config, rollout_of
 
+from rlhf.config.data import TemplateName
 from rlhf.config.ppo import PPOConfig
-from rlhf.config.reward_model import RECORD_FILE, RewardModelConfig
-from rlhf.data.model_files import recorded_template, reward_template
+from rlhf.config.reward_model import RECORD_FILE, PairsConfig, RewardModelConfig
+from rlhf.data.conversations import pair_encoder
+from rlhf.data.examples import load_examples
+from rlhf.data.model_files import load_tokenizer, recorded_template, reward_template
 from rlhf.data.templates import reward_input
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.reward_trainer import pair_loss, pair_metrics
 from rlhf.plan.start_checks import input_problems
-from rlhf.reward_model import conversation, main, read_pairs
+from rlhf.reward_model import main
 from rlhf.rewards.model_client import PART, RewardModelClient, endpoint_scorer
-from rlhf.run.training_run import TrainingRun
-from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
+from rlhf.run.startup import read_data
+from rlhf.types import Prompt, RolloutGroup, ScoredRollout, VersionSpan
 
 
 def group(name: str, rewards: tuple[float | None, ...]) -> RolloutGroup:
     prompt = Prompt(name, 0, np.array([1]), ({"role": "user", "content": name},), "", "s")
     samples = []
     for sample, reward in enumerate(rewards):
-        rollout = Rollout(
-            name, 0, sample, np.array([1, 2]), np.array([False, True]), np.zeros(2, np.float32),
-            (VersionSpan(1, 2, 0),), "stop",
-        )  # fmt: skip
+        rollout = rollout_of([1, 2], [0, 1], None, (VersionSpan(1, 2, 0),), prompt_id=name, sample=sample)
         samples.append(ScoredRollout(rollout, f"answer {sample}", "", reward, {"math": reward}, "ok"))
     return RolloutGroup(prompt, tuple(samples))
 
@@ -50,15 +51,8 @@ def test_the_loss_of_a_pair_is_minus_the_log_of_the_probability_that_the_chosen_
     torch.testing.assert_close(
         pair_loss(margins), torch.tensor([math.log(2), math.log(4 / 3), math.log(4)]), rtol=1e-6, atol=0
     )
-    metrics = {name: metric.value() for name, metric in pair_metrics("eval", margins).items()}
-    assert metrics == {"eval/accuracy": pytest.approx(1 / 3), "eval/margin": pytest.approx(0.0, abs=1e-7)}
-
-
-def test_a_pair_is_two_texts_after_a_prompt_or_two_whole_conversations() -> None:
-    user, reply = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    assert conversation({"prompt": "q", "chosen": "a"}, "chosen") == [user, reply]
-    assert conversation({"prompt": [user], "chosen": "a"}, "chosen") == [user, reply]
-    assert conversation({"chosen": [user, reply]}, "chosen") == [user, reply]
+    metrics = {name: metric.value() for name, metric in pair_metrics(margins).items()}
+    assert metrics == {"accuracy": pytest.approx(1 / 3), "margin": pytest.approx(0.0, abs=1e-7)}
 
 
 @pytest.mark.parametrize("row", ['{"chosen": "a"}', '{"chosen": [], "prompt": "q"}', "not json"])
@@ -67,17 +61,14 @@ def test_a_row_that_is_no_pair_is_named(tmp_path: Path, row: str) -> None:
 
     good = json.dumps({"prompt": "q\u2028", "chosen": "a", "rejected": "b"}, ensure_ascii=False)
     (tmp_path / "pairs.jsonl").write_text(good + "\n\n" + row + "\n")
-    with pytest.raises(ValueError, match=r"data\.eval: (row|line) 3 of .*pairs\.jsonl"):
-        read_pairs(str(tmp_path / "pairs.jsonl"), make_tokenizer(), "eval", max_tokens=64)
+    with pytest.raises(ValueError, match=r"data\.train: (row|line) 3 of .*pairs\.jsonl"):
+        load_pairs(tmp_path / "pairs.jsonl", make_tokenizer(), "model")
 
 
-def test_pairs_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
-    from rlhf.quickstart import make_tokenizer
-
-    rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a" * 100, "rejected": "b"}]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs, too_long = read_pairs(str(tmp_path / "pairs.jsonl"), make_tokenizer(), "train", max_tokens=64)
-    assert (len(pairs), too_long) == (1, 1)
+def load_pairs(file: Path, tokenizer: Any, template: TemplateName) -> list[list[int]]:
+    config = PairsConfig.model_validate({"train": str(file), "template": template, "max_tokens": 64})
+    tokens = load_examples(config, "train", pair_encoder(tokenizer, template)).tokens
+    return [ids.tolist() for ids in np.split(tokens.token_ids, tokens.cu_seqlens[1:-1])]
 
 
 def test_the_normalization_recorded_with_a_model_is_used(tmp_path: Path) -> None:
@@ -123,8 +114,9 @@ def scorer_of(config: RewardModelConfig, **changes: Any) -> Any:
     """A copy of the reward model as a run makes it."""
     from rlhf.learner.reward_scorer import RewardScorer
 
-    config = config.model_copy(update=changes)
-    return RewardScorer(config, "cpu", 1, reward_input(config))
+    cluster, changed = SimpleNamespace(device="cpu"), config.model_copy(update=changes)
+    run: Any = SimpleNamespace(cluster=cluster, reward_model=changed)
+    return RewardScorer(run, ALONE, reward_input(run))
 
 
 def test_the_score_is_the_normalized_output_of_the_head_at_the_last_token_in_any_batch(
@@ -184,9 +176,9 @@ def test_what_a_model_is_trained_on_in_a_template_is_what_it_scores(plain_folder
     messages = [{"role": "user", "content": PROMPT}]
     rows = [{"prompt": prompt, "chosen": " shore.", "rejected": " it"} for prompt in (PROMPT, messages)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs, _ = read_pairs(str(tmp_path / "pairs.jsonl"), tokenizer, "train", max_tokens=64, template="raw")
+    pairs = load_pairs(tmp_path / "pairs.jsonl", tokenizer, "raw")
     expected = tokenizer(PROMPT + " shore.", add_special_tokens=False)["input_ids"]
-    assert [pair.chosen.tolist() for pair in pairs] == [expected, expected]
+    assert pairs[::2] == [expected, expected]
 
     model = AutoModelForSequenceClassification.from_pretrained(plain_folder).float().eval()
     with torch.no_grad():
@@ -197,21 +189,16 @@ def test_what_a_model_is_trained_on_in_a_template_is_what_it_scores(plain_folder
 
 
 def test_pairs_for_a_tokenizer_without_a_chat_template_are_refused_with_that_reason(
-    plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_folder: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # as the program sets it
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}) + "\n")
-    values = {"data.train": tmp_path / "pairs.jsonl", "model.path": plain_folder, "run.dir": tmp_path / "run"}
+    values = {
+        "data.train": tmp_path / "pairs.jsonl", "data.eval": "null", "model.path": plain_folder,
+        "run.dir": tmp_path / "run",
+    }  # fmt: skip
     with pytest.raises(ValueError, match=r"^data\.template=model: .* has no chat template\. Use one of .* raw"):
         main(["--config", str(CONFIG), *(f"{key}={value}" for key, value in values.items())])
     assert not (tmp_path / "run").exists()
-
-
-def test_a_file_in_place_of_the_run_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    (tmp_path / "run").touch()
-    with pytest.raises(ValueError, match=r"^run\.dir=\S+/run: it exists and is not an empty folder\. Name a new"):
-        main(["--config", str(CONFIG), f"run.dir={tmp_path / 'run'}"])
 
 
 def test_a_side_of_a_pair_without_a_token_is_named(plain_folder: Path, tmp_path: Path) -> None:
@@ -219,10 +206,7 @@ def test_a_side_of_a_pair_without_a_token_is_named(plain_folder: Path, tmp_path:
 
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "", "chosen": "a", "rejected": ""}) + "\n")
     with pytest.raises(ValueError, match=r"data\.train: row 1 .* one of its sides has no token"):
-        read_pairs(
-            str(tmp_path / "pairs.jsonl"), AutoTokenizer.from_pretrained(plain_folder), "train",
-            max_tokens=64, template="raw",
-        )  # fmt: skip
+        load_pairs(tmp_path / "pairs.jsonl", AutoTokenizer.from_pretrained(plain_folder), "raw")
 
 
 def ppo(tiny_model_dir: Path, **reward_model: Any) -> PPOConfig:
@@ -265,7 +249,7 @@ def test_a_template_that_refuses_the_prompts_of_a_run_is_found_before_anything_s
     config = ppo(tiny_model_dir, path=str(folder))
     assert input_problems(config) == []
     with pytest.raises(ValueError, match=r"^reward_model\.template=model: the chat template refuses .*no such role"):
-        TrainingRun(config, resume=False)
+        read_data(config, load_tokenizer(config.model))
 
 
 # --- the client ---

@@ -73,26 +73,26 @@ def test_what_is_wrong_with_a_python_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
     line = setup_refuses(tmp_path, "cpu", CXX="no-such-compiler")
-    assert line.startswith("setup: no C++ compiler (no-such-compiler), which DeepSpeed's op needs: install g++")
+    assert line.startswith("setup: no C++ compiler (no-such-compiler)")
 
 
 @pytest.mark.parametrize(("kind", "needed"), [("cpu", 5), ("gpu", 16)])
 def test_a_disk_that_is_too_full_is_named(tmp_path: Path, kind: str, needed: int) -> None:
     free_disk(tmp_path / "bin", 4)
     line = setup_refuses(tmp_path, kind)
-    assert line == f"setup: 4 GiB free in {ROOT}, and {needed} are needed: make room, or name another place with VENV=."
+    assert re.fullmatch(rf"setup: 4 GiB free in {re.escape(str(ROOT))}, .*\b{needed}\b.*\bVENV=\.", line)
 
 
 @pytest.mark.parametrize("kind", ["tpu", "--help"])
 def test_an_unknown_kind_names_the_known_ones(tmp_path: Path, kind: str) -> None:
-    assert setup_refuses(tmp_path, kind) == f"setup: {kind} is no kind of set-up: cpu or gpu."
+    assert re.fullmatch(rf"setup: {kind} .*: cpu or gpu\.", setup_refuses(tmp_path, kind))
 
 
 def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").write_text("precious")
     line = setup_refuses(tmp_path, "cpu", VENV=str(tmp_path / "mine"))
-    assert line == f"setup: VENV={tmp_path}/mine exists and is no Python environment: name another folder."
+    assert line.startswith(f"setup: VENV={tmp_path}/mine exists")
     assert (tmp_path / "mine/file").read_text() == "precious"
 
 
@@ -100,7 +100,7 @@ def test_an_environment_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/rlhf-setup").write_text("cpu\ncpu,dev\n0 0\n")
     line = setup_refuses(tmp_path, "gpu", VENV=str(tmp_path / "mine"))
-    assert line == f"setup: {tmp_path}/mine was set up for cpu: delete it first, or name another folder with VENV=."
+    assert re.fullmatch(rf"setup: {tmp_path}/mine .*\bfor cpu\b.*\bVENV=\.", line)
 
 
 # --- the set-up for GPUs ---
@@ -116,16 +116,16 @@ def nvidia_smi(folder: Path, driver: str, *capabilities: str) -> None:
 @pytest.mark.parametrize(
     ("driver", "capabilities", "says"),
     [
-        ("570.86.10", ["9.0"], "the NVIDIA driver here is 570.86.10, and CUDA 13 needs 580: install a newer one"),
-        ("580.65.06", ["7.0", "7.5"], "the best GPU here has compute capability 7.5, and 8.0 is needed: use an A100"),
-        ("No devices were found", [], "nvidia-smi does not tell driver_version of a GPU (No devices were found): rep"),
+        ("570.86.10", ["9.0"], r"driver .*\b570\.86\.10\b.*\bCUDA 13 needs 580\b"),
+        ("580.65.06", ["7.0", "7.5"], r"capability 7\.5\b.*\b8\.0\b.*\bA100\b"),
+        ("No devices were found", [], r"nvidia-smi .*\bdriver_version\b.*\(No devices were found\)"),
     ],
 )
 def test_a_driver_or_a_gpu_that_is_too_old_is_named_before_anything_is_installed(
     tmp_path: Path, driver: str, capabilities: list[str], says: str
 ) -> None:
     nvidia_smi(tmp_path / "bin", driver, *capabilities)
-    assert setup_refuses(tmp_path, "gpu").startswith(f"setup: {says}")
+    assert re.match(rf"setup: .*{says}", setup_refuses(tmp_path, "gpu"))
 
 
 def test_a_machine_with_one_gpu_that_will_do_is_set_up(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_package_is_pinned_for_the_pythons_that_take_it() -> None:
 
 @pytest.mark.parametrize("line", ["a>=1", "a @ https://somewhere/a.whl", "--index-url https://somewhere"])
 def test_a_line_that_is_no_pin_is_refused(line: str) -> None:
-    with pytest.raises(ValueError, match=r"is not NAME==VERSION\. Run tools/gpu_constraints\.py"):
+    with pytest.raises(ValueError, match=r"NAME==VERSION.*tools/gpu_constraints\.py"):
         gpu_constraints.read_pins([line])
 
 

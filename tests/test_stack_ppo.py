@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from documented import check_documented
-from processes import below, outliving, running
+from safetensors.torch import load_file
 from test_stack_grpo import CANARY_BOUND, check_account, read_log, read_steps
-from waiting import STACK_WAIT_S, eventually
+from waiting import STACK_WAIT_S
 
+from rlhf.config.reward_model import RECORD_FILE
 from rlhf.quickstart import BOX_TOKEN
 from rlhf.run.folder import RunFolder
 
@@ -54,6 +54,7 @@ def reward_config(folder: Path, data: Path) -> dict[str, Any]:
         },
         "learner": {"pairs_per_update": 32, "max_tokens_per_microbatch": 1024, "optimizer": {"lr": 1e-3}},
         "cluster": {"device": "cpu"},
+        "logging": {"wandb": {"mode": "disabled"}},
     }
 
 
@@ -61,10 +62,18 @@ def train_reward_model(folder: Path, data: Path) -> Path:
     """Two updates on the quickstart's pairs: no good judge, but a whole one, with its normalization."""
     run_program("rlhf.reward_model", "--config", write(folder / "reward.yaml", reward_config(folder, data)))
     rows = read_log(folder / "reward")
-    assert [row["step"] for row in rows] == [1, 2, 2]
-    check_documented(rows, logged={"pairs"})
-    assert all(np.isfinite(row["train/loss"]) and row["learner/grad_norm"] > 0 for row in rows[:2])
-    assert 0 <= rows[-1]["eval/accuracy"] <= 1
+    assert [row["step"] for row in rows] == [0, 1, 2, 2]
+    check_documented(rows, logged={"examples", "pairs"})
+    assert all(np.isfinite(row["train/loss"]) and row["learner/grad_norm"] > 0 for row in rows[1:3])
+    assert all(0 <= row["eval/accuracy"] <= 1 for row in (rows[0], rows[-1]))
+    (record,) = (json.loads(file.read_text()) for file in (folder / "reward" / "model").glob(RECORD_FILE))
+    assert record["template"] == "qa"
+    assert record["std"] > 0
+    run_program("rlhf.export", folder / "reward", folder / "exported")
+    exported, trained = (load_file(folder / name / "model.safetensors") for name in ("exported", "reward/model"))
+    assert exported.keys() == trained.keys()
+    assert all(exported[name].equal(trained[name]) for name in trained)
+    assert json.loads((folder / "exported" / RECORD_FILE).read_text()) == {"template": "qa"}
     return folder / "reward" / "model"
 
 
@@ -77,34 +86,9 @@ def test_a_training_of_a_reward_model_that_diverges_says_so_and_writes_no_model(
     command = [sys.executable, "-m", "rlhf.reward_model", "--config", str(write(tmp_path / "reward.yaml", config))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=STACK_WAIT_S, check=False)
     assert done.returncode == 1, done.stderr[-3000:]
-    assert "loss nan" in done.stdout
-    # what the libraries print is in a log
-    assert [line for line in done.stdout.splitlines() if not re.match(r"64 pairs|update \d|held out", line)] == []
-    assert (tmp_path / "reward" / "logs" / "learner-1.log").is_file()
     last = done.stderr.splitlines()[-1]
-    assert re.match(r"error: learner \d: RuntimeError: learner\.optimizer\.lr=1e\+30: the training diverged", last)
+    assert re.search(r"RuntimeError: learner\.optimizer\.lr=1e\+30: the training diverged", last)
     assert not (tmp_path / "reward/model").exists()
-
-
-def test_sigterm_ends_the_training_of_a_reward_model_and_its_ranks(tiny_model_dir: Path, tmp_path: Path) -> None:
-    config = write(tmp_path / "reward.yaml", reward_config(tmp_path, tiny_model_dir))
-    program = subprocess.Popen(
-        [sys.executable, "-m", "rlhf.reward_model", "--config", str(config), "run.epochs=100000"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    metrics = tmp_path / "reward" / "metrics.jsonl"
-
-    def has_logged() -> bool:
-        assert program.poll() is None, program.communicate()[1][-3000:]
-        return metrics.exists() and metrics.read_text() != ""
-
-    assert eventually(has_logged, STACK_WAIT_S)
-    started = running(below({program.pid}))
-    assert any("spawn_main" in command for command in started.values())
-    program.terminate()
-    _, stderr = program.communicate(timeout=STACK_WAIT_S)
-    assert program.returncode == 128 + signal.SIGTERM, stderr[-3000:]
-    assert outliving(started) == []
 
 
 def ppo_config(run: Path, data: Path, reward_model: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
 import multiprocessing
 import queue
@@ -18,7 +19,6 @@ from waiting import STACK_WAIT_S, WAIT_S, free_port
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
-from rlhf.learner.rank_place import Place
 from rlhf.run.manifest import checksum
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
@@ -26,11 +26,13 @@ from rlhf.step.response_advantages import step_advantages
 from rlhf.types import (
     Minibatch,
     PackedTokens,
+    Place,
     Prompt,
     Rollout,
     RolloutGroup,
     ScoredRollout,
     StepBatch,
+    TokenSequence,
     VersionSpan,
 )
 
@@ -40,6 +42,9 @@ FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(PRELOADED)
 # Waits for the server's end, which takes seconds on a busy machine; otherwise it would outlive the tests.
 atexit.register(forkserver._forkserver._stop)  # type: ignore[attr-defined]
+
+
+ALONE = Place(0, 1, 0, "127.0.0.1", 0, threads=1)  # of an actor that meets no other
 
 
 def run_world(target: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -137,19 +142,40 @@ def make_groups(*, groups: int, samples: int, vocabulary: int, longest: int, see
             response = rng.integers(0, vocabulary, rng.integers(1, longest)).astype(np.int32)
             length = len(ids) + len(response)
             mask = np.arange(length) >= len(ids)
-            rollout = Rollout(
-                prompt.id,
-                0,
-                sample,
+            rollout = rollout_of(
                 np.concatenate([ids, response]),
                 mask,
-                np.where(mask, -rng.random(length) * 4, 0.0).astype(np.float32),
+                np.where(mask, -rng.random(length) * 4, 0.0),
                 (VersionSpan(len(ids), length, 0),),
-                "stop",
+                prompt_id=prompt.id,
+                sample=sample,
             )
             scored.append(ScoredRollout(rollout, "", "", float(rng.random()), {"math": 0.0}, "ok"))
         groups_so_far.append(RolloutGroup(prompt, tuple(scored)))
     return groups_so_far
+
+
+def rollout_of(
+    token_ids: Sequence[int] | np.ndarray,
+    response_mask: Sequence[int] | np.ndarray | None = None,
+    rollout_logprobs: np.ndarray | None = None,
+    version_spans: tuple[VersionSpan, ...] = (),
+    *,
+    prompt_id: str = "p/0",
+    sample: int = 0,
+    finish_reason: str = "stop",
+) -> Rollout:
+    """A rollout of one sequence; without a mask all tokens are sampled, without log-probs they are 0."""
+    ids = np.asarray(token_ids, np.int32)
+    mask = np.ones(len(ids), bool) if response_mask is None else np.asarray(response_mask, bool)
+    logprobs = np.zeros(len(ids)) if rollout_logprobs is None else rollout_logprobs
+    sequence = TokenSequence(ids, mask, logprobs.astype(np.float32), version_spans)
+    return Rollout(prompt_id, 0, sample, (sequence,), finish_reason)
+
+
+def joined(*rollouts: Rollout) -> Rollout:
+    """One rollout with the sequences of all of these, otherwise like the first."""
+    return dataclasses.replace(rollouts[0], sequences=tuple(s for rollout in rollouts for s in rollout.sequences))
 
 
 def group_of(rollouts: Sequence[Rollout], rewards: Sequence[float | None] | None = None) -> RolloutGroup:
@@ -162,12 +188,12 @@ def group_of(rollouts: Sequence[Rollout], rewards: Sequence[float | None] | None
 
 
 def pack_rows(rollouts: Sequence[Rollout], rows: Sequence[int]) -> PackedTokens:
-    """One microbatch of these rollouts, in the order of `rows`."""
+    """One microbatch of the sequences of these rollouts, in the order of `rows`."""
     return make_batch([group_of(rollouts)], mask_truncated=False).tokens.take(np.array(rows, np.int64))
 
 
 def plan_first_epoch(config: GRPOConfig, groups: list[RolloutGroup]) -> tuple[StepBatch, list[Minibatch], np.ndarray]:
-    """The batch of step 0, the minibatches of its first epoch, and the advantages [B]."""
+    """The batch of step 0, the minibatches of its first epoch, and the advantages [R]."""
     batch = make_batch(groups, mask_truncated=False)
     advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
     return batch, plan_epochs(batch, config, step=0)[0], advantages
@@ -176,6 +202,13 @@ def plan_first_epoch(config: GRPOConfig, groups: list[RolloutGroup]) -> tuple[St
 def random_column(batch: StepBatch, seed: int) -> np.ndarray:
     """[N] float32, as log-probs of some other policy."""
     return (-np.random.default_rng(seed).random(len(batch.tokens.token_ids)) * 6).astype(np.float32)
+
+
+def relative_error(gradients: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """Of all gradients together, each by name."""
+    assert gradients.keys() == expected.keys()
+    error = sum(float(((gradients[n] - expected[n]) ** 2).sum()) for n in expected) ** 0.5
+    return error / sum(float((g**2).sum()) for g in expected.values()) ** 0.5
 
 
 def rows_of_minibatch(minibatch: Minibatch) -> list[int]:

@@ -38,14 +38,14 @@ def resolve(python: str, constraints: Path | None = None) -> Pins:
     command += [argument for extra in EXTRAS for argument in ("--extra", extra)]
     command += [] if constraints is None else ["--constraint", str(constraints)]
     run = subprocess.run(
-        command, env=_environment(), capture_output=True, text=True, timeout=RESOLVED_WITHIN_S, check=False
+        command, env=environment(), capture_output=True, text=True, timeout=RESOLVED_WITHIN_S, check=False
     )
     if run.returncode:
         raise RuntimeError(f"Python {python}: uv cannot resolve the packages.\n{run.stderr}")
     return dict(re.findall(r"^([\w.-]+)==(\S+)", run.stdout, re.MULTILINE))
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The environment, with pip's index also for uv."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     settings = subprocess.run(command, capture_output=True, text=True, check=False).stdout

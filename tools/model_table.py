@@ -111,11 +111,11 @@ def packed(folder: Path, sequences: list[np.ndarray], weights: list[np.ndarray])
     import torch
 
     from rlhf.algo.packing import pack
+    from rlhf.config.sections import ModelConfig
     from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
 
-    policy = load_policy(
-        str(folder), dtype="float32", temperature=1.0, gradient_checkpointing=True, trust_remote_code=False
-    )
+    config = ModelConfig(path=str(folder), dtype="float32", gradient_checkpointing=True)
+    policy = load_policy(config, temperature=1.0)
     device = torch.device("cpu")
     check_packed(lambda tokens: policy(tokens).logprobs, device, dtype="float32", key="model.path", path=folder.name)
     row = pack(sequences)

@@ -22,19 +22,30 @@ from rlhf.algo.adam import set_step
 from rlhf.algo.advantages import whiten
 from rlhf.algo.kl import kl_per_token
 from rlhf.algo.losses import policy_loss
+from rlhf.answers.extract import gold_answer
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.reward import MathOptions
+from rlhf.config.sections import ModelConfig
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
 from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy, prepare_transformer
 from rlhf.learner.update import policy_microbatch
-from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.math import math_reward
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.types import Minibatch, PolicyTargets, Prompt, Rollout, RolloutGroup, ScoredRollout, StepBatch, VersionSpan
+from rlhf.types import (
+    Minibatch,
+    PolicyTargets,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    ScoredRollout,
+    StepBatch,
+    TokenSequence,
+    VersionSpan,
+)
 
 VARIANTS = ("torch", "tensorflow")
 BETAS = (0.9, 0.999)  # of both frameworks' Adam
@@ -101,20 +112,18 @@ def quickstart_case(seed: int, data: Path, *, lr: float) -> Case:
     sampled = sample(model, [prompt.token_ids for prompt in prompts], eos=tokenizer.eos_token_id)
     rewards = []
     for rollout, prompt in zip(sampled, prompts, strict=True):
-        text = tokenizer.decode(rollout.token_ids[rollout.response_mask].tolist(), skip_special_tokens=True)
+        text = tokenizer.decode(rollout.response_ids.tolist(), skip_special_tokens=True)
         rewards.append(math_reward(text, prompt.answer, MathOptions()).value or 0.0)
     return make_case("quickstart", model, sampled, rewards, lr)
 
 
 def read_policy(folder: Path, *, temperature: float) -> PolicyModel:
-    return load_policy(
-        str(folder), dtype="float32", temperature=temperature, gradient_checkpointing=False, trust_remote_code=False
-    )
+    return load_policy(ModelConfig(path=str(folder), dtype="float32"), temperature=temperature)
 
 
 def even_share(rollout: Rollout) -> float:
     """An arbitrary reward: the share of even token ids. Advantages are whitened, so that its scale does not matter."""
-    return float((rollout.token_ids[rollout.response_mask] % 2 == 0).mean())
+    return float((rollout.response_ids % 2 == 0).mean())
 
 
 def study_config(data: Path) -> GRPOConfig:
@@ -152,7 +161,8 @@ def sample(model: PolicyModel, queries: Sequence[np.ndarray], *, eos: int | None
         together = np.concatenate([query, response]).astype(np.int32)
         mask = np.arange(len(together)) >= len(query)
         span = (VersionSpan(len(query), len(together), 0),)
-        rollouts.append(Rollout(str(row), 0, 0, together, mask, np.zeros(len(mask), np.float32), span, "stop"))
+        sequence = TokenSequence(together, mask, np.zeros(len(mask), np.float32), span)
+        rollouts.append(Rollout(str(row), 0, 0, (sequence,), "stop"))
     return rollouts
 
 

@@ -23,7 +23,9 @@ import numpy as np
 from benchmarks.studies import report, runs
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
+from rlhf.rollout.requests import Completion
+from rlhf.rollout.sampler import to_rollout
+from rlhf.types import Prompt, RolloutGroup, ScoredRollout, VersionSpan
 
 STEPS = 20
 LEARNERS = (1, 2)
@@ -54,10 +56,10 @@ def recording_rank(
     """Sample and train; the rollouts of every training step, and what was logged of it."""
     import torch
 
+    from rlhf.answers.extract import gold_answer
     from rlhf.data.load import load_prompts
     from rlhf.data.model_files import load_tokenizer
     from rlhf.data.order import PromptStream
-    from rlhf.rewards.answers.extract import gold_answer
 
     learner = make_learner(config, rank, processes, port)
     tokenizer = load_tokenizer(config.model)
@@ -66,7 +68,7 @@ def recording_rank(
     record, logged = [], []
     for step in range(config.run.steps):
         taken = prompts.take(config.rollout.prompts_per_step)
-        record.append(sample_groups(learner.engine.module.transformer, taken, config, tokenizer))
+        record.append(sample_groups(learner.transformer, taken, config, tokenizer))
         logged.append(train_step(learner, config, record[-1], step))
     learner.close()
     return record, logged
@@ -85,8 +87,8 @@ def training_rank(
 
 
 def make_learner(config: GRPOConfig, rank: int, processes: int, port: int) -> Any:
-    from rlhf.learner.rank_place import Place
     from rlhf.learner.worker import Learner
+    from rlhf.types import Place
 
     return Learner(config, Place(rank, processes, rank, "127.0.0.1", port, threads=1))
 
@@ -145,14 +147,10 @@ def graded(prompt: Prompt, sample: int, response: np.ndarray, tokenizer: Any) ->
 
     ends = np.flatnonzero(response == tokenizer.eos_token_id)
     response = response[: ends[0] + 1] if len(ends) else response
-    ids = np.concatenate([prompt.token_ids, response]).astype(np.int32)
-    mask = np.arange(len(ids)) >= len(prompt.token_ids)
     text = tokenizer.decode(response.tolist(), skip_special_tokens=True)
     grade = math_reward(text, prompt.answer, MathOptions())
-    rollout = Rollout(
-        prompt.id, prompt.epoch, sample, ids, mask, np.zeros(len(ids), np.float32),
-        (VersionSpan(len(prompt.token_ids), len(ids), 0),), "stop" if len(ends) else "length",
-    )  # fmt: skip
+    reason, spans = "stop" if len(ends) else "length", (VersionSpan(0, len(response), 0),)
+    rollout = to_rollout(prompt, sample, Completion(response, np.zeros(len(response)), reason, spans))
     return ScoredRollout(rollout, text, "", grade.value, {"math": grade.value}, "ok")
 
 

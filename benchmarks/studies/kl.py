@@ -37,20 +37,22 @@ import torch
 
 from benchmarks.studies import kl_report, report
 from rlhf.algo.kl import kl_per_token
+from rlhf.answers.extract import gold_answer
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
-from rlhf.learner.rank_place import Place, free_port
+from rlhf.learner.port import free_port
 from rlhf.log.reductions import mean_over_updates
-from rlhf.rewards.answers.extract import gold_answer
 from rlhf.rewards.processes import die_with_parent
-from rlhf.rewards.scorer import Response, Scorer
+from rlhf.rewards.scorer import Scorer
+from rlhf.rollout.requests import Completion
+from rlhf.rollout.sampler import to_rollout
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.step.response_advantages import penalize_kl, step_advantages
-from rlhf.types import PolicyTargets, Prompt, Rollout, RolloutGroup, ScoredRollout, StepBatch, VersionSpan
+from rlhf.types import Place, PolicyTargets, Prompt, Rollout, RolloutGroup, StepBatch, VersionSpan
 
 BETAS = (0.01, 0.03, 0.1, 0.3, 1.0)
 SEEDS = (0, 1, 2)
@@ -177,14 +179,8 @@ class Trainer:
         async def group(number: int, prompt: Prompt) -> RolloutGroup:
             many = self.config.rollout.samples_per_prompt
             own = rollouts[number * many : (number + 1) * many]
-            texts = [self.tokenizer.decode(r.token_ids[r.response_mask], skip_special_tokens=True) for r in own]
-            responses = [Response(t, r.finish_reason, r.response_length) for t, r in zip(texts, own, strict=True)]
-            scores = await self.scorer.score_group(prompt, responses)
-            graded = (
-                ScoredRollout(r, text, score.extracted, score.reward, score.parts, score.status)
-                for r, text, score in zip(own, texts, scores, strict=True)
-            )
-            return RolloutGroup(prompt, tuple(graded))
+            texts = [self.tokenizer.decode(r.response_ids, skip_special_tokens=True) for r in own]
+            return RolloutGroup(prompt, await self.scorer.score_group(prompt, own, texts))
 
         return list(await asyncio.gather(*(group(number, prompt) for number, prompt in enumerate(prompts))))
 
@@ -199,7 +195,7 @@ class Trainer:
         check_sampled_from(batch, old)
         rewards = batch.rewards
         if config.kl_in_reward:
-            rewards = penalize_kl(batch, batch.trained, old, ref, config.algo)
+            rewards = penalize_kl(batch, batch.trained_rows, old, ref, config.algo)
         advantages = broadcast_to_tokens(batch, step_advantages(batch, rewards, config.algo.advantage))
         learned = mean_over_updates(learner.update(PolicyTargets(advantages, old, ref)))
         return statistics(batch, old, ref) | {
@@ -215,17 +211,8 @@ def make_rollout(
     """One row [R] of what was sampled, cut after its first end token."""
     ends = np.flatnonzero(np.isin(response, end))
     length = int(ends[0]) + 1 if len(ends) else len(response)
-    before = len(prompt.token_ids)
-    return Rollout(
-        prompt.id,
-        prompt.epoch,
-        sample,
-        np.concatenate([prompt.token_ids, response[:length]]).astype(np.int32),
-        np.arange(before + length) >= before,
-        np.concatenate([np.zeros(before), logprobs[:length]]).astype(np.float32),
-        (VersionSpan(before, before + length, 0),),
-        "stop" if len(ends) else "length",
-    )
+    reason, spans = "stop" if len(ends) else "length", (VersionSpan(0, length, 0),)
+    return to_rollout(prompt, sample, Completion(response[:length], logprobs[:length], reason, spans))
 
 
 def column_of(batch: StepBatch, index: np.ndarray, part: np.ndarray | None) -> np.ndarray:
@@ -246,7 +233,7 @@ def check_sampled_from(batch: StepBatch, old: np.ndarray) -> None:
 
 def statistics(batch: StepBatch, old: np.ndarray, ref: np.ndarray) -> report.Row:
     """Of freshly sampled responses: k1, k2 and k3 in nats per token of the trained ones, reward, length."""
-    mask = batch.tokens.response_mask & np.repeat(batch.trained, batch.tokens.lengths)
+    mask = batch.tokens.response_mask & np.repeat(batch.trained_rows, batch.tokens.lengths)
     logprobs, ref_logprobs = (torch.from_numpy(column[mask]).double() for column in (old, ref))
     kls = {name: float(kl_per_token(logprobs, ref_logprobs, estimator=name).mean()) for name in ("k1", "k2", "k3")}
     return kls | {

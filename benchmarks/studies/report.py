@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-from rlhf.quickstart import write_quickstart
 
 Row = dict[str, Any]
 
@@ -51,7 +51,7 @@ def ensure_data(folder: Path) -> Path:
     """The folder; the quickstart's model and data are made first if it is empty."""
     if not (folder / "test.jsonl").is_file():
         print(f"making {folder} first (rlhf.quickstart)", flush=True)
-        write_quickstart(folder)
+        subprocess.run([sys.executable, "-m", "rlhf.quickstart", "--output", str(folder)], check=True)
     return folder
 
 

@@ -48,7 +48,7 @@ def read_steps(folder: Path) -> Steps:
 
 def run_world(rank_main: Callable[..., Any], processes: int, *arguments: Any) -> list[Any]:
     """What rank_main(rank, processes, port, *arguments) returns on every rank of a new world, by rank."""
-    from rlhf.learner.rank_place import free_port
+    from rlhf.learner.port import free_port
 
     port = free_port()
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:

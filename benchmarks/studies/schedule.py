@@ -86,7 +86,7 @@ def our_rank(rank: int, processes: int, port: int, of_runs: Sequence[Run]) -> li
     from rlhf.config.roles import Training
     from rlhf.config.sections import ModelConfig, OptimizerConfig, ScheduleConfig, TrainedConfig
     from rlhf.learner.rank import TrainedRank
-    from rlhf.learner.rank_place import Place
+    from rlhf.types import Place
 
     place = Place(rank, processes, rank, "127.0.0.1", port, threads=1)
     rates_of_runs = []
@@ -101,8 +101,8 @@ def our_rank(rank: int, processes: int, port: int, of_runs: Sequence[Run]) -> li
         trained.wrap(torch.nn.Linear(4, 1))
         rates = []
         for _ in range(run.updates):
-            trained.take_step(1, lambda _: (trained.engine(torch.ones(1, 4)).sum(), {}))  # noqa: B023 - called at once
-            rates.append(float(trained.engine.optimizer.param_groups[0]["lr"]))
+            trained.take_step(1, lambda _: (trained.deepspeed(torch.ones(1, 4)).sum(), {}))  # noqa: B023 - called at once
+            rates.append(float(trained.deepspeed.optimizer.param_groups[0]["lr"]))
         rates_of_runs.append(rates)
     trained.close()
     return rates_of_runs

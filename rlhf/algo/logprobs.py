@@ -42,8 +42,7 @@ def token_logprobs(
     logit_cap: float | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    token_tile: int | None = None,
-    vocab_tile: int | None = None,
+    tiles: tuple[int, int] | None = None,
 ) -> TokenLogprobs:
     """Log-probability of each response token given the tokens before it in its segment, and the entropy there.
 
@@ -61,12 +60,12 @@ def token_logprobs(
         expand: [T] int64, index of each token's state among the U states, if sequences share their beginnings.
         head_bias: [V].
         logit_scale, logit_cap: of the model, None without a cap. temperature: of the sampling, after the cap.
-        token_tile, vocab_tile: sizes of a tile, for memory and speed; results differ only by rounding.
+        tiles: tokens and vocabulary of a tile, for memory and speed; results differ only by rounding. None: HEAD_TILE.
     """
     positions, states = response_states(response_mask, cu_seqlens)
     if expand is not None:
         states = expand[states]
-    tiles = _default_tiles(head_weight, token_tile, vocab_tile)
+    tiles = tiles or HEAD_TILE["cuda" if has_kernels(head_weight) else "cpu"]
     logprobs, entropy = _FusedHead.apply(
         hidden, head_weight, head_bias, states, token_ids[positions].long(),
         _Transform(logit_scale, logit_cap, temperature), with_entropy, tiles, expand is not None,
@@ -101,16 +100,6 @@ class _Transform(NamedTuple):
     temperature: float
 
 
-class _Tiles(NamedTuple):
-    tokens: int
-    vocab: int
-
-
-def _default_tiles(weight: Tensor, token_tile: int | None, vocab_tile: int | None) -> _Tiles:
-    tokens, vocab = HEAD_TILE["cuda" if has_kernels(weight) else "cpu"]
-    return _Tiles(token_tile or tokens, vocab_tile or vocab)
-
-
 def _spans(length: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 
@@ -122,15 +111,14 @@ class _Head:
     """
 
     def __init__(
-        self, states: Tensor, weight: Tensor, bias: Tensor | None, transform: _Transform, tiles: _Tiles
+        self, states: Tensor, weight: Tensor, bias: Tensor | None, transform: _Transform, tiles: tuple[int, int]
     ) -> None:
         self.states, self.weight, self.bias, self.transform = states, weight, bias, transform
         self.scale = transform.scale / transform.temperature  # the slope at 0
         self.limit = None if transform.cap is None else transform.cap / transform.temperature
         self.kernels = has_kernels(weight)
-        self.row_tiles = _spans(len(states), tiles.tokens)
-        self.vocab_tiles = _spans(len(weight), tiles.vocab)
-        size = min(tiles.tokens, len(states)) * min(tiles.vocab, len(weight))
+        self.row_tiles, self.vocab_tiles = _spans(len(states), tiles[0]), _spans(len(weight), tiles[1])
+        size = min(tiles[0], len(states)) * min(tiles[1], len(weight))
         self.product = weight.new_empty(size)
         self.logits = full_precision(self.product[:0]).new_empty(size)
 
@@ -294,7 +282,7 @@ class _FusedHead(torch.autograd.Function):
         targets: Tensor,
         transform: _Transform,
         with_entropy: bool,
-        tiles: _Tiles,
+        tiles: tuple[int, int],
         repeated: bool,
     ) -> tuple[Tensor, Tensor]:
         head = _Head(hidden[rows].to(weight.dtype), weight, bias, transform, tiles)

@@ -190,22 +190,24 @@ def aggregate(
     per_token: Tensor,
     response_mask: Tensor,
     cu_seqlens: Tensor,
+    rollout_tokens: Tensor,
     *,
     aggregation: str,
     tokens: int,
-    sequences: int,
+    rollouts: int,
     constant_length: int | None = None,
 ) -> Tensor:
     """This microbatch's share of the minibatch's loss; the shares of all microbatches and ranks add up to it.
 
         token_mean     sum over True tokens / tokens                               DAPO, arXiv:2503.14476, sec. 3.3
-        sequence_mean  sum over sequences of the mean of their True tokens / sequences        arXiv:2402.03300, eq. 3
-        constant       sum over True tokens / (sequences * constant_length)        Dr. GRPO, arXiv:2503.20783, sec. 3.2
+        sequence_mean  sum over rollouts of the mean of their True tokens / rollouts          arXiv:2402.03300, eq. 3
+        constant       sum over True tokens / (rollouts * constant_length)         Dr. GRPO, arXiv:2503.20783, sec. 3.2
 
     Args:
         per_token: [T]; a sequence without a True token contributes exactly 0, and the result stays in the graph.
         response_mask: [T] bool. cu_seqlens: [S+1].
-        tokens, sequences: of the whole minibatch over all ranks; 0 (nothing to train anywhere) gives a loss of 0.
+        rollout_tokens: [S] int64, True tokens of the whole rollout of each sequence, wherever its others are.
+        tokens, rollouts: of the whole minibatch over all ranks; 0 (nothing to train anywhere) gives a loss of 0.
         constant_length: tokens; for `constant`.
     """
     values = masked(per_token, response_mask)
@@ -213,11 +215,11 @@ def aggregate(
         case "token_mean":
             return values.sum() / max(tokens, 1)
         case "sequence_mean":
-            counts = segment_counts(response_mask, cu_seqlens)[segment_ids(cu_seqlens, len(values))]
-            return (values / counts.clamp(min=1)).sum() / max(sequences, 1)
+            counts = rollout_tokens[segment_ids(cu_seqlens, len(values))]
+            return (values / counts.clamp(min=1)).sum() / max(rollouts, 1)
         case "constant":
             assert constant_length
-            return values.sum() / (max(sequences, 1) * constant_length)
+            return values.sum() / (max(rollouts, 1) * constant_length)
     raise AssertionError(aggregation)
 
 

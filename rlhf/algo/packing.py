@@ -7,6 +7,7 @@ only where and when a sequence is computed, never which optimizer step it belong
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
@@ -125,32 +126,18 @@ def sequence_cost(lengths: np.ndarray) -> np.ndarray:
 
 
 def _best_fit(sizes: list[int], max_tokens: int) -> list[list[int]]:
-    """Best-fit decreasing; `sizes` is sorted downwards.
-
-    Room is an integer: open bins are in one stack for each amount of room, and the amounts in use are the bits of one
-    integer. The tightest bin that still fits is the lowest bit at or above the size.
-    """
+    """Best-fit decreasing; `sizes` is sorted downwards."""
     bins: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}
-    rooms_in_use = 0
-    smallest = sizes[-1] if sizes else 0
+    rooms: list[tuple[int, int]] = []  # room and number of each bin, sorted
     for index, size in enumerate(sizes):
-        fitting = rooms_in_use >> size
-        if fitting:
-            room = size + (fitting & -fitting).bit_length() - 1
-            stack = with_room[room]
-            target = stack.pop()
-            if not stack:
-                rooms_in_use ^= 1 << room
-            bins[target].append(index)
+        tightest = bisect_left(rooms, (size, 0))
+        if tightest == len(rooms):
+            room, target = max_tokens, len(bins)
+            bins.append([])
         else:
-            room = max_tokens
-            target = len(bins)
-            bins.append([index])
-        left = room - size
-        if left >= smallest:
-            with_room.setdefault(left, []).append(target)
-            rooms_in_use |= 1 << left
+            room, target = rooms.pop(tightest)
+        bins[target].append(index)
+        insort(rooms, (room - size, target))
     return bins
 
 
@@ -188,7 +175,7 @@ def pack(
     response_masks: Sequence[np.ndarray] | None = None,
     rollout_logprobs: Sequence[np.ndarray] | None = None,
 ) -> PackedTokens:
-    """Put sequences of token ids one after another.
+    """Put sequences of token ids one after another; each is a rollout of its own.
 
     Args:
         response_masks: [L] bool of each sequence; None: every token but its first.
@@ -199,7 +186,7 @@ def pack(
     """
     lengths = np.array([len(sequence) for sequence in sequences], np.int64)
     for name, columns in (("response_mask", response_masks), ("rollout_logprobs", rollout_logprobs)):
-        pairs = [] if columns is None else zip(lengths, columns, strict=True)
+        pairs = [] if columns is None else zip(lengths.tolist(), columns, strict=True)
         for row, (length, column) in enumerate(pairs):
             if len(column) != length:
                 raise ValueError(f"row {row}: {length} tokens, but {len(column)} values in {name}")
@@ -215,6 +202,11 @@ def pack(
             else np.concatenate(rollout_logprobs).astype(np.float32, copy=False)
         ),
         cu_seqlens=cu_seqlens,
+        rollout_tokens=(
+            lengths - 1
+            if response_masks is None
+            else np.array([np.count_nonzero(mask) for mask in response_masks], np.int64)
+        ),
     )
 
 

@@ -16,7 +16,7 @@ import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlhf.learner.rank_place import free_port
+from rlhf.learner.port import free_port
 
 CONNECT_S = 20.0
 END_S = 20.0
@@ -33,8 +33,9 @@ class LostError(ClusterError):
 
 @dataclass(frozen=True)
 class Location:
-    """The place of an actor: its node by id and address, its process, a free port, and the GPUs that Ray gave it."""
+    """An actor by Ray's id, and its place: node by id and address, process, a free port, the GPUs that Ray gave it."""
 
+    actor: str
     node: str
     host: str
     process: int
@@ -56,8 +57,9 @@ class HostedActor:
 
     def locate(self) -> Location:
         gpu_ids = tuple(str(i) for i in ray.get_gpu_ids())
-        node = ray.get_runtime_context().get_node_id()
-        return Location(node, ray.util.get_node_ip_address(), os.getpid(), free_port(), gpu_ids)
+        context = ray.get_runtime_context()
+        actor, node = str(context.get_actor_id()), context.get_node_id()
+        return Location(actor, node, ray.util.get_node_ip_address(), os.getpid(), free_port(), gpu_ids)
 
     def build(self, environment: Mapping[str, str], *arguments: Any) -> None:
         """Set the environment that the libraries read when they are imported, then import and construct."""
@@ -166,8 +168,8 @@ class ActorGroup:
 
     def _name_homes(self, locations: Sequence[Location]) -> None:
         self.locations = list(locations)
-        for rank, (actor, location) in enumerate(zip(self.actors, locations, strict=True)):
-            self.homes[actor._actor_id.hex()] = f"{self.name} {rank} on node {location.host} ({location.node[:8]})"
+        for rank, location in enumerate(locations):
+            self.homes[location.actor] = f"{self.name} {rank} on node {location.host} ({location.node[:8]})"
 
     def reorder(self, order: Sequence[int], locations: Sequence[Location]) -> None:
         """Give the actors other ranks: rank r becomes the actor that was `order[r]`, at `locations[order[r]]`."""
@@ -203,12 +205,13 @@ class ActorGroup:
 
     async def _lost(self) -> list[str]:
         """The names of dead actors: when a rank dies, a broken connection of another rank often fails first."""
-        answers = {asyncio.ensure_future(_as_coroutine(a.locate.remote())): a for a in self.actors}
+        answers = [asyncio.ensure_future(_as_coroutine(actor.locate.remote())) for actor in self.actors]
         done, waiting = await asyncio.wait(answers, timeout=DEATH_NOTICE_S)
         for task in waiting:  # no answer yet: busy, so alive
             task.cancel()
-        gone = [answers[task]._actor_id.hex() for task in done if isinstance(task.exception(), RayActorError)]
-        return [self.homes[key] for key in gone if key in self.homes]
+        located = zip(answers, self.locations, strict=False)  # none before they are located
+        gone = [where.actor for task, where in located if task in done and isinstance(task.exception(), RayActorError)]
+        return [self.homes[actor] for actor in gone]
 
     async def end(self) -> None:
         """Let each actor close, then kill it; during start-up, kill it with its child processes."""

@@ -18,17 +18,16 @@ The canary's sequences are short, the rollouts of a step are not, and their log-
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 
 from rlhf.cluster.actors import ClusterError
-from rlhf.cluster.cluster import Cluster
+from rlhf.cluster.engines import Engines
 from rlhf.log.reductions import ENGINE_KL_FROM, Mean, Metric, StepMetrics, merge_metrics
-from rlhf.rollout.requests import SamplingSettings
-from rlhf.types import Prompt, Rollout
+from rlhf.rollout.requests import Completion, SamplingSettings, request_seed
+from rlhf.types import Prompt
 
 SEQUENCES = 8
 CANDIDATES = 64  # prompts; the shortest of them are taken
@@ -58,8 +57,9 @@ class Canary:
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], *, dtype: str, max_tokens: int, noise_seed: int | None = None
+        self, engines: Engines, prompts: Sequence[Prompt], *, dtype: str, max_tokens: int, noise_seed: int | None = None
     ) -> None:
+        self._engines = engines
         self.sequences: list[np.ndarray] = []
         self.tolerance = TOLERANCE
         self.kl_bound = TOLERANCE**2
@@ -70,45 +70,43 @@ class Canary:
         self._max_tokens = max_tokens - 1  # an engine scores a sequence while it samples one more token
         self._prompts = sorted(prompts[:CANDIDATES], key=lambda prompt: len(prompt.token_ids))[:SEQUENCES]
 
-    async def measure_noise(self, cluster: Cluster) -> None:
+    async def measure_noise(self) -> None:
         """Write the sequences; measure what rounding costs on the weights of model.path, which both sides have loaded.
 
         Raises:
             ClusterError: learner and engine differ by more than rounding, or the run cannot be deterministic.
         """
-        written = await asyncio.gather(*(self._written(cluster, prompt) for prompt in self._prompts))
-        self.sequences = [rollout.token_ids for rollout in written]
+        written = await asyncio.gather(*(self._written(prompt) for prompt in self._prompts))
+        self.sequences = [np.concatenate([start, completion.token_ids]) for start, completion in written]
         if self._noise_seed is not None:
-            _check_alike(written[0], await self._written(cluster, self._prompts[0]))
-        by_engine = await cluster.engines.call("canary", self.sequences)
-        exact, own = await self._exact(cluster)
+            _check_alike(written[0][1], (await self._written(self._prompts[0]))[1])
+        by_engine = await self._engines.group.call("canary", self.sequences)
+        exact, own = await self._exact()
         noise = _difference(exact, own)[0]
         problem = "and the learner disagree on the untouched weights of model.path: one of them computes another model"
         _compare(exact, by_engine, problem, _bound(noise))
         self.tolerance = max(TOLERANCE, LATER_FACTOR * noise)
         self.kl_bound = max(TOLERANCE**2, KL_FACTOR * _kl(exact, own))
 
-    async def check_start(self, cluster: Cluster, version: int) -> dict[str, float]:
+    async def check_start(self, version: int) -> dict[str, float]:
         """Send perturbed weights, see the engines follow, and send the true ones back.
 
         Raises:
             ClusterError: an engine does not hold what it was sent.
         """
-        true = (await cluster.learners.call("canary", self.sequences))[0]
-        names = (await cluster.learners.call("tensor_names"))[0]
+        true = (await self._engines.learners.call("canary", self.sequences))[0]
+        names = (await self._engines.learners.call("tensor_names"))[0]
         blocks = np.array_split(np.arange(len(names)), -(-len(names) // BLOCK_TENSORS))
         for block in blocks:
-            await self._check_block(cluster, version, true, int(block[0]), int(block[-1]) + 1, names)
-        await cluster.send_weights(version)
-        return await self.check(cluster, version)
+            await self._check_block(version, true, int(block[0]), int(block[-1]) + 1, names)
+        await self._engines.send_weights(version)
+        return await self.check(version)
 
-    async def _check_block(
-        self, cluster: Cluster, version: int, true: Logprobs, start: int, stop: int, names: list[str]
-    ) -> None:
+    async def _check_block(self, version: int, true: Logprobs, start: int, stop: int, names: list[str]) -> None:
         what = f"{names[start]} to {names[stop - 1]}"
-        await cluster.learners.call("perturb_weights", start, stop)
+        await self._engines.learners.call("perturb_weights", start, stop)
         try:
-            exact, own = await self._exact(cluster)
+            exact, own = await self._exact()
             bound = _bound(_difference(exact, own)[0])
             moved, _ = _difference(true, exact)
             if not moved >= MOVED * bound:
@@ -116,32 +114,32 @@ class Canary:
                     f"canary: perturbing {what} moved log-probs by {moved:.2g} only, too little against the "
                     f"tolerance of {bound:.2g}. The model's head may be constant; its weights cannot be verified."
                 )
-            await cluster.send_weights(version)
-            by_engine = await cluster.engines.call("canary", self.sequences)
+            await self._engines.send_weights(version)
+            by_engine = await self._engines.group.call("canary", self.sequences)
             _compare(exact, by_engine, f"does not hold the perturbed weights at start-up, {what}", bound)
         finally:
-            await cluster.learners.call("restore_weights")
+            await self._engines.learners.call("restore_weights")
 
-    async def check(self, cluster: Cluster, version: int) -> dict[str, float]:
+    async def check(self, version: int) -> dict[str, float]:
         """Compare after a transfer; metrics of the difference and its bound.
 
         Raises:
             ClusterError: naming the worst token and both values.
         """
         (self._expected, *_), by_engine = await asyncio.gather(
-            cluster.learners.call("canary", self.sequences), cluster.engines.call("canary", self.sequences)
+            self._engines.learners.call("canary", self.sequences), self._engines.group.call("canary", self.sequences)
         )
         problem = f"does not hold the weights of version {version}"
         difference = _compare(self._expected, by_engine, problem, self.tolerance)
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
-    async def check_joined(self, cluster: Cluster) -> None:
+    async def check_joined(self) -> None:
         """Compare the engines, with one that has just joined, with the learner's log-probs after the last transfer.
 
         Raises:
             ClusterError: as `check`.
         """
-        by_engine = await cluster.engines.call("canary", self.sequences)
+        by_engine = await self._engines.group.call("canary", self.sequences)
         _compare(self._expected, by_engine, "has joined and does not hold the current weights", self.tolerance)
 
     def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> dict[str, float]:
@@ -169,19 +167,19 @@ class Canary:
         ratios = [kl / bounds[name] for name, kl in seen.items()]
         return {"policy/engine_kl_excess": max(ratio if ratio < FAR else FAR for ratio in ratios)}  # NaN is far
 
-    async def _written(self, cluster: Cluster, prompt: Prompt) -> Rollout:
+    async def _written(self, prompt: Prompt) -> tuple[np.ndarray, Completion]:
         """A prompt's beginning, and what the first engine samples after it."""
         beginning = prompt.token_ids[: min(PROMPT_TOKENS, self._max_tokens - 1)]
-        tokens = min(RESPONSE_TOKENS, self._max_tokens - len(beginning))
-        settings = SamplingSettings(1.0, tokens, noise_seed=self._noise_seed)
-        (rollout,) = await cluster.sample_group(0, dataclasses.replace(prompt, token_ids=beginning), 1, settings)
-        return rollout
+        settings = SamplingSettings(1.0, min(RESPONSE_TOKENS, self._max_tokens - len(beginning)))
+        seed = request_seed(self._noise_seed, prompt)
+        (written,) = await self._engines.generate(beginning, settings, seed=seed, what=prompt.id, engine=0)
+        return beginning, written
 
-    async def _exact(self, cluster: Cluster) -> tuple[Logprobs, Logprobs]:
+    async def _exact(self) -> tuple[Logprobs, Logprobs]:
         """The learner's log-probs in float32, and those in its own type."""
-        await cluster.sleep_colocated_engines()  # the float32 pass needs memory for another embedding
-        own = (await cluster.learners.call("canary", self.sequences))[0]
-        return (await cluster.learners.call("canary", self.sequences, True))[0] if self._rounds else own, own
+        await self._engines.sleep_if_colocated()  # the float32 pass needs memory for another embedding
+        own = (await self._engines.learners.call("canary", self.sequences))[0]
+        return (await self._engines.learners.call("canary", self.sequences, True))[0] if self._rounds else own, own
 
 
 def _tokens(metric: Metric) -> float:
@@ -195,11 +193,11 @@ def _kl(sampled: Logprobs, other: Logprobs) -> float:
     return float((np.exp(-d) - 1 + d).mean())
 
 
-def _check_alike(together: Rollout, alone: Rollout) -> None:
+def _check_alike(together: Completion, alone: Completion) -> None:
     """Raise ClusterError unless the engine sampled the same, bit for bit, next to other sequences and alone."""
-    tokens = [rollout.token_ids.tolist() for rollout in (together, alone)]
-    logprobs = [rollout.rollout_logprobs.tobytes() for rollout in (together, alone)]
-    if tokens[0] != tokens[1] or logprobs[0] != logprobs[1]:
+    if not np.array_equal(together.token_ids, alone.token_ids) or (
+        together.logprobs.tobytes() != alone.logprobs.tobytes()
+    ):
         raise ClusterError(
             "run.deterministic=true: the engine sampled a response once next to others and once alone, with the same "
             "noise, and got other tokens or log-probs. What it computes for this model depends on the batch, so two "

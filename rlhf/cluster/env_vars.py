@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rlhf.config.grpo import GRPOConfig
+from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import ENGINE
 from rlhf.weights import cpu_rows
 
 
-def environment_of(role: str, config: GRPOConfig, *, transfer_backend: str, sockets: str | None) -> dict[str, str]:
+def environment_of(role: str, config: TrainingProgramConfig, *, sockets: str | None) -> dict[str, str]:
     """The variables for an actor of a role.
 
     Args:
@@ -31,10 +31,10 @@ def environment_of(role: str, config: GRPOConfig, *, transfer_backend: str, sock
             environment["TORCH_COMPILE_DISABLE"] = "1"
             # oneDNN keeps a kernel for each shape of a product, by default for 1,024: an engine grew by 700 MB.
             environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "64"
-    if sockets:
+    if role == ENGINE and sockets:
         environment["VLLM_RPC_BASE_PATH"] = sockets
-    if transfer_backend == "ipc":
-        # vLLM's processes receive pickled handles of GPU memory, which vLLM refuses by default.
+    if getattr(config.cluster, "placement", "") == "colocated":
+        # vLLM's processes then receive pickled handles of GPU memory, which vLLM refuses by default.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if config.run.deterministic and role == ENGINE:
         environment |= cpu_rows.ENVIRONMENT if config.cluster.device == "cpu" else {"VLLM_BATCH_INVARIANT": "1"}

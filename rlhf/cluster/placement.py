@@ -15,17 +15,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf.cluster.actors import ActorGroup, ClusterError, HostedActor, HostedAsyncActor, Location, wait_for
 from rlhf.cluster.rank_group import RankGroup
-from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role
-from rlhf.config.sections import ClusterConfig
-from rlhf.learner.rank_place import Place
+from rlhf.config.roles import Role
+from rlhf.config.sections import LearnersConfig
 from rlhf.plan import GPU
-
-HOSTED = {
-    LEARNER: "rlhf.learner.worker:Learner",
-    CRITIC: "rlhf.learner.critic:Critic",
-    REWARD_MODEL: "rlhf.learner.reward_scorer:RewardScorer",
-    ENGINE: "rlhf.rollout.engine:RolloutEngine",
-}
+from rlhf.types import Place
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class Placed:
 
 
 async def create(
-    role: Role, cluster: ClusterConfig, *, guests: Sequence[Role] = (), learners: Placed | None = None
+    role: Role, cluster: LearnersConfig, *, guests: Sequence[Role] = (), learners: Placed | None = None
 ) -> Placed:
     """Reserve what a role asks for and create its actors; nothing is loaded in them yet.
 
@@ -75,7 +68,7 @@ async def create(
 
 
 async def _start_actors(
-    role: Role, cluster: ClusterConfig, bundles: PlacementGroup, order: Sequence[int], cpus: float
+    role: Role, cluster: LearnersConfig, bundles: PlacementGroup, order: Sequence[int], cpus: float
 ) -> Placed:
     """Create the actors of a role in these bundles; ranks of a trained role that share a node become neighbours."""
     group = (ActorGroup if role.training is None else RankGroup)(
@@ -91,8 +84,10 @@ async def _start_actors(
     return Placed(role, group, locations, bundles, list(order))
 
 
-def rank_places(locations: Sequence[Location], threads: int, device: str, *, deterministic: bool) -> list[Place]:
-    """The place of each rank of one world; ranks of a node are neighbours."""
+def rank_places(
+    locations: Sequence[Location], threads: int, device: str, *, deterministic: bool, version: int = 0
+) -> list[Place]:
+    """The place of each actor of a role: of a trained one, its rank in one world; ranks of a node are neighbours."""
     places, meeting = [], locations[0]
     for rank, location in enumerate(locations):
         before = sum(other.node == location.node for other in locations[:rank])
@@ -100,7 +95,7 @@ def rank_places(locations: Sequence[Location], threads: int, device: str, *, det
         # A learner sees only its own GPU, as device 0; on CPU the ranks of a node are numbered.
         local_rank = 0 if device == "cuda" else before
         meets = meeting.host, meeting.port
-        places.append(Place(rank, len(locations), local_rank, *meets, threads, on_node, deterministic))
+        places.append(Place(rank, len(locations), local_rank, *meets, threads, on_node, deterministic, version))
     return places
 
 
@@ -128,15 +123,14 @@ async def _wait_until_reserved(bundles: PlacementGroup, what: str, deadline_s: f
 
 def new_actor(role: Role, cpus: float, bundles: PlacementGroup, index: int) -> Any:
     """Create an actor of a role in one bundle; it starts when the bundle is reserved and free."""
-    hosts_coroutines = role.name == ENGINE
-    options: dict[str, Any] = {"max_concurrency": 10_000} if hosts_coroutines else {}
-    actor: Any = ray.remote(HostedAsyncActor if hosts_coroutines else HostedActor).options(
+    options: dict[str, Any] = {"max_concurrency": 10_000} if role.coroutines else {}
+    actor: Any = ray.remote(HostedAsyncActor if role.coroutines else HostedActor).options(
         num_cpus=cpus,
         num_gpus=role.gpus,
         scheduling_strategy=PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=index),
         **options,
     )
-    return actor.remote(*HOSTED[role.name].split(":"))
+    return actor.remote(*role.hosted.split(":"))
 
 
 def _neighbours_together(locations: Sequence[Location]) -> list[int]:

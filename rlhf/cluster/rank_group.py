@@ -9,7 +9,7 @@ import numpy as np
 import ray
 
 from rlhf.cluster.actors import ActorGroup
-from rlhf.log.reductions import UpdateOutcome, merge_outcomes
+from rlhf.log.reductions import StepMetrics, UpdateOutcome, merge_metrics, merge_outcomes
 from rlhf.types import Minibatch, PackedTokens, PolicyTargets, StepBatch, ValueTargets
 
 
@@ -61,6 +61,18 @@ class RankGroup(ActorGroup):
         self.changed = True
         by_rank = await self.call("update", ray.put(targets), deadline_s=self.update_deadline_s)
         return [merge_outcomes(ranks) for ranks in zip(*by_rank, strict=True)]
+
+    async def hold(self, train: PackedTokens, held_out: PackedTokens | None) -> None:
+        """Send all examples to the ranks of a supervised training."""
+        await self.call("hold", ray.put(train), ray.put(held_out))
+
+    async def train(self, step: int) -> UpdateOutcome:
+        """The optimizer step of a supervised training after `step` others; metrics are merged over all ranks."""
+        return merge_outcomes(await self.call("train", step))
+
+    async def evaluate(self) -> StepMetrics:
+        """The metrics of the held-out examples over all ranks."""
+        return merge_metrics(await self.call("evaluate"))
 
     async def skip_updates(self) -> list[UpdateOutcome]:
         """Count every optimizer step of the training step as skipped, on all ranks."""

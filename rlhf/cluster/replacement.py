@@ -189,23 +189,23 @@ async def while_healthy(engines: ActorGroup, sending: Awaitable[Any]) -> None:
         ClusterError: an engine has not loaded what was sent, and would not load it another time.
     """
     task, present = asyncio.ensure_future(sending), engines.present
+
+    async def check() -> None:
+        await engines.call("check_health", deadline_s=HEALTH_DEADLINE_S)
+        if engines.present != present:  # another task has noticed it first, and replaces the engine
+            raise LostError("the transfer of weights failed: an engine was lost")
+
     try:
         while not task.done():
             await asyncio.wait({task}, timeout=HEALTH_PERIOD_S)
             if not task.done():
-                await _check(engines)
-                if engines.present != present:  # another task has noticed it first, and replaces the engine
-                    raise LostError("the transfer of weights failed: an engine was lost")
+                await check()
         if isinstance(error := task.exception(), ValueError):
             raise ClusterError(str(error)) from None
         if error is not None:
             for _ in range(ENGINE_DEATH_NOTICE_S):  # the learner may notice a death before the engine does
-                await _check(engines)
+                await check()
                 await asyncio.sleep(1)
         await task
     finally:
         task.cancel()
-
-
-async def _check(engines: ActorGroup) -> None:
-    await engines.call("check_health", deadline_s=HEALTH_DEADLINE_S)

@@ -53,7 +53,7 @@ class RaySession:
     def __init__(self) -> None:
         self.temp: str | None = None
         self._guard: subprocess.Popen[bytes] | None = None
-        self._raylet: psutil.Process | None = None  # of a running cluster that was joined
+        self._watched: dict[str, psutil.Process] = {}  # of PARTS, those on this machine
         self._folder = Path.cwd()  # asked before Ray starts: another node may then remove it, see `compare_nodes`
 
     def start(self, address: str | None) -> None:
@@ -84,6 +84,8 @@ class RaySession:
                     ray.init(address=address, **common)
                 else:
                     self._start_here(common)
+                    started = [p for p in psutil.process_iter(["name", "ppid"]) if p.info["ppid"] == os.getpid()]
+                    self._watched = {p.info["name"]: p for p in started if p.info["name"] in PARTS}
         except ConnectionError as error:
             raise ValueError(
                 f"cluster.ray_address={address}: no Ray cluster answers there ({error}). Start one with `ray start "
@@ -118,22 +120,25 @@ class RaySession:
 
     def lost(self) -> str:
         """Which of Ray's own processes on this machine has ended, and how; "" if they run."""
-        if self._raylet is not None and _has_ended(self._raylet):
-            return f"Ray's {PARTS['raylet']} on this machine (raylet) has ended."
-        for kind, process in _own_processes().items():
-            if (status := process.poll()) is not None:
-                return f"Ray's {PARTS[kind]} ({kind}) has ended with status {exit_status(status)}."
+        for kind, process in self._watched.items():
+            if _has_ended(process):
+                if self.temp is None:
+                    return f"Ray's {PARTS[kind]} on this machine ({kind}) has ended."
+                return f"Ray's {PARTS[kind]} ({kind}) has ended with status {exit_status(process.wait(0))}."
         return ""
 
     async def wait_until_lost(self) -> str:
         """What has ended, or does not answer, as soon as the cluster cannot go on."""
+        context = ray.get_runtime_context()
         if self.temp is None:
-            self._raylet = _process_of(_node().raylet_socket_name)
+            (here,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+            if raylet := _process_of(here["RayletSocketName"]):
+                self._watched = {"raylet": raylet}
         answered = time.monotonic()
         while not (lost := self.lost()):
             if self.temp is None:
                 try:
-                    await asyncio.to_thread(check_address, _node().gcs_address)
+                    await asyncio.to_thread(check_address, context.gcs_address)
                     answered = time.monotonic()
                 except ConnectionError as error:
                     if time.monotonic() - answered > CONTROL_PATIENCE_S:
@@ -204,6 +209,7 @@ class RaySession:
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)
 
     def stop(self) -> None:
+        self._watched = {}
         ray.shutdown()
         if self._guard is not None:
             self._guard.communicate()  # it sees the end of its input
@@ -283,17 +289,6 @@ def _in_sessions_of_their_own() -> Iterator[None]:
         yield
     finally:
         setattr(services, "ConsolePopen", before)  # noqa: B010
-
-
-def _node() -> Any:
-    """What Ray knows of the cluster on this machine; there is no public name for it."""
-    return ray._private.worker._global_node
-
-
-def _own_processes() -> dict[str, subprocess.Popen[bytes]]:
-    """The processes of Ray that this process has started, those of PARTS, by their kind."""
-    started = _node().all_processes if ray.is_initialized() else {}
-    return {kind: info.process for kind in PARTS for info in started.get(kind, ())}
 
 
 def _has_ended(process: psutil.Process) -> bool:

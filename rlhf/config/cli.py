@@ -61,6 +61,10 @@ class ResumableError(RuntimeError):
 
 def training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="print the run's arithmetic, layout and memory, and stop")
+    run_flags(parser)
+
+
+def run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print-config", action="store_true", help="print every key with its value as YAML, and stop")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
     parser.add_argument(
@@ -253,7 +257,9 @@ class NothingToDoError(Exception):
 @contextlib.contextmanager
 def _outside_of_any_event_loop() -> Iterator[None]:
     """A context in which asyncio.run works; afterwards loop and signal handlers of this thread are as before."""
-    outer, handlers = asyncio._get_running_loop(), {number: signal.getsignal(number) for number in END_SIGNALS}
+    outer, handlers = None, {number: signal.getsignal(number) for number in END_SIGNALS}
+    with contextlib.suppress(RuntimeError):
+        outer = asyncio.get_running_loop()
     woken = signal.set_wakeup_fd(-1)  # where Python tells the outer loop of a signal
     asyncio._set_running_loop(None)
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -30,7 +30,7 @@ OPENS_THOUGHT = re.compile(  # at the end of a rendered prompt: the response beg
 )
 
 
-class SourceConfig(Section):
+class DatasetConfig(Section):
     """One data set: a local file or folder, or a data set of the hub."""
 
     path: FilePath = Field(
@@ -41,6 +41,11 @@ class SourceConfig(Section):
     split: str | None = Field(
         None, description="split of a hub data set or folder; null: train for data.train, test for data.eval"
     )
+
+
+class SourceConfig(DatasetConfig):
+    """One data set of prompts."""
+
     source: str | None = Field(
         None,
         min_length=1,
@@ -96,15 +101,43 @@ class SourceConfig(Section):
         return self.source or (path.stem if path.suffix in FILE_SUFFIXES else path.name)
 
 
-class DataConfig(Section):
-    """Prompts for training and evaluation."""
+S = TypeVar("S", bound=DatasetConfig)
 
-    train: tuple[SourceConfig, ...] = Field(
+
+class DatasetsConfig(Section, Generic[S]):
+    """The data sets of any program that trains."""
+
+    train: tuple[S, ...] = Field(
         description="training data: a path or hub name, a mapping with `path`, or a list of either"
     )
-    eval: tuple[SourceConfig, ...] = Field(
-        (), description="evaluation data, each set reported by itself: as data.train; null: none"
-    )
+    eval: tuple[S, ...] = Field((), description="held-out data: as data.train; null: none")
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _as_sources(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read a string, a mapping, or a list of either, as a tuple of mappings."""
+        if value is None:
+            return ()
+        entries = value if isinstance(value, list | tuple) else (value,)
+        for index, entry in enumerate(entries):
+            key = f"data.{info.field_name}" if len(entries) == 1 else f"data.{info.field_name}.{index}"
+            if not isinstance(entry, str | dict | DatasetConfig):
+                raise ValueError(
+                    f"{key}: {entry!r} names no data. "
+                    "Use a path or hub name, a mapping with `path`, or a list of either."
+                )
+        return tuple({"path": entry} if isinstance(entry, str) else entry for entry in entries)
+
+    @model_validator(mode="after")
+    def _something_to_train_on(self) -> Self:
+        if not self.train:
+            raise ValueError("data.train is empty: there is nothing to train on. Name a file or a hub data set.")
+        return self
+
+
+class DataConfig(DatasetsConfig[SourceConfig]):
+    """Prompts for training and evaluation; each set of `eval` is reported by itself."""
+
     prompt_column: str | None = Field(
         None,
         description="column of the prompt, text or role/content messages, a.b for nested ones; "
@@ -138,26 +171,8 @@ class DataConfig(Section):
     )
     eval_rows: int | None = Field(None, ge=1, description="first rows of each evaluation set to use; null: all")
 
-    @field_validator("train", "eval", mode="before")
-    @classmethod
-    def _as_sources(cls, value: Any, info: ValidationInfo) -> Any:
-        """Read a string, a mapping, or a list of either, as a tuple of mappings."""
-        if value is None:
-            return ()
-        entries = value if isinstance(value, list | tuple) else (value,)
-        for index, entry in enumerate(entries):
-            key = f"data.{info.field_name}" if len(entries) == 1 else f"data.{info.field_name}.{index}"
-            if not isinstance(entry, str | dict | SourceConfig):
-                raise ValueError(
-                    f"{key}: {entry!r} names no data. "
-                    "Use a path or hub name, a mapping with `path`, or a list of either."
-                )
-        return tuple({"path": entry} if isinstance(entry, str) else entry for entry in entries)
-
     @model_validator(mode="after")
     def _consistent_sources(self) -> DataConfig:
-        if not self.train:
-            raise ValueError("data.train is empty: there is nothing to train on. Name a file or a hub data set.")
         for key, sources in (("data.train", self.train), ("data.eval", self.eval)):
             label, count = next(iter(Counter(source.label for source in sources).most_common(1)), ("", 0))
             if count > 1:

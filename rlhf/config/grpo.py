@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import Field
 
 from rlhf.config.data import DataConfig
-from rlhf.config.program import ProgramConfig, dtype_problems, training_problems, warmup_problems
+from rlhf.config.program import TrainingProgramConfig, dtype_problems, training_problems, warmup_problems
 from rlhf.config.reward import RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
-from rlhf.config.roles import ENGINE, LEARNER, REWARD_MODEL, Role, Training
+from rlhf.config.roles import Training
 from rlhf.config.sections import (
     AlgoConfig,
     CheckpointConfig,
@@ -28,8 +28,11 @@ from rlhf.config.sections import (
 NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
 
-class GRPOConfig(ProgramConfig):
+class GRPOConfig(TrainingProgramConfig):
     """Everything that `python -m rlhf.grpo` reads."""
+
+    program: ClassVar[str] = "grpo"
+    hosted_learner: ClassVar[str] = "rlhf.learner.worker:Learner"
 
     run: RunConfig
     model: ModelConfig
@@ -52,51 +55,16 @@ class GRPOConfig(ProgramConfig):
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
     @property
+    def steps(self) -> int:
+        return self.run.steps
+
+    @property
     def training(self) -> Training:
         """How the policy is trained."""
         return Training(self.learner, self.learner.epochs_per_step, self.learner.minibatches_per_epoch, self.run.steps)
 
     @property
-    def update_plan(self) -> dict[str, int]:
-        """The keys that determine the number of optimizer steps; a resumed run must not change them."""
-        plan = {}
-        for role, training in self.trained_roles():
-            plan[f"{role.section}.epochs_per_step"] = training.epochs_per_step
-            plan[f"{role.section}.minibatches_per_epoch"] = training.minibatches_per_epoch
-        return plan
-
-    def roles(self, *, trains: bool = True) -> tuple[Role, ...]:
-        """All roles of the run: learner, critic, reward model, engine.
-
-        Args:
-            trains: False for an evaluation, which starts only engines, on GPUs of their own.
-        """
-        cluster, on_gpu = self.cluster, int(self.cluster.device == "cuda")
-        shares_gpus = trains and cluster.placement == "colocated"
-        engine = Role(
-            ENGINE, "rollout", "model.path", self.model.path, cluster.engines, cluster.cpus_per_engine,
-            gpus=0 if shares_gpus else on_gpu * cluster.tensor_parallel,
-        )  # fmt: skip
-        return (*self._learning_roles(cluster.cpus_per_learner, on_gpu), engine) if trains else (engine,)
-
-    def trained_roles(self) -> tuple[tuple[Role, Training], ...]:
-        """The roles that learn, and how."""
-        return tuple((role, role.training) for role in self.roles() if role.training is not None)
-
-    def _learning_roles(self, cpus: float, gpus: int) -> tuple[Role, ...]:
-        """All roles except the engines; each actor has one GPU and the CPUs of a learner."""
-        policy = Role(
-            LEARNER, "learner", "model.path", self.model.path, self.cluster.learners, cpus, gpus, self.training
-        )
-        reward = self.reward_model
-        if reward is None or reward.path is None:
-            return (policy,)
-        path, replicas = reward.path, reward.replicas
-        return (policy, Role(REWARD_MODEL, "reward_model", "reward_model.path", path, replicas, cpus, gpus))
-
-    @property
     def reference_moves(self) -> bool:
-        """Whether the reference policy changes during the run, and so is part of a checkpoint."""
         return self.needs_reference and self.algo.ref_update != "fixed"
 
     @property
@@ -104,10 +72,9 @@ class GRPOConfig(ProgramConfig):
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
-    def checkpoint_every(self) -> int | None:
-        """Training steps between checkpoints; None where none is saved."""
-        every = self.checkpoint.every
-        return math.ceil(self.run.steps / 10) if every == "auto" else every
+    def sequence_keys(self) -> str:
+        prompt, response = self.data.max_prompt_tokens, self.rollout.max_response_tokens
+        return f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
 
     @property
     def evaluations(self) -> dict[str, EvaluationConfig]:
@@ -146,7 +113,7 @@ class GRPOConfig(ProgramConfig):
         return self.training.updates_per_step > 1 or self.kl_in_reward
 
     def warnings(self) -> Iterator[str]:
-        """Settings that are allowed but likely a mistake, one sentence each."""
+        yield from super().warnings()
         algo = self.algo
         if self.kl_in_reward and algo.kl_estimator in ("k2", "k3"):
             blow_up = "; k3 grows like exp(-d) and can blow up" if algo.kl_estimator == "k3" else ""
@@ -180,11 +147,6 @@ class GRPOConfig(ProgramConfig):
             yield (
                 f"{self.rollouts_per_step} rollouts per step do not divide by learner.minibatches_per_epoch="
                 f"{self.learner.minibatches_per_epoch}: minibatches differ by one rollout."
-            )
-        if self.evaluation.every is not None and not self.data.eval:
-            yield (
-                f"evaluation.every={self.evaluation.every} without data.eval: there is nothing to evaluate on. "
-                "Name a data set, or leave it out."
             )
 
     def sampling_contradictions(self) -> Iterator[str]:

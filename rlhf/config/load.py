@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Section)
 
-REMOVED = {
-    "rollout.top_p": "It had to be 1. Delete the line.",
-    "reward.start_seconds": "It is 120 now. Delete the line.",
-    "reward.cache_size": "It is 100,000 now. Delete the line.",
-}
 NAMES_ELSEWHERE = {
     "learning_rate": "learner.optimizer.lr",
     "beta": "algo.kl_coef",
@@ -160,57 +155,21 @@ def validated(
     """The config of these values, or of the section of this name.
 
     Raises:
-        ValueError: naming all problems. Wrong values are taken out, and the rest is validated again. A contradiction or
-            a finding of `check` that names a wrong key is not reported: it may be about the value in its place.
+        ValueError: naming all wrong keys and values; if there are none, all contradictions and findings of `check`.
     """
-    keys = {key.name: key for key in describe_keys(schema, _general(f"{section}.") if section else "")}
-    problems: dict[str, None] = {}
-    replacements: dict[tuple[int | str, ...], Iterator[Any]] = {}
-    while True:
-        contradictions: list[str] = []
-        try:
-            config = schema.model_validate_json(json.dumps(values), context={"contradictions": contradictions})
-        except ValidationError as error:
-            found = error.errors()
-            found = [problem for problem in found if problem["type"] == "extra_forbidden"] or found
-            for problem in found:
-                place = problem["loc"]
-                if not any(place[:length] in replacements for length in range(1, len(place) + 1)):
-                    problems |= dict.fromkeys(_lines(problem, keys, section))
-            for problem in found:
-                # for a required value that is wrong: something valid, so that the other keys can be checked
-                replacement = replacements.setdefault(problem["loc"], iter([{}, 1, "-"]))
-                if not _replace(values, problem, replacement):
-                    raise ValueError("\n".join(problems)) from None
-        else:
-            wrong = {".".join(map(str, place)) for place in replacements}
-            wrong |= {key for line in problems for key in re.findall(r"Did you mean ([\w.]+)", line)}
-            names = re.compile("|".join(rf"\b{re.escape(key)}\b" for key in sorted(wrong)) or r"(?!)")
-            problems |= {line: None for line in (*contradictions, *check(config)) if not names.search(line)}
-            if problems:
-                raise ValueError("\n".join(problems))
-            return config
-
-
-def _replace(values: Any, problem: ErrorDetails, replacement: Iterator[Any]) -> bool:
-    """Remove the value of a problem, or put the next placeholder where one is required.
-
-    Returns:
-        False if neither is possible.
-    """
-    *path, last = problem["loc"] or ("",)
+    contradictions: list[str] = []
     try:
-        for part in path:
-            values = values[part]
-        if problem["type"] == "missing":
-            values[last] = next(replacement)
-        elif last in (range(len(values)) if isinstance(values, list) else values):
-            del values[last]
-        else:
-            return False
-    except (LookupError, TypeError, StopIteration):
-        return False
-    return True
+        config = schema.model_validate_json(json.dumps(values), context={"contradictions": contradictions})
+    except ValidationError as error:
+        keys = {key.name: key for key in describe_keys(schema, _general(f"{section}.") if section else "")}
+        found = error.errors()
+        if any(problem["type"] == "extra_forbidden" for problem in found):  # what is missing may be spelled wrongly
+            found = [problem for problem in found if problem["type"] != "missing"]
+        lines = dict.fromkeys(line for problem in found for line in _lines(problem, keys, section))
+        raise ValueError("\n".join(lines)) from None
+    if problems := [*contradictions, *check(config)]:
+        raise ValueError("\n".join(problems))
+    return config
 
 
 def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iterator[str]:
@@ -254,8 +213,6 @@ def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iter
 
 def _unknown(key: str, keys: Mapping[str, Key]) -> str:
     """Why an unknown key is refused, and the known key that may be meant."""
-    if key in REMOVED:
-        return f"this key was removed. {REMOVED[key]}"
     section, _, name = key.rpartition(".")
     if name in NAMES_ELSEWHERE:
         return f"there is no such key. It is {NAMES_ELSEWHERE[name]} here."

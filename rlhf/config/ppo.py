@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from rlhf.config.base import FilePath
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.roles import CRITIC, Role, Training
+from rlhf.config.roles import Training
 from rlhf.config.sections import AlgoConfig, Fraction, KLEstimator, NonNegativeInt, TrainedConfig
 
 
@@ -68,6 +68,8 @@ class CriticConfig(TrainedConfig):
 class PPOConfig(GRPOConfig):
     """Everything that `python -m rlhf.ppo` reads."""
 
+    program: ClassVar[str] = "ppo"
+
     algo: PPOAlgoConfig = PPOAlgoConfig()
     critic: CriticConfig = CriticConfig()
 
@@ -90,12 +92,6 @@ class PPOConfig(GRPOConfig):
     def critic_model(self) -> tuple[str, str]:
         """The key that names the critic's model, and the model."""
         return ("critic.path", self.critic.path) if self.critic.path else ("model.path", self.model.path)
-
-    def _learning_roles(self, cpus: float, gpus: int) -> tuple[Role, ...]:
-        policy, *others = super()._learning_roles(cpus, gpus)
-        own_gpus = 0 if self.cluster.placement == "colocated" else gpus
-        critic = Role(CRITIC, "critic", *self.critic_model, policy.count, cpus, own_gpus, self.critic_training)
-        return (policy, critic, *others)
 
     @property
     def update_plan(self) -> dict[str, int]:

@@ -1,14 +1,28 @@
-"""Contradictions between keys that the configs of all training programs have in common."""
+"""What the configs of all training programs have in common: their sections, and contradictions between their keys."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import ValidationInfo, model_validator
 
 from rlhf.config.base import Section
+from rlhf.config.roles import Role, Training, roles_of
+from rlhf.config.secrets import hidden
 from rlhf.config.sections import TrainedConfig
+
+if TYPE_CHECKING:
+    from rlhf.config.data import DatasetsConfig
+    from rlhf.config.sections import (
+        AnyEvaluationConfig,
+        AnyLoggingConfig,
+        AnyRunConfig,
+        CheckpointConfig,
+        LearnersConfig,
+        ModelConfig,
+    )
 
 
 class ProgramConfig(Section):
@@ -26,6 +40,91 @@ class ProgramConfig(Section):
         elif problems:
             raise ValueError("\n".join(problems))
         return self
+
+
+class TrainingProgramConfig(ProgramConfig):
+    """The sections of any program that trains a model, and what follows from them.
+
+    Attributes:
+        program: its name, `rlhf.` left out.
+        hosted_learner: module and class of the learner.
+        scalar_learner: its model gives one number per token, not logits.
+    """
+
+    program: ClassVar[str]
+    hosted_learner: ClassVar[str]
+    scalar_learner: ClassVar[bool] = False
+
+    if TYPE_CHECKING:  # every program declares them, in its own order
+        run: AnyRunConfig
+        model: ModelConfig
+        data: DatasetsConfig[Any]
+        learner: TrainedConfig
+        evaluation: AnyEvaluationConfig
+        checkpoint: CheckpointConfig
+        logging: AnyLoggingConfig
+        cluster: LearnersConfig
+
+    @property
+    def steps(self) -> int:
+        """Training steps of the run."""
+        raise NotImplementedError
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The longest sequence that is trained."""
+        raise NotImplementedError
+
+    @property
+    def sequence_keys(self) -> str:
+        """The keys that set it, with their values, for messages."""
+        raise NotImplementedError
+
+    @property
+    def training(self) -> Training:
+        """How `model` is trained."""
+        return Training(self.learner, epochs_per_step=1, minibatches_per_epoch=1, steps=self.steps)
+
+    def roles(self, *, trains: bool = True) -> tuple[Role, ...]:
+        """The roles of the run, or of an evaluation: see `roles_of`."""
+        return roles_of(self, trains=trains)
+
+    def trained_roles(self) -> tuple[tuple[Role, Training], ...]:
+        """The roles that learn, and how."""
+        return tuple((role, role.training) for role in self.roles() if role.training is not None)
+
+    @property
+    def update_plan(self) -> dict[str, int]:
+        """The keys that determine the number of optimizer steps; a resumed run must not change them."""
+        plan = {}
+        for role, training in self.trained_roles():
+            plan[f"{role.section}.epochs_per_step"] = training.epochs_per_step
+            plan[f"{role.section}.minibatches_per_epoch"] = training.minibatches_per_epoch
+        return plan
+
+    @property
+    def checkpoint_every(self) -> int | None:
+        """Training steps between checkpoints; None where none is saved."""
+        every = self.checkpoint.every
+        return math.ceil(self.steps / 10) if every == "auto" else every
+
+    @property
+    def reference_moves(self) -> bool:
+        """Whether a reference policy changes during the run, and so is part of a checkpoint."""
+        return False
+
+    def warnings(self) -> Iterator[str]:
+        """Settings that are allowed but likely a mistake, one sentence each."""
+        if self.evaluation.every is not None and not self.data.eval:
+            yield (
+                f"evaluation.every={self.evaluation.every} without data.eval: there is nothing to evaluate on. "
+                "Name a data set, or leave it out."
+            )
+
+    def shown(self) -> dict[str, Any]:
+        """The resolved config as JSON, without secrets."""
+        values: dict[str, Any] = hidden(self.model_dump(mode="json"))
+        return values
 
 
 def training_problems(key: str, trained: TrainedConfig, *, dtype: str) -> Iterator[str]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rlhf.config.base import FilePath, Section
 from rlhf.config.data import TemplateName
 from rlhf.config.model_folder import local_model_folder
-from rlhf.config.program import ProgramConfig, dtype_problems, training_problems
-from rlhf.config.sections import LearnersConfig, ModelConfig, NonNegativeInt, TrainedConfig
+from rlhf.config.sections import NonNegativeInt
+from rlhf.config.supervised import SupervisedConfig, SupervisedDataConfig, SupervisedLearnerConfig
 
 RECORD_FILE = "reward_normalization.json"  # of a trained model: {"mean", "std"} of its scores, and its "template"
 
@@ -70,47 +69,32 @@ class RewardModelConfig(Section):
         return self
 
 
-class PairsConfig(Section):
-    train: FilePath = Field(
-        min_length=1,
-        description="pairs, a file or a hub name; columns chosen and rejected: messages, or texts with a prompt",
-    )
-    eval: FilePath | None = Field(None, min_length=1, description="held-out pairs of the same form; null: none")
+class PairsConfig(SupervisedDataConfig):
+    """Rows with `chosen` and `rejected`: messages, or texts with a `prompt`."""
+
     template: TemplateName = Field(
         "model",
         description="how a conversation is written: model (the tokenizer's chat template), chatml, qwen-math, tulu, "
         "qa, raw (the response right after the prompt); recorded with the model",
     )
-    max_tokens: PositiveInt = Field(
-        2048, description="longest conversation, tokens; pairs with a longer one are left out and counted"
-    )
 
 
-class RewardTrainingRunConfig(Section):
-    dir: FilePath = Field(description="folder that the model, its normalization and metrics.jsonl are written to")
-    epochs: PositiveInt = Field(1, description="passes over the pairs; one is usual, more tend to overfit")
-    seed: int = Field(0, ge=0, description="seeds the order of pairs and the head")
-
-
-class RewardTrainerConfig(TrainedConfig):
+class RewardTrainerConfig(SupervisedLearnerConfig):
     pairs_per_update: PositiveInt = Field(64, description="preference pairs of one optimizer step, over all learners")
-    max_tokens_per_microbatch: PositiveInt = Field(16384, description="tokens in one forward and backward pass")
+
+    @property
+    def examples_per_update(self) -> int:
+        return self.pairs_per_update
 
 
-class RewardTrainingConfig(ProgramConfig):
+class RewardTrainingConfig(SupervisedConfig):
     """Everything that `python -m rlhf.reward_model` reads."""
 
-    run: RewardTrainingRunConfig
-    model: ModelConfig
+    program: ClassVar[str] = "reward_model"
+    hosted_learner: ClassVar[str] = "rlhf.learner.reward_trainer:RewardTrainer"
+    scalar_learner: ClassVar[bool] = True
+    sequences_per_example: ClassVar[int] = 2
+    best_metrics: ClassVar[tuple[str, ...]] = ("eval/accuracy", "eval/margin")
+
     data: PairsConfig
     learner: RewardTrainerConfig = RewardTrainerConfig()
-    cluster: LearnersConfig = LearnersConfig()
-
-    def contradictions(self) -> Iterator[str]:
-        yield from training_problems("learner", self.learner, dtype=self.model.dtype)
-        yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
-        if self.learner.max_tokens_per_microbatch < 2 * self.data.max_tokens:
-            yield (
-                f"learner.max_tokens_per_microbatch={self.learner.max_tokens_per_microbatch}: a pair may have 2 x "
-                f"data.max_tokens = {2 * self.data.max_tokens} tokens and is never split. Raise one or lower the other."
-            )

@@ -1,10 +1,12 @@
-"""The roles of a run in one table: name, section, model, number of actors, and what each actor reserves.
+"""The roles of a run in one table: `roles_of`. Cluster, plan, doctor and the checks walk it.
 
-Cluster, plan, doctor and the checks walk this table, so they need not know which program a config belongs to.
+A new role is a function here that returns its Role, or None where the config has none, and its name in ROLES. What it
+names, a class that is hosted in an actor and a function that estimates its memory, stands elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +72,13 @@ class Role:
         model_key, model: the key that names the model, and its value.
         count: actors of the role, over all nodes.
         cpus, gpus: what each actor reserves; 0 GPUs on CPU, or if it shares the GPUs of the learners.
+        hosted: module and class that an actor hosts; it is constructed with the config and its `Place`.
+        memory: module and function that estimates the memory of one actor (`plan/memory.py`).
         training: None if the role is not trained.
+        guest: shares the GPUs of the learners where they are shared at all (`cluster.placement`).
+        scalar: its model gives one number per token, not logits.
+        coroutines: the methods of the hosted class are coroutines, and many calls run at once.
+        reads: module and function that makes, from the config, a third argument of the hosted class; "": none.
     """
 
     name: str
@@ -80,4 +88,76 @@ class Role:
     count: int
     cpus: float
     gpus: int
+    hosted: str
+    memory: str
     training: Training | None = None
+    guest: bool = False
+    scalar: bool = False
+    coroutines: bool = False
+    reads: str = ""
+
+
+def learner(config: Any) -> Role:
+    """The policy; in a program without engines, whatever it trains."""
+    cluster = config.cluster
+    return Role(
+        LEARNER, "learner", "model.path", config.model.path, cluster.learners, cluster.cpus_per_learner, _gpus(config),
+        hosted=config.hosted_learner, memory="rlhf.plan.memory:learner_memory", training=config.training,
+        scalar=config.scalar_learner,
+    )  # fmt: skip
+
+
+def critic(config: Any) -> Role | None:
+    """PPO's value function, with as many ranks as the policy."""
+    if not hasattr(config, "critic"):
+        return None
+    cluster, (key, model) = config.cluster, config.critic_model
+    gpus = 0 if cluster.placement == "colocated" else _gpus(config)
+    return Role(
+        CRITIC, "critic", key, model, cluster.learners, cluster.cpus_per_learner, gpus,
+        hosted="rlhf.learner.critic:Critic", memory="rlhf.plan.memory:critic_memory",
+        training=config.critic_training, guest=True, scalar=True,
+    )  # fmt: skip
+
+
+def reward_model(config: Any) -> Role | None:
+    """Copies of a learned reward; one behind an endpoint is no role."""
+    model = getattr(config, "reward_model", None)
+    if model is None or model.path is None:
+        return None
+    return Role(
+        REWARD_MODEL, "reward_model", "reward_model.path", model.path, model.replicas, config.cluster.cpus_per_learner,
+        _gpus(config), hosted="rlhf.learner.reward_scorer:RewardScorer", memory="rlhf.plan.memory:reward_model_memory",
+        scalar=True, reads="rlhf.data.templates:reward_input",
+    )  # fmt: skip
+
+
+def engine(config: Any, *, shares_gpus: bool = True) -> Role | None:
+    """The vLLM engines; they load last, since one takes the memory that is free when it starts."""
+    cluster = config.cluster
+    if not hasattr(cluster, "engines"):
+        return None
+    shares = shares_gpus and cluster.placement == "colocated"
+    return Role(
+        ENGINE, "rollout", "model.path", config.model.path, cluster.engines, cluster.cpus_per_engine,
+        0 if shares else _gpus(config) * cluster.tensor_parallel, hosted="rlhf.rollout.engine:RolloutEngine",
+        memory="rlhf.plan.memory:engine_parts", guest=True, coroutines=True,
+    )  # fmt: skip
+
+
+ROLES: tuple[Callable[[Any], Role | None], ...] = (learner, critic, reward_model, engine)
+
+
+def roles_of(config: Any, *, trains: bool = True) -> tuple[Role, ...]:
+    """All roles of a run.
+
+    Args:
+        config: of any program that trains.
+        trains: False for an evaluation, which starts only engines, on GPUs of their own.
+    """
+    found = [make(config) for make in ROLES] if trains else [engine(config, shares_gpus=False)]
+    return tuple(role for role in found if role is not None)
+
+
+def _gpus(config: Any) -> int:
+    return int(config.cluster.device == "cuda")

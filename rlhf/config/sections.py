@@ -26,22 +26,16 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="run code that the model's repository ships")
 
 
-class RunConfig(Section):
+class AnyRunConfig(Section):
+    """The `run` section of any program that trains."""
+
     dir: FilePath = Field(description="folder of the run: config, metrics, rollouts, checkpoints, final model")
-    steps: PositiveInt = Field(
-        description="training steps; one consumes prompts_per_step x samples_per_prompt rollouts"
-    )
-    seed: NonNegativeInt = Field(0, description="seeds prompt order, sampling and minibatches")
+    seed: NonNegativeInt = Field(0, description="seeds the order of the data, sampling and minibatches")
     deterministic: bool = Field(
         False,
         description="two runs of one config on one machine, and a resumed run, are equal bit for bit; samples slower",
     )
     export: bool = Field(True, description="write the final model in Hugging Face format")
-    max_useless_steps: PositiveInt | None = Field(
-        20,
-        description="steps in a row, or all of a shorter run, after which a run that learns nothing ends: nothing was "
-        "trained on, all updates were skipped, or no group had a signal; null: never",
-    )
     max_restarts: NonNegativeInt = Field(
         3,
         description="engines replaced in a step, and restarts from the newest checkpoint after another death in a row "
@@ -50,6 +44,17 @@ class RunConfig(Section):
     grace_s: NonNegative = Field(
         120.0,
         description="seconds after SIGTERM or Ctrl-C to end the step and save it; then the run ends without",
+    )
+
+
+class RunConfig(AnyRunConfig):
+    steps: PositiveInt = Field(
+        description="training steps; one consumes prompts_per_step x samples_per_prompt rollouts"
+    )
+    max_useless_steps: PositiveInt | None = Field(
+        20,
+        description="steps in a row, or all of a shorter run, after which a run that learns nothing ends: nothing was "
+        "trained on, all updates were skipped, or no group had a signal; null: never",
     )
 
 
@@ -121,7 +126,7 @@ class AlgoConfig(Section):
     dual_clip: float | None = Field(None, gt=1.0, description="bound of the loss for negative advantages; null is off")
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
         "token_mean",
-        description="mean over all tokens; mean over sequences of their token means; or sum divided by a fixed length",
+        description="mean over all tokens; mean over rollouts of their token means; or sum divided by a fixed length",
     )
     constant_length: PositiveInt | None = Field(
         None, description="tokens, the fixed length of loss_aggregation=constant; null is max_response_tokens"
@@ -147,7 +152,7 @@ class AlgoConfig(Section):
         description="weight by the ratio of learner to engine probabilities: capped at importance_cap, or masked "
         "above it; none needs max_policy_lag=0",
     )
-    importance_level: Literal["token", "sequence"] = Field("token", description="one weight per token or per response")
+    importance_level: Literal["token", "sequence"] = Field("token", description="one weight per token or per sequence")
     importance_cap: float = Field(2.0, ge=1.0, description="upper bound of the importance weight")
     mask_truncated: bool = Field(False, description="leave responses that did not stop out of the loss")
 
@@ -232,10 +237,15 @@ class CheckpointConfig(Section):
         return self.kept + 1 + (self.mirror is not None)
 
 
-class EvaluationConfig(Section):
+class AnyEvaluationConfig(Section):
+    """When a program evaluates."""
+
     every: PositiveInt | None = Field(None, description="training steps between evaluations; null is off")
     at_start: bool = Field(True, description="evaluate before the first step")
     at_end: bool = Field(True, description="evaluate after the last step")
+
+
+class EvaluationConfig(AnyEvaluationConfig):
     samples_per_prompt: PositiveInt = Field(1, description="responses per prompt: the k of avg@k and pass@k")
     temperature: NonNegative = Field(1.0, description="sampling temperature; 0 is greedy")
     top_p: float = Field(
@@ -263,20 +273,25 @@ class MlflowConfig(Section):
     experiment: str = Field("rlhf", description="experiment name")
 
 
-class LoggingConfig(Section):
+class AnyLoggingConfig(Section):
+    """The `logging` section of any program that trains."""
+
     wandb: WandbConfig = WandbConfig()
     tensorboard: bool = Field(False, description="write event files for TensorBoard to tensorboard/ in the run folder")
     mlflow: MlflowConfig = MlflowConfig()
+    profile_steps: tuple[PositiveInt, ...] = Field(
+        (), description="training steps of which learner 0 writes a torch profiler trace to profile/ in the run folder"
+    )
+    level: Literal["debug", "info", "warning"] = Field("warning", description="log level of the libraries")
+
+
+class LoggingConfig(AnyLoggingConfig):
     rollouts: bool = Field(True, description="write every trained rollout, with text, reward parts and advantage")
     token_values: bool = Field(
         False,
         description="write each token of these rollouts with its advantage and learner minus engine log-prob, which "
         "the report shows as colours; rollouts/ becomes several times as large",
     )
-    profile_steps: tuple[PositiveInt, ...] = Field(
-        (), description="training steps of which learner 0 writes a torch profiler trace to profile/ in the run folder"
-    )
-    level: Literal["debug", "info", "warning"] = Field("warning", description="log level of the libraries")
 
 
 class LearnersConfig(Section):
@@ -287,6 +302,10 @@ class LearnersConfig(Section):
     threads_per_learner: PositiveInt | None = Field(
         None, description="threads of a learner on CPU; null: the machine's cores divided by its learners"
     )
+    ray_address: str | None = Field(None, description="address of a running Ray cluster; null starts one here")
+    cpus_per_learner: PositiveFloat = Field(0.5, description="CPU cores reserved for each learner")
+    start_deadline_s: PositiveFloat = Field(900.0, description="seconds that start-up may take before the run fails")
+    step_deadline_s: PositiveFloat = Field(3600.0, description="seconds that one wait in the loop may take")
 
 
 class ClusterConfig(LearnersConfig):
@@ -312,11 +331,7 @@ class ClusterConfig(LearnersConfig):
         None,
         description="bf16 TFLOP/s of a learner's device, for learner/mfu; null: by the GPU's name, none on CPU",
     )
-    ray_address: str | None = Field(None, description="address of a running Ray cluster; null starts one here")
-    cpus_per_learner: PositiveFloat = Field(0.5, description="CPU cores reserved for each learner")
     cpus_per_engine: PositiveFloat = Field(0.5, description="CPU cores reserved for each engine")
-    start_deadline_s: PositiveFloat = Field(900.0, description="seconds that start-up may take before the run fails")
-    step_deadline_s: PositiveFloat = Field(3600.0, description="seconds that one wait in the loop may take")
 
 
 class PlanConfig(Section):

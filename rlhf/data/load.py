@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 
 from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import GoldAnswer, extract_answer
-from rlhf.data.read import BadRows, Row, config_sources, first_rows, read_rows, rows_per_epoch
+from rlhf.data.read import BadRows, Row, config_sources, read_rows, rows_per_epoch, stream_rows
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
 
@@ -48,7 +49,7 @@ def load_prompts(
 
     Args:
         tokenizer: a transformers tokenizer.
-        gold_answer: the grader's extractor, `rewards.answers.extract.gold_answer`.
+        gold_answer: the grader's extractor, `answers.extract.gold_answer`.
 
     Raises:
         ValueError: a source, column or row cannot be used, or all prompts of a source are too long.
@@ -91,7 +92,7 @@ def first_usable(
     for key, source in config_sources(config, which).items():
         with contextlib.suppress(ValueError, IndexError):
             bad = BadRows(skip=True)
-            rows = first_rows(source, which, key, FIRST_ROWS, bad)
+            rows = list(islice(stream_rows(source, which, key, bad), FIRST_ROWS))
             row, messages, answer = _usable_rows(config, source, rows, gold_answer, key, bad)[0]
             no_tokens, label = np.empty(0, np.int32), source.label
             prompt = Prompt(f"{label}/{row.number}", 0, no_tokens, messages, answer, label, row.columns)
@@ -163,19 +164,17 @@ def _usable_rows(
     """The rows whose prompt and answer can be read, with both. Raises ValueError unless `bad` leaves the others out."""
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
     prompt_column = _pick_column("prompt_column", config, source, columns, key)
-    readable: list[tuple[Row, Messages]] = []
+    answer_format = source.answer_format or config.answer_format
+    has_answers = answer_format != "none"
+    answer_column = _pick_column("answer_column", config, source, columns, key) if has_answers else ""
+    usable = []
     for row in rows:
         with bad.leave_out():
             where = f"{key}: row {row.number} of {source.path}"
-            readable.append((row, _read_messages(config, row, prompt_column, where)))
-    answer_format = source.answer_format or config.answer_format
-    answers: list[str | None] = [""] * len(readable)
-    if answer_format != "none":
-        answer_column = _pick_column("answer_column", config, source, columns, key)
-        asked = [row for row, _ in readable]
-        answers = _read_answers(asked, answer_column, answer_format, gold_answer, source, key, bad)
-    pairs = zip(readable, answers, strict=True)
-    return [(row, conversation, answer) for (row, conversation), answer in pairs if answer is not None]
+            messages = _read_messages(config, row, prompt_column, where)
+            answer = _read_answer(row, answer_column, answer_format, gold_answer, where) if has_answers else ""
+            usable.append((row, messages, answer))
+    return usable
 
 
 def _pick_column(setting: str, config: DataConfig, source: SourceConfig, columns: list[str], key: str) -> str:
@@ -203,36 +202,17 @@ def _column_value(columns: dict[str, Any], column: str) -> Any:
     return value
 
 
-def _read_answers(
-    rows: list[Row],
-    column: str,
-    answer_format: AnswerFormat,
-    gold_answer: GoldAnswer,
-    source: SourceConfig,
-    key: str,
-    bad: BadRows,
-) -> list[str | None]:
-    """The answer of each row; None for rows that are left out."""
-    answers: list[str | None] = []
-    problems = []
-    for row in rows:
-        try:
-            answer = extract_answer(_column_value(row.columns, column), answer_format, gold_answer)
-            if (problem := not_text(answer)) is not None:
-                raise ValueError(problem)
-            answers.append(answer)
-        except ValueError as error:
-            answers.append(None)
-            problems.append(f"row {row.number} of {source.path} has no usable answer: `{column}` {error}")
-    if problems and bad.skip:
-        bad.reasons += [f"{key}: {problem}" for problem in problems]
-    elif problems:
-        more = f" (and {len(problems) - 1} more such rows)" if len(problems) > 1 else ""
+def _read_answer(row: Row, column: str, answer_format: AnswerFormat, gold_answer: GoldAnswer, where: str) -> str:
+    try:
+        answer = extract_answer(_column_value(row.columns, column), answer_format, gold_answer)
+        if (problem := not_text(answer)) is not None:
+            raise ValueError(problem)
+    except ValueError as error:
         raise ValueError(
-            f"{key}: {problems[0]}{more}. Correct or remove the row, name another answer_column or answer_format, or "
-            "set data.answer_format=none if no reward needs answers."
-        )
-    return answers
+            f"{where} has no usable answer: `{column}` {error}. Correct or remove the row, name another answer_column "
+            "or answer_format, or set data.answer_format=none if no reward needs answers."
+        ) from None
+    return answer
 
 
 def _read_messages(config: DataConfig, row: Row, column: str, where: str) -> Messages:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.model_folder import looks_local
+from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.roles import CRITIC, REWARD_MODEL, Role
 from rlhf.data.model_files import (
@@ -47,7 +48,9 @@ def _check_folder(path: str, key: str) -> None:
         raise ValueError(f"{key}={path}: no config.json in it. Give a folder in Hugging Face format.")
 
 
-def model_problems(config: GRPOConfig, *, trains: bool = True, policy: Mapping[str, Any] | None = None) -> list[str]:
+def model_problems(
+    config: TrainingProgramConfig, *, trains: bool = True, policy: Mapping[str, Any] | None = None
+) -> list[str]:
     """All reasons in its models' files to refuse the run.
 
     Args:
@@ -59,27 +62,25 @@ def model_problems(config: GRPOConfig, *, trains: bool = True, policy: Mapping[s
         if role.name == CRITIC:
             problems.append(_vocabulary_problem(role, config, local_model_config(role.model) or {}, policy or {}))
         if role.name == REWARD_MODEL:
-            assert config.reward_model is not None
-            problems.append(_template_problem(role, config.reward_model))
+            reward_model = cast(GRPOConfig, config).reward_model
+            assert reward_model is not None
+            problems.append(_template_problem(role, reward_model))
     return [problem for problem in problems if problem]
 
 
-def _sequence_keys(config: GRPOConfig) -> str:
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    return f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
-
-
-def _context_problem(config: GRPOConfig, model: Mapping[str, Any]) -> str:
+def _context_problem(config: TrainingProgramConfig, model: Mapping[str, Any]) -> str:
     context = model.get("max_position_embeddings")
     if context is None or config.max_sequence_tokens <= context:
         return ""
     return (
-        f"{_sequence_keys(config)}: {config.max_sequence_tokens} tokens exceed the context of model.path="
-        f"{config.model.path}, which is {context}. Shorten one of them."
+        f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
+        f"{config.model.path}, which is {context}. Shorten the sequences."
     )
 
 
-def _vocabulary_problem(role: Role, config: GRPOConfig, critic: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
+def _vocabulary_problem(
+    role: Role, config: TrainingProgramConfig, critic: Mapping[str, Any], policy: Mapping[str, Any]
+) -> str:
     critic_size, policy_size = critic.get("vocab_size"), policy.get("vocab_size")
     if critic_size is None or policy_size is None or critic_size >= policy_size:
         return ""

@@ -62,21 +62,23 @@ def class_problem(path: str, key: str, *, generates: bool = True) -> str:
     return ""
 
 
-def use_cache_if_hub_is_silent() -> str:
-    """If the hub does not answer, use what is in its cache, here and in processes that this one starts.
-
-    Returns:
-        Why the hub does not answer; "" if it does, or must not be asked.
-    """
+def hub_silence() -> str:
+    """Why the hub cannot be asked, found in seconds: its own client would try for minutes. "" if it answers."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
-        return ""
+        return "HF_HUB_OFFLINE is set"
     reason = no_answer(constants.ENDPOINT)
-    if reason:
+    return reason and f"{constants.ENDPOINT}: {reason}"
+
+
+def use_cache_if_hub_is_silent() -> None:
+    """If the hub does not answer, use what is in its cache, here and in processes that this one starts."""
+    from huggingface_hub import constants
+
+    if hub_silence():
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
-    return reason and f"{constants.ENDPOINT} does not answer ({reason}), and it is not in the cache"
 
 
 def lacks_chat_template(path: str) -> bool:
@@ -108,16 +110,16 @@ def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
     Raises:
         ValueError: neither the folder nor the hub has it.
     """
-    silent = "" if looks_local(model.path) else use_cache_if_hub_is_silent()
+    if not looks_local(model.path):
+        use_cache_if_hub_is_silent()
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = silent or first_line(error)
         raise ValueError(
-            f"{key}={model.path}: its tokenizer cannot be loaded ({reason}). Give a folder in Hugging Face format "
-            "or the name of a hub model that this machine can reach."
+            f"{key}={model.path}: its tokenizer cannot be loaded ({first_line(error)}). Give a folder in "
+            "Hugging Face format or the name of a hub model that this machine can reach."
         ) from None
     if problem := class_problem(model.path, key, generates=False):  # a hub model's config.json is here only now
         raise ValueError(problem)

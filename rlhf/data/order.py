@@ -10,7 +10,6 @@ numpy promises never to change; it does not promise this for its shuffles.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -19,13 +18,6 @@ from typing import Any
 import numpy as np
 
 from rlhf.types import Prompt
-
-# entry of a source in the state -> what it is, and what changed if it differs
-UNCHANGED = {
-    "rows": ("number of usable rows", "rows or data.max_prompt_tokens"),
-    "fingerprint": ("fingerprint", "prompts or answers: the file, its columns, data.template or the tokenizer"),
-    "rows_per_epoch": ("number of rows in an epoch", "weight or rows"),
-}
 
 
 class PromptStream:
@@ -100,20 +92,13 @@ class PromptStream:
                 f"data. Resume with run.seed={state['seed']}, or start a new run."
             )
         saved, present = state["sources"], self.state()["sources"]
-        if sorted(saved) != sorted(present):
-            raise ValueError(
-                f"data.train: the run was started with the sources {', '.join(sorted(saved))} and would resume with "
-                f"{', '.join(sorted(present))}. Resume with the same data, or start a new run from the checkpoint's "
-                "model."
-            )
-        for source, name in itertools.product(present, UNCHANGED):
-            meaning, cause = UNCHANGED[name]
-            before, now = saved[source][name], present[source][name]
+        for source in sorted({*saved, *present}):
+            before, now = saved.get(source, "absent"), present.get(source, "absent")
             if before != now:
                 raise ValueError(
-                    f"data.train: the {meaning} of source {source} was {before} when the run was saved and is {now} "
-                    f"now. Changed: {cause}. Resume with the data and settings of the run's config.yaml, or start a "
-                    "new run from the checkpoint's model."
+                    f"data.train: source {source} was {before} when the run was saved and is {now} now. Resume with "
+                    "the same rows, template, tokenizer and settings of `data`, or start a new run from the "
+                    "checkpoint's model."
                 )
         self.drawn = state["drawn"]
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sized
-from itertools import islice
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf.config.data import FILE_SUFFIXES, OTHER_SUFFIXES, DataConfig, SourceConfig
+from rlhf.config.data import FILE_SUFFIXES, OTHER_SUFFIXES, DatasetConfig, DatasetsConfig, S, SourceConfig
 from rlhf.config.model_folder import looks_local
 from rlhf.data.model_files import use_cache_if_hub_is_silent
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the beginning
 DEFAULT_SPLIT = {"train": "train", "eval": "test"}
 MAX_ROW_BYTES = 32 * 2**20  # of one line; a longer one is a file whose line ends were lost
+PARQUET_ROWS = 1024  # that are decoded at once
 SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 # Of the files of a folder, `datasets` reads those of one format.
 FORMATS = {".jsonl": "json", ".json": "json", **{s: s for s in (".parquet", ".csv", ".tsv", ".arrow")}}
@@ -51,7 +52,7 @@ class BadRows:
             self.reasons.append(str(error))
 
 
-def config_sources(config: DataConfig, which: str) -> dict[str, SourceConfig]:
+def config_sources(config: DatasetsConfig[S], which: str) -> dict[str, S]:
     """The sources of `data.train` or `data.eval` by key: `data.train`, or `data.train.1` if there are several."""
     sources = {"train": config.train, "eval": config.eval}[which]
     return {f"data.{which}.{i}" if len(sources) > 1 else f"data.{which}": source for i, source in enumerate(sources)}
@@ -77,7 +78,7 @@ def too_few_prompts(available: int, needed: int) -> str:
     )
 
 
-def check_source(source: SourceConfig, key: str) -> None:
+def check_source(source: DatasetConfig, key: str) -> None:
     """Check a source without reading it: a local file exists, has a known format and is not empty; a folder has one.
 
     Raises:
@@ -121,40 +122,16 @@ def _file_of_each_format(folder: Path) -> list[str]:
     return list(found.values())
 
 
-def local_path(source: SourceConfig) -> Path | None:
+def local_path(source: DatasetConfig) -> Path | None:
     """The file or folder that a source names; None for the name of a hub data set."""
     path = Path(source.path)
     return path if path.suffix in FILE_SUFFIXES + OTHER_SUFFIXES or looks_local(source.path) else None
 
 
-def stream_rows(source: SourceConfig, which: str, key: str, bad: BadRows | None = None) -> Iterator[Row]:
-    """The rows of a source, one after another; of a .jsonl file only one row is in memory at a time."""
-    bad = bad or BadRows()
-    check_source(source, key)
-    path = local_path(source)
-    if path is None or path.suffix != ".jsonl" or path.is_dir():
-        yield from read_rows(source, which, key, bad)
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                with bad.leave_out():
-                    yield _parse_row(line, number, source, key)
+def stream_rows(source: DatasetConfig, which: str, key: str, bad: BadRows | None = None) -> Iterator[Row]:
+    """The rows of a source, one after another, without the lines that are not rows if `bad` leaves those out.
 
-
-def first_rows(source: SourceConfig, which: str, key: str, count: int, bad: BadRows) -> list[Row]:
-    """At most `count` rows from the beginning of a source. Raises ValueError as `read_rows` does."""
-    check_source(source, key)
-    path = local_path(source)
-    if path is None or path.is_dir():
-        return _read_dataset(source, path, source.split or DEFAULT_SPLIT[which], key, limit=count)
-    if path.suffix == ".parquet":
-        return _read_parquet(source, path, key, limit=count)
-    return list(islice(stream_rows(source, which, key, bad), count))
-
-
-def read_rows(source: SourceConfig, which: str, key: str, bad: BadRows | None = None) -> list[Row]:
-    """All rows of a source, without the lines that are not rows if `bad` leaves those out.
+    Of a .jsonl file only one row is in memory at a time.
 
     Raises:
         ValueError: missing or empty file, a line that is not JSON, a row that is not an object, a hub that does not
@@ -163,34 +140,42 @@ def read_rows(source: SourceConfig, which: str, key: str, bad: BadRows | None = 
     check_source(source, key)
     path = local_path(source)
     if path is None or path.is_dir():
-        rows = _read_dataset(source, path, source.split or DEFAULT_SPLIT[which], key)
-    elif path.suffix == ".parquet":
-        rows = _read_parquet(source, path, key)
-    else:
-        rows = _read_json(source, path, key, bad or BadRows())
+        return _dataset_rows(source, path, source.split or DEFAULT_SPLIT[which], key)
+    if path.suffix == ".parquet":
+        return _parquet_rows(source, path, key)
+    return _json_rows(source, path, key, bad or BadRows())
+
+
+def read_rows(source: DatasetConfig, which: str, key: str, bad: BadRows | None = None) -> list[Row]:
+    """All rows of a source. Raises ValueError as `stream_rows` does, and if there is none."""
+    rows = list(stream_rows(source, which, key, bad))
     if not rows:
         first = f" that can be used: {bad.reasons[0]}" if bad is not None and bad.reasons else ". Give it at least one."
         raise ValueError(f"{key}={source.path}: it holds no row{first}")
     return rows
 
 
-def _read_json(source: SourceConfig, path: Path, key: str, bad: BadRows) -> list[Row]:
-    """Read JSON lines or one list of objects; a .json file may be either."""
-    content = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
-    rows: list[Row] = []
-    if path.suffix == ".json" and content.lstrip().startswith(b"["):
+def _json_rows(source: DatasetConfig, path: Path, key: str, bad: BadRows) -> Iterator[Row]:
+    """JSON lines or one list of objects; a .json file may be either."""
+    if (content := _json_list(path)) is not None:
         for number, columns in enumerate(_parse(content, f"{key}: {source.path}", first_line=1), start=1):
             with bad.leave_out():
-                rows.append(_row(number, columns, source, key))
-        return rows
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.strip():
-            with bad.leave_out():
-                rows.append(_parse_row(line, number, source, key))
-    return rows
+                yield _row(number, columns, source, key)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                with bad.leave_out():
+                    yield _parse_row(line.removesuffix(b"\n"), number, source, key)
 
 
-def _parse_row(line: bytes, number: int, source: SourceConfig, key: str) -> Row:
+def _json_list(path: Path) -> bytes | None:
+    """The content of a file that holds one JSON list; None if it holds JSON lines."""
+    content = path.read_bytes().removeprefix(BYTE_ORDER_MARK) if path.suffix == ".json" else b""
+    return content if content.lstrip().startswith(b"[") else None
+
+
+def _parse_row(line: bytes, number: int, source: DatasetConfig, key: str) -> Row:
     where = f"{key}: line {number} of {source.path}"
     if len(line) > MAX_ROW_BYTES:
         raise ValueError(
@@ -200,7 +185,7 @@ def _parse_row(line: bytes, number: int, source: SourceConfig, key: str) -> Row:
     return _row(number, _parse(line.removeprefix(BYTE_ORDER_MARK), where, first_line=number), source, key)
 
 
-def _row(number: int, columns: Any, source: SourceConfig, key: str) -> Row:
+def _row(number: int, columns: Any, source: DatasetConfig, key: str) -> Row:
     if not isinstance(columns, dict):
         raise ValueError(
             f"{key}: row {number} of {source.path} is a {type(columns).__name__}, not an object with columns. "
@@ -228,24 +213,21 @@ def _parse(content: bytes, where: str, *, first_line: int) -> Any:
         raise ValueError(f"{where} has brackets within brackets, too many to be read. Correct or remove it.") from None
 
 
-def _read_parquet(source: SourceConfig, path: Path, key: str, *, limit: int | None = None) -> list[Row]:
+def _parquet_rows(source: DatasetConfig, path: Path, key: str) -> Iterator[Row]:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        file = parquet.ParquetFile(path)
-        batches = [file.read()] if limit is None else islice(file.iter_batches(batch_size=limit), 1)
-        rows = [columns for batch in batches for columns in batch.to_pylist()]
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=PARQUET_ROWS)
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from starmap(Row, enumerate(rows, start=1))
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
             f"{key}={source.path}: it cannot be read as Parquet ({error}). Write the file anew."
         ) from error
-    return [Row(number, columns) for number, columns in enumerate(rows, start=1)]
 
 
-def _read_dataset(
-    source: SourceConfig, folder: Path | None, split: str, key: str, *, limit: int | None = None
-) -> list[Row]:
+def _dataset_rows(source: DatasetConfig, folder: Path | None, split: str, key: str) -> Iterator[Row]:
     """A hub data set, a folder of data files, or a folder that `datasets` saved."""
     if folder is None:
         use_cache_if_hub_is_silent()
@@ -257,20 +239,22 @@ def _read_dataset(
             table = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         else:
             table = datasets.load_dataset(str(folder or source.path), source.name, split=split)
-        return [Row(number, dict(columns)) for number, columns in enumerate(islice(table, limit), start=1)]
+        for number, columns in enumerate(table, start=1):
+            yield Row(number, dict(columns))
     except Exception as error:  # the hub's client and the file readers raise many types
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         remedy = (
             f"Check that the folder holds .jsonl, .json or .parquet files with a split {split!r}, or set `split`."
             if folder
             else f"There is no such local file either. Check the name, its configuration (`name`: {source.name}) and "
-            f"its split ({split}), or, without a network, name a local .jsonl or .parquet file."
+            f"its split ({split}); without a network, name a local .jsonl or .parquet file, or fetch it where the hub "
+            f"answers: hf download {source.path} --repo-type dataset"
         )
         what = "the folder could not be loaded" if folder else "the hub did not give this data set"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"{key}={source.path}: {what} ({reason}). {remedy}") from error
 
 
-def count_rows(source: SourceConfig) -> int | None:
+def count_rows(source: DatasetConfig) -> int | None:
     """Rows of a local file; only a JSON list is parsed for it. None for a folder or a data set of the hub."""
     path = local_path(source)
     if path is None or path.is_dir():
@@ -279,12 +263,7 @@ def count_rows(source: SourceConfig) -> int | None:
         from pyarrow import parquet  # its errors are ValueError or OSError
 
         return int(parquet.ParquetFile(path).metadata.num_rows)
-    if path.suffix == ".json" and (content := path.read_bytes().lstrip()).startswith(b"["):
+    if (content := _json_list(path)) is not None:
         return len(_parse(content, "it", first_line=1))
-    return _lines(path)
-
-
-def _lines(path: Path) -> int:
-    """Lines that are not blank."""
     with path.open("rb") as file:
         return sum(1 for line in file if line.strip())

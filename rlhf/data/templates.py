@@ -6,14 +6,15 @@ A chat template itself writes bos if its model needs it, so no special token is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rlhf.config.data import TemplateName
-from rlhf.config.reward_model import RewardModelConfig
+from rlhf.config.grpo import GRPOConfig
 from rlhf.data.model_files import reward_template
 
 ROLES = ("system", "user", "assistant")
@@ -41,16 +42,11 @@ CHAT_TEMPLATES = {"chatml": CHATML, "qwen-math": QWEN_MATH, "tulu": TULU}
 PLAIN = ("raw", "qa")
 
 
-def render(
-    messages: Sequence[dict[str, str]], template: TemplateName, tokenizer: Any, *, key: str = "data.template"
-) -> str:
+def render(messages: Sequence[dict[str, str]], template: TemplateName, tokenizer: Any) -> str:
     """The text of a prompt, up to the start of the response.
 
     `raw` joins the contents of the messages with blank lines; `qa` marks user messages as questions and assistant
     messages as answers.
-
-    Args:
-        key: the template's key of the config, for error messages.
 
     Raises:
         ValueError: the model has no chat template, or its template refuses these messages.
@@ -61,13 +57,13 @@ def render(
         case "qa":
             names = {"system": "", "user": "Question: ", "assistant": "Answer: "}
             return "".join(f"{names[message['role']]}{message['content']}\n" for message in messages) + "Answer:"
-    return _chat(messages, template, tokenizer, key, add_generation_prompt=True)
+    return chat_text(messages, template, tokenizer, "data.template", add_generation_prompt=True)
 
 
-def reward_input(reward_model: RewardModelConfig | None) -> Callable[..., np.ndarray]:
-    """(messages, tokenizer) -> `conversation_ids` in the template of this reward model, which is not an endpoint."""
-    assert reward_model is not None
-    return partial(conversation_ids, template=reward_template(reward_model), key="reward_model.template")
+def reward_input(config: GRPOConfig) -> Callable[..., np.ndarray]:
+    """(messages, tokenizer) -> `conversation_ids` in the template of the reward model, which is not an endpoint."""
+    assert config.reward_model is not None
+    return partial(conversation_ids, template=reward_template(config.reward_model), key="reward_model.template")
 
 
 def conversation_ids(
@@ -87,7 +83,7 @@ def conversation_ids(
         *prompt, response = messages
         text = render(prompt, template, tokenizer) + response["content"]
     else:
-        text = _chat(messages, template, tokenizer, key, add_generation_prompt=False)
+        text = chat_text(messages, template, tokenizer, key, add_generation_prompt=False)
     return tokenize([text], template, tokenizer)[0]
 
 
@@ -99,20 +95,38 @@ def no_chat_template(key: str) -> str:
     )
 
 
-def _chat(
-    messages: Sequence[dict[str, str]], template: TemplateName, tokenizer: Any, key: str, *, add_generation_prompt: bool
+def chat_text(
+    messages: Sequence[dict[str, Any]],
+    template: TemplateName,
+    tokenizer: Any,
+    key: str,
+    *,
+    add_generation_prompt: bool,
+    tools: list[Any] | None = None,
 ) -> str:
+    """A conversation as a chat template writes it; raises as `render` does."""
+    with template_errors(messages, template, tokenizer, key):
+        text: str = tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=CHAT_TEMPLATES.get(template),
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            tokenize=False,
+        )
+    return text
+
+
+@contextlib.contextmanager
+def template_errors(
+    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str
+) -> Iterator[None]:
+    """A context in which a chat template may refuse these messages: a ValueError that names the key."""
     if template == "model" and not tokenizer.chat_template:
         raise ValueError(no_chat_template(key))
     from jinja2.exceptions import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=CHAT_TEMPLATES.get(template),
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-        )
+        yield
     except TemplateError as error:  # templates raise it for a role that their model does not have
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(

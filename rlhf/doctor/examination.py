@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import math
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -19,7 +17,7 @@ from rlhf.config.grpo import GRPOConfig
 
 if TYPE_CHECKING:
     from rlhf.cluster.canary import Canary
-    from rlhf.cluster.cluster import Cluster
+    from rlhf.cluster.engines import Engines
     from rlhf.types import PolicyTargets, Prompt
 
 T = TypeVar("T")
@@ -33,14 +31,12 @@ class Finding:
     Attributes:
         remedy: what to do about a warning or a failure.
         numbers: for programs.
-        examples: lines from the run's data, which the table for reports leaves out.
     """
 
     status: Status
     text: str
     remedy: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
-    examples: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +55,7 @@ class Patient:
     tiny: bool = False  # the model is one that the doctor has made
     prompts: list[Prompt] | None = None  # the first of each source, tokenized
     nodes: dict[str, dict[str, Any]] | None = None  # by name: `report` of the node, its `gpus`
-    cluster: Cluster | None = None
+    engines: Engines | None = None  # that have started, with the learners
     canary: Canary | None = None  # one that engines and learners have passed
     targets: PolicyTargets | None = None  # of the step that the learners hold
     least_free: float = math.inf  # bytes: this machine's lowest free memory at the end of a check
@@ -113,21 +109,6 @@ async def examine_all(checks: Sequence[Check], patient: Patient, report: Callabl
     return results
 
 
-async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a blocking function in a thread, so that deadlines hold; a hung thread does not keep the program alive."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so that its result can always be set
-
-    def work() -> None:
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return await asyncio.wrap_future(future)
-
-
 async def in_process(*arguments: str) -> tuple[bytes, str]:
     """Run Python in a process that ends with this call; -> its output, and if it failed, its last error line."""
     process = await asyncio.create_subprocess_exec(
@@ -144,27 +125,10 @@ async def in_process(*arguments: str) -> tuple[bytes, str]:
 
 
 def lines(result: Result) -> Iterator[str]:
-    """`ok    versions     20 packages ...  [0.1 s]`; examples and the remedy on lines below."""
-    status = _shown(result)
+    """`ok    versions     20 packages ...  [0.1 s]`; further lines and the remedy below."""
+    status = result.status if result.status != "fail" else "FAIL"
     first, *rest = result.text.splitlines() or [""]
     yield f"{status:<5} {result.name:<11} {first}  [{result.seconds:.1f} s]"
-    yield from (f"{'':<18}{line}" for line in (*rest, *result.examples))
+    yield from (f"{'':<18}{line}" for line in rest)
     if result.remedy:
         yield f"{'':<18}-> {result.remedy}"
-
-
-def _shown(result: Result) -> str:
-    return result.status if result.status != "fail" else "FAIL"
-
-
-def table(results: Sequence[Result], machine: Sequence[str]) -> Iterator[str]:
-    """All results as Markdown, for a report.
-
-    Args:
-        machine: lines that describe where the checks ran.
-    """
-    yield from ("", *machine, "", "| check | result | seconds | found |", "|---|---|---:|---|")
-    for result in results:
-        found = "; ".join(filter(None, [*result.text.splitlines(), result.remedy and f"-> {result.remedy}"]))
-        found = found.replace("|", "\\|")
-        yield f"| {result.name} | {_shown(result)} | {result.seconds:.1f} | {found} |"

@@ -11,14 +11,15 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys
 from rlhf.config.printing import printable
 from rlhf.config.reward import RewardConfig
-from rlhf.doctor.examination import Finding, NotCheckedError, Patient, Status, in_thread
+from rlhf.doctor.examination import Finding, NotCheckedError, Patient, Status
 from rlhf.doctor.stack import started
 from rlhf.log.diagnosis import RULES, View
 from rlhf.log.reductions import to_values
-from rlhf.rewards.grade import OK, TIMEOUT
+from rlhf.rewards.grade import TIMEOUT
 from rlhf.rewards.scorer import Scorer
 from rlhf.run.rollout_metrics import rollout_metrics
-from rlhf.types import Prompt, RolloutGroup
+from rlhf.run.threads import in_thread
+from rlhf.types import RolloutGroup
 
 SAMPLED_PROMPTS, SHOWN = 8, 2
 HANGING = "rlhf.doctor.hang:forever"
@@ -35,14 +36,14 @@ def _self_test() -> Finding:
         {"parts": ["math", HANGING], "workers": 2, "spares": 1, "wall_seconds": HANG_S, "cpu_seconds": HANG_S}
     )
     with Scorer(config) as scorer:
-        for response, expected in ((r"It is \boxed{5}.", 1.0), (r"It is \boxed{6}.", 0.0)):
-            graded, hung = (future.result() for future in scorer.submit(response, "5"))
-            if (graded.status, graded.value) != (OK, expected):
-                problem = f"math graded {response!r} against 5: {graded.value}, {graded.status} {graded.detail}"
-                return Finding("fail", problem, "make setup: a package that the grader uses may be broken")
-            if hung.status != TIMEOUT:
-                problem = f"a grader that hangs ended with {hung.status}, not with {TIMEOUT}"
-                return Finding("fail", problem, "the sandbox of this machine may forbid signals between processes")
+        right, wrong = scorer.graded_batch(scorer.submit_batch([r"It is \boxed{5}.", r"It is \boxed{6}."], ["5", "5"]))
+    values, statuses = [grade.metrics["math"] for grade in (right, wrong)], {right.status, wrong.status}
+    if values != [1.0, 0.0]:
+        problem = f"math gave a right and a wrong answer {values}, not 1 and 0"
+        return Finding("fail", problem, "make setup: a package that the grader uses may be broken")
+    if statuses != {TIMEOUT}:
+        problem = f"a grader that hangs ended with {' and '.join(sorted(statuses))}, not with {TIMEOUT}"
+        return Finding("fail", problem, "the sandbox of this machine may forbid signals between processes")
     return Finding(
         "ok",
         f"right and wrong answers are graded correctly; a grader that hangs was killed after {HANG_S:.0f} s, twice",
@@ -50,50 +51,35 @@ def _self_test() -> Finding:
 
 
 async def check_rewards(patient: Patient) -> Finding:
-    """Rewards that compare with an answer grade the gold answers of the first rows as right; the others do not fail."""
+    """Rewards that compare with an answer grade the gold answers of the first rows as right."""
     if patient.prompts is None:
         raise NotCheckedError("model or data could not be loaded")
-    return await in_thread(_try_rewards, patient.config, patient.prompts)
-
-
-def _try_rewards(config: GRPOConfig, prompts: Sequence[Prompt]) -> Finding:
-    async def score_all(scorer: Scorer) -> None:
-        calls = (scorer.score(p, p.answer, finish_reason="stop", response_length=1) for p in prompts)
-        await asyncio.gather(*calls)
-
-    with Scorer(config.reward) as scorer:
-        bad_rows = scorer.check_gold(prompts)
-        try:
-            asyncio.run(score_all(scorer))
-        except RuntimeError:  # more failures than a run allows
-            if not any(scorer.failures(part) for part in config.reward.all_parts):
-                raise
-        broken = {failures for part in config.reward.all_parts if (failures := scorer.failures(part))}
-    if broken:
-        remedy = "repair the function; reward.wall_seconds and reward.memory_mb are its limits"
-        return Finding("fail", "\n".join(sorted(broken)), remedy)
-    names = ", ".join(dict.fromkeys(part.name for part in config.reward.all_parts))
-    if bad_rows:
-        rows = "\n".join(f"{row.row}: {row.answer!r} ({row.reason})" for row in bad_rows[:3])
-        status: Status = "warn" if config.reward.bad_gold == "skip" else "fail"
-        remedy = "repair these rows, or leave them out with reward.bad_gold=skip"
-        return Finding(status, f"{len(bad_rows)} of {len(prompts)} gold answers cannot be graded:\n{rows}", remedy)
-    return Finding("ok", f"{names}: {len(prompts)} rows graded")
+    reward, prompts = patient.config.reward, patient.prompts
+    with await in_thread(Scorer, reward) as scorer:
+        bad_rows = await in_thread(scorer.check_gold, prompts)
+    if not bad_rows:
+        return Finding("ok", f"{', '.join(dict.fromkeys(part.name for part in reward.all_parts))}: {len(prompts)} rows")
+    rows = "\n".join(f"{row.row}: {row.answer!r} ({row.reason})" for row in bad_rows[:3])
+    remedy = "repair these rows, or leave them out with reward.bad_gold=skip"
+    status: Status = "warn" if reward.bad_gold == "skip" else "fail"
+    return Finding(status, f"{len(bad_rows)} of {len(prompts)} gold answers cannot be graded:\n{rows}", remedy)
 
 
 async def check_responses(patient: Patient) -> Finding:
     """Sample and grade eight prompts as a step would, judge them by the rules of the diagnosis, and show two."""
-    from rlhf.data.model_files import load_tokenizer
-    from rlhf.run.sample_and_grade import Sampler
+    from rlhf.data.model_files import load_tokenizer, truncate_token_id
+    from rlhf.rollout.sampler import Sampler
+    from rlhf.run.grading import Grading, reward_model_client
 
-    cluster, config = started(patient), patient.config
+    engines, config = started(patient), patient.config
     if patient.canary is None:
         raise NotCheckedError("engines and learners do not agree")
     assert patient.prompts is not None
     prompts = patient.prompts[:: max(1, len(patient.prompts) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]  # of all sources
     tokenizer = await in_thread(load_tokenizer, config.model)
     with await in_thread(Scorer, config.reward) as scorer:
-        sampler = Sampler(config, cluster, scorer, tokenizer)
+        grading = Grading(config, scorer, tokenizer, reward_model_client(config, engines.cluster))
+        sampler = Sampler(config, truncate_token_id(config.rollout, tokenizer), engines.generate, grading)
         groups = await asyncio.gather(*map(sampler.for_training, prompts))
         statuses = {f"reward/status/{name}": float(count) for name, count in scorer.counters.items()}
     return judge_responses(config, groups, statuses, tiny=patient.tiny)
@@ -116,13 +102,13 @@ def judge_responses(
     numbers = {name: values[name] for name in shown.values() if name in values}
     described = ", ".join(f"{text} {values[name]:.2g}" for text, name in shown.items() if name in values)
     text = f"{len(samples)} responses to {len(groups)} prompts: {described}"
-    examples = tuple(line for group in groups[:SHOWN] for line in _example(group))
+    text = "\n".join([text, *(line for group in groups[:SHOWN] for line in _example(group))])
     view = View([values | statuses], [{}], [], [], flat_keys(config.model_dump(mode="json")))
-    found = [found for _, check in RULES if (found := check(view)) is not None]
+    found = [found for check in RULES.values() if (found := check(view)) is not None]
     if tiny or not found:
-        return Finding("ok", text, numbers=numbers, examples=examples)
+        return Finding("ok", text, numbers=numbers)
     text = "\n".join([text, *(seen for seen, _ in found)])
-    return Finding("warn", text, " ".join(advice for _, advice in found), numbers, examples)
+    return Finding("warn", text, " ".join(advice for _, advice in found), numbers)
 
 
 def _example(group: RolloutGroup) -> Iterator[str]:

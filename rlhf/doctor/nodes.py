@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf.cluster import node_report
-from rlhf.doctor.examination import Finding, NotCheckedError, Patient, in_process, in_thread
+from rlhf.doctor.examination import Finding, NotCheckedError, Patient, in_process
 from rlhf.plan import count_gpus, joins_a_cluster
+from rlhf.run.threads import in_thread
 
 LEFT_ON_PURPOSE = (1, 4)  # Ray's NodeDeathInfo: expected termination, idle node drained by the autoscaler
 ANSWER_S = 60.0  # enough, since a node imports nothing heavy for its answer
 MIN_DRIVER, MIN_CAPABILITY = 580, 8.0  # CUDA 13; bfloat16 and flash attention
-DEAD, REPLACED, SILENT = "dead", "replaced", "silent"
+DIED, SILENT = "died", "silent"
 
 
 def describe() -> dict[str, Any]:
@@ -35,25 +36,22 @@ async def check_nodes(patient: Patient) -> Finding:
     here = await in_thread(describe)
     patient.nodes = {here["installed"]["node"]: here}
     if not joins_a_cluster(patient.config):
-        problems = node_report.differences([here["installed"]])
-        if problems:
-            return Finding("fail", "\n".join(problems), "make setup")
         return Finding("ok", "this machine alone: the run starts a Ray of its own")
     address = patient.config.cluster.ray_address or os.environ["RAY_ADDRESS"]
     asked = await _ask(address)
     patient.nodes = {name: answer for name, answer in asked.items() if "installed" in answer}
     installed = [{**answer["installed"], "node": name} for name, answer in patient.nodes.items()]
     driver = {**here["installed"], "node": f"{here['installed']['node']} (driver)"}
-    problems = [f"node {name} is dead: {answer[DEAD]}" for name, answer in asked.items() if DEAD in answer]
-    problems += [f"node {name} does not answer: {answer[SILENT]}" for name, answer in asked.items() if SILENT in answer]
+    problems = [f"node {name} does not answer: {answer[SILENT]}" for name, answer in asked.items() if SILENT in answer]
     problems += node_report.differences([driver, *installed])
     if problems:
-        remedy = "start Ray again on dead nodes; install the package on all nodes from one checkout (make setup-gpu)"
-        return Finding("fail", "\n".join(problems), remedy)
-    text = f"{len(installed)} node(s) at {address}, all with rlhf {driver['rlhf']} and ray {driver['ray']}"
-    if lost := [f"node {name} died: {answer[REPLACED]}" for name, answer in asked.items() if REPLACED in answer]:
         return Finding(
-            "warn", "\n".join([text, *lost]), "another node has its address now; if it is the replacement, all is well"
+            "fail", "\n".join(problems), "install the package on all nodes from one checkout (make setup-gpu)"
+        )
+    text = f"{len(installed)} node(s) at {address}, all with rlhf {driver['rlhf']} and ray {driver['ray']}"
+    if lost := [f"node {name} died: {answer[DIED]}" for name, answer in asked.items() if DIED in answer]:
+        return Finding(
+            "warn", "\n".join([text, *lost]), "start Ray again there, unless another node has taken its place"
         )
     return Finding("ok", text)
 
@@ -100,19 +98,8 @@ def _grouped(gpus: Sequence[str]) -> str:
     return ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
 
 
-def died(nodes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By id, the nodes that ended unexpectedly: `dead`, or `replaced` if a live node has their address."""
-    reasons = {}
-    for node in nodes:
-        if not node["Alive"] and node["DeathReason"] not in LEFT_ON_PURPOSE:
-            same_address = [other for other in nodes if other["NodeManagerAddress"] == node["NodeManagerAddress"]]
-            kind = REPLACED if any(other["Alive"] for other in same_address) else DEAD
-            reasons[node["NodeID"]] = {kind: node["DeathReasonMessage"] or "no reason given"}
-    return reasons
-
-
 def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:
-    """By name of the node: the result of `describe`, or `silent`, `dead` or `replaced` with the reason."""
+    """By name of the node: the result of `describe`, or `silent` or `died` with the reason."""
     import ray
 
     from rlhf.cluster.actors import check_address
@@ -123,7 +110,8 @@ def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:
     answers = asyncio.run(node_report.ask_nodes(alive, describe, deadline_s=deadline_s))
     nodes = ray.nodes()  # read after the answers: Ray lists a dead node as alive until it has missed five health checks
     names = node_report.node_names(nodes)
-    by_node = {names[key]: why for key, why in died(nodes).items()}
+    gone = [node for node in nodes if not node["Alive"] and node["DeathReason"] not in LEFT_ON_PURPOSE]
+    by_node = {names[node["NodeID"]]: {DIED: node["DeathReasonMessage"] or "no reason given"} for node in gone}
     for key, (answer, problem) in answers.items():
         by_node.setdefault(names[key], {SILENT: problem} if problem else answer)
     ray.shutdown()

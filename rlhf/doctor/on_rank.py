@@ -173,7 +173,7 @@ def _worst(values: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
 def fingerprints(rank: TrainedRank) -> dict[str, int]:
     """A number for each tensor of the model that changes with any of its bits; a collective at ZeRO-3."""
     numbers = {}
-    for name, tensor in rank.tensors.items():
+    for name, tensor in rank.published.items():
         with rank.whole(tensor):
             numbers[name] = int(torch.hash_tensor(tensor.detach()).item())
     return numbers
@@ -181,7 +181,7 @@ def fingerprints(rank: TrainedRank) -> dict[str, int]:
 
 def old_logprobs(rank: Learner) -> tuple[np.ndarray]:
     """Log-probs of the step's tokens before an update, also where the run needs no pass for them."""
-    return (rank.passes(lambda tokens: rank.engine(tokens).logprobs),)
+    return (rank.passes(lambda tokens: rank.deepspeed(tokens).logprobs),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +212,7 @@ def update(rank: Learner, targets: PolicyTargets, lr: float) -> Updated:
     def loss(tokens: DeviceTokens, own: PolicyTargets, denominators: Denominators) -> tuple[Tensor, StepMetrics]:
         wait_for_device(rank)
         started.append(time.perf_counter())
-        return policy_microbatch(rank.engine, tokens, own, denominators, rank.config)
+        return policy_microbatch(rank.deepspeed, tokens, own, denominators, rank.config)
 
     before, training, done = fingerprints(rank), rank.training, rank.updates_done
     optimizer = training.section.optimizer.model_copy(update={"lr": lr})

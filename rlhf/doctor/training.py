@@ -9,6 +9,7 @@ import resource
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,15 +18,15 @@ import psutil
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient
-from rlhf.doctor.machine import needed_gib
 from rlhf.doctor.stack import started
 from rlhf.plan.memory import GIB, learner_memory, total
 from rlhf.plan.model_shape import shape_at
-from rlhf.plan.start_checks import existing_folder
+from rlhf.plan.start_checks import existing_folder, run_bytes
 from rlhf.rollout.requests import SamplingSettings
 
 if TYPE_CHECKING:
-    from rlhf.types import PolicyTargets, Rollout, StepBatch
+    from rlhf.cluster.engines import Engines
+    from rlhf.types import PolicyTargets, Prompt, Rollout, StepBatch
 
 HEADS = (8, 2, 64)  # heads, key heads, width of a head; for models whose sizes are not known
 VOCABULARY, HIDDEN = 32_768, 1024
@@ -37,49 +38,38 @@ SAMPLED_ON_CPU, SAMPLED_TOKENS = (16, 32), 512  # sequences, tokens of each
 PEAK_FACTOR = 1.25  # times --plan's estimate: a peak above it shows that the estimate is wrong
 LITTLE_MEMORY = 0.05  # of the host's memory
 
-_REMEDY = "make setup-gpu; a kernel of another build or version computes something else here"
-
 
 # --- kernels ---
 
 
-async def check_attention(patient: Patient) -> Finding:
-    """Packed attention of the model's sizes, with shared beginnings, forward and backward, against float32."""
-    shape = shape_at(patient.config.model.path)
-    sizes = HEADS if shape is None else (shape.heads, shape.kv_heads, shape.head_dim)
-    text = f"{sizes[0]} heads of {sizes[2]}, {sizes[1]} for keys, beginnings shared, forward and backward"
-    return await _parity(patient, {text: ("attention_error", sizes)})
+async def check_kernels(patient: Patient) -> Finding:
+    """The kernels of every learner, forward and backward, against float32.
 
-
-async def check_head(patient: Patient) -> Finding:
-    """The fused head at the model's vocabulary, forward and backward, against float32."""
-    shape = shape_at(patient.config.model.path)
-    sizes = (VOCABULARY, HIDDEN) if shape is None else (shape.vocabulary, shape.hidden)
-    return await _parity(patient, {f"vocabulary {sizes[0]:,}, hidden {sizes[1]:,}": ("head_error", sizes)})
-
-
-async def check_models(patient: Patient) -> Finding:
-    """Tiny packed models (dense, gated delta rule, Mamba 2, short convolution) against single sequences in float32."""
-    from rlhf.doctor.on_rank import TINY_MODELS
-
-    return await _parity(patient, {kind: ("model_error", (kind,)) for kind in TINY_MODELS})
-
-
-async def _parity(patient: Patient, cases: dict[str, tuple[str, tuple[int | str, ...]]]) -> Finding:
-    """Relative errors of kernels on every learner, by the function of `on_rank` that measures them."""
+    Packed attention of the model's sizes with shared beginnings, the fused head at its vocabulary, and tiny packed
+    models (dense, gated delta rule, Mamba 2, short convolution) against single sequences.
+    """
     from rlhf.doctor import on_rank
 
-    cluster, dtype = started(patient), patient.config.model.dtype
-    await cluster.sleep_colocated_engines()
+    engines, dtype = started(patient), patient.config.model.dtype
+    shape = shape_at(patient.config.model.path)
+    heads = HEADS if shape is None else (shape.heads, shape.kv_heads, shape.head_dim)
+    head = (VOCABULARY, HIDDEN) if shape is None else (shape.vocabulary, shape.hidden)
+    cases: dict[str, tuple[Callable[..., float], tuple[int | str, ...]]] = {
+        f"attention ({heads[0]} heads of {heads[2]}, {heads[1]} for keys)": (on_rank.attention_error, heads),
+        f"head (vocabulary {head[0]:,}, hidden {head[1]:,})": (on_rank.head_error, head),
+        **{kind: (on_rank.model_error, (kind,)) for kind in on_rank.TINY_MODELS},
+    }
+    await engines.sleep_if_colocated()
     errors = {}
     for text, (function, sizes) in cases.items():
-        by_rank = await cluster.learners.call("apply", getattr(on_rank, function), *sizes, dtype)
+        by_rank = await engines.learners.call("apply", function, *sizes, dtype)
         errors[text] = max(by_rank, key=lambda error: math.inf if math.isnan(error) else error)
     bound = on_rank.TOLERANCE[dtype]
-    text = "; ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
-    text = f"{dtype} against float32, tolerance {bound:g}: {text}"
+    text = f"{dtype} against float32, relative errors, tolerance {bound:g}: "
+    text += ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
     if not all(error <= bound for error in errors.values()):
-        return Finding("fail", text, _REMEDY, errors)
+        remedy = "make setup-gpu; a kernel of another build or version computes something else here"
+        return Finding("fail", text, remedy, errors)
     return Finding("ok", text, numbers=errors)
 
 
@@ -99,8 +89,19 @@ def _batch(rollouts: list[Rollout]) -> StepBatch:
     from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 
     samples = tuple(ScoredRollout(rollout, "", "", 0.0, {}, "ok") for rollout in rollouts)
-    prompt = Prompt("doctor", 0, rollouts[0].token_ids[:1], (), "", "doctor")
+    prompt = Prompt("doctor", 0, rollouts[0].sequences[0].token_ids[:1], (), "", "doctor")
     return make_batch([RolloutGroup(prompt, samples)], mask_truncated=False)
+
+
+async def _sample(engines: Engines, prompts: Sequence[Prompt], settings: SamplingSettings) -> list[list[Rollout]]:
+    """SAMPLES rollouts of each prompt, over all engines."""
+    from rlhf.rollout.sampler import to_rollout
+
+    async def sample(prompt: Prompt) -> list[Rollout]:
+        completions = await engines.generate(prompt.token_ids, settings, samples=SAMPLES, what=prompt.id)
+        return [to_rollout(prompt, sample, completion) for sample, completion in enumerate(completions)]
+
+    return list(await asyncio.gather(*map(sample, prompts)))
 
 
 async def check_update(patient: Patient) -> Finding:
@@ -109,18 +110,16 @@ async def check_update(patient: Patient) -> Finding:
     from rlhf.log.reductions import merge_metrics
     from rlhf.step.minibatches import plan_epochs
 
-    cluster, config = started(patient), patient.config
+    engines, config = started(patient), patient.config
     assert patient.prompts is not None
     settings = SamplingSettings(config.rollout.temperature, min(RESPONSE_TOKENS, config.rollout.max_response_tokens))
-    engines = itertools.cycle(range(config.cluster.engines))
-    sampled = [cluster.sample_group(next(engines), prompt, SAMPLES, settings) for prompt in patient.prompts]
-    batch = _batch([rollout for group in await asyncio.gather(*sampled) for rollout in group])
-    await cluster.sleep_colocated_engines()
-    await cluster.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
-    (old,) = await cluster.learners.compute("apply", on_rank.old_logprobs)
+    batch = _batch([rollout for group in await _sample(engines, patient.prompts, settings) for rollout in group])
+    await engines.sleep_if_colocated()
+    await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
+    (old,) = await engines.learners.compute("apply", on_rank.old_logprobs)
     assert old is not None
     patient.targets = _targets(batch, old)
-    by_rank = await cluster.learners.call("apply", on_rank.update, patient.targets, 0.0)
+    by_rank = await engines.learners.call("apply", on_rank.update, patient.targets, 0.0)
     metrics = {name: m.value() for name, m in merge_metrics([updated.metrics for updated in by_rank]).items()}
     ratio, kl, engine_kl = (metrics[f"policy/{name}"] for name in ("ratio_max", "kl_old", "engine_kl"))
     text = f"{len(batch.rewards)} rollouts: largest ratio {ratio:.9g}, KL to the engines {engine_kl:.2g}"
@@ -137,28 +136,28 @@ async def check_cycle(patient: Patient) -> Finding:
     """Twice as in a step: sleep, update, wake, send, canary; with the free memory after each."""
     from rlhf.doctor import on_rank
 
-    cluster, config = started(patient), patient.config
+    engines, config = started(patient), patient.config
     if patient.canary is None or patient.targets is None:
         raise NotCheckedError("engines and learners do not agree, or there was no update")
     lr = config.learner.optimizer.lr
 
     async def free() -> str:
-        return f"{min(await cluster.learners.call('apply', on_rank.free_bytes)) / GIB:.1f}"
+        return f"{min(await engines.learners.call('apply', on_rank.free_bytes)) / GIB:.1f}"
 
     lines, moved = [], ()
     for cycle in range(1, CYCLES + 1):
-        await cluster.sleep_colocated_engines()
+        await engines.sleep_if_colocated()
         asleep = await free()
-        (updated, *_) = await cluster.learners.call("apply", on_rank.update, patient.targets, lr)
+        (updated, *_) = await engines.learners.call("apply", on_rank.update, patient.targets, lr)
         moved, after_update = updated.moved, await free()
-        await cluster.send_weights(cycle)
-        difference = (await patient.canary.check(cluster, cycle))["sync/canary_difference"]
+        await engines.send_weights(cycle)
+        difference = (await patient.canary.check(cycle))["sync/canary_difference"]
         lines.append(
             f"{cycle}: GiB free {asleep} before the update, {after_update} after it, {await free()} after the send; "
             f"{len(moved)} of {updated.tensors} tensors moved; canary {difference:.2g}"
         )
     sleeps = "engines slept" if config.cluster.placement == "colocated" else "no sleep: cluster.placement=separate"
-    text = "\n".join([f"{sleeps}; update at {lr:g}, {cluster.transfer_backend}, canary", *lines])
+    text = "\n".join([f"{sleeps}; update at {lr:g}, {engines.transport}, canary", *lines])
     if lr and not moved:
         return Finding("fail", text, f"updates at learner.optimizer.lr={lr:g} do not reach the model's weights")
     return Finding("ok", text)
@@ -178,7 +177,7 @@ def _full_config(config: GRPOConfig) -> GRPOConfig:
 
 def _full_rollouts(config: GRPOConfig, ids: np.ndarray) -> list[Rollout]:
     """Full microbatches of the longest sequences for every learner, drawn at random from these tokens."""
-    from rlhf.types import Rollout, VersionSpan
+    from rlhf.types import Rollout, TokenSequence, VersionSpan
 
     budget = config.learner.max_tokens_per_microbatch
     longest = min(config.max_sequence_tokens, budget)
@@ -190,7 +189,7 @@ def _full_rollouts(config: GRPOConfig, ids: np.ndarray) -> list[Rollout]:
         mask = np.arange(longest) >= prompt
         span, zeros = (VersionSpan(prompt, longest, 0),), np.zeros(longest, np.float32)
         tokens = rng.choice(ids, longest).astype(np.int32)
-        rollouts.append(Rollout("doctor", 0, sample, tokens, mask, zeros, span, "stop"))
+        rollouts.append(Rollout("doctor", 0, sample, (TokenSequence(tokens, mask, zeros, span),), "stop"))
     return rollouts
 
 
@@ -200,16 +199,16 @@ async def check_microbatch(patient: Patient) -> Finding:
     from rlhf.run.speed import peak_tflops
     from rlhf.step.minibatches import plan_epochs
 
-    cluster, config = started(patient), _full_config(patient.config)
+    engines, config = started(patient), _full_config(patient.config)
     assert patient.prompts is not None
     batch = _batch(_full_rollouts(config, np.concatenate([prompt.token_ids for prompt in patient.prompts])))
-    await cluster.sleep_colocated_engines()
-    await cluster.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
+    await engines.sleep_if_colocated()
+    await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
     patient.targets = None  # the learners hold another step now
     zeros = np.zeros(len(batch.tokens.token_ids), np.float32)
-    by_rank = await cluster.learners.call("apply", on_rank.update, _targets(batch, zeros), 0.0)
-    product = min(await cluster.learners.call("apply", on_rank.product_tflops, config.model.dtype))
-    rows = len(batch.rewards) // (MICROBATCHES * config.cluster.learners)
+    by_rank = await engines.learners.call("apply", on_rank.update, _targets(batch, zeros), 0.0)
+    product = min(await engines.learners.call("apply", on_rank.product_tflops, config.model.dtype))
+    rows = len(batch.rollouts) // (MICROBATCHES * config.cluster.learners)
     lengths, seconds = batch.tokens.lengths[:rows].tolist(), max(updated.microbatch_s for updated in by_rank)
     speed, peak = sum(lengths) / seconds, max(updated.peak_bytes for updated in by_rank) / GIB
     numbers = {"tokens_per_second": speed, "peak_gib": peak, "product_tflops": product}
@@ -218,7 +217,7 @@ async def check_microbatch(patient: Patient) -> Finding:
     if shape is None:
         return Finding("ok", f"{text}; peak {peak:.1f} GiB; the model's sizes are not known", numbers=numbers)
     tflops = shape.training_flops(lengths, int(batch.response_lengths[:rows].sum()), [0] * rows) / seconds / 1e12
-    best = config.cluster.peak_tflops or peak_tflops((await cluster.learners.call("device_name"))[0])
+    best = config.cluster.peak_tflops or peak_tflops((await engines.learners.call("device_name"))[0])
     mfu = f"MFU {tflops / best:.2f} of {best:g}" if best else "MFU needs cluster.peak_tflops"
     # torch's allocator does not see the last part: CUDA's and NCCL's own memory
     parts = learner_memory(shape, config)
@@ -233,21 +232,18 @@ async def check_microbatch(patient: Patient) -> Finding:
 
 async def check_sampling(patient: Patient) -> Finding:
     """Sampled tokens per second of the engines while all of them work."""
-    cluster, config = started(patient), patient.config
+    engines, config = started(patient), patient.config
     if patient.canary is None:
         raise NotCheckedError("engines and learners do not agree")
     assert patient.prompts is not None
-    await cluster.send_weights(CYCLES + 1)  # wakes engines that share their GPUs
+    await engines.send_weights(CYCLES + 1)  # wakes engines that share their GPUs
     count, tokens = SAMPLED_ON_CPU
     if config.cluster.device == "cuda":
         count, tokens = config.rollout.max_concurrent_sequences, SAMPLED_TOKENS
     settings = SamplingSettings(config.rollout.temperature, min(tokens, config.rollout.max_response_tokens))
     prompts = list(itertools.islice(itertools.cycle(patient.prompts), max(1, count // SAMPLES)))
     began = time.monotonic()
-    groups = await asyncio.gather(
-        *(cluster.sample_group(engine, prompt, SAMPLES, settings)
-          for engine in range(config.cluster.engines) for prompt in prompts)
-    )  # fmt: skip
+    groups = await _sample(engines, prompts * config.cluster.engines, settings)
     seconds = time.monotonic() - began
     sampled = sum(rollout.response_length for group in groups for rollout in group)
     speed = sampled / seconds / config.cluster.engines
@@ -260,18 +256,19 @@ async def check_sampling(patient: Patient) -> Finding:
 
 async def check_checkpoint(patient: Patient) -> Finding:
     """Write a checkpoint where the run would, read it back, and remove it: GB/s of both."""
-    cluster, config = started(patient), patient.config
-    existing, need = existing_folder(config), needed_gib(config)
-    if need is not None and shutil.disk_usage(existing).free / GIB < need:
-        raise NotCheckedError(f"it needs {need:.1f} GiB on {existing}")
+    engines, config = started(patient), patient.config
+    existing, need = existing_folder(config), run_bytes(config)
+    if need is not None and shutil.disk_usage(existing).free < need:
+        raise NotCheckedError(f"it needs {need / GIB:.1f} GiB on {existing}")
     folder = Path(tempfile.mkdtemp(prefix="rlhf-doctor-", dir=existing))
     try:
         began = time.monotonic()
-        await cluster.checkpoints.save(folder)
-        await cluster.checkpoints.saved()
+        await engines.cluster.checkpoints.save(folder)
+        await engines.cluster.checkpoints.saved()
         written = time.monotonic()
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
-        await cluster.load(folder)
+        await engines.sleep_if_colocated()
+        await engines.cluster.load(folder)
         write, read = size / (written - began), size / (time.monotonic() - written)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -13,17 +13,17 @@ are the whole tensor, so any number of learners reads its own part, and a reader
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf.config.base import Section
@@ -34,13 +34,9 @@ WEIGHTS, REFERENCE, RNG = "weights", "reference", "rng"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 INDEX = "learner.json"
 MODEL_FOLDER = "model"  # config.json and generation_config.json; an export needs them, a tokenizer and the weights
-PIECE_BYTES = 64 * 2**20  # copied to the host and written at once
+CHUNK_BYTES = 2**20  # read at once for the checksum
 MEMORY_MARGIN = 1.25  # required free memory over the size of a copy of the state: other processes grow meanwhile
 KEY = re.compile(r"(.*)\[(\d+):(\d+)\]")
-TYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 class LearnerIndex(Section):
@@ -84,50 +80,31 @@ def share(count: int, rank: int, ranks: int) -> tuple[int, int]:
 # --- writing ---
 
 
-def layout(
-    entries: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, int]]:
-    """-> the header of a safetensors file with these tensors, and the offset of each tensor's bytes in the file.
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file and sync it to the disk; all its tensors are in host memory meanwhile.
 
-    Wide types come first, so that each tensor is aligned.
+    Raises:
+        OSError: the file cannot be written.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    places, end = {}, 0
-    for name, dtype, shape in sorted(entries, key=lambda entry: -entry[1].itemsize):
-        places[name] = end
-        end += torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": TYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [places[name], end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return head, {name: len(head) + place for name, place in places.items()}
-
-
-def pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, at most PIECE_BYTES of it in host memory at once."""
-    for piece in tensor.detach().reshape(-1).split(PIECE_BYTES // tensor.element_size()):
-        yield memoryview(piece.cpu().contiguous().view(torch.uint8).numpy())
+    path.touch()
+    mode = path.stat().st_mode  # of any new file here; the library makes one for its owner alone
+    try:
+        save_file(dict(tensors), path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from None
+    path.chmod(mode)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def write_slices(path: Path, slices: Sequence[Slice]) -> WrittenFile:
-    """Write a file and sync it to the disk; the checksum is of the bytes that were meant to be written."""
-    slices = sorted((part for part in slices if len(part.values)), key=lambda part: -part.values.element_size())
-    head, _ = layout([(part.key, part.values.dtype, part.values.shape) for part in slices], {"format": "pt"})
-    crc, size = zlib.crc32(head), len(head)
-    with path.open("wb", buffering=0) as file:
-        _write_all(file, memoryview(head))
-        for part in slices:
-            for piece in pieces(part.values):
-                _write_all(file, piece)
-                crc, size = zlib.crc32(piece, crc), size + len(piece)
-        os.fsync(file.fileno())
-    return WrittenFile(size, f"{crc:08x}")
-
-
-def _write_all(file: Any, content: memoryview) -> None:
-    """A raw file may accept only a part of the bytes; writing the rest then raises the reason."""
-    while len(content):
-        content = content[file.write(content) :]
+    """Write a file of slices and sync it to the disk."""
+    save_tensors(path, {part.key: part.values.detach().contiguous() for part in slices if len(part.values)})
+    crc = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return WrittenFile(path.stat().st_size, f"{crc:08x}")
 
 
 def write_rank(folder: Path, rank: int, kinds: Mapping[str, Sequence[Slice]], index: LearnerIndex | None) -> SaveReport:
@@ -141,12 +118,7 @@ def write_rank(folder: Path, rank: int, kinds: Mapping[str, Sequence[Slice]], in
             name = file_name(kind, rank)
             files[name] = write_slices(folder / name, slices)
         if index is not None:
-            text = index.model_dump_json(indent=2).encode()
-            with (folder / INDEX).open("wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            files[INDEX] = WrittenFile(len(text), f"{zlib.crc32(text):08x}")
+            (folder / INDEX).write_text(index.model_dump_json(indent=2))  # whoever writes the manifest syncs it
     except OSError as error:
         return SaveReport(files, f"{folder}: {error.strerror or error}")
     return SaveReport(files, None)
@@ -208,21 +180,15 @@ class SliceReader:
         Raises:
             ValueError: the files lack some of these elements.
         """
-        values, read = None, 0
-        for begin, end, part in self._parts.get(name, ()):
-            low, high = max(start, begin), min(stop, end)
-            if low >= high:
-                continue
-            content = part[low - begin : high - begin]
-            if (low, high) == (start, stop):
-                return content
-            if values is None:
-                values = torch.empty(stop - start, dtype=content.dtype)
-            values[low - start : high - start] = content
-            read += high - low
-        if read != stop - start:
-            raise ValueError(f"{self._what} has {read} of elements {start} to {stop} of {name}.")
-        return torch.empty(0) if values is None else values
+        spans = [
+            (max(start, begin) - begin, min(stop, end) - begin, part)
+            for begin, end, part in sorted(self._parts.get(name, ()), key=lambda held: held[0])
+            if max(start, begin) < min(stop, end)
+        ]
+        if (held := sum(high - low for low, high, _ in spans)) != stop - start:
+            raise ValueError(f"{self._what} has {held} of elements {start} to {stop} of {name}.")
+        parts: list[Tensor] = [part[low:high] for low, high, part in spans]
+        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0)
 
 
 def check_shapes(folder: Path, index: LearnerIndex, tensors: Mapping[str, Sequence[int]]) -> None:
@@ -232,10 +198,9 @@ def check_shapes(folder: Path, index: LearnerIndex, tensors: Mapping[str, Sequen
         ValueError: the first tensor that is missing, extra or of another shape.
     """
     for name in tensors.keys() | index.shapes.keys():
-        if name not in tensors:
-            raise ValueError(f"{folder}: the checkpoint has a parameter {name} that model.path does not have.")
-        if name not in index.shapes:
-            raise ValueError(f"{folder}: the checkpoint lacks {name}, which model.path has.")
-        saved, now = index.shapes[name], tuple(tensors[name])
+        saved, now = index.shapes.get(name), tuple(tensors[name]) if name in tensors else None
         if saved != now:
-            raise ValueError(f"{folder}: {name} has the shape {saved} in the checkpoint, and {now} in model.path.")
+            raise ValueError(
+                f"{folder}: {name} has the shape {saved} in the checkpoint, and {now} in model.path (None: it is not "
+                "there)."
+            )

@@ -9,17 +9,16 @@ from torch import Tensor, nn
 from rlhf.algo import losses
 from rlhf.config.ppo import PPOConfig
 from rlhf.learner.policy_model import DeviceTokens, check_packed
-from rlhf.learner.rank_place import Place
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import masked_mean
 from rlhf.learner.value_model import HEAD, ValueModel, load_scalar_transformer
 from rlhf.log.reductions import StepMetrics, Sum, UpdateOutcome
-from rlhf.types import Denominators, ValueTargets
+from rlhf.types import Denominators, Place, ValueTargets
 
 
 class Critic(StepRank):
-    """One rank of the critic; a plain class, `rlhf.cluster.cluster` makes a Ray actor of it."""
+    """One rank of the critic; a plain class that `rlhf.cluster.actors` hosts in a Ray actor."""
 
     def __init__(self, config: PPOConfig, place: Place) -> None:
         super().__init__(
@@ -35,16 +34,16 @@ class Critic(StepRank):
         with torch.no_grad(), self.whole(head, modify=True):
             head.div_(std)  # rewards are normalized scores, and so are their values
         self.wrap(ValueModel(transformer))
-        check_packed(self.engine, self.device, dtype=config.model.dtype, key=key, path=path)
+        check_packed(self.deepspeed, self.device, dtype=config.model.dtype, key=key, path=path)
 
     def values(self) -> tuple[np.ndarray]:
         """Values on the microbatches of the first epoch."""
-        return (self.passes(self.engine),)
+        return (self.passes(self.deepspeed),)
 
     def update(self, targets: ValueTargets) -> list[UpdateOutcome]:
         """Take every optimizer step of the training step."""
         return self.updates(
-            targets, lambda tokens, own, sizes: value_microbatch(self.engine, tokens, own, sizes, clip=self.clip)
+            targets, lambda tokens, own, sizes: value_microbatch(self.deepspeed, tokens, own, sizes, clip=self.clip)
         )
 
 
@@ -60,9 +59,10 @@ def value_microbatch(
         terms.loss,
         mask,
         tokens.cu_seqlens,
+        tokens.rollout_tokens,
         aggregation="token_mean",
         tokens=denominators.tokens,
-        sequences=denominators.sequences,
+        rollouts=denominators.rollouts,
     )
     loss = loss + 0.0 * values.sum()  # keeps a microbatch without a trained token in the graph
     return loss, {

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rlhf.algo.sizes import REDUCE_BUCKET
 from rlhf.config.sections import TrainedConfig
 from rlhf.learner.packed_attention import use_flash_attention_3
-from rlhf.learner.rank_place import Place
+from rlhf.types import Place
 
 SHM_OP = "deepspeed_shm_comm"
 

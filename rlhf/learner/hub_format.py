@@ -6,18 +6,19 @@ transformers renames some tensors and stacks a layer's experts when it loads a m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from rlhf.learner.checkpoint import layout, pieces
+from rlhf.learner.checkpoint import save_tensors
 
 FILE_BYTES = 5 * 10**9  # the size at which the hub's own tools begin another file
+INDEX = "model.safetensors.index.json"
 
 
 def state_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -42,62 +43,57 @@ def model_tensors(transformer: PreTrainedModel) -> dict[str, Tensor]:
     return {**dict(transformer.named_parameters()), **state_buffers(transformer)}
 
 
-def empty_model(folder: Path, *, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+def empty_model(folder: Path, *, dtype: str, trust_remote_code: bool, scalar: bool = False) -> PreTrainedModel:
     """The model that a config.json describes, on the meta device.
+
+    Args:
+        scalar: it gives one number per token, not logits.
 
     Raises:
         ValueError: the model needs code of its own, and that code is not trusted.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
-        )
+        return kind.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code)
 
 
 class HubWriter:
-    """Writes a model folder in Hugging Face format, tensor by tensor: no more than one tensor is in memory.
+    """Writes a model folder in Hugging Face format, file by file: no more than one file is in memory."""
 
-    Args:
-        tensors: of the model, real or on the meta device, as the files will hold them.
-    """
-
-    def __init__(self, folder: Path, transformer: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, folder: Path, transformer: PreTrainedModel) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
+        for old in (*folder.glob("model*.safetensors"), folder / INDEX):
             old.unlink(missing_ok=True)
         self._folder, self._transformer = folder, transformer
-        files: list[list[tuple[str, torch.dtype, torch.Size]]] = [[]]
-        size = total = 0
-        for name, tensor in tensors:
-            for hub_name, like in hub_shapes(transformer, name, tensor):
-                if files[-1] and size + like.nbytes > FILE_BYTES:
-                    files.append([])
-                    size = 0
-                files[-1].append((hub_name, like.dtype, like.shape))
-                size, total = size + like.nbytes, total + like.nbytes
-        self._places: dict[str, tuple[str, int]] = {}  # file and offset of each tensor
-        for number, entries in enumerate(files, start=1):
-            file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-            head, places = layout(entries, {"format": "pt"})
-            (folder / file).write_bytes(head)
-            self._places |= {name: (file, place) for name, place in places.items()}
-        if len(files) > 1:
-            weight_map = {name: file for name, (file, _) in self._places.items()}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        self._held: dict[str, Tensor] = {}  # of the next file
+        self._files: list[list[str]] = []  # names in each written file
+        self._bytes = 0
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a whole tensor of the model, under the names of the hub."""
+        """Take a whole tensor of the model, under the names of the hub."""
         for hub_name, part in hub_tensors(self._transformer, name, tensor.detach()):
-            file, place = self._places.pop(hub_name)
-            with (self._folder / file).open("r+b") as stream:
-                stream.seek(place)
-                for piece in pieces(part):
-                    stream.write(piece)
+            if self._held and sum(held.nbytes for held in self._held.values()) + part.nbytes > FILE_BYTES:
+                self._write_file()
+            self._held[hub_name] = part.contiguous().to("cpu", copy=True)
 
     def finish(self) -> None:
-        assert not self._places, f"not written: {next(iter(self._places))}"
+        self._write_file()
+        last = len(self._files)
+        names = [f"model-{n:05d}-of-{last:05d}.safetensors" for n in range(1, last + 1)]
+        names = names if last > 1 else ["model.safetensors"]
+        for number, name in enumerate(names):
+            (self._folder / f"model-{number}.safetensors").rename(self._folder / name)
+        if last > 1:
+            weight_map = {tensor: file for file, held in zip(names, self._files, strict=True) for tensor in held}
+            index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2))
+
+    def _write_file(self) -> None:
+        save_tensors(self._folder / f"model-{len(self._files)}.safetensors", self._held)
+        self._files.append(list(self._held))
+        self._bytes += sum(tensor.nbytes for tensor in self._held.values())
+        self._held = {}
 
 
 def write_model_config(folder: Path, transformer: PreTrainedModel) -> None:

@@ -74,14 +74,14 @@ def _change_memory(tensors: list[Tensor], new: Callable[[int, int], Tensor]) -> 
         tensor.data = flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-def optimizer_tensors(engine: Any, params: Iterable[nn.Parameter]) -> list[Tensor]:
+def optimizer_tensors(deepspeed: Any, params: Iterable[nn.Parameter]) -> list[Tensor]:
     """Master weights and moments of a rank, and the parts of them that DeepSpeed keeps by parameter."""
     params = list(params)
     model = {id(param) for param in params}
-    wrapper = engine.optimizer
+    wrapper = deepspeed.optimizer
     adam = getattr(wrapper, "optimizer", wrapper)
     masters = [param for group in adam.param_groups for param in group["params"] if id(param) not in model]
-    if engine.zero_optimization_stage() == 3:
+    if deepspeed.zero_optimization_stage() == 3:
         masters = list(wrapper.fp32_partitioned_groups_flat)
     tensors = masters + [x for state in adam.state.values() for x in state.values() if isinstance(x, Tensor)]
     for param in params:
@@ -91,10 +91,10 @@ def optimizer_tensors(engine: Any, params: Iterable[nn.Parameter]) -> list[Tenso
     return tensors
 
 
-def gradient_buffers(engine: Any) -> list[Tensor]:
+def gradient_buffers(deepspeed: Any) -> list[Tensor]:
     """Gradients that DeepSpeed keeps allocated between steps; every step first overwrites them or sets them to 0."""
-    if engine.zero_optimization_stage() == 3:
-        return [engine.optimizer.grad_partitions_flat_buffer]
-    if hasattr(engine.optimizer, "fp32_groups_gradients_flat"):  # ZeRO-1 in bfloat16
-        return list(engine.optimizer.fp32_groups_gradients_flat)
+    if deepspeed.zero_optimization_stage() == 3:
+        return [deepspeed.optimizer.grad_partitions_flat_buffer]
+    if hasattr(deepspeed.optimizer, "fp32_groups_gradients_flat"):  # ZeRO-1 in bfloat16
+        return list(deepspeed.optimizer.fp32_groups_gradients_flat)
     return []

@@ -204,28 +204,26 @@ def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tupl
     Raises:
         ValueError: the model does not take packed rows.
     """
+    refusal = ValueError(UnpackableError("its attention cannot be replaced").of(key, path))
     try:
-        try:
-            transformer, info = auto_class.from_pretrained(
-                path, attn_implementation=PACKED, output_loading_info=True, **options
-            )
-        except KeyError as error:
-            if error.args != (PACKED,):
-                raise
-            raise UnpackableError("its attention cannot be replaced") from None
-        except ValueError as error:
-            if "Unrecognized configuration class" not in str(error):
-                raise
-            kind = auto_class.__name__.removeprefix("AutoModelFor")
-            raise ValueError(
-                f"{key}={path}: transformers has no {kind} class for this type of model. Use another model."
-            ) from None
-        module = type(transformer).__module__  # hybrids of transformers set no flag
-        looks_up = module.startswith("transformers.") and hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS")
-        if not (transformer._supports_attention_backend or looks_up):
-            raise UnpackableError("its attention cannot be replaced")
-    except UnpackableError as error:
-        raise ValueError(error.of(key, path)) from None
+        transformer, info = auto_class.from_pretrained(
+            path, attn_implementation=PACKED, output_loading_info=True, **options
+        )
+    except KeyError as error:
+        if error.args != (PACKED,):
+            raise
+        raise refusal from None
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        kind = auto_class.__name__.removeprefix("AutoModelFor")
+        raise ValueError(
+            f"{key}={path}: transformers has no {kind} class for this type of model. Use another model."
+        ) from None
+    module = type(transformer).__module__  # hybrids of transformers set no flag
+    looks_up = module.startswith("transformers.") and hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS")
+    if not (transformer.is_backend_compatible() or looks_up):
+        raise refusal
     _restore_rotary_frequencies(transformer)
     return transformer, info
 

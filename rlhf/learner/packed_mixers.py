@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.learner.segments import segments_of_row, take_rows
@@ -43,8 +42,11 @@ def run_by_segments(model: nn.Module) -> None:
     """Let every mixer of the model compute packed rows."""
     for mixer in mixers_of(model):
         mixer.forward = _by_segments(mixer.forward)
-    for layer in whole_layers(model):
-        layer._z3_leaf = True  # type: ignore[assignment]  # as deepspeed.utils.set_z3_leaf_module does
+    if layers := whole_layers(model):
+        from deepspeed.utils import set_z3_leaf_module
+
+        for layer in layers:
+            set_z3_leaf_module(layer, True)
 
 
 def _by_segments(whole: Any) -> Any:
@@ -60,10 +62,12 @@ def _by_segments(whole: Any) -> Any:
         for shape, places in zip(shapes, layout.keys.split([n * longest for n, longest in shapes]), strict=True):
 
             def block(x: Any, shape: tuple[int, int] = shape, places: Tensor = places) -> Any:
+                if isinstance(x, tuple):  # cosines and sines
+                    return tuple(map(block, x))
                 of_tokens = isinstance(x, Tensor) and x.shape[:2] == (1, len(segments.computed))
                 return take_rows(x[0], places).unflatten(0, shape) if of_tokens else x
 
-            out = whole(*tree_map(block, args), **tree_map(block, kwargs))
+            out = whole(*map(block, args), **{name: block(x) for name, x in kwargs.items()})
             outputs.append(out)
         of_blocks = [(out[0] if isinstance(out, tuple) else out).flatten(0, 1) for out in outputs]
         row = torch.cat(of_blocks).index_select(0, layout.among_keys).unsqueeze(0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf.learner.checkpoint import WEIGHTS, share
-from rlhf.learner.rank_place import Place
+from rlhf.types import Place
 
 
 class Partition:
@@ -18,8 +18,8 @@ class Partition:
     one flat buffer of all parameters, so that a rank holds parts of only some; stage 3 cuts each parameter.
     """
 
-    def __init__(self, engine: Any, place: Place) -> None:
-        self._optimizer = engine.optimizer
+    def __init__(self, deepspeed: Any, place: Place) -> None:
+        self._optimizer = deepspeed.optimizer
         # While DeepSpeed has moved the state away, the parameters have no link to it, and a checkpoint would lack it.
         assert not getattr(self._optimizer, "offloaded_states", None), "reload the optimizer's state first"
         self._place = place

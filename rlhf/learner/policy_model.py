@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rlhf.algo.logprobs import token_logprobs
 from rlhf.algo.packing import pack, shared_beginnings
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.fused import use_kernels
 from rlhf.learner.packed_attention import UnpackableError, load_packed
 from rlhf.learner.packed_mixers import run_by_segments, whole_layers
@@ -31,7 +32,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class DeviceTokens:
-    """A microbatch on the learner's device: its columns [T], and the attention's segments.
+    """A microbatch on the learner's device: its columns [T] and `rollout_tokens` [S], and the attention's segments.
 
     Positions restart at every sequence.
     """
@@ -41,6 +42,7 @@ class DeviceTokens:
     response_mask: Tensor
     rollout_logprobs: Tensor
     cu_seqlens: Tensor
+    rollout_tokens: Tensor
     segments: Segments
 
     @classmethod
@@ -56,6 +58,7 @@ class DeviceTokens:
             response_mask=put(tokens.response_mask, torch.bool),
             rollout_logprobs=put(tokens.rollout_logprobs, torch.float32),
             cu_seqlens=segments.cu_seqlens,
+            rollout_tokens=put(tokens.rollout_tokens, torch.int64),
             segments=segments,
         )
 
@@ -167,18 +170,17 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def load_policy(
-    path: str, *, dtype: str, temperature: float, gradient_checkpointing: bool, trust_remote_code: bool
-) -> PolicyModel:
+def load_policy(model: ModelConfig, *, temperature: float) -> PolicyModel:
     """Load a model from a folder or the hub for training: packed attention, dropout 0, no cache.
 
     Raises:
         ValueError: the model does not take packed rows.
     """
+    dtype, trust = DTYPES[model.dtype], model.trust_remote_code
     transformer, _ = load_packed(
-        AutoModelForCausalLM, path, key="model.path", dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+        AutoModelForCausalLM, model.path, key="model.path", dtype=dtype, trust_remote_code=trust
     )
-    prepare_transformer(transformer, gradient_checkpointing=gradient_checkpointing)
+    prepare_transformer(transformer, gradient_checkpointing=model.gradient_checkpointing)
     return PolicyModel(transformer, temperature=temperature)
 
 

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlhf.algo.adam import set_step
+from rlhf.algo.numerics import KERNEL_DEVICES
 from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.roles import Training
@@ -38,14 +40,14 @@ from rlhf.learner.checkpoint import (
     write_rank,
 )
 from rlhf.learner.deepspeed_settings import frozen_settings, join_world, loading, training_settings
+from rlhf.learner.fused import account
 from rlhf.learner.hub_format import HubWriter, state_buffers, write_model_config
 from rlhf.learner.offload import Offload, gradient_buffers, optimizer_tensors
 from rlhf.learner.partition import Partition
 from rlhf.learner.policy_model import DeviceTokens
-from rlhf.learner.rank_place import Place
 from rlhf.learner.update import on_host
 from rlhf.log.reductions import Last, Mean, StepMetrics, UpdateOutcome, merge_metrics
-from rlhf.types import GPUMemory, SaveReport
+from rlhf.types import GPUMemory, Place, SaveReport
 
 T = TypeVar("T")
 
@@ -57,6 +59,12 @@ class TrainedRank:
         name: the first part of the metric names.
         training: optimizer, schedule and planned updates.
         device: cpu or cuda.
+
+    Attributes:
+        deepspeed: DeepSpeed's wrapper of the module: forward, backward, step, optimizer.
+        trained: the tensors that the optimizer has. They are updated, offloaded, and saved with their moments.
+        published: the tensors that engines, canary and exports get: the trained ones, and the buffers that are stored
+            with the model. Both maps use the names of the model in the module's `transformer`.
     """
 
     def __init__(self, place: Place, *, name: str, training: Training, model: ModelConfig, device: str) -> None:
@@ -67,21 +75,28 @@ class TrainedRank:
         self._model = model
         self.updates_done = 0  # u of the schedule: taken and skipped
         self.adam_steps = 0  # t of Adam: taken
-        self.engine: Any = None
-        self.names: dict[str, nn.Parameter] = {}
-        self.buffers: dict[str, Tensor] = {}
+        self.deepspeed: Any = None
+        self.trained: dict[str, nn.Parameter] = {}
+        self.published: dict[str, Tensor] = {}
         self._offload = Offload()
         self._writer = ThreadPoolExecutor(1)  # writes a checkpoint while the run goes on
         self._saving: Future[SaveReport] | None = None
 
     def wrap(self, module: nn.Module) -> None:
-        """Hand the module to DeepSpeed; names in `names` and `buffers` are those of the model in its `transformer`."""
+        """Hand the module to DeepSpeed, and say what of it is trained and what is published."""
+        self.trained = {name.removeprefix("transformer."): param for name, param in module.named_parameters()}
         options = self.training.section.optimizer.model_dump(exclude={"variant"})
         # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
-        adam = torch.optim.AdamW(module.parameters(), fused=True, **options)
-        self.engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=self._settings())
-        self.names = {name.removeprefix("transformer."): param for name, param in module.named_parameters()}
-        self.buffers = {name.removeprefix("transformer."): buffer for name, buffer in state_buffers(module).items()}
+        adam = torch.optim.AdamW(self.trained.values(), fused=True, **options)
+        self.deepspeed, *_ = deepspeed.initialize(model=module, optimizer=adam, config=self._settings())
+        buffers = {name.removeprefix("transformer."): buffer for name, buffer in state_buffers(module).items()}
+        self.published = {**self.trained, **buffers}
+
+    @property
+    def transformer(self) -> PreTrainedModel:
+        """The Hugging Face model in the wrapped module."""
+        transformer: PreTrainedModel = self.deepspeed.module.transformer
+        return transformer
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
         """A context for loading a model; at ZeRO-3 each rank keeps only its share of what is read."""
@@ -95,6 +110,10 @@ class TrainedRank:
         """The device's name from its driver, such as `NVIDIA H100 80GB HBM3`."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
+    def kernels(self) -> str:
+        """Which modules of the model have kernels, for the log; "" on a device without kernels."""
+        return account(self.transformer) if self.device.type in KERNEL_DEVICES else ""
+
     # --- sharing a GPU with engines ---
 
     def leave_gpu(self, offload: bool) -> None:
@@ -104,13 +123,13 @@ class TrainedRank:
             offload: False leaves optimizer state and reference where they are.
         """
         if offload and not self._offload.away:
-            self._offload.leave(self._movable(), gradient_buffers(self.engine), self.device)
+            self._offload.leave(self._movable(), gradient_buffers(self.deepspeed), self.device)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _movable(self) -> list[Tensor]:
         """What nobody needs while the engines sample."""
-        return optimizer_tensors(self.engine, self.names.values())
+        return optimizer_tensors(self.deepspeed, self.trained.values())
 
     def gpu_memory(self) -> GPUMemory:
         """What is free on this rank's GPU, and what this rank will bring back to it."""
@@ -136,8 +155,8 @@ class TrainedRank:
         if self.training.section.zero_stage < 3:
             return module.to(self.device)
         settings = frozen_settings(self.place, dtype=self._model.dtype)
-        engine, *_ = deepspeed.initialize(model=module, config=settings)
-        return engine
+        wrapped, *_ = deepspeed.initialize(model=module, config=settings)
+        return wrapped
 
     def _settings(self) -> dict[str, Any]:
         return training_settings(self.training.section, self.place, dtype=self._model.dtype, device=self.device.type)
@@ -154,16 +173,16 @@ class TrainedRank:
         self._offload.come_back()
         parts = []
         for i in range(microbatches):
-            self.engine.set_gradient_accumulation_boundary(i == microbatches - 1)
+            self.deepspeed.set_gradient_accumulation_boundary(i == microbatches - 1)
             loss, metrics = forward(i)
             # The loss is a share under the global denominators, so the ranks' gradients must be summed. DeepSpeed
             # averages them instead (it divides by nothing else: accumulation steps are 1); this undoes it.
-            self.engine.backward(loss * self.place.world_size)
+            self.deepspeed.backward(loss * self.place.world_size)
             parts.append(metrics)
         self.updates_done += 1
         lr = self.learning_rate(self.updates_done)
         options = self.training.section.optimizer.model_dump(include={"variant", "eps", "betas"})
-        set_step(self.engine.optimizer, lr=lr, adam_step=self.adam_steps + 1, **options)
+        set_step(self.deepspeed.optimizer, lr=lr, adam_step=self.adam_steps + 1, **options)
         grad_norm, taken = self._apply()
         self.adam_steps += taken
         metrics = on_host(merge_metrics(parts)) | {
@@ -199,26 +218,25 @@ class TrainedRank:
 
     def _apply(self) -> tuple[float, bool]:
         """Take the optimizer step unless a gradient is not finite; -> the gradient norm, and whether it was taken."""
-        if self.engine.zero_optimization_stage() == 0:
+        if self.deepspeed.zero_optimization_stage() == 0:
             # DeepSpeed skips a non-finite gradient at stages 1 to 3 only; at stage 0 it would poison every weight.
-            grads = [p.grad for p in self.names.values() if p.grad is not None]
+            grads = [p.grad for p in self.trained.values() if p.grad is not None]
             norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in grads])).item()
             if not np.isfinite(norm):
-                self.engine.zero_grad()
+                self.deepspeed.zero_grad()
                 return norm, False
-            self.engine.step()
+            self.deepspeed.step()
             return norm, True
-        self.engine.step()
-        if self.engine.optimizer.overflow:
+        self.deepspeed.step()
+        if self.deepspeed.optimizer.overflow:
             return float("inf"), False
-        return float(self.engine.get_global_grad_norm()), True
+        return float(self.deepspeed.get_global_grad_norm()), True
 
     # --- parameters ---
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the model: parameters, then the buffers that are stored with them."""
-        return {**self.names, **self.buffers}
+    def _buffers(self) -> dict[str, Tensor]:
+        """What is published and not trained, such as a router's balancing bias."""
+        return {name: tensor for name, tensor in self.published.items() if name not in self.trained}
 
     @contextlib.contextmanager
     def whole(self, param: Tensor, *, modify: bool = False) -> Iterator[None]:
@@ -246,15 +264,15 @@ class TrainedRank:
 
     def state(self) -> dict[str, list[Slice]]:
         """This rank's part of a checkpoint, by kind; no collective for what is trained, and no copy on a GPU."""
-        partition = Partition(self.engine, self.place)
+        partition = Partition(self.deepspeed, self.place)
         slices: dict[str, list[Slice]] = {}
         for kind in (WEIGHTS, *MOMENTS) if self.adam_steps else (WEIGHTS,):
             slices[kind] = []
-            for name, param in self.names.items():
+            for name, param in self.trained.items():
                 (held, _), (start, stop) = partition.held(param), partition.owned(param)
                 slices[kind].append(Slice(name, start, partition.values(param, kind)[start - held : stop - held]))
         if self.place.rank == 0:
-            slices[WEIGHTS] += [Slice(name, 0, buffer.detach().reshape(-1)) for name, buffer in self.buffers.items()]
+            slices[WEIGHTS] += [Slice(name, 0, buffer.detach().reshape(-1)) for name, buffer in self._buffers().items()]
         slices[RNG] = [Slice("cpu", 0, torch.get_rng_state())]
         if self.device.type == "cuda":
             slices[RNG].append(Slice("cuda", 0, torch.cuda.get_rng_state(self.device)))
@@ -268,11 +286,11 @@ class TrainedRank:
         """Begin to write this rank's part of a checkpoint; `saved` says when it is on disk.
 
         If a copy of the state fits in the node's memory, the call returns as soon as the copy is made, and the files
-        are written while the run goes on. Otherwise it returns after the files have been written, piece by piece.
+        are written while the run goes on. Otherwise it returns after the files have been written, one after another.
         """
         assert self._saving is None or self._saving.done(), "the save before this one is under way"
         state = self.state()
-        shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in self.tensors.items()}
+        shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in self.published.items()}
         index = LearnerIndex(
             ranks=self.place.world_size, adam_steps=self.adam_steps, updates_done=self.updates_done, shapes=shapes
         )
@@ -286,7 +304,7 @@ class TrainedRank:
         if self.place.rank != 0:
             return write_rank(folder, self.place.rank, state, None)
         try:
-            write_model_config(folder / MODEL_FOLDER, self.engine.module.transformer)
+            write_model_config(folder / MODEL_FOLDER, self.transformer)
         except OSError as error:
             return SaveReport({}, f"{folder}: {error.strerror or error}")
         return write_rank(folder, 0, state, index)
@@ -307,11 +325,11 @@ class TrainedRank:
         self._offload.come_back()
         path = Path(folder)
         index = LearnerIndex.read(path)
-        tensors = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in self.tensors.items()}
+        tensors = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in self.published.items()}
         check_shapes(path, index, tensors)
         reader = SliceReader(path, WEIGHTS, ranks=range(index.ranks))
         self._put(reader, WEIGHTS)
-        for name, buffer in self.buffers.items():
+        for name, buffer in self._buffers().items():
             buffer.copy_(reader.read(name, 0, buffer.numel()).view(buffer.shape))
         self._create_optimizer_state()
         for kind in MOMENTS:
@@ -325,8 +343,8 @@ class TrainedRank:
     @torch.no_grad()
     def _put(self, reader: SliceReader | None, kind: str) -> None:
         """Fill the held part of every parameter from the files, or with 0 without a reader."""
-        partition = Partition(self.engine, self.place)
-        for name, param in self.names.items():
+        partition = Partition(self.deepspeed, self.place)
+        for name, param in self.trained.items():
             start, stop = partition.held(param)
             if start < stop:
                 values = torch.zeros(stop - start) if reader is None else reader.read(name, start, stop)
@@ -341,28 +359,28 @@ class TrainedRank:
 
     @property
     def _torch_optimizer(self) -> torch.optim.Optimizer:
-        return getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
+        return getattr(self.deepspeed.optimizer, "optimizer", self.deepspeed.optimizer)
 
     def _create_optimizer_state(self) -> None:
         """Create Adam's moments by a first step with zero gradient and zero learning rate.
 
         The step also copies DeepSpeed's fp32 weights into the weights that it keeps in the model's own type.
         """
-        for group in self.engine.optimizer.param_groups:
+        for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = 0.0
-        self.engine.set_gradient_accumulation_boundary(True)
+        self.deepspeed.set_gradient_accumulation_boundary(True)
         tokens = DeviceTokens.of(filler(), self.device)
-        output = self.engine(tokens)
-        self.engine.backward((output if isinstance(output, Tensor) else output[0]).sum() * 0.0)
-        self.engine.step()
-        assert not getattr(self.engine.optimizer, "overflow", False), "the first step had a gradient that is not finite"
+        output = self.deepspeed(tokens)
+        self.deepspeed.backward((output if isinstance(output, Tensor) else output[0]).sum() * 0.0)
+        self.deepspeed.step()
+        assert not getattr(self.deepspeed.optimizer, "overflow", False), "the first step had a non-finite gradient"
 
     def export(self, folder: str, tokenizer_path: str) -> None:
         """Write the model in Hugging Face format, with the tokenizer, in the dtype it was trained in."""
         writer = None
         if self.place.rank == 0:
-            writer = HubWriter(Path(folder), self.engine.module.transformer, self.tensors.items())
-        for name, param in self.tensors.items():
+            writer = HubWriter(Path(folder), self.transformer)
+        for name, param in self.published.items():
             with self.whole(param):
                 if writer is not None:
                     writer.write(name, param)
@@ -370,7 +388,7 @@ class TrainedRank:
             from transformers import AutoTokenizer
 
             writer.finish()
-            write_model_config(Path(folder), self.engine.module.transformer)
+            write_model_config(Path(folder), self.transformer)
             AutoTokenizer.from_pretrained(
                 tokenizer_path, trust_remote_code=self._model.trust_remote_code
             ).save_pretrained(folder)

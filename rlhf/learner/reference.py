@@ -1,85 +1,80 @@
-"""The reference policy of a learner: fixed, replaced by the policy at intervals, or a moving average of the policy."""
+"""The reference of a learner: whatever gives log-probs of the tokens that the policy is trained on.
+
+`make_reference` chooses the kind. The learner asks it for `logprobs`; one that moves is also a part of checkpoints.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.checkpoint import REFERENCE, LearnerIndex, Slice, SliceReader, file_name, share
-from rlhf.learner.policy_model import PolicyModel
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.rank import TrainedRank
 
 
-class Reference:
-    """Frozen weights of the policy's architecture, partitioned like the policy at ZeRO-3.
+class Reference(Protocol):
+    """What every kind offers. All ranks make the same calls: at ZeRO-3 they are collectives."""
 
-    A moving average is kept in float32 in host memory; each rank has an equal share of each parameter. In bfloat16 the
-    small change of one step would be lost in rounding.
-    """
+    def logprobs(self, tokens: DeviceTokens) -> Tensor:
+        """-> [T] log-probs, 0 outside of the response mask."""
 
-    def __init__(self, module: PolicyModel, rank: TrainedRank) -> None:
-        self.model: Any = rank.place_frozen(module)
-        self._params: dict[str, nn.Parameter] = {
-            name.removeprefix("transformer."): param for name, param in module.named_parameters()
-        }
-        self._average: dict[str, Tensor] = {}
+    def movable(self) -> list[Tensor]:
+        """Its tensors that nobody needs while the engines sample."""
 
-    def whole_weights(self) -> list[Tensor]:
+
+def make_reference(config: GRPOConfig, rank: TrainedRank) -> Reference | None:
+    """The reference that the config asks for; None if it asks for none."""
+    if not config.needs_reference:
+        return None
+    frozen = config.model.model_copy(update={"gradient_checkpointing": False})
+    with rank.loading():
+        model = load_policy(frozen, temperature=config.rollout.temperature)
+    kind = {"fixed": FrozenCopy, "replace": ReplacedCopy, "average": Average}[config.algo.ref_update]
+    return kind(model, rank)
+
+
+class FrozenCopy:
+    """A model of its own, which stays as it was loaded; partitioned like the policy at ZeRO-3."""
+
+    def __init__(self, model: PolicyModel, rank: TrainedRank) -> None:
+        self._rank = rank
+        self._model = rank.place_frozen(model.requires_grad_(False))
+        self._params = {name.removeprefix("transformer."): param for name, param in model.named_parameters()}
+
+    def logprobs(self, tokens: DeviceTokens) -> Tensor:
+        logprobs: Tensor = self._model(tokens).logprobs
+        return logprobs
+
+    def movable(self) -> list[Tensor]:
         """Its parameters; none at ZeRO-3, where a rank has only a share of them."""
         return [param for param in self._params.values() if not hasattr(param, "ds_id")]
 
+
+class ReplacedCopy(FrozenCopy):
+    """A copy that the policy replaces at intervals. Each rank writes an equal share of it into a checkpoint."""
+
     @torch.no_grad()
-    def blend(self, rank: TrainedRank, decay: float) -> None:
-        """Move towards the policy's weights; a decay of 0 copies them. Every rank calls it."""
+    def blend(self, decay: float) -> None:
+        """Reference := policy; the decay of this kind is 0."""
+        assert decay == 0
         for name, param in self._params.items():
-            with rank.whole(rank.names[name]):
-                policy = rank.names[name].detach().to(torch.float32, copy=True)
-            if decay == 0:
-                self._average.pop(name, None)
-                with rank.whole(param, modify=True):
-                    param.copy_(policy)
-                continue
-            if name not in self._average:
-                self._average[name] = self._share_of(rank, param)
-            start, stop = share(policy.numel(), rank.place.rank, rank.place.world_size)
-            target = policy.view(-1)[start:stop]
-            self._average[name] = self._average[name].to(target.device).lerp(target, 1 - decay).cpu()
-            self._set(rank, name)
-
-    def _share_of(self, rank: TrainedRank, param: nn.Parameter) -> Tensor:
-        """[stop - start] float32 in host memory, this rank's share of a parameter."""
-        with rank.whole(param):
-            start, stop = share(param.numel(), rank.place.rank, rank.place.world_size)
-            return param.detach().reshape(-1)[start:stop].to("cpu", torch.float32, copy=True)
-
-    def _set(self, rank: TrainedRank, name: str) -> None:
-        """Give the model's parameter the average, put together from the shares of all ranks."""
-        param, ranks = self._params[name], rank.place.world_size
-        shape = getattr(param, "ds_shape", param.shape)
-        own = self._average[name].to(rank.device)
-        size = -(-shape.numel() // ranks)
-        gathered = own.new_empty(ranks * size)
-        dist.all_gather_single(gathered, torch.nn.functional.pad(own, (0, size - len(own))))
-        with rank.whole(param, modify=True):
-            param.copy_(gathered[: shape.numel()].view(shape))
+            policy = self._of_policy(name)
+            with self._rank.whole(param, modify=True):
+                param.copy_(policy)
 
     @torch.no_grad()
-    def state(self, rank: TrainedRank) -> list[Slice]:
-        """This rank's part of a checkpoint, in float32. Every rank calls it."""
-        slices = []
-        for name, param in self._params.items():
-            numel = getattr(param, "ds_shape", param.shape).numel()
-            start, _ = share(numel, rank.place.rank, rank.place.world_size)
-            values = self._average.get(name)
-            slices.append(Slice(name, start, self._share_of(rank, param) if values is None else values))
-        return slices
+    def state(self) -> list[Slice]:
+        """This rank's part of a checkpoint, in float32."""
+        return [Slice(name, self._span(name)[0], self._share(name)) for name in self._params]
 
     @torch.no_grad()
-    def load(self, rank: TrainedRank, folder: str) -> None:
+    def load(self, folder: str) -> None:
         """Put back what `state` returned.
 
         Raises:
@@ -92,7 +87,59 @@ class Reference:
                 "Resume with algo.ref_update=fixed."
             )
         reader = SliceReader(path, REFERENCE, ranks=range(LearnerIndex.read(path).ranks))
-        for name, param in self._params.items():
-            numel = getattr(param, "ds_shape", param.shape).numel()
-            self._average[name] = reader.read(name, *share(numel, rank.place.rank, rank.place.world_size))
-            self._set(rank, name)
+        for name in self._params:
+            self._put(name, reader.read(name, *self._span(name)))
+
+    def _of_policy(self, name: str) -> Tensor:
+        """A float32 copy of a whole tensor of the policy."""
+        with self._rank.whole(self._rank.trained[name]):
+            return self._rank.trained[name].detach().to(torch.float32, copy=True)
+
+    def _shape(self, name: str) -> torch.Size:
+        return getattr(self._params[name], "ds_shape", self._params[name].shape)
+
+    def _span(self, name: str) -> tuple[int, int]:
+        """The elements [start, stop) of a flattened parameter that are this rank's share."""
+        return share(self._shape(name).numel(), self._rank.place.rank, self._rank.place.world_size)
+
+    def _share(self, name: str) -> Tensor:
+        """[stop - start] float32 in host memory, this rank's share of a parameter."""
+        with self._rank.whole(self._params[name]):
+            start, stop = self._span(name)
+            return self._params[name].detach().reshape(-1)[start:stop].to("cpu", torch.float32, copy=True)
+
+    def _put(self, name: str, values: Tensor) -> None:
+        """Give a parameter its values, put together from the shares of all ranks."""
+        param, shape, ranks = self._params[name], self._shape(name), self._rank.place.world_size
+        own = values.to(self._rank.device)
+        size = -(-shape.numel() // ranks)
+        gathered = own.new_empty(ranks * size)
+        dist.all_gather_single(gathered, torch.nn.functional.pad(own, (0, size - len(own))))
+        with self._rank.whole(param, modify=True):
+            param.copy_(gathered[: shape.numel()].view(shape))
+
+
+class Average(ReplacedCopy):
+    """A moving average of the policy, kept in float32 in host memory; each rank has its share of each parameter.
+
+    In bfloat16 the small change of one step would be lost in rounding.
+    """
+
+    def __init__(self, model: PolicyModel, rank: TrainedRank) -> None:
+        super().__init__(model, rank)
+        self._average: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def blend(self, decay: float) -> None:
+        """Reference := decay x reference + (1 - decay) x policy."""
+        for name in self._params:
+            policy = self._of_policy(name)
+            target = policy.view(-1)[slice(*self._span(name))]
+            self._put(name, self._share(name).to(target.device).lerp(target, 1 - decay).cpu())
+
+    def _share(self, name: str) -> Tensor:
+        return self._average[name] if name in self._average else super()._share(name)
+
+    def _put(self, name: str, values: Tensor) -> None:
+        self._average[name] = values
+        super()._put(name, values)

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from rlhf.algo.packing import pack, pack_microbatches
-from rlhf.config.reward_model import RewardModelConfig, reward_model_record
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.reward_model import reward_model_record
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.policy_model import DeviceTokens, check_packed
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
+from rlhf.types import Place
 
 Conversation = list[dict[str, str]]
 
@@ -24,14 +26,14 @@ class RewardScorer:
         token_ids: (conversation, tokenizer) -> [L] int32, as in the model's training.
     """
 
-    def __init__(
-        self, config: RewardModelConfig, device: str, threads: int, token_ids: Callable[[Conversation, Any], np.ndarray]
-    ) -> None:
+    def __init__(self, run: GRPOConfig, place: Place, token_ids: Callable[[Conversation, Any], np.ndarray]) -> None:
         from transformers import AutoTokenizer
 
+        config, device = run.reward_model, run.cluster.device
+        assert config is not None
         assert config.path is not None
         if device == "cpu":
-            torch.set_num_threads(threads)
+            torch.set_num_threads(place.threads)
         self.device = torch.device(device)
         self.token_ids = token_ids
         self.tokenizer = AutoTokenizer.from_pretrained(config.path)
@@ -68,4 +70,4 @@ class RewardScorer:
 def recorded_normalization(path: str) -> tuple[float, float]:
     """Mean and std recorded with the model; 0 and 1 if there are none."""
     record = reward_model_record(path)
-    return (float(record["mean"]), float(record["std"])) if record else (0.0, 1.0)
+    return float(record.get("mean", 0.0)), float(record.get("std", 1.0))

@@ -1,11 +1,12 @@
-"""One rank of the training of a reward model: Bradley-Terry on preference pairs, through the same DeepSpeed learner."""
+"""One rank of the training of a reward model: Bradley-Terry on preference pairs, through the same DeepSpeed learner.
+
+An example is a pair: the chosen conversation, then the rejected one.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,111 +16,64 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf.algo.packing import draw_minibatches, filler, pack, pack_microbatches
 from rlhf.config.reward_model import RECORD_FILE, RewardTrainingConfig
-from rlhf.config.roles import Training
-from rlhf.learner.policy_model import DeviceTokens, check_packed
-from rlhf.learner.rank import TrainedRank
-from rlhf.learner.rank_place import Place
-from rlhf.learner.update import on_host
+from rlhf.learner.policy_model import check_packed
+from rlhf.learner.step import HeldMicrobatch
+from rlhf.learner.supervised import SupervisedRank
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
-from rlhf.log.reductions import Mean, StepMetrics, Sum, merge_metrics, merge_outcomes
+from rlhf.log.reductions import Mean, StepMetrics
+from rlhf.types import Place
+
+NORMALIZATION_PAIRS = 2048  # evenly spaced; their scores give the mean to about 0.02 of the std
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A preference: both [L] int32 whole conversations."""
+class RewardTrainer(SupervisedRank):
+    """The reward model's rank; a plain class."""
 
-    chosen: np.ndarray
-    rejected: np.ndarray
+    config: RewardTrainingConfig
 
-    @property
-    def tokens(self) -> int:
-        return len(self.chosen) + len(self.rejected)
-
-
-def training_on(pairs: int, config: RewardTrainingConfig) -> Training:
-    """The training on this many pairs: one step, in which each pass over the pairs is an epoch."""
-    updates_per_epoch = math.ceil(pairs / config.learner.pairs_per_update)
-    return Training(config.learner, config.run.epochs, updates_per_epoch, steps=1)
-
-
-def count_updates(config: RewardTrainingConfig, pairs: int) -> int:
-    return training_on(pairs, config).total_updates
-
-
-class RewardTrainer(TrainedRank):
-    """The reward model's rank; every rank holds all pairs and takes its part of each minibatch."""
-
-    def __init__(self, config: RewardTrainingConfig, place: Place, pairs: Sequence[Pair]) -> None:
-        training = training_on(len(pairs), config)
-        super().__init__(place, name="learner", training=training, model=config.model, device=config.cluster.device)
-        self.config = config
-        self.pairs = pairs
+    def __init__(self, config: RewardTrainingConfig, place: Place) -> None:
+        super().__init__(config, place)
         torch.manual_seed(config.run.seed)  # the head is drawn alike on every rank
         with self.loading():
             transformer = load_scalar_transformer(config.model.path, config.model, key="model.path", new_head="random")
         self.wrap(RewardModel(transformer))
-        check_packed(self.engine, self.device, dtype=config.model.dtype, key="model.path", path=config.model.path)
+        check_packed(self.deepspeed, self.device, dtype=config.model.dtype, key="model.path", path=config.model.path)
 
-    def train(self) -> Iterator[StepMetrics]:
-        """Every update of the run; yields its metrics over all ranks."""
-        seed, minibatches = self.config.run.seed, self.training.minibatches_per_epoch
-        for epoch in range(self.training.epochs_per_step):
-            for indices in draw_minibatches(len(self.pairs), minibatches=minibatches, seed=seed, step=0, epoch=epoch):
-                yield self.update([self.pairs[i] for i in indices])
+    def loss(self, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
+        """The mean of `pair_loss` over the pairs of the minibatch."""
+        scores = self.deepspeed(held.tokens)
+        margins = scores[:0] if held.is_filler else scores[0::2] - scores[1::2]
+        loss = pair_loss(margins).sum() / held.denominators.rollouts + 0.0 * scores.sum()
+        return loss, pair_metrics(margins.detach())
 
-    def update(self, pairs: Sequence[Pair]) -> StepMetrics:
-        """One optimizer step on the mean loss of these pairs."""
-        microbatches = self._own(pairs)
+    def export(self, folder: str, tokenizer_path: str) -> None:
+        """Write the model in Hugging Face format, the normalization of its scores and the template of its input.
 
-        def forward(i: int) -> tuple[Tensor, StepMetrics]:
-            scores = self._scores(microbatches[i])
-            margins = scores[0::2] - scores[1::2]
-            loss = pair_loss(margins).sum() / len(pairs) + 0.0 * scores.sum()
-            return loss, pair_metrics("train", margins.detach()) | {"train/loss": Sum(loss.detach().double())}
-
-        return merge_outcomes(self._gather(self.take_step(len(microbatches), forward))).metrics
-
-    @torch.no_grad()
-    def measure(self, pairs: Sequence[Pair]) -> tuple[StepMetrics, float, float]:
-        """Accuracy and margin on pairs, and mean and std of all their scores."""
-        own_scores: list[float] = []
-        parts: StepMetrics = {}
-        for microbatch in self._own(pairs):
-            scores = self._scores(microbatch)
-            own_scores += scores.tolist()
-            margins = scores[0::2] - scores[1::2]
-            parts = merge_metrics([parts, pair_metrics("eval", margins), {"eval/loss": _mean(pair_loss(margins))}])
-        all_scores = np.concatenate(self._gather(own_scores))
-        return merge_metrics(self._gather(on_host(parts))), float(all_scores.mean()), float(all_scores.std())
-
-    def write(self, folder: str, tokenizer_path: str, mean: float, std: float) -> None:
-        """Write the model in Hugging Face format, the normalization of its scores and the template of its input."""
-        self.export(folder, tokenizer_path)
+        Raises:
+            RuntimeError: its scores are not finite.
+        """
+        mean, std = self._normalization()
+        if not math.isfinite(std):
+            raise RuntimeError(
+                f"learner.optimizer.lr={self.config.learner.optimizer.lr}: the training diverged. The scores are not "
+                "finite, and no model is written. Lower lr, or set learner.max_grad_norm."
+            )
+        super().export(folder, tokenizer_path)
         if self.place.rank == 0:
             record = {"mean": mean, "std": std, "template": self.config.data.template}
             (Path(folder) / RECORD_FILE).write_text(json.dumps(record) + "\n")
 
-    def _gather(self, value: Any) -> list[Any]:
-        """The value of every rank."""
+    @torch.no_grad()
+    def _normalization(self) -> tuple[float, float]:
+        """Mean and std of the scores of NORMALIZATION_PAIRS training pairs, chosen and rejected."""
+        count = self._count(self._train)
+        microbatches = self._own(self._train, np.arange(0, count, math.ceil(count / NORMALIZATION_PAIRS)))
+        scores = [self.deepspeed(held.tokens)[: 0 if held.is_filler else None].tolist() for held in microbatches]
         by_rank: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(by_rank, value)
-        return by_rank
-
-    def _own(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
-        plan = pack_microbatches(
-            np.array([pair.tokens for pair in pairs], np.int64),
-            max_tokens=self.config.learner.max_tokens_per_microbatch,
-            ranks=self.place.world_size,
-        )
-        return [[pairs[i] for i in members] for members in plan[self.place.rank]]
-
-    def _scores(self, pairs: Sequence[Pair]) -> Tensor:
-        """[2n] scores, chosen and rejected in turn; empty for a filler, which is still computed."""
-        sequences = [sequence for pair in pairs for sequence in (pair.chosen, pair.rejected)]
-        scores: Tensor = self.engine(DeviceTokens.of(pack(sequences) if pairs else filler(), self.device))
-        return scores if pairs else scores[:0] + 0.0 * scores.sum()
+        dist.all_gather_object(by_rank, np.concatenate(scores))
+        every = np.concatenate(by_rank)
+        return float(every.mean()), float(every.std())
 
 
 def pair_loss(margins: Tensor) -> Tensor:
@@ -127,9 +81,7 @@ def pair_loss(margins: Tensor) -> Tensor:
     return -F.logsigmoid(margins)
 
 
-def pair_metrics(name: str, margins: Tensor) -> StepMetrics:
-    return {f"{name}/accuracy": _mean((margins > 0).float()), f"{name}/margin": _mean(margins)}
-
-
-def _mean(values: Tensor) -> Mean:
-    return Mean(values.double().sum(), float(len(values)))
+def pair_metrics(margins: Tensor) -> StepMetrics:
+    """The fraction of pairs in the right order, and the mean margin [n]."""
+    count = float(len(margins))
+    return {"accuracy": Mean((margins > 0).double().sum(), count), "margin": Mean(margins.double().sum(), count)}

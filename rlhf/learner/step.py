@@ -40,6 +40,17 @@ class HeldMicrobatch:
     denominators: Denominators
 
 
+def hold(tokens: PackedTokens, minibatch: Minibatch, rank: int, device: torch.device) -> list[HeldMicrobatch]:
+    """A rank's microbatches of a minibatch of these sequences, on its device."""
+
+    def microbatch(rows: np.ndarray) -> HeldMicrobatch:
+        packed = tokens.take(rows) if len(rows) else filler()
+        index = tokens.token_indices(rows) if len(rows) else np.zeros(FILLER_TOKENS, np.int64)
+        return HeldMicrobatch(DeviceTokens.of(packed, device), index, not len(rows), minibatch.denominators)
+
+    return [microbatch(rows) for rows in minibatch.microbatches[rank]]
+
+
 class StepRank(TrainedRank):
     """One rank of a module that learns from the rollouts of a step."""
 
@@ -55,18 +66,9 @@ class StepRank(TrainedRank):
             [S] int64, epoch after epoch: the leading tokens of each sequence that are shared with the previous one.
         """
         self._epochs = []  # first frees the memory of the previous step's microbatches
-        self._epochs = [[self._hold(tokens, minibatch) for minibatch in epoch] for epoch in epochs]
+        self._epochs = [[hold(tokens, x, self.place.rank, self.device) for x in epoch] for epoch in epochs]
         held = [x for epoch in self._epochs for minibatch in epoch for x in minibatch if not x.is_filler]
         return np.concatenate([np.zeros(0, np.int64), *(x.tokens.segments.shared for x in held)])
-
-    def _hold(self, tokens: PackedTokens, minibatch: Minibatch) -> list[HeldMicrobatch]:
-        def microbatch(rows: np.ndarray) -> HeldMicrobatch:
-            packed = tokens.take(rows) if len(rows) else filler()
-            index = tokens.token_indices(rows) if len(rows) else np.zeros(FILLER_TOKENS, np.int64)
-            on_device = DeviceTokens.of(packed, self.device)
-            return HeldMicrobatch(on_device, index, not len(rows), minibatch.denominators)
-
-        return [microbatch(rows) for rows in minibatch.microbatches[self.place.rank]]
 
     @torch.no_grad()
     def passes(self, forward: Callable[[DeviceTokens], Tensor]) -> np.ndarray:

@@ -99,9 +99,10 @@ def policy_microbatch(
         per_token,
         mask,
         tokens.cu_seqlens,
+        tokens.rollout_tokens,
         aggregation=algo.loss_aggregation,
         tokens=denominators.tokens,
-        sequences=denominators.sequences,
+        rollouts=denominators.rollouts,
         constant_length=algo.constant_length or config.rollout.max_response_tokens,
     )
     if routing is not None:

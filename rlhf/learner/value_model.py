@@ -81,7 +81,7 @@ def load_scalar_transformer(
         trust_remote_code=model.trust_remote_code,
         ignore_mismatched_sizes=True,
     )
-    head = vars(transformer)["_modules"].get("score")
+    head = dict(transformer.named_children()).get("score")
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(
             f"{key}={path}: {type(transformer).__name__} has no linear head named score. Use a model such as Qwen2, "

@@ -1,6 +1,6 @@
-"""The policy's rank: log-prob passes, updates, its frozen reference, and the exchange of weights with the engines.
+"""The policy's rank: log-prob passes, updates, its reference, and the exchange of weights with the engines.
 
-A plain class; `rlhf.cluster.cluster` makes a Ray actor of it.
+A plain class; `rlhf.cluster.actors` hosts it in a Ray actor.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.checkpoint import REFERENCE, Slice
 from rlhf.learner.hub_format import hub_shapes, hub_tensors
 from rlhf.learner.perturbation import bits_to_flip, flip
-from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy
-from rlhf.learner.rank_place import Place
-from rlhf.learner.reference import Reference
+from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
+from rlhf.learner.reference import ReplacedCopy, make_reference
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
-from rlhf.types import PolicyTargets
+from rlhf.types import Place, PolicyTargets
 from rlhf.weights.client import EngineClient
 from rlhf.weights.transfer import ParameterMeta, Rendezvous, WeightSender, make_sender
 
@@ -39,7 +38,8 @@ class Learner(StepRank):
         self._sender: WeightSender | None = None
         self._client: EngineClient | None = None
         self._flipped: list[tuple[Tensor, int]] = []  # perturbed tensors, and the bits flipped in each
-        model = self._load_model(frozen=False)
+        with self.loading():
+            model = load_policy(config.model, temperature=config.rollout.temperature)
         if config.learner.router_balance_coef and not model.has_balancing_loss:
             raise ValueError(
                 f"learner.router_balance_coef={config.learner.router_balance_coef}: the routers of {config.model.path} "
@@ -47,24 +47,10 @@ class Learner(StepRank):
             )
         self.wrap(model)
         check_packed(
-            lambda tokens: self.engine(tokens).logprobs, self.device,
+            lambda tokens: self.deepspeed(tokens).logprobs, self.device,
             dtype=config.model.dtype, key="model.path", path=config.model.path,
         )  # fmt: skip
-        self.reference: Reference | None = None
-        if config.needs_reference:
-            self.reference = Reference(self._load_model(frozen=True), self)
-
-    def _load_model(self, *, frozen: bool) -> PolicyModel:
-        config = self.config
-        with self.loading():
-            model = load_policy(
-                config.model.path,
-                dtype=config.model.dtype,
-                temperature=config.rollout.temperature,
-                gradient_checkpointing=not frozen and config.model.gradient_checkpointing,
-                trust_remote_code=config.model.trust_remote_code,
-            )
-        return model.requires_grad_(False) if frozen else model
+        self.reference = make_reference(config, self)
 
     # --- a training step ---
 
@@ -72,17 +58,16 @@ class Learner(StepRank):
         """Old and reference log-probs on the microbatches of the first epoch; None if the config does not need them."""
         old = ref = None
         if self.config.needs_old_logprobs_pass:
-            old = self.passes(lambda tokens: self.engine(tokens).logprobs)
+            old = self.passes(lambda tokens: self.deepspeed(tokens).logprobs)
         if self.reference is not None:
             self._offload.come_back()
-            model = self.reference.model
-            ref = self.passes(lambda tokens: model(tokens).logprobs)
+            ref = self.passes(self.reference.logprobs)
         return old, ref
 
     def update(self, targets: PolicyTargets) -> list[UpdateOutcome]:
         """Take every optimizer step of the training step."""
         return self.updates(
-            targets, lambda tokens, own, sizes: policy_microbatch(self.engine, tokens, own, sizes, self.config)
+            targets, lambda tokens, own, sizes: policy_microbatch(self.deepspeed, tokens, own, sizes, self.config)
         )
 
     @torch.no_grad()
@@ -96,17 +81,17 @@ class Learner(StepRank):
         """
         packed = pack(sequences)
         tokens = DeviceTokens.of(packed, self.device)
-        logprobs = self.engine(tokens, temperature=1.0, in_float32=in_float32).logprobs.float().cpu().numpy()
+        logprobs = self.deepspeed(tokens, temperature=1.0, in_float32=in_float32).logprobs.float().cpu().numpy()
         return np.split(logprobs, packed.cu_seqlens[1:-1])
 
     def blend_reference(self, decay: float) -> None:
         """Reference := decay x reference + (1 - decay) x policy; a decay of 0 replaces it by the policy."""
-        assert self.reference is not None, "no reference policy is loaded"
+        assert isinstance(self.reference, ReplacedCopy), "no reference that moves is loaded"
         self._offload.come_back()
-        self.reference.blend(self, decay)
+        self.reference.blend(decay)
 
     def _movable(self) -> list[Tensor]:
-        reference = [] if self.reference is None else self.reference.whole_weights()
+        reference = [] if self.reference is None else self.reference.movable()
         return reference + super()._movable()
 
     # --- weights out ---
@@ -116,17 +101,17 @@ class Learner(StepRank):
         return [
             ParameterMeta(stored, str(like.dtype).removeprefix("torch."), tuple(like.shape))
             for name, tensor in self._to_send()
-            for stored, like in hub_shapes(self.engine.module.transformer, name, tensor)
+            for stored, like in hub_shapes(self.transformer, name, tensor)
         ]
 
     def _to_send(self) -> list[tuple[str, Tensor]]:
-        """All tensors, those with larger elements first."""
-        return sorted(self.tensors.items(), key=lambda item: -item[1].itemsize)
+        """What is published, tensors with larger elements first."""
+        return sorted(self.published.items(), key=lambda item: -item[1].itemsize)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._to_send():
             with self.whole(tensor):
-                yield from hub_tensors(self.engine.module.transformer, name, tensor.detach())
+                yield from hub_tensors(self.transformer, name, tensor.detach())
 
     def connect(self, backend: str, client: EngineClient, rendezvous: Rendezvous) -> None:
         """Build the transfer group with the engines. Every rank calls it after the engines have started."""
@@ -146,7 +131,7 @@ class Learner(StepRank):
 
     def tensor_names(self) -> list[str]:
         """The tensors that `perturb_weights` numbers: no constants of activation functions, which vLLM sets itself."""
-        return [name for name, tensor in self.tensors.items() if tensor.ndim]
+        return [name for name, tensor in self.published.items() if tensor.ndim]
 
     @torch.no_grad()
     def perturb_weights(self, start: int = 0, stop: int | None = None) -> None:
@@ -155,7 +140,7 @@ class Learner(StepRank):
         An element changes its sign; in a tensor of zeros it becomes 1. Every rank calls it.
         """
         assert not self._flipped, "the weights are perturbed already"
-        tensors = [self.tensors[name] for name in self.tensor_names()[start:stop]]
+        tensors = [self.published[name] for name in self.tensor_names()[start:stop]]
         nonzero = torch.stack([torch.stack([part.any() for part, _ in self.held(tensor)]).any() for tensor in tensors])
         dist.all_reduce(nonzero := nonzero.int(), op=dist.ReduceOp.MAX)  # a rank may hold only zeros of a tensor
         self._flipped = [
@@ -179,14 +164,14 @@ class Learner(StepRank):
 
     def state(self) -> dict[str, list[Slice]]:
         state = super().state()
-        if self.reference is not None and self.config.reference_moves:
-            state[REFERENCE] = self.reference.state(self)
+        if isinstance(self.reference, ReplacedCopy):
+            state[REFERENCE] = self.reference.state()
         return state
 
     def load(self, folder: str) -> None:
         super().load(folder)
-        if self.reference is not None and self.config.reference_moves:
-            self.reference.load(self, folder)
+        if isinstance(self.reference, ReplacedCopy):
+            self.reference.load(folder)
 
     def close(self) -> None:
         if self._sender is not None:

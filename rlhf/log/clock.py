@@ -62,3 +62,33 @@ def waiting_seconds(phases: Mapping[str, float], window_s: float, engines_busy_s
         "time/engine_idle": max(0.0, window_s - engines_busy_s),
         "time/learner_idle": max(0.0, window_s - learners_busy_s),
     }
+
+
+class BusyMeter:
+    """Sampled tokens, and the seconds in which any engine had a request; idle time does not lower the rate."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._running = 0
+        self._since = 0.0
+        self._busy_s = 0.0
+
+    def begin(self) -> None:
+        if self._running == 0:
+            self._since = time.monotonic()
+        self._running += 1
+
+    def end(self) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self._busy_s += time.monotonic() - self._since
+
+    def take(self) -> tuple[float, float]:
+        """(tokens per busy second, busy seconds) since the last call; evaluations are included."""
+        now = time.monotonic()
+        if self._running:
+            self._busy_s += now - self._since
+            self._since = now
+        rate, busy_s = self.tokens / self._busy_s if self._busy_s else 0.0, self._busy_s
+        self.tokens, self._busy_s = 0, 0.0
+        return rate, busy_s

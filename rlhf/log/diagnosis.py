@@ -69,17 +69,14 @@ def few_answers(view: View) -> Found | None:
     share = view.mean("reward/answered_fraction")
     if share is None or share > FEW_ANSWERS:
         return None
-    seen = f"{share:.1%} of the responses held an answer in the form that the reward reads."
+    advice = "Ask for that form with data.prompt_suffix, or choose a reward that reads what the model writes."
     if (view.mean("rollout/stopped_fraction") or 0.0) < 0.5:
-        return Found(seen, f"Most were cut off: raise {view.key('rollout.max_response_tokens')}.")
-    return Found(
-        seen, "Ask for that form with data.prompt_suffix, or choose a reward that reads what the model writes."
-    )
+        advice = f"Most were cut off: raise {view.key('rollout.max_response_tokens')}."
+    return Found(f"{share:.1%} of the responses held an answer in the form that the reward reads.", advice)
 
 
 def equal_groups(view: View) -> Found | None:
-    share = view.mean("reward/equal_group_fraction")
-    mean, low, high = (view.mean(f"reward/{name}") for name in ("mean", "min", "max"))
+    share, mean, low, high = (view.mean(f"reward/{name}") for name in ("equal_group_fraction", "mean", "min", "max"))
     # with a critic, groups of equal rewards have advantages, unless all groups have the same reward
     if share is None or share < EQUAL_GROUPS or (view.config.get("algo.advantage") == "gae" and low != high):
         return None
@@ -89,21 +86,18 @@ def equal_groups(view: View) -> Found | None:
         failed = [name for name in view.last[-1] if name.startswith("reward/status/") and view.rise(name) > 0]
         names = ", ".join(name.removeprefix("reward/status/") for name in failed if not name.endswith("/ok"))
         return Found(f"No response could be scored ({names}).", "Repair the reward, or the data that it reads.")
-    in_reward = view.config.get("algo.kl_place") == "reward" and view.config.get("algo.kl_coef", 0) > 0
-    left = "only their KL gave them advantages" if in_reward else "they had no advantage"
-    seen = f"In {share:.0%} of the groups all rewards were equal, so {left}; the mean reward was {mean}."
+    seen = f"In {share:.0%} of the groups all rewards were equal, which teaches nothing; the mean reward was {mean}."
     if low is None or high is None or low == high:
         return Found(
             seen,
             "All responses have the same reward: read some (rlhf.show). Does the reward read the answers, "
             "and is the data neither too hard nor too easy (data.train)?",
         )
-    easy = mean > (low + high) / 2
-    dynamic = "" if view.config.get("rollout.dynamic_sampling") else ", or set rollout.dynamic_sampling=true"
+    is_, use = ("easy", "harder") if mean > (low + high) / 2 else ("hard", "easier")
     return Found(
         seen,
-        f"The data is too {'easy' if easy else 'hard'} for the model: use {'harder' if easy else 'easier'} data.train, "
-        f"raise {view.key('rollout.samples_per_prompt')}{dynamic}.",
+        f"The data is too {is_} for the model: use {use} data.train, set rollout.dynamic_sampling=true, or raise "
+        f"{view.key('rollout.samples_per_prompt')}.",
     )
 
 
@@ -191,10 +185,12 @@ def skipped_updates(view: View) -> Found | None:
     skipped = view.rise("learner/updates_skipped")
     if skipped <= 0:
         return None
+    lower = f"Lower {view.key('learner.optimizer.lr')}, or go back to an earlier checkpoint (--resume-from)."
+    if "rollout.samples_per_prompt" not in view.config:
+        return Found(f"{skipped:.0f} updates were skipped, because a gradient was not finite.", lower)
     return Found(
         f"{skipped:.0f} updates were skipped, because a number was not finite: the warning of the step says which.",
-        f"Lower {view.key('learner.optimizer.lr')}, or go back to an earlier checkpoint (--resume-from). skipped/ "
-        "in the run folder has the batches; if it happens at the first steps, run rlhf.doctor.",
+        f"{lower} skipped/ in the run folder has the batches; if it happens at the first steps, run rlhf.doctor.",
     )
 
 
@@ -266,25 +262,20 @@ def growing_memory(view: View) -> Found | None:
     )
 
 
-class Rule(NamedTuple):
-    title: str
-    check: Callable[[View], Found | None]
-
-
-RULES = (
-    Rule("no answers", few_answers),
-    Rule("equal rewards in almost all groups", equal_groups),
-    Rule("responses are cut off", cut_off),
-    Rule("KL to the reference is running away", high_kl),
-    Rule("entropy collapsed", entropy_collapse),
-    Rule("much clipping", much_clipping),
-    Rule("engines and learner drift apart", engine_drift),
-    Rule("gradient spike", gradient_spike),
-    Rule("updates were skipped", skipped_updates),
-    Rule("lag at its bound", stale_rollouts),
-    Rule("grades are missing", grader_failures),
-    Rule("memory keeps growing", growing_memory),
-)
+RULES: dict[str, Callable[[View], Found | None]] = {
+    "no answers": few_answers,
+    "equal rewards in almost all groups": equal_groups,
+    "responses are cut off": cut_off,
+    "KL to the reference is running away": high_kl,
+    "entropy collapsed": entropy_collapse,
+    "much clipping": much_clipping,
+    "engines and learner drift apart": engine_drift,
+    "gradient spike": gradient_spike,
+    "updates were skipped": skipped_updates,
+    "lag at its bound": stale_rollouts,
+    "grades are missing": grader_failures,
+    "memory keeps growing": growing_memory,
+}
 
 
 @dataclass(frozen=True)
@@ -355,7 +346,9 @@ class Diagnosis:
         """What the rules find after the last step, however few steps there were."""
         view = View(self._rows[-STEPS:], self._rows[:-STEPS], self._first, self._whole, self._config)
         step = self._rows[-1]["step"]
-        return [Finding(title, step, step, *found) for title, check in RULES if (found := check(view)) is not None]
+        return [
+            Finding(title, step, step, *found) for title, check in RULES.items() if (found := check(view)) is not None
+        ]
 
 
 def diagnose_run(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Finding]:

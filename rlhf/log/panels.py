@@ -19,6 +19,12 @@ class Panel(NamedTuple):
 
 
 SECTIONS: dict[str, tuple[Panel, ...]] = {
+    "Examples": (
+        Panel("Loss", ("train/loss", "eval/loss"), "nats"),
+        Panel("Perplexity", ("train/perplexity", "eval/perplexity")),
+        Panel("Pairs in the right order", ("train/accuracy", "eval/accuracy")),
+        Panel("Margin of the scores", ("train/margin", "eval/margin")),
+    ),
     "Reward": (
         Panel("Reward", ("reward/mean",)),
         Panel("Parts of the reward", ("reward/part/*",)),

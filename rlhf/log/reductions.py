@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 HISTOGRAM_BINS = 32
+MAX_EXPONENT = 700.0  # of a finite float
 # policy/engine_kl by the token's place in its sequence, prompt included: from each of these places up to the next. The
 # canary's sequences are short; an engine that differs from the learner only in long contexts shows here.
 ENGINE_KL_FROM = {place: f"policy/engine_kl/from_{place}" for place in (0, 64, 1024, 4096)}
@@ -36,6 +37,14 @@ class Mean(_Added):
 
     def value(self) -> float:
         return self.total / self.weight if self.weight else float("nan")
+
+
+@dataclass(frozen=True)
+class Perplexity(Mean):
+    """e to the power of a weighted mean of negative log-probabilities."""
+
+    def value(self) -> float:
+        return math.exp(min(super().value(), MAX_EXPONENT))
 
 
 @dataclass(frozen=True)

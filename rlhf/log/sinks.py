@@ -131,18 +131,6 @@ class TensorBoardSink:
     def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        for name, (counts, edges) in details.histograms.items():
-            self._writer.add_histogram_raw(
-                name,
-                min=float(edges[0]),
-                max=float(edges[-1]),
-                num=int(counts.sum()),
-                sum=float((counts * (edges[:-1] + edges[1:]) / 2).sum()),
-                sum_squares=float((counts * (edges[:-1] + edges[1:]) ** 2 / 4).sum()),
-                bucket_limits=edges[1:].tolist(),
-                bucket_counts=counts.tolist(),
-                global_step=step,
-            )
 
     def close(self, *, failed: bool = False) -> None:
         self._writer.close()

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import textwrap
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -27,22 +26,20 @@ Row = Mapping[str, Any]
 REFRESHES_PER_S = 4
 PROGRESS_EVERY_S = 30.0  # between two lines about one evaluation, where there is no live view
 RESPONSE_LINES = 4  # of each of the two responses in the live view
-SAVES = ("checkpoint", "transfer")  # phases that move all weights, as the export does
 
 
 class Terminal:
     """The lines of a run, and its live view.
 
     Args:
-        exports: whether the run ends with an export.
         warmup_steps: first steps, in which only the critic is trained.
 
     Attributes:
-        evaluation_steps: steps after which there is an evaluation.
+        columns: of a step's line, from the left, as many as fit: title, metric, format.
         sampling_waits_for: says what a step still needs while it is in the phase `sampling`.
     """
 
-    COLUMNS = (  # from the left, as many as fit
+    ROLLOUT_COLUMNS = (
         ("reward", "reward/mean", "{:.3f}"),
         ("kl", "policy/kl_k3", "{:.4f}"),
         ("length", "rollout/response_length/mean", "{:.4g}"),
@@ -58,34 +55,25 @@ class Terminal:
         *,
         total_steps: int,
         first_step: int = 0,
-        exports: bool = False,
         warmup_steps: int = 0,
         title: str = "",
     ) -> None:
         self._console = console
         self._is_live = console.is_interactive and console.file.isatty()
         self._total, self._first, self._step = total_steps, first_step, first_step
-        self.evaluation_steps: Collection[int] = ()
-        self._evaluated = -1  # the step of the newest evaluation
-        self._exports = exports
+        self.columns: Sequence[tuple[str, str, str]] = self.ROLLOUT_COLUMNS
         self._warmup_steps = warmup_steps
         self._title = title
         self._stages: dict[str, float] = {}  # running stages: name -> when the stage began
         self._phases: dict[str, float] = {}
-        self._spent: dict[str, list[float]] = defaultdict(list)  # seconds of each phase, since the start-up ended
+        self._began = 0.0  # when the first step did
         self._progress: tuple[str, int, int] | None = None
         self.sampling_waits_for: Callable[[], str] | None = None
         self._values: dict[str, Any] = {}
         self._evaluation = ""
         self._responses: Sequence[Row] = ()
-        self.start()
 
     # --- events ---
-
-    def start(self) -> None:
-        """Estimate the remaining time from here on."""
-        self._started = time.monotonic()
-        self._spent.clear()
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -100,13 +88,12 @@ class Terminal:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A phase of a step, an evaluation, a checkpoint, the export."""
-        began = self._phases[name] = time.monotonic()
+        self._phases[name] = time.monotonic()
         try:
             yield
         finally:
             del self._phases[name]
             self._progress = None
-            self._spent[name].append(time.monotonic() - began)
 
     def progress(self, what: str, total: int) -> Callable[[], None]:
         """-> a function; each call counts one more of `total`, until the phase ends."""
@@ -125,10 +112,11 @@ class Terminal:
     def log(self, step: int, values: Row, details: Details = NO_DETAILS) -> None:
         if "time/step" not in values:
             return
+        self._began = self._began or time.monotonic() - values["time/step"]
         self._step, self._values = step, dict(values)
         if details.responses:
-            self._responses = two_responses(details.responses)
-        shown = [f"{name} {form.format(values[key])}" for name, key, form in self.COLUMNS if key in values]
+            self._responses = details.responses[:2]
+        shown = [f"{name} {form.format(values[key])}" for name, key, form in self.columns if key in values]
         head = f"step {step:>{len(str(self._total))}}/{self._total}"
         eta = f"eta {duration(self.remaining_s())}"
         width = min(self._console.width, 80)
@@ -138,7 +126,6 @@ class Terminal:
 
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """One line for each data set."""
-        self._evaluated = step
         by_source: dict[str, list[str]] = {}
         for name, value in values.items():
             if not name.endswith(BOUNDS):
@@ -146,7 +133,7 @@ class Terminal:
                 metric = metric.removeprefix("response_").removesuffix("_fraction")
                 by_source.setdefault(source, []).append(f"{metric} {value:.3f}")
         for source, shown in by_source.items():
-            self._evaluation = f"eval at step {step}  {source}  {'  '.join(shown)}"
+            self._evaluation = "  ".join(filter(None, [f"eval at step {step}", source, *shown]))
             self.print(self._evaluation, style="bold")
 
     def warn(self, message: str) -> None:
@@ -164,20 +151,9 @@ class Terminal:
                 shown.stylize(style, 0, len(prefix))
             self._console.print(shown, soft_wrap=True)
 
-    # --- remaining time ---
-
     def remaining_s(self) -> float:
-        """The steps left at their mean so far, the evaluations left, and an export as long as the longest save.
-
-        Evaluations count only after the first one has been measured.
-        """
-        done, left = self._step - self._first, self._total - self._step
-        evaluations = self._spent["evaluation"]
-        steps_s = time.monotonic() - self._started - sum(evaluations)
-        mean_evaluation_s = sum(evaluations) / max(1, len(evaluations))
-        evaluations_left = sum(step >= self._step and step > self._evaluated for step in self.evaluation_steps)
-        export_s = max((seconds for phase in SAVES for seconds in self._spent[phase]), default=0.0)
-        return left * steps_s / max(1, done) + evaluations_left * mean_evaluation_s + self._exports * export_s
+        """The steps left at their mean since the first one began, with the evaluations and saves between them."""
+        return (self._total - self._step) * (time.monotonic() - self._began) / max(1, self._step - self._first)
 
     # --- the live view ---
 
@@ -210,7 +186,7 @@ class Terminal:
             running.append(f"critic warm-up {self._step + 1}/{self._warmup_steps}")
         parts.append(_line(f"now     {', '.join(running) or 'between two phases'}", "cyan"))
         if self._values:
-            shown = [(name, form.format(self._values[key])) for name, key, form in self.COLUMNS if key in self._values]
+            shown = [(name, form.format(self._values[key])) for name, key, form in self.columns if key in self._values]
             parts.append(_line("last    " + "  ".join(f"{name} {value}" for name, value in shown)))
         if self._evaluation:
             parts.append(_line(self._evaluation, "bold"))
@@ -226,13 +202,6 @@ class Terminal:
         eta = f"eta {duration(self.remaining_s())}" if self._step > self._first else "starting"
         grid.add_row(Text(step, style="bold"), ProgressBar(total=self._total, completed=self._step), Text(eta))
         return grid
-
-
-def two_responses(rows: Sequence[Row]) -> Sequence[Row]:
-    """The first response, and one with another reward; if there is none, one to another prompt."""
-    first, *rest = rows
-    others = [row for key in ("reward", "prompt") for row in rest if row[key] != first[key]]
-    return [first, *(others or rest)[:1]]
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from netrc import NetrcParseError, netrc
@@ -29,7 +28,6 @@ WANDB_START_S = 20.0  # for a server that answers to accept the run
 CLOUD_HOST = "api.wandb.ai"  # a key for it is also one for wandb's default server, which has another name now
 WANDB_RETRIES = 3  # of requests such as an alert, which delays the end of the run; rows are sent until they arrive
 WANDB_FINISH_S = 60.0  # to upload the rest at the end of a run; wandb itself would try for days
-BEST = re.compile(r"eval/.+/(avg|pass|maj)@\d+")  # the summary keeps the highest value of these too
 COLUMNS = ("step", "prompt", "answer", "text", "extracted", "reward", "advantage", "status", "finish_reason")
 
 
@@ -91,7 +89,7 @@ class WandbSink:
         self.run_id: str = self._run.id
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
-        self._defined: set[str] = set()
+        self._run.define_metric("eval/*", step_metric=STEP, summary="max,last")  # the summary keeps the best too
 
     def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
         self._unless_lost(lambda: self._log(step, values, details))
@@ -113,10 +111,6 @@ class WandbSink:
     def _log(self, step: int, values: Mapping[str, Any], details: Details) -> None:
         import wandb
 
-        for name in values:
-            if name not in self._defined and BEST.fullmatch(name):
-                self._defined.add(name)
-                self._run.define_metric(name, step_metric=STEP, summary="max,last")
         shown: dict[str, Any] = {STEP: step, **values}
         for name, counts in details.histograms.items():
             shown[name] = wandb.Histogram(np_histogram=counts)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.plan.memory import GIB
-from rlhf.plan.resources import joins_a_cluster, visible_gpus
+from rlhf.plan.resources import joins_a_cluster, visible_gpus, with_nvml
 
 
 class Gpu(NamedTuple):
@@ -16,30 +16,15 @@ class Gpu(NamedTuple):
 
 
 def gpus_here() -> list[Gpu]:
-    """The GPUs that this process may use; none without a driver or its Python package, or if the driver fails."""
-    visible = visible_gpus()
-    if not visible:
-        return []
-    try:
-        import pynvml
-    except ImportError:
-        return []
-    try:
-        pynvml.nvmlInit()
-        try:
-            return [_read(pynvml, name) for name in visible]
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return []
+    """The GPUs that this process may use."""
+    return with_nvml(lambda nvml: [_read(nvml, name) for name in visible_gpus()])
 
 
 def _read(nvml: Any, visible: str) -> Gpu:
     """One GPU, which CUDA_VISIBLE_DEVICES names by its number or by its UUID."""
     by_number = visible.isdigit()
     handle = nvml.nvmlDeviceGetHandleByIndex(int(visible)) if by_number else nvml.nvmlDeviceGetHandleByUUID(visible)
-    name = nvml.nvmlDeviceGetName(handle)
-    return Gpu(name if isinstance(name, str) else name.decode(), nvml.nvmlDeviceGetMemoryInfo(handle).total / GIB)
+    return Gpu(nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetMemoryInfo(handle).total / GIB)
 
 
 def with_gpus_here(config: GRPOConfig) -> tuple[GRPOConfig, str]:

@@ -2,54 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC
 from rlhf.plan.resources import count_gpus
+from rlhf.plan.text import counted
 
 FORWARD_SHARE = 1 / 3  # of forward and backward together: a backward pass costs two forward passes
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Tokens and seconds of a training step, and hours of the run.
+def expected_time(config: GRPOConfig) -> list[tuple[str, str]]:
+    """Rows of --plan, each with its arithmetic; none unless both throughputs are given.
 
-    Attributes:
-        tokens: of prompts and responses.
-        sampled: of responses only.
-        passes: before the update, for log-probs or values, whichever needs more; each costs FORWARD_SHARE of an epoch.
-        epochs: of the update, for policy or critic, whichever needs more.
+    Assumes that a critic runs with the policy, and as fast: passes and epochs are those of whichever needs more.
     """
-
-    tokens: int
-    sampled: int
-    passes: int
-    epochs: int
-    sampling_s: float
-    logprobs_s: float
-    update_s: float
-    step_s: float
-    hours: float
-    gpu_hours: float
-
-
-def expected(config: GRPOConfig) -> Expected | None:
-    """None unless both throughputs are given. Assumes that a critic runs with the policy, and as fast."""
     plan, cluster = config.plan, config.cluster
     if plan.engine_tokens_per_second is None or plan.learner_tokens_per_second is None:
-        return None
-    prompt = plan.prompt_tokens or config.data.max_prompt_tokens
+        return []
     response = plan.response_tokens or config.rollout.max_response_tokens
-    tokens, sampled = config.rollouts_per_step * (prompt + response), config.rollouts_per_step * response
+    sampled = config.rollouts_per_step * response
+    tokens = sampled + config.rollouts_per_step * (plan.prompt_tokens or config.data.max_prompt_tokens)
     roles = config.roles()
     epochs = max(training.epochs_per_step for _, training in config.trained_roles())
     passes = config.needs_old_logprobs_pass + config.needs_reference
     if any(role.name == CRITIC for role in roles):
         passes = max(passes, 1)  # the critic's pass, for its values
-    learner_speed = cluster.learners * plan.learner_tokens_per_second
+    epoch = tokens / (cluster.learners * plan.learner_tokens_per_second)
     sampling = sampled / (cluster.engines * plan.engine_tokens_per_second)
-    logprobs, update = passes * FORWARD_SHARE * tokens / learner_speed, epochs * tokens / learner_speed
-    step = max(sampling, logprobs + update) if config.rollout.max_policy_lag else sampling + logprobs + update
+    logprobs, update = passes * FORWARD_SHARE * epoch, epochs * epoch
+    overlap = config.rollout.max_policy_lag > 0
+    step = max(sampling, logprobs + update) if overlap else sampling + logprobs + update
     hours = config.run.steps * step / 3600
-    return Expected(tokens, sampled, passes, epochs, sampling, logprobs, update, step, hours, count_gpus(roles) * hours)
+    engines = f"({counted(cluster.engines, 'engine')} x {plan.engine_tokens_per_second:,g})"
+    learners = f"({counted(cluster.learners, 'learner')} x {plan.learner_tokens_per_second:,g})"
+    forward = f"{counted(passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
+    how = "sampling at the same time as the rest" if overlap else "one after the other"
+    return [
+        ("tokens per step", f"{tokens:,}, of which sampled {sampled:,}"),
+        ("sampling", f"{sampled:,} / {engines} = {sampling:,.1f} s"),
+        ("log-probs", f"{forward} = {logprobs:,.1f} s" if passes else "none"),
+        ("update", f"{tokens:,} x {counted(epochs, 'epoch')} / {learners} = {update:,.1f} s"),
+        ("one step", f"{step:,.1f} s, {how}; transfer, evaluation, checkpoints not included"),
+        ("the run", f"{counted(config.run.steps, 'step')} = {hours:,.1f} hours, {config.run.steps * tokens:,} tokens, "
+         f"{count_gpus(roles) * hours:,.0f} GPU-hours"),
+    ]  # fmt: skip

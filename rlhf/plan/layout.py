@@ -13,8 +13,7 @@ from rlhf.config.sections import ClusterConfig
 
 FREE = "-"
 SHORT_NAMES = {REWARD_MODEL: "reward"}  # names that are too long for a cell
-CELL_WIDTH = 10  # characters; eight cells and the node's name fit in 100 columns
-CELLS_PER_LINE = 8
+CELL_WIDTH = 10  # characters; the usual eight cells and the node's name fit in 100 columns
 
 
 def example_layout(roles: Sequence[Role], cluster: ClusterConfig) -> list[list[str]]:
@@ -37,15 +36,9 @@ def example_layout(roles: Sequence[Role], cluster: ClusterConfig) -> list[list[s
 
 
 def draw(nodes: list[list[str]]) -> list[str]:
-    """One line per node below a header; several lines if a node has more GPUs than fit in one."""
-    lines = []
-    for number, gpus in enumerate(nodes):
-        for start in range(0, len(gpus), CELLS_PER_LINE):
-            cells = range(start, min(start + CELLS_PER_LINE, len(gpus)))
-            if number == 0 or len(gpus) > CELLS_PER_LINE:
-                lines.append(_row("", [f"GPU {i}" for i in cells]))
-            lines.append(_row(f"node {number}" if start == 0 else "", [gpus[i] for i in cells]))
-    return lines
+    """A header, and one line per node."""
+    header = _row("", [f"GPU {i}" for i in range(len(nodes[0]))])
+    return [header, *(_row(f"node {number}", gpus) for number, gpus in enumerate(nodes))]
 
 
 def _row(name: str, cells: list[str]) -> str:

@@ -14,14 +14,15 @@ float32 model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf.algo.sizes import HEAD_TILE, REDUCE_BUCKET, WHOLE_TOKENS
-from rlhf.config import roles
 from rlhf.config.grpo import GRPOConfig
-from rlhf.config.roles import Role
+from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.roles import LEARNER, Role
 from rlhf.config.sections import TrainedConfig
 from rlhf.plan.model_shape import ModelShape, shape_at
 
@@ -74,20 +75,20 @@ class RoleMemory:
 
 def memory_of_roles(config: GRPOConfig, policy: ModelShape) -> list[RoleMemory]:
     """The memory of every role of the run; `policy` is the shape of model.path."""
-    estimators = {
-        roles.LEARNER: learner_memory,
-        roles.CRITIC: critic_memory,
-        roles.REWARD_MODEL: reward_model_memory,
-        roles.ENGINE: lambda shape, config: engine_memory(shape, config).parts,
-    }
     estimates = []
     for role in config.roles():
         shape = policy if role.model == config.model.path else shape_at(role.model)
-        estimates.append(RoleMemory(role, () if shape is None else estimators[role.name](shape, config)))
+        estimates.append(RoleMemory(role, () if shape is None else _estimator(role)(shape, config)))
     return estimates
 
 
-def checkpoint_bytes(config: GRPOConfig, policy: ModelShape | None) -> int | None:
+def _estimator(role: Role) -> Callable[[ModelShape, GRPOConfig], tuple[Part, ...]]:
+    module, name = role.memory.split(":")
+    estimator: Callable[[ModelShape, GRPOConfig], tuple[Part, ...]] = getattr(importlib.import_module(module), name)
+    return estimator
+
+
+def checkpoint_bytes(config: TrainingProgramConfig, policy: ModelShape | None) -> int | None:
     """One checkpoint: float32 weights and moments of all trained models, float32 weights of a changing reference.
 
     Args:
@@ -101,9 +102,9 @@ def checkpoint_bytes(config: GRPOConfig, policy: ModelShape | None) -> int | Non
         shape = policy if role.model == config.model.path else shape_at(role.model)
         if shape is None:
             return None
-        is_policy = role.name == roles.LEARNER
-        count = shape.parameters if is_policy else scalar_parameters(shape)
-        size += (MASTER_BYTES + MOMENTS_BYTES) * count + MASTER_BYTES * count * (is_policy and config.reference_moves)
+        count = scalar_parameters(shape) if role.scalar else shape.parameters
+        moves = config.reference_moves and role.name == LEARNER
+        size += (MASTER_BYTES + MOMENTS_BYTES) * count + MASTER_BYTES * count * moves
     return size
 
 
@@ -138,7 +139,7 @@ def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     Args:
         shape: the critic's model.
     """
-    (section,) = (training.section for role, training in config.trained_roles() if role.name == roles.CRITIC)
+    section: TrainedConfig = config.critic  # type: ignore[attr-defined]  # of PPO alone
     count = scalar_parameters(shape)
     head = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
     return (
@@ -164,8 +165,7 @@ def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ..
 
 def scalar_parameters(shape: ModelShape) -> int:
     """Parameters if a head of one number, without bias, replaces the language model's head."""
-    head = shape.embedding_parameters if shape.counted_head and not shape.tied_embeddings else 0
-    return shape.parameters - head + shape.hidden
+    return shape.parameters - shape.head_parameters + shape.hidden
 
 
 def _trained_state(learner: TrainedConfig, config: GRPOConfig, count: int) -> list[Part]:
@@ -289,6 +289,11 @@ def engine_memory(shape: ModelShape, config: GRPOConfig) -> EngineMemory:
     tokens = max(0, int(room // per_token))
     parts.append(Part("KV cache", max(0.0, room), how))
     return EngineMemory(tuple(parts), per_token, tokens)
+
+
+def engine_parts(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
+    """The parts of one GPU of an engine."""
+    return engine_memory(shape, config).parts
 
 
 def _divided(name: str, count: int, size: int, by: int = 1) -> Part:

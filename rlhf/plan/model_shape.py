@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.data.model_files import USUAL_MODEL_TYPES, local_model_config
-from rlhf.data.weight_files import read_header, weight_files
+from rlhf.data.weight_files import tensor_shapes, weight_files
 from rlhf.plan.known_models import known_model
 
 KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' defaults
@@ -47,10 +47,9 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    tied_embeddings: bool
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
+    parameters: int
+    active_parameters: int  # of the matrix products that one token goes through, without the head
+    head_parameters: int  # 0 if the head is the input embedding, or if the files hold none
     qk_norm: bool = False
     experts: int = 0
     active_experts: int = 0
@@ -58,9 +57,6 @@ class ModelShape:
     sparse_layers: int = 0
     attention_layers: int | None = None  # None: all
     latent_dim: int = 0  # what latent attention caches per token and layer, for all heads; 0: it caches keys and values
-    counted: int | None = None  # parameters in the weight files
-    counted_active: int | None = None
-    counted_head: bool = True
 
     @property
     def layers_with_attention(self) -> int:
@@ -68,45 +64,8 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """V H of the input embedding; the head has V H more, unless the two are tied."""
+        """V H of the input embedding."""
         return self.vocabulary * self.hidden
-
-    @property
-    def attention_parameters(self) -> int:
-        """Per layer: H n d for queries and output each, H k d for keys and values each, biases, norms of q and k."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        weights = 2 * self.hidden * queries + 2 * self.hidden * keys
-        biases = self.qkv_bias * (queries + 2 * keys) + self.output_bias * self.hidden
-        return weights + biases + self.qk_norm * 2 * self.head_dim
-
-    @property
-    def dense_mlp_parameters(self) -> int:
-        """Gate, up and down projection."""
-        return 3 * self.hidden * self.intermediate + self.mlp_bias * (2 * self.intermediate + self.hidden)
-
-    @property
-    def sparse_mlp_parameters(self) -> int:
-        """All experts of one layer, and the router."""
-        return self.experts * 3 * self.hidden * self.expert_intermediate + self.experts * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        if self.counted is not None:
-            return self.counted
-        norms = 2 * self.hidden * self.layers + self.hidden
-        mlps = self.sparse_layers * self.sparse_mlp_parameters
-        mlps += (self.layers - self.sparse_layers) * self.dense_mlp_parameters
-        embeddings = self.embedding_parameters * (1 if self.tied_embeddings else 2)
-        return embeddings + self.layers * self.attention_parameters + mlps + norms
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters of the matrix products that one token goes through, without the head."""
-        if self.counted_active is not None:
-            return self.counted_active
-        sparse = self.active_experts * 3 * self.hidden * self.expert_intermediate + self.experts * self.hidden
-        mlps = self.sparse_layers * sparse + (self.layers - self.sparse_layers) * self.dense_mlp_parameters
-        return self.layers * self.attention_parameters + mlps
 
     def training_flops(self, lengths: Sequence[int], response_tokens: int, shared: Sequence[int]) -> float:
         """Floating-point operations of forward and backward, without recomputation (model FLOPs).
@@ -157,8 +116,7 @@ def stored_tensors(path: str) -> dict[str, tuple[int, ...]]:
     files = weight_files(local_model_folder(path))
     if not all(file.is_file() for file in files):
         return {}
-    headers = [read_header(file) for file in files]
-    return {name: tuple(tensor["shape"]) for header in headers for name, tensor in header.items()}
+    return {name: shape for file in files for name, shape in tensor_shapes(file).items()}
 
 
 def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> ModelShape:
@@ -186,11 +144,10 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
             intermediate = config["intermediate_size"]
     except KeyError as error:
         raise ValueError(f"config.json has no {error.args[0]}") from None
-    bias = bool(config.get("attention_bias")) and kind in ("llama", "qwen3", "qwen3_moe")
     rotary = config.get("qk_rope_head_dim", 0)
     latent = config.get("qk_nope_head_dim", 0) + rotary
-    counted, active = _count(stored, config, layers) if stored else (None, None)
-    return ModelShape(
+    has_head = not _is_tied(config, stored) and (not stored or any("lm_head" in name for name in stored))
+    shape = ModelShape(
         model_type=kind,
         vocabulary=vocabulary,
         hidden=hidden,
@@ -199,17 +156,33 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
         kv_heads=config.get("num_key_value_heads") or KV_HEADS_DEFAULT.get(kind, heads),
         head_dim=latent or config.get("head_dim") or (QWEN3_HEAD_DIM if kind == "qwen3" else hidden // heads),
         intermediate=intermediate,
-        tied_embeddings=_is_tied(config, stored),
-        qkv_bias=bias or kind == "qwen2",
-        output_bias=bias,
-        mlp_bias=kind == "llama" and bool(config.get("mlp_bias")),
+        parameters=0,
+        active_parameters=0,
+        head_parameters=has_head * vocabulary * hidden,
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         attention_layers=_attention_layers(config, layers),
         latent_dim=config["kv_lora_rank"] + rotary if config.get("kv_lora_rank") else 0,
-        counted=counted,
-        counted_active=active,
-        counted_head=not stored or any("lm_head" in name for name in stored),
         **experts,
+    )
+    counted, active = _count(stored, config, layers) if stored else _formula(shape, config)
+    return replace(shape, parameters=counted, active_parameters=active)
+
+
+def _formula(shape: ModelShape, config: Mapping[str, Any]) -> tuple[int, int]:
+    """As `_count`, for the usual families: H n d twice and H k d twice of attention, 3 H I of each MLP and expert."""
+    kind, hidden = shape.model_type, shape.hidden
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    bias = bool(config.get("attention_bias")) and kind in ("llama", "qwen3", "qwen3_moe")
+    attention = 2 * hidden * (queries + keys) + shape.qk_norm * 2 * shape.head_dim
+    attention += (bias or kind == "qwen2") * (queries + 2 * keys) + bias * hidden
+    mlp = 3 * hidden * shape.intermediate
+    mlp += (kind == "llama" and bool(config.get("mlp_bias"))) * (2 * shape.intermediate + hidden)
+    expert, router = 3 * hidden * shape.expert_intermediate, shape.experts * hidden
+    layers = shape.layers * attention + (shape.layers - shape.sparse_layers) * mlp + shape.sparse_layers * router
+    ends = shape.embedding_parameters + shape.head_parameters + (2 * shape.layers + 1) * hidden  # and the norms
+    return (
+        layers + shape.sparse_layers * shape.experts * expert + ends,
+        layers + shape.sparse_layers * shape.active_experts * expert,
     )
 
 
@@ -283,20 +256,13 @@ def _is_tied(config: Mapping[str, Any], stored: Stored | None) -> bool:
 
 
 def _experts(kind: str, config: Mapping[str, Any], layers: int) -> dict[str, int]:
-    """The expert fields of ModelShape; empty for a dense model."""
-    if kind == "mixtral":
-        return {
-            "experts": config["num_local_experts"],
-            "active_experts": config["num_experts_per_tok"],
-            "expert_intermediate": config["intermediate_size"],
-            "sparse_layers": layers,
-        }
-    if kind == "qwen3_moe":
-        every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-        return {
-            "experts": config["num_experts"] if "num_experts" in config else config["num_local_experts"],
-            "active_experts": config["num_experts_per_tok"],
-            "expert_intermediate": config["moe_intermediate_size"],
-            "sparse_layers": sum((i + 1) % every == 0 and i not in dense for i in range(layers)),
-        }
-    return {}
+    """The expert fields of ModelShape; empty for a dense model, and for a family that is counted from its files."""
+    if kind not in ("mixtral", "qwen3_moe"):
+        return {}
+    every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    return {
+        "experts": config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+        "active_experts": config["num_experts_per_tok"],
+        "expert_intermediate": config["intermediate_size" if kind == "mixtral" else "moe_intermediate_size"],
+        "sparse_layers": sum((i + 1) % every == 0 and i not in dense for i in range(layers)),
+    }

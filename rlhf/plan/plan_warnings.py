@@ -15,8 +15,12 @@ from rlhf.plan.shared_gpus import planned_problems
 from rlhf.plan.text import counted
 
 
-def arithmetic_warnings(config: GRPOConfig) -> Iterator[str]:
-    """Warnings that need no model: those of the config, and learners or engines that would be idle."""
+def arithmetic_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
+    """Warnings that need no model: those of the config, idle learners or engines, too few prompts.
+
+    Args:
+        prompts: rows per epoch, or why they are not known.
+    """
     cluster, rollout, learner = config.cluster, config.rollout, config.learner
     yield from config.warnings()
     for role, training in config.trained_roles():
@@ -41,15 +45,7 @@ def arithmetic_warnings(config: GRPOConfig) -> Iterator[str]:
         )
     if config.algo.kl_coef > 0 and learner.optimizer.lr == 0:
         yield "learner.optimizer.lr=0 with algo.kl_coef above 0: the policy will not change. Set lr."
-
-
-def data_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
-    """A warning if a step takes more prompts than there are.
-
-    Args:
-        prompts: rows per epoch, or why they are not known.
-    """
-    if isinstance(prompts, int) and (problem := too_few_prompts(prompts, config.rollout.prompts_per_step)):
+    if isinstance(prompts, int) and (problem := too_few_prompts(prompts, rollout.prompts_per_step)):
         yield f"{problem} The run will be refused."
 
 

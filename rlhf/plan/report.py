@@ -17,7 +17,7 @@ from rlhf.config.printing import printable
 from rlhf.config.roles import Training
 from rlhf.plan.data_rows import prompts_per_epoch
 from rlhf.plan.gpus import with_gpus_here
-from rlhf.plan.hours import FORWARD_SHARE, Expected, expected
+from rlhf.plan.hours import expected_time
 from rlhf.plan.layout import draw, example_layout
 from rlhf.plan.memory import (
     GIB,
@@ -30,17 +30,22 @@ from rlhf.plan.memory import (
     total,
 )
 from rlhf.plan.model_shape import ModelShape, config_at, model_shape, source_at, stored_tensors
-from rlhf.plan.plan_warnings import arithmetic_warnings, data_warnings, memory_warnings, model_warnings
+from rlhf.plan.plan_warnings import arithmetic_warnings, memory_warnings, model_warnings
 from rlhf.plan.resources import count_gpus
 from rlhf.plan.text import counted, rows, wrapped
 
 
 def print_plan(config: GRPOConfig, *, plan: bool = True, whole_config: bool = False) -> None:
-    """Print the plan, and the config with every default; a pipe that is closed early, as by `head`, is no error."""
+    """Print the plan, and the config with every default."""
     title = f"Plan of run.dir={config.run.dir}; --print-config prints every key with its value\n\n"
     parts = ([title + plan_text(config)] if plan else []) + ([resolved_yaml(config)] if whole_config else [])
+    print_text("\n".join(parts))
+
+
+def print_text(text: str) -> None:
+    """Print a page; a pipe that is closed early, as by `head`, is no error."""
     try:
-        sys.stdout.write(printable("\n".join(parts)))
+        sys.stdout.write(printable(text))
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -56,14 +61,14 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
     stored = stored_tensors(config.model.path) if model is None else None
     model = config_at(config.model.path) if model is None else model
     prompts = prompts_per_epoch(config.data)
-    warnings = [*arithmetic_warnings(config), *data_warnings(config, prompts)]
+    warnings = list(arithmetic_warnings(config, prompts))
     sections = [
         ("Batches", _batches(config, prompts)),
         ("Learning rate", _learning_rate(config)),
         ("Placement", _placement(config, gpu_memory)),
     ]
-    if (hours := expected(config)) is not None:
-        sections.append(("Time, expected", _hours(config, hours)))
+    if time := expected_time(config):
+        sections.append(("Time, expected", rows(*time)))
     if model is None:
         sections.append(("Memory", wrapped("  ", _no_model(config.model.path))))
     else:
@@ -157,23 +162,6 @@ def _placement(config: GRPOConfig, gpu_memory: str) -> list[str]:
         lines.append("  rollout.max_policy_lag=0: engines and learners take turns, so one of the two is always idle.")
     lines.append("  One possible layout. Ray chooses the nodes at the start; the GPUs of one engine are on one node:")
     return [*lines, *draw(nodes)]
-
-
-def _hours(config: GRPOConfig, hours: Expected) -> list[str]:
-    cluster, plan = config.cluster, config.plan
-    speed = f"({counted(cluster.learners, 'learner')} x {plan.learner_tokens_per_second:,g})"
-    how = "sampling at the same time as the rest" if config.rollout.max_policy_lag else "one after the other"
-    forward = f"{counted(hours.passes, 'pass')}, each 1/{round(1 / FORWARD_SHARE)} of an epoch"
-    return rows(
-        ("tokens per step", f"{hours.tokens:,}, of which sampled {hours.sampled:,}"),
-        ("sampling", f"{hours.sampled:,} / ({counted(cluster.engines, 'engine')} x "
-         f"{plan.engine_tokens_per_second:,g}) = {hours.sampling_s:,.1f} s"),
-        ("log-probs", f"{forward} = {hours.logprobs_s:,.1f} s" if hours.passes else "none"),
-        ("update", f"{hours.tokens:,} x {counted(hours.epochs, 'epoch')} / {speed} = {hours.update_s:,.1f} s"),
-        ("one step", f"{hours.step_s:,.1f} s, {how}; transfer, evaluation, checkpoints not included"),
-        ("the run", f"{counted(config.run.steps, 'step')} = {hours.hours:,.1f} hours, "
-         f"{config.run.steps * hours.tokens:,} tokens, {hours.gpu_hours:,.0f} GPU-hours"),
-    )  # fmt: skip
 
 
 def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemory], engine: EngineMemory) -> list[str]:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import subprocess
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from rlhf.config.grpo import GRPOConfig
+from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import Role
+from rlhf.config.sections import LearnersConfig
 from rlhf.plan.text import counted
 
+T = TypeVar("T")
+
 GPU = "GPU"
-LISTING_S = 30.0  # for nvidia-smi, which may have to wake the driver first
 
 
-def check_resources(config: GRPOConfig, available: Mapping[str, float], *, trains: bool = True) -> None:
+def check_resources(config: TrainingProgramConfig, available: Mapping[str, float], *, trains: bool = True) -> None:
     """Refuse a run that asks for more CPUs or GPUs than exist; the message names both numbers.
 
     Args:
@@ -32,17 +31,21 @@ def check_resources(config: GRPOConfig, available: Mapping[str, float], *, train
     cpus, have = sum(role.count * role.cpus for role in roles), available.get("CPU", 0.0)
     if cpus > have:
         raise ValueError(
-            f"cluster: {named} reserve {cpus:g} CPUs (cluster.cpus_per_engine={cluster.cpus_per_engine:g}, "
-            f"cluster.cpus_per_learner={cluster.cpus_per_learner:g}), but there are {have:g}. Ask for fewer, or lower "
-            "the reservations."
+            f"cluster: {named} reserve {cpus:g} CPUs ({_values(cluster, 'cpus_per_engine', 'cpus_per_learner')}), but "
+            f"there are {have:g}. Ask for fewer, or lower the reservations."
         )
     gpus, have = count_gpus(roles), available.get(GPU, 0.0)
     if gpus > have:
         raise ValueError(
-            f"cluster.device=cuda: {named} (cluster.tensor_parallel={cluster.tensor_parallel}) ask for {gpus} GPUs, "
+            f"cluster.device=cuda: {named} ({_values(cluster, 'learners', 'tensor_parallel')}) ask for {gpus} GPUs, "
             f"but there are {have:g}. Ask for fewer, or put the run on CPU with `--config configs/cpu.yaml` after your "
             "own."
         )
+
+
+def _values(cluster: LearnersConfig, *keys: str) -> str:
+    """The keys that the program has, with their values."""
+    return ", ".join(f"cluster.{key}={getattr(cluster, key):g}" for key in keys if hasattr(cluster, key))
 
 
 def count_gpus(roles: Sequence[Role]) -> int:
@@ -50,7 +53,7 @@ def count_gpus(roles: Sequence[Role]) -> int:
     return sum(role.count * role.gpus for role in roles)
 
 
-def joins_a_cluster(config: GRPOConfig) -> bool:
+def joins_a_cluster(config: TrainingProgramConfig) -> bool:
     """Whether the run uses a running Ray cluster (cluster.ray_address or RAY_ADDRESS), not just this machine."""
     return bool(config.cluster.ray_address or os.environ.get("RAY_ADDRESS"))
 
@@ -61,21 +64,24 @@ def local_resources() -> dict[str, float]:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; without it, all of this machine."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
-    return [str(index) for index in range(_count_gpus())]
+    return with_nvml(lambda nvml: [str(index) for index in range(nvml.nvmlDeviceGetCount())])
 
 
-def _count_gpus() -> int:
-    """All GPUs of this machine."""
-    proc = Path("/proc/driver/nvidia/gpus")
-    if proc.is_dir():
-        return len(list(proc.iterdir()))
-    if shutil.which("nvidia-smi"):
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # a broken driver offers no GPU
-            command = ["nvidia-smi", "-L"]
-            listing = subprocess.run(command, capture_output=True, text=True, timeout=LISTING_S, check=False)
-            return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-    return 0
+def with_nvml(read: Callable[[Any], list[T]]) -> list[T]:
+    """What NVML says; nothing without its package, which an installation for GPUs has, or if the driver fails."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+        try:
+            return read(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return []

@@ -16,8 +16,8 @@ def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
     if not any(part.is_user_function for part in reward.all_parts) or reward.failure_fraction == 1:
         return []
     # imported here, so that --plan needs no numpy
+    from rlhf.answers.extract import alternatives, gold_answer
     from rlhf.data.load import first_usable
-    from rlhf.rewards.answers.extract import alternatives, gold_answer
     from rlhf.rewards.scorer import Scorer
 
     kinds: tuple[Literal["train", "eval"], ...] = ("train", "eval") if trains else ("eval",)

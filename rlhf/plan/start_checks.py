@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.model_folder import looks_local
-from rlhf.config.roles import CRITIC, REWARD_MODEL
-from rlhf.data.hub_reachable import hub_problems
+from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.model_checks import check_model_files, model_problems
-from rlhf.data.read import check_source, config_sources, local_path
+from rlhf.data.model_files import hub_silence, local_model_config
+from rlhf.data.read import check_source, config_sources
 from rlhf.plan.local_machine import machine_problems
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model_shape import shape_at
@@ -22,9 +22,14 @@ from rlhf.plan.reward_trial import reward_problems
 
 
 def start_problems(config: GRPOConfig) -> list[str]:
-    """Reasons to refuse a training run: data, models, run folder and its disk, CPUs and GPUs, the user's rewards."""
+    """Reasons to refuse a training run with rollouts: those of any run, and the user's rewards."""
+    return run_problems(config) + reward_problems(config)
+
+
+def run_problems(config: TrainingProgramConfig) -> list[str]:
+    """Reasons to refuse a training run: data, models, run folder and its disk, CPUs and GPUs."""
     machine = _gather(lambda: _check_run_folder(config), lambda: _check_local_resources(config))
-    return input_problems(config) + machine + reward_problems(config)
+    return input_problems(config) + machine
 
 
 def evaluation_problems(config: GRPOConfig) -> list[str]:
@@ -33,18 +38,28 @@ def evaluation_problems(config: GRPOConfig) -> list[str]:
     return input_problems(config, trains=False) + resources + reward_problems(config, trains=False)
 
 
-def input_problems(config: GRPOConfig, *, trains: bool = True, with_data: bool = True) -> list[str]:
+def input_problems(config: TrainingProgramConfig, *, trains: bool = True, with_data: bool = True) -> list[str]:
     """Data and models that are missing, or that do not fit the config."""
     kinds = (("eval", "train") if trains else ("eval",)) if with_data else ()
     sources = {key: source for which in kinds for key, source in config_sources(config.data, which).items()}
     problems = _gather(*(partial(check_source, source, key) for key, source in sources.items()))
     for role in config.roles(trains=trains):
-        generates = role.name not in (CRITIC, REWARD_MODEL)
-        problems += _gather(partial(check_model_files, role.model, key=role.model_key, generates=generates))
+        problems += _gather(partial(check_model_files, role.model, key=role.model_key, generates=not role.scalar))
     problems += _gather(lambda: _check_models(config, trains=trains))
-    models = {role.model_key: role.model for role in config.roles(trains=trains) if not looks_local(role.model)}
-    data = {key: source.path for key, source in sources.items() if local_path(source) is None}
-    return list(dict.fromkeys(problems + hub_problems(models, data)))
+    problems += _hub_problems({role.model_key: role.model for role in config.roles(trains=trains)})
+    return list(dict.fromkeys(problems))
+
+
+def _hub_problems(models: Mapping[str, str]) -> list[str]:
+    """A message for each model, by its key, that only the hub has, if the hub does not answer."""
+    absent = {key: name for key, name in models.items() if not looks_local(name) and local_model_config(name) is None}
+    if not absent or not (reason := hub_silence()):
+        return []
+    return [
+        f"{key}={name}: there is no such folder, the cache of this machine does not have it, and the hub cannot be "
+        f"asked ({reason}). Name a local folder, or fetch it where the hub answers: hf download {name}"
+        for key, name in absent.items()
+    ]
 
 
 def _gather(*checks: Callable[[], None]) -> list[str]:
@@ -58,12 +73,12 @@ def _gather(*checks: Callable[[], None]) -> list[str]:
     return problems
 
 
-def _check_models(config: GRPOConfig, *, trains: bool) -> None:
+def _check_models(config: TrainingProgramConfig, *, trains: bool) -> None:
     if problems := model_problems(config, trains=trains):  # raises where a config.json is not JSON
         raise ValueError("\n".join(problems))
 
 
-def _check_local_resources(config: GRPOConfig, *, trains: bool = True) -> None:
+def _check_local_resources(config: TrainingProgramConfig, *, trains: bool = True) -> None:
     if joins_a_cluster(config):
         return
     resources = _gather(lambda: check_resources(config, local_resources(), trains=trains))
@@ -71,13 +86,13 @@ def _check_local_resources(config: GRPOConfig, *, trains: bool = True) -> None:
         raise ValueError("\n".join(problems))
 
 
-def existing_folder(config: GRPOConfig) -> Path:
+def existing_folder(config: TrainingProgramConfig) -> Path:
     """run.dir, or the nearest folder above it that exists."""
     run_dir = Path(config.run.dir).absolute()
     return next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
 
 
-def run_bytes(config: GRPOConfig, *, written: int = 0) -> int | None:
+def run_bytes(config: TrainingProgramConfig, *, written: int = 0) -> int | None:
     """The most that a run writes: its checkpoints (`checkpoint.most`) and the exported model.
 
     Args:
@@ -94,7 +109,7 @@ def run_bytes(config: GRPOConfig, *, written: int = 0) -> int | None:
     return checkpoints * checkpoint + config.run.export * BYTES[config.model.dtype] * policy.parameters
 
 
-def _check_run_folder(config: GRPOConfig) -> None:
+def _check_run_folder(config: TrainingProgramConfig) -> None:
     """Raises ValueError if the run folder cannot be written, or if its disk has no room for the checkpoints."""
     folder = existing_folder(config)
     if not folder.is_dir():

@@ -2,10 +2,9 @@
 // Unpacks the data, draws charts when they come into view, and filters the rollouts. All text of a run is put into the
 // page with textContent, never as HTML.
 const $ = (id) => document.getElementById(id);
-const COLORS = {
-  light: ["#0072b2", "#d55e00", "#009e73", "#a6498f", "#8a6d00", "#3f7fb5", "#5b5b5b", "#7a3e9d"],
-  dark: ["#56b4e9", "#ff9e5e", "#3ddca4", "#e08fc6", "#f0e442", "#8fc1ff", "#c7c7c7", "#c79bf2"],
-};
+const COLORS = matchMedia("(prefers-color-scheme: dark)").matches
+  ? ["#56b4e9", "#ff9e5e", "#3ddca4", "#e08fc6", "#f0e442", "#8fc1ff", "#c7c7c7", "#c79bf2"]
+  : ["#0072b2", "#d55e00", "#009e73", "#a6498f", "#8a6d00", "#3f7fb5", "#5b5b5b", "#7a3e9d"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 const ROWS_SHOWN = 50;
 const shownRuns = new Set();
@@ -24,9 +23,8 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
-const theme = () => document.documentElement.dataset.theme;
-const color = (run) => COLORS[theme()][run % COLORS.light.length];
-const dot = (run) => { const made = element("span", { className: "dot" }); made.dataset.run = run; made.style.background = color(run); return made; };
+const color = (run) => COLORS[run % COLORS.length];
+const dot = (run) => { const made = element("span", { className: "dot" }); made.style.background = color(run); return made; };
 const nameOf = (run) => element("span", {}, dot(run), data.runs[run].name);
 const known = (values) => (values || []).filter((v) => v !== null);
 const short = (value) => typeof value !== "number" ? (value ?? "-") : String(+value.toPrecision(4));
@@ -161,12 +159,6 @@ function draw(plot) {
   Plotly.react(plot, drawn, layout(plot.panel, drawn), SETTINGS);
 }
 
-function describe(panel) {
-  return data.runs.flatMap((run) => panel.metrics.map((metric) => [run, metric, known(run.series[metric])]))
-    .filter(([, , values]) => values.length)
-    .map(([run, metric, values]) => `${run.name} ${metric} from ${short(values[0])} to ${short(values.at(-1))}`).join("; ");
-}
-
 function showCharts() {
   const seen = new IntersectionObserver((entries) => entries.forEach((entry) => {
     entry.target.visible = entry.isIntersecting;
@@ -175,7 +167,7 @@ function showCharts() {
   const add = (grid, title, unit, properties) => {
     const plot = Object.assign(element("div", { className: "plot" }), properties);
     plot.setAttribute("role", "img");
-    plot.setAttribute("aria-label", `${title}: ${properties.label}`);
+    plot.setAttribute("aria-label", title);
     const card = element("div", { className: "card" }, element("h3", {}, title, element("small", { textContent: unit })), plot);
     grid.append(card);
     seen.observe(plot);
@@ -183,17 +175,14 @@ function showCharts() {
   };
   data.sections.forEach(({ title, panels }) => {
     const grid = element("div", { className: "grid" });
-    if (title === "Speed") {
-      const label = data.runs.map((run) => `${run.name}: ${Object.entries(run.seconds).map(([p, s]) => `${p} ${s} s`).join(", ")}`).join("; ");
-      add(grid, "Where the time went", "s", { label, draw() { drawTime(this); } }).classList.add("wide-card");
-    }
+    if (title === "Speed") add(grid, "Where the time went", "s", { draw() { drawTime(this); } }).classList.add("wide-card");
     const healthy = (panel) => {
       const same = new Set(panel.metrics.map((metric) => panel.healthy[metric]?.words)).size === 1;
       return [...new Set(Object.entries(panel.healthy).map(([metric, range]) =>
         `healthy${same ? "" : ` ${metric.split("/").slice(1).join("/")}`}: ${range.words}`))].join(", ");
     };
     panels.forEach((panel) => add(grid, panel.title, [panel.metrics.length === 1 && panel.metrics[0] !== panel.title ? panel.metrics[0] : "", panel.unit, healthy(panel)].filter(Boolean).join(", "),
-      { panel, section: title, label: describe(panel), draw() { draw(this); } }));
+      { panel, section: title, draw() { draw(this); } }));
     $("charts").append(element("section", { id: title.toLowerCase().replace(/\W+/g, "-") }, element("h2", { textContent: title }), grid));
   });
 }
@@ -209,7 +198,6 @@ function drawTime(plot) {
 
 function redraw() {
   document.querySelectorAll(".plot").forEach((plot) => { plot.stale = !plot.visible; if (plot.visible) plot.draw(); });
-  document.querySelectorAll(".dot").forEach((made) => { made.style.background = color(+made.dataset.run); });
 }
 
 // --- rollouts ---
@@ -278,14 +266,6 @@ function showRows() {
   $("rows").replaceChildren(element("thead", {}, element("tr", {}, ...head.map((h) => element("th", { scope: "col", textContent: h })))), element("tbody", {}, ...rows));
 }
 
-function moveFocus(event) {
-  const buttons = [...$("rows").querySelectorAll("button")], at = buttons.indexOf(document.activeElement);
-  const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: buttons.length - 1 }[event.key];
-  if (at < 0 || to === undefined) return;
-  event.preventDefault();
-  buttons[Math.max(0, Math.min(to, buttons.length - 1))].focus();
-}
-
 function turnPage(by) { firstRow = Math.max(0, firstRow + by * ROWS_SHOWN); showRows(); }
 
 // --- one group ---
@@ -322,11 +302,6 @@ function showGroup(group) {
 
 // --- start ---
 
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  $("theme").textContent = name === "dark" ? "Light" : "Dark";
-}
-
 function connect() {
   data.runs.forEach((run, i) => {
     shownRuns.add(i);
@@ -336,22 +311,15 @@ function connect() {
   });
   $("axis").addEventListener("change", redraw);
   $("smoothing").addEventListener("input", redraw);
-  $("theme").addEventListener("click", () => { setTheme(theme() === "dark" ? "light" : "dark"); redraw(); });
   $("previous").addEventListener("click", () => turnPage(-1));
   $("next").addEventListener("click", () => turnPage(1));
-  $("rows").addEventListener("keydown", moveFocus);
   $("shade").addEventListener("change", () => showGroup(openGroup));
   $("earlier").addEventListener("click", () => showGroup(openGroup - 1));
   $("later").addEventListener("click", () => showGroup(openGroup + 1));
-  $("group").addEventListener("keydown", (event) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (by && event.target.tagName !== "SELECT") showGroup(openGroup + by);
-  });
   $("close").addEventListener("click", () => $("group").close());
 }
 
 async function start() {
-  setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   data = JSON.parse(await unpack("metrics-data"));
   connect();
   showSummary();

@@ -14,8 +14,15 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys, stored_values, validated
 from rlhf.config.ppo import PPOConfig
+from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.reward_model import RewardTrainingConfig
+from rlhf.config.sft import SFTConfig
 from rlhf.log.sinks import Row, read_rows, read_summary
 from rlhf.rewards.grade import NO_ANSWER
+
+SCHEMAS: dict[str, type[TrainingProgramConfig]] = {
+    schema.program: schema for schema in (GRPOConfig, PPOConfig, SFTConfig, RewardTrainingConfig)
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class RunFiles:
     @property
     def program(self) -> str:
         if "rollout.prompts_per_step" not in self.config:
-            return "reward_model"
+            return "sft" if "learner.sequences_per_update" in self.config else "reward_model"
         return "ppo" if any(key.startswith("critic.") for key in self.config) else "grpo"
 
     @property
@@ -62,9 +69,8 @@ class RunFiles:
 
     def planned_learning_rates(self) -> dict[int, float]:
         """By training step, the rate of the policy's last update in it; empty if the config is of another version."""
-        schema = PPOConfig if self.program == "ppo" else GRPOConfig
         try:
-            training = validated(schema, stored_values(_config_file(self.path))).training
+            training = validated(SCHEMAS[self.program], stored_values(_config_file(self.path))).training
         except ValueError:
             return {}
         arguments = training.schedule_arguments
@@ -98,9 +104,10 @@ def read_groups(file: Path) -> Iterator[list[Row]]:
 
 def conversation(row: Row) -> str:
     """What the model was asked: the prompt, and each message by its role where there are several."""
-    context = row.get("context", ())  # rows of older runs have none
-    messages = [*context, {"role": "user", "content": row["prompt"]}] if context else ()
-    return "\n\n".join(f"{each['role']}: {each['content']}" for each in messages) or row["prompt"]
+    if not row["context"]:
+        return str(row["prompt"])
+    messages = [*row["context"], {"role": "user", "content": row["prompt"]}]
+    return "\n\n".join(f"{each['role']}: {each['content']}" for each in messages)
 
 
 def states_no_answer(row: Row) -> bool:

@@ -1,4 +1,4 @@
-"""The grade of one response by one reward: the type that workers, pool and scorer share."""
+"""The grade of one response: the type that workers, pool and scorer share, up to the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ DIED = "died"  # the process crashed, or ran out of memory
 UNSCORABLE = "unscorable"  # a user function returned None
 FAILED = "failed"  # an exception, or a user function returned something that is not a number
 
-PLAIN_KEYS = 3  # number of keys in most messages: value, status and extracted
 STATUSES = (OK, NO_ANSWER, BAD_GOLD, TIMEOUT, DIED, UNSCORABLE, FAILED)
 
 
@@ -32,14 +31,15 @@ def count_answers(samples: Iterable[ScoredRollout]) -> tuple[int, int]:
 
 
 class Grade(NamedTuple):
-    """One reward of one response.
+    """What one response is worth: by one part of the reward, as the processes of the pool say, or by all of it.
 
     Attributes:
-        value: the reward; None if there is none.
-        status: one of STATUSES.
+        value: the reward; None if there is none, and then the response is unscorable.
+        status: one of STATUSES; of the whole reward, that of the first part that is not ok.
         extracted: the answer that was graded, "" if the response states none.
         detail: the reason of a failure, "" without one.
-        metrics: further numbers of a user function, which are logged.
+        metrics: further numbers of a user function, which are logged; of the whole reward, the value of every part by
+            name, before its weight, and these numbers as `part/number`.
         group: one grade per response, from a function that grades a whole group.
     """
 
@@ -47,27 +47,18 @@ class Grade(NamedTuple):
     status: str = OK
     extracted: str = ""
     detail: str = ""
-    metrics: Mapping[str, float] = MappingProxyType({})
+    metrics: Mapping[str, float | None] = MappingProxyType({})
     group: tuple[Grade, ...] = ()
 
     def as_message(self, limit: int) -> dict[str, Any]:
         """JSON for the driver; `limit` is the longest text, in characters."""
-        message: dict[str, Any] = {"value": self.value, "status": self.status, "extracted": self.extracted[:limit]}
-        if self.detail:
-            message["detail"] = self.detail[:limit]
-        if self.metrics:
-            message["metrics"] = dict(self.metrics)
-        if self.group:
-            message["group"] = [grade.as_message(limit) for grade in self.group]
-        return message
+        cut = {"extracted": self.extracted[:limit], "detail": self.detail[:limit], "metrics": dict(self.metrics)}
+        return {**self._asdict(), **cut, "group": [grade.as_message(limit) for grade in self.group]}
 
     @staticmethod
     def from_message(message: dict[str, Any]) -> Grade:
         """Read `as_message`. Raises KeyError, TypeError or ValueError if a worker sent anything else."""
         value = None if message["value"] is None else float(message["value"])
-        plain = Grade(value, str(message["status"]), str(message["extracted"]))
-        if len(message) == PLAIN_KEYS:
-            return plain
-        metrics = {str(name): float(number) for name, number in message.get("metrics", {}).items()}
-        group = tuple(map(Grade.from_message, message.get("group", ())))
-        return plain._replace(detail=str(message.get("detail", "")), metrics=metrics, group=group)
+        status, extracted, detail = (str(message[name]) for name in ("status", "extracted", "detail"))
+        metrics = {str(name): float(number) for name, number in dict(message["metrics"]).items()}
+        return Grade(value, status, extracted, detail, metrics, tuple(map(Grade.from_message, message["group"])))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from rlhf.answers.clean import clean, option_letter
+from rlhf.answers.compare import CYCLES, compare
+from rlhf.answers.copied import is_copied, without_words_of_prompt
+from rlhf.answers.extract import NOT_AN_ANSWER, extract, gold_answer
+from rlhf.answers.node import UnsupportedError
+from rlhf.answers.quantity import Tolerance
+from rlhf.answers.tree import parse
+from rlhf.answers.words import is_prose, meaning_of, same_clock_time, unwrapped
 from rlhf.config.reward import MathOptions
-from rlhf.rewards.answers.clean import clean, option_letter
-from rlhf.rewards.answers.compare import CYCLES, compare
-from rlhf.rewards.answers.copied import is_copied, without_words_of_prompt
-from rlhf.rewards.answers.curves import is_equation_of_curve
-from rlhf.rewards.answers.errors import UnsupportedError
-from rlhf.rewards.answers.extract import NOT_AN_ANSWER, extract, gold_answer
-from rlhf.rewards.answers.tree import parse
-from rlhf.rewards.answers.words import is_prose, meaning_of, same_clock_time, unwrapped
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
 
 DECIMAL_COMMA = re.compile(r"(?<=\d),(?=\d)")
@@ -47,8 +47,6 @@ def math_reward(response: str, gold: str, options: MathOptions, prompt: str = ""
     grade = grade_answer(stated, wanted, options)
     if not grade.value and (answer := without_words_of_prompt(stated, prompt)):
         grade = grade_answer(answer, wanted, options)._replace(extracted=stated)
-    if not grade.value and is_equation_of_curve(stated, prompt, wanted) and compare(stated, wanted):
-        return grade._replace(value=1.0)
     if grade.value and options.must_be_evaluated and is_copied(stated, wanted, prompt):
         return grade._replace(value=0.0)
     if grade.value and ORDERED.search(prompt) and not _in_same_order(stated, wanted, options):
@@ -62,8 +60,13 @@ def _in_same_order(stated: str, wanted: str, options: MathOptions) -> bool:
     for separator in SEPARATORS:
         given, known = (separator.split(text) for text in texts)
         if len(given) == len(known) > 1:
-            return all(compare(*pair, tolerance=options.tolerance) for pair in zip(given, known, strict=True))
+            return all(compare(*pair, tolerance=_tolerance(options)) for pair in zip(given, known, strict=True))
     return True
+
+
+def _tolerance(options: MathOptions) -> Tolerance | None:
+    near = options.tolerance
+    return None if near is None else Tolerance(near.relative, near.absolute)
 
 
 @lru_cache(maxsize=4096)
@@ -77,7 +80,7 @@ def grade_answer(stated: str, wanted: str, options: MathOptions) -> Grade:
     """Compare an extracted answer with the gold answer."""
     if max(len(stated), len(wanted)) > MAX_ANSWER_CHARACTERS:
         return Grade(float(stated.split() == wanted.split()), extracted=stated)
-    verdict = compare(stated, wanted, must_be_evaluated=options.must_be_evaluated, tolerance=options.tolerance)
+    verdict = compare(stated, wanted, must_be_evaluated=options.must_be_evaluated, tolerance=_tolerance(options))
     if not verdict and (problem := _problem(clean(wanted))):
         return Grade(None, BAD_GOLD, stated, problem)
     return Grade(float(verdict), extracted=stated)

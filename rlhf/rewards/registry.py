@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from rlhf.answers.extract import alternatives, gold_answer
 from rlhf.config.reward import OPTIONS_OF_REWARD
-from rlhf.rewards.answers.extract import alternatives, gold_answer
 from rlhf.rewards.confinement import NO_FILE, NO_NETWORK, NO_SHARED_MEMORY
 from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward
@@ -42,8 +42,6 @@ NO_DEBUGGER = (
     "print(): the lines reach the log. `rlhf score FILE --reward NAME` tries it on a file"
 )
 AS_GROUP = "Set `group: true` next to its name if it takes all responses to a prompt and returns a list, as TRL's do"
-
-__all__ = ["REWARDS", "call_waiting_function", "load_user_function", "run", "waits"]
 
 
 def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> Grade:
@@ -165,8 +163,6 @@ def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Gra
     """Call `function(response, answer=, columns=, metadata=, **options)` and check what it returns."""
     try:
         result = _start(function, job)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_finish(result))
     except MemoryError:
         raise
     except BaseException as error:
@@ -270,7 +266,3 @@ def _failed(function: Callable[..., Any], problem: str, error: BaseException | N
     if not locations and inspect.isfunction(unwrapped):
         locations = [f"{unwrapped.__code__.co_filename}:{unwrapped.__code__.co_firstlineno}: "]
     return Grade(None, FAILED, detail="".join(locations[-1:]) + problem)
-
-
-async def _finish(result: Any) -> Any:
-    return await result

@@ -1,4 +1,4 @@
-"""The rewards as the training loop uses them: one response in, one number and its parts out.
+"""The rewards as the training loop uses them: responses in, graded responses out.
 
 Each part is a job of its own in the pool, so a part that hangs costs only its own share of the reward. A response is
 scored as soon as it arrives, at the same time as any number of others.
@@ -7,59 +7,28 @@ scored as soon as it arrives, at the same time as any number of others.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS
 from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.rewards.confinement import Grants
-from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, OK, TIMEOUT, UNSCORABLE, Grade
+from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, OK, STATUSES, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.jobs import Batch
 from rlhf.rewards.output import to_stderr
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.processes import default_workers
-from rlhf.types import Prompt
+from rlhf.types import Prompt, Rollout, ScoredRollout
 
-MAX_WAITING_CHECKS = 4096  # gold answers in the pool at the same time: a data set may have millions
+MAX_CHECKS_AT_ONCE = 4096  # gold answers in the pool at the same time: a data set may have millions
 MAX_ERRORS_KEPT, MAX_ERRORS_SHOWN = 1000, 5  # distinct errors of a part: a message may contain the response
 FAILURES = (FAILED, TIMEOUT, DIED)
 GRADED_AGAINST_GOLD = ("math", "gsm8k", "multiple_choice", "exact", "f1")
 READS_ANSWERS = (*GRADED_AGAINST_GOLD, "format")
-
-
-@dataclass(frozen=True)
-class Score:
-    """The reward of one response.
-
-    Attributes:
-        reward: weighted sum of the parts; None when a part has no value, and then the response is unscorable.
-        parts: value of every part by name, before its weight, and `part/metric` of user functions.
-        status: of the first part that is not ok, or ok.
-        extracted: the answer that was graded, "" if the response states none.
-    """
-
-    reward: float | None
-    parts: dict[str, float | None]
-    status: str
-    extracted: str
-
-
-class Response(NamedTuple):
-    """A decoded response without its prompt; why it ended (stop, length or abort); its sampled tokens."""
-
-    text: str
-    finish_reason: str
-    response_length: int
-
-
-class Graded(NamedTuple):
-    score: float
-    extracted: str
-    status: str
 
 
 class BadGold(NamedTuple):
@@ -78,14 +47,13 @@ class Scorer:
 
     Raises:
         ValueError: a user function cannot be imported, or a variable or file that it is to get is not there.
-        RuntimeError: by every `score` after the user functions have failed more often than the config allows.
+        RuntimeError: by every call after the user functions have failed more often than the config allows.
     """
 
     def __init__(self, config: RewardConfig, *, say: Callable[[str], None] = to_stderr) -> None:
         self.config = config
         self.counters: Counter[str] = Counter()
         self._counted: dict[tuple[int, str], Counter[str]] = {}  # by epoch and id of a prompt
-        self._calls: Counter[str] = Counter()
         self._errors: dict[str, Counter[str]] = defaultdict(Counter)  # by part: error -> how often
         self._reported: dict[str, set[str]] = defaultdict(set)  # by part: errors that new_errors has returned
         self._over_budget = ""
@@ -148,23 +116,22 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def score(self, prompt: Prompt, text: str, *, finish_reason: str, response_length: int) -> Score:
-        """Score one response by itself; its text never raises an exception."""
-        (score,) = await self.score_group(prompt, [Response(text, finish_reason, response_length)])
-        return score
-
-    async def score_group(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
-        """Score the responses to one prompt: each by itself, or, where a part says `group`, all in one call."""
+    async def score_group(
+        self, prompt: Prompt, rollouts: Sequence[Rollout], texts: Sequence[str]
+    ) -> tuple[ScoredRollout, ...]:
+        """Grade the responses to one prompt: each by itself, or, where a part says `group`, all in one call."""
         parts = self.config.parts_of(prompt.source)
-        metadata = [_metadata(prompt, *response[1:]) for response in responses]
-        texts = [response.text for response in responses]
+        metadata = [_metadata(prompt, rollout.finish_reason, rollout.response_length) for rollout in rollouts]
         futures = [self._submit(part, texts, prompt.answer, prompt.columns, metadata) for part in parts]
         columns = [[await asyncio.wrap_future(future) for future in many] for many in futures]
-        grades = [_of_each(column, len(responses)) for column in columns]
+        by_part = [_of_each(column, len(texts)) for column in columns]
         before = self.counters.copy()
-        scores = [self._combine(parts, [column[row] for column in grades], prompt.id) for row in range(len(responses))]
+        grades = [self._combine(parts, [column[row] for column in by_part], prompt.id) for row in range(len(texts))]
         self._counted[prompt.epoch, prompt.id] = self.counters - before
-        return scores
+        return tuple(
+            ScoredRollout(rollout, text, grade.extracted, grade.value, dict(grade.metrics), grade.status)
+            for rollout, text, grade in zip(rollouts, texts, grades, strict=True)
+        )
 
     def try_functions(self, prompt: Prompt, responses: Sequence[str]) -> dict[str, str]:
         """Grade the first response, or all as a group, by each user function; its error by its name. Counts nothing."""
@@ -183,62 +150,46 @@ class Scorer:
         golds: Sequence[str | Sequence[str]],
         columns: Sequence[dict[str, Any]] | None = None,
     ) -> list[Batch]:
-        """Start to grade responses by every part, a batch for each part; `graded_batch` waits for the results."""
-        if self._over_budget:
-            raise RuntimeError(self._over_budget)
-        rows = list(zip(responses, golds, columns or [{}] * len(golds), strict=True))
-        return [
-            self._pool_of(part).submit_many([self._file_job(part, *row) for row in rows]) for part in self.config.parts
-        ]
-
-    def graded_batch(self, batches: Sequence[Batch], *, first_row: int = 0) -> list[Graded]:
-        """Wait for the results of `submit_batch`, in order; an unscorable response has score 0.
-
-        An error names the row on which a user function failed.
-        """
-        columns = [batch.result() for batch in batches]
-        scores = (
-            self._combine(self.config.parts, [_of_each([grade], 1)[0] for grade in grades], f"row {row}")
-            for row, grades in enumerate(zip(*columns, strict=True), first_row)
-        )
-        return [Graded(score.reward or 0.0, score.extracted, score.status) for score in scores]
-
-    def submit(
-        self, response: str, gold: str | Sequence[str], columns: dict[str, Any] | None = None
-    ) -> list[Future[Grade]]:
-        """Start to grade one response by every part.
+        """Start to grade responses by every part, a batch for each part; `graded_batch` waits for the results.
 
         Args:
-            gold: the answer, or a list of acceptable answers.
+            golds: of each response the answer, or a list of acceptable answers.
         """
-        parts = self.config.parts
-        return [self._pool_of(part).submit(self._file_job(part, response, gold, columns or {})) for part in parts]
+        if self._over_budget:
+            raise RuntimeError(self._over_budget)
+        rows = [
+            ([text], gold if isinstance(gold, str) else json.dumps(list(gold)), row, [_no_metadata(text, row)])
+            for text, gold, row in zip(responses, golds, columns or [{}] * len(golds), strict=True)
+        ]
+        return [
+            self._pool_of(part).submit_many([job for row in rows for job in _jobs(part, *row)])
+            for part in self.config.parts
+        ]
 
-    def _file_job(
-        self, part: RewardPart, response: str, gold: str | Sequence[str], columns: dict[str, Any]
-    ) -> dict[str, Any]:
-        """The job of a row of a file, where a group is one response."""
-        needed = part.name in ("length", *READS_ANSWERS) or part.is_user_function
-        metadata = _no_metadata(response, columns) if needed else None
-        job = _job(part, gold if isinstance(gold, str) else json.dumps(list(gold)), columns, metadata)
-        if part.group:
-            return {**job, "responses": [response], "metadata": [metadata]}
-        job["response"] = response
-        return job
+    def graded_batch(self, batches: Sequence[Batch], *, first_row: int = 0) -> list[Grade]:
+        """Wait for the results of `submit_batch`, in order. An error names the row on which a user function failed."""
+        columns = [batch.result() for batch in batches]
+        return [
+            self._combine(self.config.parts, [_of_each([grade], 1)[0] for grade in grades], f"row {row}")
+            for row, grades in enumerate(zip(*columns, strict=True), first_row)
+        ]
 
     def check_gold(self, prompts: Iterable[Prompt]) -> list[BadGold]:
         """Grade every gold answer as if it were the response, and return the rows where that fails."""
-        bad: list[BadGold] = []
-        waiting: deque[tuple[Prompt, RewardPart, Future[Grade]]] = deque()
-        for prompt in prompts:
-            for part in self.config.parts_of(prompt.source):
-                if part.name in GRADED_AGAINST_GOLD:
-                    job = {**_job(part, prompt.answer, {}, _no_metadata("", {})), "response": ""}
-                    waiting.append((prompt, part, self.pool.submit({**job, "check": True})))
-            while len(waiting) > MAX_WAITING_CHECKS:
-                bad += _bad_gold(*waiting.popleft())
-        while waiting:
-            bad += _bad_gold(*waiting.popleft())
+        asked = (
+            (prompt, part)
+            for prompt in prompts
+            for part in self.config.parts_of(prompt.source)
+            if part.name in GRADED_AGAINST_GOLD
+        )
+        bad = []
+        while some := list(itertools.islice(asked, MAX_CHECKS_AT_ONCE)):
+            jobs = [_jobs(part, [""], prompt.answer, {}, [_no_metadata("", {})])[0] for prompt, part in some]
+            batch = self.pool.submit_many([{**job, "check": True} for job in jobs])
+            for (prompt, part), grade in zip(some, batch.result(), strict=True):
+                if grade.status != OK or grade.value != 1.0:
+                    reason = grade.detail or f"{grade.status}, graded {grade.value} against itself"
+                    bad.append(BadGold(prompt.id, prompt.answer, f"{part.name}: {reason}"))
         return bad
 
     def counted_besides(self, prompts: Iterable[Prompt]) -> dict[str, int]:
@@ -250,23 +201,21 @@ class Scorer:
     def restore(self, counters: Mapping[str, int]) -> None:
         """Continue the counters of a resumed run."""
         self.counters.update(counters)
-        for name, count in counters.items():
-            self._calls[name.rsplit("/", 1)[0]] += count
 
     def failures(self, part: RewardPart) -> str:
         """How many calls of a part failed, then its most frequent errors, one per line; "" if no call failed."""
-        failed = self._failed(part.name)
+        failed = self._calls(part, FAILURES)
         if not failed:
             return ""
         shown = self._errors[part.name].most_common(MAX_ERRORS_SHOWN)
         more = failed - sum(count for _, count in shown)
-        lines = [f"reward {part.name}: {failed} of {self._calls[part.name]} calls failed"]
+        lines = [f"reward {part.name}: {failed} of {self._calls(part)} calls failed"]
         lines += [f"  {count} x {error}" for error, count in shown]
         return "\n".join([*lines, *([f"  {more} x other errors"] if more else [])])
 
     def failed_always(self, part: RewardPart) -> bool:
         """Whether a part was called, and every call failed."""
-        return 0 < self._calls[part.name] == self._failed(part.name)
+        return 0 < self._calls(part) == self._calls(part, FAILURES)
 
     def new_errors(self) -> list[str]:
         """Errors of user functions that were not returned before, at most a few per function."""
@@ -276,13 +225,11 @@ class Scorer:
             for error, count in self._errors[part.name].most_common() if part.is_user_function else ():
                 if error not in reported and len(reported) < MAX_ERRORS_SHOWN:
                     reported.add(error)
-                    messages.append(
-                        f"reward {part.name}: {count} of {self._calls[part.name]} calls failed with {error}"
-                    )
+                    messages.append(f"reward {part.name}: {count} of {self._calls(part)} calls failed with {error}")
         return messages
 
-    def _failed(self, name: str) -> int:
-        return sum(self.counters[f"{name}/{status}"] for status in FAILURES)
+    def _calls(self, part: RewardPart, statuses: Sequence[str] = STATUSES) -> int:
+        return sum(self.counters[f"{part.name}/{status}"] for status in statuses)
 
     def _submit(
         self,
@@ -295,13 +242,10 @@ class Scorer:
         """Start to grade responses by one part: a future for each, or one for all of them."""
         if self._over_budget:
             raise RuntimeError(self._over_budget)
-        if part.group:
-            return [self._pool_of(part).submit({**_job(part, answer, columns, metadata), "responses": texts})]
-        jobs = [_job(part, answer, columns, about) for about in metadata]
-        pool = self._pool_of(part)
-        return [pool.submit({**job, "response": text}) for text, job in zip(texts, jobs, strict=True)]
+        return [self._pool_of(part).submit(job) for job in _jobs(part, texts, answer, columns, metadata)]
 
-    def _combine(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> Score:
+    def _combine(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> Grade:
+        """The grade of one response by the whole reward, from those by its parts."""
         values: dict[str, float | None] = {}
         metrics: dict[str, float | None] = {}
         status, extracted, total = OK, "", 0.0
@@ -314,11 +258,10 @@ class Scorer:
             status = status if status != OK else grade.status
             extracted = extracted or grade.extracted
         reward = None if None in values.values() else total
-        return Score(reward, values | metrics, status, extracted)
+        return Grade(reward, status, extracted, metrics=values | metrics)
 
     def _count(self, part: RewardPart, grade: Grade, row: str) -> None:
         self.counters[f"{part.name}/{grade.status}"] += 1
-        self._calls[part.name] += 1
         if grade.status not in FAILURES:
             return
         error = _error(grade)
@@ -326,11 +269,11 @@ class Scorer:
             self._errors[part.name][error] += 1
         if not part.is_user_function:
             return
-        failures = self._failed(part.name)
-        allowed = max(self.config.failures_always_allowed, self.config.failure_fraction * self._calls[part.name])
+        failures, calls = self._calls(part, FAILURES), self._calls(part)
+        allowed = max(self.config.failures_always_allowed, self.config.failure_fraction * calls)
         if failures > allowed:
             self._over_budget = (
-                f"reward {part.name!r}: {failures} of {self._calls[part.name]} calls failed, last for {row} "
+                f"reward {part.name!r}: {failures} of {calls} calls failed, last for {row} "
                 f"({grade.status}: {grade.detail}), more than reward.failure_fraction={self.config.failure_fraction} "
                 "allows. Repair the function, or raise the fraction."
             )
@@ -349,26 +292,32 @@ def _value(part: RewardPart, grade: Grade) -> float | None:
     return None if grade.status in (UNSCORABLE, FAILED, BAD_GOLD) else grade.value
 
 
-def _bad_gold(prompt: Prompt, part: RewardPart, future: Future[Grade]) -> list[BadGold]:
-    grade = future.result()
-    if grade.status == OK and grade.value == 1.0:
-        return []
-    reason = grade.detail or f"{grade.status}, graded {grade.value} against itself"
-    return [BadGold(prompt.id, prompt.answer, f"{part.name}: {reason}")]
-
-
-def _job(part: RewardPart, answer: str, columns: dict[str, Any], metadata: Any) -> dict[str, Any]:
+def _jobs(
+    part: RewardPart,
+    texts: Sequence[str],
+    answer: str,
+    columns: dict[str, Any],
+    metadata: Sequence[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """What the pool has to compute for the responses to one prompt by one part: a job for each, or one for all."""
     job = {"name": part.name, "options": part.options, "answer": answer}
+    if part.group:
+        return [{**job, "columns": columns, "metadata": metadata, "responses": texts}]
+    return [
+        {**job, "response": text, **_known(part, columns, about)} for text, about in zip(texts, metadata, strict=True)
+    ]
+
+
+def _known(part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    """What a part gets to know besides response and answer; the fewer bytes a job has, the faster is the pool."""
     if part.is_user_function:
-        job |= {"columns": columns, "metadata": metadata}
-    elif part.name == "length":
-        job["metadata"] = {"response_length": metadata["response_length"]}
-    elif metadata and part.name in READS_ANSWERS:
-        job["in_thought"] = metadata["in_thought"]
-        if part.name == "math":
-            asked = [str(turn.get("content")) for turn in metadata["messages"] if turn.get("role") == "user"]
-            job["prompt"] = "".join(asked[-1:])
-    return job
+        return {"columns": columns, "metadata": metadata}
+    if part.name == "length":
+        return {"metadata": {"response_length": metadata["response_length"]}}
+    if part.name not in READS_ANSWERS:
+        return {}
+    asked = [str(turn.get("content")) for turn in metadata["messages"] if turn.get("role") == "user"]
+    return {"in_thought": metadata["in_thought"]} | ({"prompt": "".join(asked[-1:])} if part.name == "math" else {})
 
 
 def _of_each(grades: Sequence[Grade], responses: int) -> Sequence[Grade]:

@@ -6,11 +6,11 @@ import re
 import string
 from collections import Counter
 
+from rlhf.answers.clean import clean, option_letter
+from rlhf.answers.extract import boxes, extract, gold_answer
+from rlhf.answers.numbers import exact_number
+from rlhf.answers.thoughts import after_thinking
 from rlhf.config.reward import ExactOptions, F1Options, FormatOptions, MultipleChoiceOptions
-from rlhf.rewards.answers.clean import clean, option_letter
-from rlhf.rewards.answers.extract import boxes, extract, gold_answer
-from rlhf.rewards.answers.numbers import exact_number
-from rlhf.rewards.answers.thoughts import after_thinking
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")  # dropped before words are compared (SQuAD, arXiv:1606.05250, sec. 6.1)

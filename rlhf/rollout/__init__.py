@@ -1,4 +1,5 @@
-"""Prompts to sampled responses: the engine actor, what it is asked for, and the buffer with its rule of staleness.
+"""Prompts to graded groups: the engine, what it is asked for, the sampler, and the buffer with its rule of staleness.
 
-`run/sample_and_grade.py` makes a graded group of them; a loop of several turns with an environment would go there.
+Where to add an environment: a rollout of several turns is several calls of the sampler's `generate`, each of which goes
+on from the token ids so far; `grade` then gets the whole rollout.
 """

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
@@ -23,12 +24,19 @@ from typing import Literal
 
 import numpy as np
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.types import Prompt, RolloutGroup, StepBatch
 
 # Groups with an engine, in multiples of those that fit in its batch. The samples of a group end one after the other, so
 # a group takes less of the batch than its size: with 3, log-normal lengths keep it full (benchmarks/simulator.py).
 GROUPS_PER_PLACE = 3
 SHOWN_PROMPTS = 3  # prompts that a message about waiting names
+
+
+def groups_at_engines(config: GRPOConfig) -> int:
+    """How many groups keep the batches of all engines full, with some to spare."""
+    places = config.cluster.engines * config.rollout.max_concurrent_sequences / config.rollout.samples_per_prompt
+    return math.ceil(GROUPS_PER_PLACE * places)
 
 
 @dataclass

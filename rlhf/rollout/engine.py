@@ -1,6 +1,7 @@
-"""The Ray actor that hosts one vLLM engine: it samples groups, receives weights and evaluates canary sequences.
+"""One vLLM engine: it continues token ids, receives weights and evaluates canary sequences.
 
-It must be an asyncio actor: hundreds of groups are in progress at once, and a weight update overtakes them.
+The cluster hosts it in an asyncio actor: hundreds of requests are in progress at once, and a weight update overtakes
+them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.rollout import vllm_process
-from rlhf.rollout.requests import Completion, SamplingSettings, engine_arguments, request_seed, to_rollout
-from rlhf.types import Prompt, Rollout, VersionSpan
+from rlhf.rollout.requests import Completion, SamplingSettings, engine_arguments, engine_seed
+from rlhf.types import Place, VersionSpan
 from rlhf.weights.client import Loaded
-from rlhf.weights.transfer import WORKER_EXTENSION
+from rlhf.weights.transfer import RECEIVERS, WORKER_EXTENSION, backend_of
 
 # Samples share only full blocks of their prompt: with vLLM's default of 128 tokens per block, a shorter prompt would be
 # computed once per sample. vLLM's CPU kernels take multiples of 32.
@@ -36,13 +37,15 @@ CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
 class RolloutEngine:
     """One vLLM engine behind Ray calls; every method but the constructor is a coroutine."""
 
-    def __init__(self, config: GRPOConfig, seed: int, transfer_backend: str) -> None:
+    def __init__(self, config: GRPOConfig, place: Place) -> None:
         self._keep_kv = config.rollout.on_weight_update == "keep_kv"
         self._request_ids = itertools.count()
         self._failed_update: Exception | None = None
-        transfer = WeightTransferConfig(backend=transfer_backend)
+        backend = backend_of(config.cluster.device, config.cluster.placement)
         arguments = AsyncEngineArgs(
-            **engine_arguments(config, seed), weight_transfer_config=transfer, worker_extension_cls=WORKER_EXTENSION
+            **engine_arguments(config, engine_seed(config.run.seed, place.rank, place.version)),
+            weight_transfer_config=WeightTransferConfig(backend=RECEIVERS[backend]),
+            worker_extension_cls=WORKER_EXTENSION,
         )
         if current_platform.is_cpu():
             model = arguments.create_model_config()
@@ -79,12 +82,14 @@ class RolloutEngine:
 
     # --- sampling ---
 
-    async def sample_group(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> list[Rollout]:
-        """All samples of one prompt, with log-probs, finish reasons and the weight version of every token."""
+    async def generate(
+        self, token_ids: np.ndarray, settings: SamplingSettings, samples: int, seed: int | None
+    ) -> list[Completion]:
+        """Continuations of these ids [P], with log-probs, finish reasons and the weight version of every token."""
         token = None if settings.truncate_after or settings.whole else settings.truncate_token
         params = SamplingParams(
             n=samples,
-            seed=request_seed(settings.noise_seed, prompt),
+            seed=seed,
             temperature=settings.temperature,
             top_p=settings.top_p,
             max_tokens=settings.max_tokens,
@@ -96,10 +101,10 @@ class RolloutEngine:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        final = await self._run(prompt.token_ids, params, priority=ROLLOUT_PRIORITY)
+        final = await self._run(token_ids, params, priority=ROLLOUT_PRIORITY)
         completions = [settings.truncated(_completion(output)) for output in final.outputs]
         assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
-        return [to_rollout(prompt, sample, completion) for sample, completion in enumerate(completions)]
+        return completions
 
     async def _run(self, token_ids: np.ndarray, params: SamplingParams, *, priority: int) -> Any:
         prompt: Any = {"prompt_token_ids": token_ids.tolist()}

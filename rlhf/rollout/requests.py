@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.types import Prompt, Rollout, VersionSpan
+from rlhf.types import Prompt, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,6 @@ class SamplingSettings:
         whole: nothing ends a response before max_tokens, and nothing is cut: the token only says whether it stopped.
         top_p: probability of the most probable tokens that are sampled from; below 1 in evaluations alone, because the
             learner's log-probs are those of all tokens.
-        noise_seed: the noise of a token depends only on this seed, the prompt, the sample and the token's place; None:
-            the noise comes from the engine's generator, in the order in which requests arrive.
     """
 
     temperature: float
@@ -41,7 +39,6 @@ class SamplingSettings:
     stop: tuple[str, ...] = ()
     truncate_token: int | None = None
     truncate_after: int = 0
-    noise_seed: int | None = None
     whole: bool = False
     top_p: float = 1.0
 
@@ -61,16 +58,21 @@ class SamplingSettings:
         return token_ids[: truncation_end(token_ids, token=self.truncate_token, after=self.truncate_after)]
 
 
-def request_seed(noise_seed: int | None, prompt: Prompt) -> int | None:
-    """The seed of a prompt's first sample; that of sample i is i more.
+def request_seed(noise_seed: int | None, prompt: Prompt, *, sample: int = 0, turn: int = 0) -> int | None:
+    """The seed of a request, from which its noise follows alone; that of a request's sample i is i more.
 
-    Epoch and id stand for the place of the prompt in the stream: an epoch holds no prompt twice.
+    Epoch and id stand for the place of the prompt in the stream: an epoch holds no prompt twice. The first turn of
+    sample i gets the seed that it has as sample i of one request for the whole group.
+
+    Args:
+        noise_seed: of the run; None: the noise comes from the engine's generator, in the order of requests.
+        turn: number of this request in its rollout.
     """
     if noise_seed is None:
         return None
-    key = f"{noise_seed}/{prompt.epoch}/{prompt.id}"
+    key = f"{noise_seed}/{prompt.epoch}/{prompt.id}" + (f"/{sample}/{turn}" if turn else "")
     # 7 bytes: vLLM takes an int64, and adds the number of the sample
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest())
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()) + (0 if turn else sample)
 
 
 def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
@@ -102,6 +104,11 @@ def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
     }
 
 
+def engine_seed(seed: int, engine: int, version: int) -> int:
+    """Engines sample differently from each other, and a resumed run does not repeat the noise of its first part."""
+    return int(np.random.SeedSequence([seed, engine, version]).generate_state(1)[0]) & 0x7FFFFFFF
+
+
 def truncation_end(token_ids: np.ndarray, *, token: int, after: int) -> int | None:
     """The number of tokens up to and with the first `token` at position `after` or later; None if there is none."""
     positions = np.flatnonzero(token_ids[after:] == token)
@@ -119,19 +126,3 @@ def truncate(completion: Completion, *, token: int, after: int) -> Completion:
         return completion
     spans = (VersionSpan(s, min(e, end), version) for s, e, version in completion.version_spans if s < end)
     return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", tuple(spans))
-
-
-def to_rollout(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
-    """Prompt and response as one row, id for id; nothing is tokenized again."""
-    shift = len(prompt.token_ids)
-    response = len(completion.token_ids)
-    return Rollout(
-        prompt_id=prompt.id,
-        epoch=prompt.epoch,
-        sample=sample,
-        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
-        response_mask=np.concatenate([np.zeros(shift, bool), np.ones(response, bool)]),
-        rollout_logprobs=np.concatenate([np.zeros(shift, np.float32), completion.logprobs.astype(np.float32)]),
-        version_spans=tuple(VersionSpan(s + shift, e + shift, v) for s, e, v in completion.version_spans),
-        finish_reason=completion.finish_reason,
-    )

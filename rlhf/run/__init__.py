@@ -1,4 +1,8 @@
-"""One run around its loop: start, folder, sampling and grading, evaluation, what is logged.
+"""Any training run (`run`), the rollout side of a run with engines (`rollout_loop`), and what both keep and write.
 
 After a fault: `restarts` for the whole run; `cluster/replacement.py` for one engine.
+
+Where to add a program: its config, a `TrainingProgramConfig`; a file at the top level that holds its loop, as `grpo.py`
+does; a line in `command.PROGRAMS`. A program without engines uses `Run` alone. What its checkpoints hold besides is
+`Run.progress`.
 """

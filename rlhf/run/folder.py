@@ -288,7 +288,11 @@ class RunFolder:
         if self._lock_file is not None:  # a renamed folder is not made again; in an emptied one, what is missing is
             self.checkpoints.mkdir(exist_ok=True)
         folder.mkdir(parents=self._lock_file is None)
-        write_synced(folder / RUN_ID, f"{self.id}\n")
+        try:
+            write_synced(folder / RUN_ID, f"{self.id}\n")
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return folder
 
     def finish_checkpoint(
@@ -377,14 +381,18 @@ def best_step(
 
 
 def rollout_rows(step: int, groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> list[dict[str, Any]]:
-    """The graded responses of a step as rows of a JSON file, in the order of the advantages."""
+    """The graded rollouts of a step as rows of a JSON file, in the order of the advantages."""
     rows = [rollout_row(group, sample) for group in groups for sample in group.samples]
     return [{"step": step, **row, "advantage": advantage} for row, advantage in zip(rows, advantages, strict=True)]
 
 
 def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
-    """A graded response as a row of a JSON file; `context` has the messages before `prompt`, the last one."""
+    """A graded rollout as a row of a JSON file; `context` has the messages before `prompt`, the last one.
+
+    `turns` and `facts` are there if the rollout has any.
+    """
     rollout, messages = sample.rollout, group.prompt.messages
+    optional = {"turns": list(rollout.turns), "facts": rollout.facts}
     return {
         "prompt_id": rollout.prompt_id,
         "epoch": rollout.epoch,
@@ -400,6 +408,7 @@ def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "response_tokens": rollout.response_length,
         "versions": [list(span) for span in rollout.version_spans],
+        **{name: value for name, value in optional.items() if value},
     }
 
 

@@ -12,8 +12,16 @@ from rlhf.config.secrets import with_references
 from rlhf.log.sinks import read_rows
 from rlhf.run.state import RunState
 
+NEW_TOKENS = 512  # in the example, where the config says none
 LICENSE_KEYS = ("license", "license_name", "license_link")  # of the hub's front matter
-SHOWN = ("reward/mean", "policy/kl_k3", "policy/entropy", "rollout/response_length/mean", "learner/lr")
+SHOWN = (
+    "reward/mean", "policy/kl_k3", "policy/entropy", "rollout/response_length/mean", "train/loss", "train/accuracy",
+    "learner/lr",
+)  # fmt: skip
+METHODS = {"grpo": "GRPO", "ppo": "PPO", "sft": "supervised fine-tuning", "reward_model": "training on preferences"}
+SCORES = (
+    "A reward model (one label): `reward_model: {path: FOLDER}` in the config of a run adds its score to the reward."
+)
 
 
 def model_card(state: RunState, metrics: Path) -> str:
@@ -23,24 +31,27 @@ def model_card(state: RunState, metrics: Path) -> str:
         metrics: metrics.jsonl of the run; without it the numbers of the last step are left out.
     """
     config = state.config
-    base, program = config["model"]["path"], "ppo" if "critic" in config else "grpo"
-    head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [rlhf, {program}]"]
+    base, program = config["model"]["path"], state.program
+    task = "text-classification" if program == "reward_model" else "text-generation"
+    head = ["library_name: transformers", f"pipeline_tag: {task}", f"tags: [rlhf, {program}]"]
     if not looks_local(base):
         head.append(f"base_model: {base}")
     license_of_base = _license(base)
     head += [f"{key}: {value}" for key, value in license_of_base.items()]
     named = license_of_base.get("license_name") or license_of_base.get("license") or "its folder does not name it"
     sources = state.stream.get("sources", {})
+    rows = sum(source["rows"] for source in sources.values())
+    trained = f"{state.account.trained:,} responses" if "rollout" in config else f"{rows:,} rows"
     sections = [
         "\n".join(["---", *head, "---"]),
         f"# {Path(config['run']['dir']).name}, step {state.step}",
-        f"`{base}` after {state.step} of {config['run']['steps']} steps of {program.upper()} with rlhf: "
-        f"{state.updates_taken} optimizer steps on {state.account.trained:,} responses.",
-        "## Use\n\n" + _usage(config),
+        f"`{base}` after {state.step} of {config['run']['steps']} steps of {METHODS.get(program, program)} with rlhf: "
+        f"{state.updates_taken} optimizer steps on {trained}.",
+        "## Use\n\n" + (SCORES if program == "reward_model" else _usage(config)),
         f"## License\n\nThat of the base model, `{base}`: {named}.",
         "## Evaluation\n\n" + _table("step", {str(step): values for step, values in state.evaluations.items()}),
         "## Training\n\n" + _table("step", _row_of(metrics, state.step)),
-        "## Data\n\n" + _table("source", {name: {"prompts": of["rows"], "fingerprint": of["fingerprint"]}
+        "## Data\n\n" + _table("source", {name: {"rows": of["rows"], "fingerprint": of["fingerprint"]}
                                           for name, of in sources.items()}),
         "## Code\n\n" + _table("", {"value": state.code}),
         "## Config\n\n```yaml\n" + _yaml(config) + "```",
@@ -63,16 +74,20 @@ def _license(base: str) -> dict[str, str]:
 
 def _usage(config: Mapping[str, Any]) -> str:
     """How to load and serve the model, with the prompt that it was trained with."""
-    data, rollout = config["data"], config["rollout"]
-    content = "\n".join(filter(None, ["What is 17 + 25?", data["prompt_suffix"]]))
-    messages = [{"role": "system", "content": data["system_prompt"]}] if data["system_prompt"] else []
+    data, rollout = config["data"], config.get("rollout", {})
+    content = "\n".join(filter(None, ["What is 17 + 25?", data.get("prompt_suffix")]))
+    system = data.get("system_prompt")
+    messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": content})
-    sampling = {"max_new_tokens": rollout["max_response_tokens"], "temperature": rollout["temperature"]}
+    sampling = {
+        "max_new_tokens": rollout.get("max_response_tokens", NEW_TOKENS),
+        "temperature": rollout.get("temperature", 1.0),
+    }
     notes = "`vllm serve FOLDER` answers at an OpenAI endpoint."
-    if data["template"] != "model":
+    if data["template"] not in ("model", None):
         notes += f" Prompts were written with `data.template: {data['template']}`, not with the chat template."
-    if rollout["stop"]:
-        notes += f" Responses ended at the stop strings {json.dumps(list(rollout['stop']))}: pass them as `stop`."
+    if stop := rollout.get("stop"):
+        notes += f" Responses ended at the stop strings {json.dumps(list(stop))}: pass them as `stop`."
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

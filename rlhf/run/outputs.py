@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from rlhf.cluster.node_report import report
-from rlhf.config.grpo import GRPOConfig
-from rlhf.config.secrets import hidden, hide_in_output
+from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.secrets import hide_in_output
 from rlhf.log.background import BackgroundSink, ClosingSink
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import MLFLOW_DATABASE, NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink
@@ -32,13 +32,12 @@ class RunLog:
         wandb_run_id, mlflow_run_id: ids of the run there, which a resumed run continues; None without one.
     """
 
-    def __init__(self, config: GRPOConfig, *, first_step: int, state: RunState) -> None:
+    def __init__(self, config: TrainingProgramConfig, *, first_step: int, state: RunState) -> None:
         self.console = Console()
         self.terminal = Terminal(
             self.console,
-            total_steps=config.run.steps,
+            total_steps=config.steps,
             first_step=first_step,
-            exports=config.run.export,
             warmup_steps=config.training.idle_steps,
             title=config.run.dir,
         )
@@ -56,7 +55,7 @@ class RunLog:
         resume_step = self._first_step if folder.restored is not None else None
         self._sinks.append(JsonlSink(folder.metrics, self.files, resume_step=resume_step))
         exit_stack.push(self._write_what_waits)
-        logging, resolved = self._config.logging, hidden(self._config.model_dump(mode="json"))
+        logging, resolved = self._config.logging, self._config.shown()
         if logging.wandb.mode != "disabled":
             run_id = self.wandb_run_id
             resume = None if run_id is None or resume_step is None else (run_id, resume_step)
@@ -99,7 +98,7 @@ class RunLog:
             self._wandb.alert(title, text)
 
 
-def _check_packages(config: GRPOConfig) -> None:
+def _check_packages(config: TrainingProgramConfig) -> None:
     """Raise a ValueError if a package of a sink that the config asks for is not installed."""
     uri = config.logging.mlflow.uri
     wanted: dict[str, tuple[str, ...]] = {"tensorboard": ("tensorboard",)} if config.logging.tensorboard else {}

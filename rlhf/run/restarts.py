@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from rlhf.cluster.actors import LostError
-from rlhf.config.grpo import GRPOConfig
+from rlhf.config.program import TrainingProgramConfig
 from rlhf.run import supervisor
-from rlhf.run.training_run import TrainingRun
+from rlhf.run.run import Run
 
-C = TypeVar("C", bound=GRPOConfig)
+C = TypeVar("C", bound=TrainingProgramConfig)
 
 
 class Restarts(Generic[C]):
@@ -24,14 +24,14 @@ class Restarts(Generic[C]):
             resume, start_at = True, None
         address = config.cluster.ray_address or os.environ.get("RAY_ADDRESS")
         supervisor.tell_command(supervisor.Training(config.run.dir, not address, config.run.max_restarts))
-        self._run: TrainingRun[C] | None = TrainingRun(config, resume=resume or start_at is not None, start_at=start_at)
+        self._run: Run[C] | None = Run(config, resume=resume or start_at is not None, start_at=start_at)
         self._stop = self._run.stop
         self._first = True
 
     def on_signal(self, name: str, cancel: Callable[[], object]) -> None:
         self._stop.on_signal(name, cancel)
 
-    async def train(self, train: Callable[[TrainingRun[C]], Awaitable[None]]) -> None:
+    async def train(self, train: Callable[[Run[C]], Awaitable[None]]) -> None:
         """Call `train` with the run until it ends.
 
         Raises:
@@ -63,5 +63,5 @@ class Restarts(Generic[C]):
             config = run.config
             del run
             gc.collect()  # the prompts of the lost run, before those of the next are read
-            self._run = await asyncio.to_thread(TrainingRun, config, resume=True)
+            self._run = await asyncio.to_thread(Run, config, resume=True)
             self._stop = self._run.stop

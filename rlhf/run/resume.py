@@ -14,6 +14,7 @@ from typing import Any
 from rlhf.config.cli import NothingToDoError
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import short_value
+from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward import GRANTS
 from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
@@ -76,9 +77,9 @@ def _are_sections(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
-def check_not_finished(config: GRPOConfig) -> None:
+def check_not_finished(config: TrainingProgramConfig) -> None:
     """Raise NothingToDoError if the run in run.dir has taken all its steps, saved the last and written its summary."""
-    steps, path = config.run.steps, Path(config.run.dir)
+    steps, path = config.steps, Path(config.run.dir)
     with contextlib.suppress(ValueError):  # a summary that cannot be read: RunFolder warns of it
         saved = config.checkpoint_every is None or step_of(read_line(path / "checkpoints" / LATEST)) == steps
         if saved and read_summary(path).get("steps") == steps:
@@ -87,31 +88,31 @@ def check_not_finished(config: GRPOConfig) -> None:
             )
 
 
-def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) -> None:
+def check_resumed_state(config: TrainingProgramConfig, folder: RunFolder, state: RunState) -> None:
     """Refuse to resume a run that has changed.
 
     Raises:
         ValueError: the checkpoint is of a later step, of the other program, of another config or of other models.
     """
-    steps = config.run.steps
+    steps = config.steps
     if state.step > steps:
         raise ValueError(
             f"run.steps={steps}: the newest checkpoint is of step {state.step}, nothing is left to do. Raise "
             "run.steps, or start another run.dir."
         )
-    before, now = state.updates or config.update_plan, config.update_plan
-    if before.keys() != now.keys():
-        this, other = ("ppo", "grpo") if len(before) < len(now) else ("grpo", "ppo")
+    began = state.program or ("ppo" if "critic" in state.config else "grpo")  # earlier versions did not write it
+    if (state.program or state.config) and began != config.program:
         raise ValueError(
-            f"run.dir={folder.path}: its checkpoints are of rlhf.{other}, this is rlhf.{this}. Resume with "
-            f"python -m rlhf.{other}, or start another run.dir from its model."
+            f"run.dir={folder.path}: its checkpoints are of rlhf.{began}, this is rlhf.{config.program}. "
+            f"Resume with python -m rlhf.{began}, or start another run.dir from its model."
         )
-    changes = [(key, before[key], now[key]) for key in before if before[key] != now[key]]
+    before, now = state.updates or config.update_plan, config.update_plan
+    changes = [(key, before[key], now.get(key)) for key in before if before[key] != now.get(key)]
     deterministic = config.run.deterministic and state.config.get("run", {}).get("deterministic", False)
     plan = before.keys()  # a null in these keys stands for the value of another key
     changes += [
         change
-        for change in changed_keys(hidden(state.config), hidden(config.model_dump(mode="json")))
+        for change in changed_keys(hidden(state.config), config.shown())
         if change[0] not in plan and not is_free(change[0], deterministic=deterministic)
     ]
     problems = [
@@ -124,9 +125,9 @@ def check_resumed_state(config: GRPOConfig, folder: RunFolder, state: RunState) 
         raise ValueError("\n".join(problems))
 
 
-def resume_warnings(config: GRPOConfig, state: RunState) -> Iterator[str]:
+def resume_warnings(config: TrainingProgramConfig, state: RunState) -> Iterator[str]:
     """A warning for each schedule that goes on along another curve, since it spans the whole run."""
-    steps, before = config.run.steps, state.config.get("run", {}).get("steps", config.run.steps)
+    steps, before = config.steps, state.config.get("run", {}).get("steps", config.steps)
     for role, training in config.trained_roles():
         schedule = training.section.schedule
         if steps != before and (schedule.name != "constant" or schedule.warmup_fraction):
@@ -149,13 +150,13 @@ def check_reward_code(config: GRPOConfig, state: RunState, sources: Sources) -> 
     yield from changed
 
 
-def model_fingerprints(config: GRPOConfig) -> dict[str, dict[str, str]]:
+def model_fingerprints(config: TrainingProgramConfig) -> dict[str, dict[str, str]]:
     """A fingerprint of the start model of each role, by the role's name."""
     by_path = {role.model: model_fingerprint(role.model) for role in config.roles()}
     return {role.name: by_path[role.model] for role in config.roles()}
 
 
-def _other_models(config: GRPOConfig, state: RunState) -> Iterator[str]:
+def _other_models(config: TrainingProgramConfig, state: RunState) -> Iterator[str]:
     """A problem for each start model that is not the one that the run began with, as far as both can be read."""
     if not state.models:
         return

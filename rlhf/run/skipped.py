@@ -13,14 +13,15 @@ from rlhf.run.manifest import reason
 from rlhf.types import StepBatch
 
 MAX_KEPT = 10  # files of one process; a run that skips for days would fill the disk
-MAX_ROWS_SHOWN = 5
+MAX_SHOWN = 5
 
 
 class SkippedBatches:
     """Writes `skipped/step-000012.npz` in the run folder, and warns.
 
-    A file has the token columns of the step (`token_ids`, `cu_seqlens`, `response_mask`, `rollout_logprobs` and those
-    that the learners computed), and `rewards` and `advantages` by row. Rows are numbered as in rollouts/.
+    A file has the columns of tokens of the step (`token_ids`, `response_mask`, `rollout_logprobs` and those that the
+    learners computed), of its sequences (`cu_seqlens`, `rollouts`, `rollout_tokens`), and of its rollouts (`rewards`,
+    `advantages`). Rollouts are numbered as in rollouts/.
     """
 
     def __init__(self, folder: Callable[[], Path], warn: Callable[[str], None]) -> None:
@@ -38,16 +39,16 @@ class SkippedBatches:
         """Write the batch if an optimizer step of it was skipped.
 
         Args:
-            non_finite: column -> its rows that were not finite, if the whole step was skipped for them; else {}.
+            non_finite: column -> its rollouts that were not finite, if the whole step was skipped for them; else {}.
             columns: further columns of the file.
         """
         skipped = sum(not update.taken for update in updates)
         if not skipped:
             return
         reasons = [
-            f"{name} of {len(rows)} responses (rows {', '.join(map(str, rows[:MAX_ROWS_SHOWN]))}"
-            f"{', ...' if len(rows) > MAX_ROWS_SHOWN else ''})"
-            for name, rows in non_finite.items()
+            f"{name} of {len(rollouts)} rollouts ({', '.join(map(str, rollouts[:MAX_SHOWN]))}"
+            f"{', ...' if len(rollouts) > MAX_SHOWN else ''})"
+            for name, rollouts in non_finite.items()
         ]
         text = f"step {step}: {skipped} of {len(updates)} optimizer steps were skipped: NaN or inf in "
         text += " and ".join(reasons) if reasons else "a gradient"
@@ -55,7 +56,8 @@ class SkippedBatches:
             self._kept += 1
             folder = self._folder()
             file = folder / f"step-{step:06d}.npz"
-            arrays: dict[str, Any] = {**vars(batch.tokens), "rewards": batch.rewards, **columns}
+            by_batch = {"rollouts": batch.rollouts, "rewards": batch.rewards}
+            arrays: dict[str, Any] = {**vars(batch.tokens), **by_batch, **columns}
             try:
                 folder.mkdir(exist_ok=True)
                 np.savez(file, **{name: array for name, array in arrays.items() if array is not None})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from rlhf.answers.extract import gold_answer
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.sections import ModelConfig
-from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, show_prompt
-from rlhf.data.model_files import load_tokenizer
+from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, load_prompts, show_prompt
+from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.data.read import too_few_prompts
 from rlhf.data.templates import reward_input
 from rlhf.rewards.scorer import Scorer
@@ -15,10 +17,31 @@ from rlhf.rewards.scorer import Scorer
 MAX_ROWS_SHOWN = 5
 
 
+@dataclass(frozen=True)
+class RunData:
+    """The prompts to train on, and those to evaluate on."""
+
+    train: LoadedPrompts
+    evaluation: LoadedPrompts
+
+
 class Say(Protocol):
     """Prints a text for the user; without `wrap`, long lines are not broken."""
 
     def __call__(self, text: str, *, wrap: bool = True) -> None: ...
+
+
+def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
+    """Read and tokenize all prompts, and check what can be checked without grading.
+
+    Raises:
+        ValueError: a row, the tokenizer or the reward model's template does not fit the config.
+    """
+    truncate_token_id(config.rollout, tokenizer)  # must be one token
+    train = load_prompts(config.data, "train", tokenizer, gold_answer)
+    check_prompts_suffice(config, train)
+    check_reward_model_reads(config, train)
+    return RunData(train, load_prompts(config.data, "eval", tokenizer, gold_answer))
 
 
 def check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:
@@ -36,7 +59,7 @@ def check_reward_model_reads(config: GRPOConfig, prompts: LoadedPrompts) -> None
     reward_model = config.reward_model
     if reward_model is None or reward_model.path is None:
         return
-    token_ids = reward_input(reward_model)
+    token_ids = reward_input(config)
     tokenizer = load_tokenizer(ModelConfig(path=reward_model.path), key="reward_model.path")
     for rows in prompts.prompts.values():
         token_ids([*rows[0].messages, {"role": "assistant", "content": ""}], tokenizer)

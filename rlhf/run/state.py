@@ -23,6 +23,7 @@ class RunState:
 
     Attributes:
         step: completed training steps.
+        program: that wrote it, such as grpo.
         config: the resolved config.
         models: a fingerprint of the start model of each role, by the role's name.
         rewards: a fingerprint of each file of the code of each user function, by the function's name.
@@ -44,6 +45,7 @@ class RunState:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     step: int = 0
+    program: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     models: dict[str, dict[str, str]] = field(default_factory=dict)
     rewards: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -84,10 +86,10 @@ class RunState:
         """The state that `to_json` wrote.
 
         Raises:
-            ValueError: a key is missing, is unknown or has another type. Only `reward_scale` and `rewards` may be
-                missing: earlier versions did not write them.
+            ValueError: a key is missing, is unknown or has another type. Only `program`, `reward_scale` and
+                `rewards` may be missing: earlier versions did not write them.
         """
-        optional = {"reward_scale", "rewards"}
+        optional = {"program", "reward_scale", "rewards"}
         if missing := [f.name for f in fields(cls) if f.name not in optional | json.loads(text).keys()]:
             raise ValueError(f"it lacks {', '.join(missing)}")
         return TypeAdapter(cls).validate_json(text)

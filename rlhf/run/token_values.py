@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from rlhf.types import PolicyTargets, StepBatch
@@ -10,12 +11,12 @@ DIGITS = 4
 
 
 def token_values(batch: StepBatch, targets: PolicyTargets, tokenizer: Any) -> list[dict[str, list[Any]]]:
-    """For each row of the step: its response tokens as text, their advantages, and learner minus engine log-probs.
+    """For each rollout of the step: its sampled tokens as text, their advantages, learner minus engine log-probs.
 
-    The difference is left out of rows whose old log-probs were not computed.
+    The difference is left out of rollouts whose old log-probs were not computed.
     """
     tokens, rows = batch.tokens, []
-    for start, end in zip(tokens.cu_seqlens[:-1], tokens.cu_seqlens[1:], strict=True):
+    for start, end in itertools.pairwise(tokens.cu_seqlens[batch.row_bounds]):
         mask = tokens.response_mask[start:end]
         texts = [tokenizer.decode([token]) for token in tokens.token_ids[start:end][mask].tolist()]
         row = {"tokens": texts, "token_advantages": targets.advantages[start:end][mask].round(DIGITS).tolist()}

@@ -7,10 +7,10 @@ import numpy as np
 from rlhf.types import StepBatch
 
 
-def non_finite_rows(
+def non_finite_rollouts(
     batch: StepBatch, rows_to_compute: np.ndarray, **columns: np.ndarray | None
 ) -> dict[str, np.ndarray]:
-    """Column name -> rows with NaN or inf at a sampled token; {} if there are none, as in a healthy run.
+    """Column name -> rollouts with NaN or inf at a sampled token; {} if there are none, as in a healthy run.
 
     Args:
         rows_to_compute: [B] bool, rows whose columns are known.
@@ -22,4 +22,5 @@ def non_finite_rows(
         name: np.flatnonzero(sampled & ~np.isfinite(column)) for name, column in known.items() if column is not None
     }
     ends = batch.tokens.cu_seqlens[1:]
-    return {name: np.unique(np.searchsorted(ends, at, side="right")) for name, at in positions.items() if len(at)}
+    rows = {name: np.searchsorted(ends, at, side="right") for name, at in positions.items() if len(at)}
+    return {name: np.unique(batch.rollouts[found]) for name, found in rows.items()}

@@ -14,20 +14,20 @@ from rlhf.types import Denominators, Minibatch, StepBatch
 
 
 def rows_with_gradient(batch: StepBatch, advantages: np.ndarray, config: GRPOConfig) -> np.ndarray:
-    """[B] bool, True for the trained responses that the learner computes at all.
+    """[B] bool, True for the rows of trained rollouts that the learner computes at all.
 
-    Without a KL, entropy bonus or balancing loss, the gradient is a multiple of the advantage, so a response whose
+    Without a KL, entropy bonus or balancing loss, the gradient is a multiple of the advantage, so a rollout whose
     advantage is exactly 0 has none. It stays in the denominators. Metrics of log-probs then cover only the other
-    responses; `algo.log_kl` asks for the KL of all responses, so all are computed.
+    rollouts; `algo.log_kl` asks for the KL of all of them, so all are computed.
 
     Args:
-        advantages: [B]; they are known before any log-prob, since the KL is not in the reward.
+        advantages: [R]; they are known before any log-prob, since the KL is not in the reward.
     """
     assert not config.kl_in_reward, "with the KL in the reward, advantages need the log-probs first"
     algo = config.algo
     if config.kl_in_loss or algo.entropy_coef or algo.log_kl or config.learner.router_balance_coef:
-        return batch.trained
-    return batch.trained & (advantages != 0)
+        return batch.trained_rows
+    return batch.trained_rows & (advantages != 0)[batch.rollouts]
 
 
 def plan_epochs(
@@ -40,33 +40,35 @@ def plan_epochs(
 ) -> list[list[Minibatch]]:
     """Draw, pack and balance every minibatch of the step: [epoch][minibatch].
 
-    The draw covers all rollouts, so leaving some out of the loss does not change it.
+    The draw covers all rollouts, so leaving some out of the loss does not change it. All rows of a rollout are in one
+    minibatch.
 
     Args:
         rows_to_compute: [B] bool, the rows that are packed and computed; None: all trained rows.
         training: epochs and minibatches; None: those of the policy.
     """
-    rows_to_compute = batch.trained if rows_to_compute is None else rows_to_compute
+    rows_to_compute = batch.trained_rows if rows_to_compute is None else rows_to_compute
     training = training or config.training
+    trained_tokens = batch.response_lengths * batch.trained_rows
+    of_rollouts = batch.per_rollout(trained_tokens)
 
-    def minibatch(rows: np.ndarray) -> Minibatch:
-        return Minibatch(
-            microbatches=_microbatches(batch, rows[rows_to_compute[rows]], config),
-            denominators=_denominators(batch.response_lengths[rows[batch.trained[rows]]]),
+    def minibatch(rollouts: np.ndarray) -> Minibatch:
+        rows = batch.rows_of(rollouts)
+        denominators = Denominators(
+            tokens=int(of_rollouts[rollouts].sum()),
+            rollouts=int(np.count_nonzero(of_rollouts[rollouts])),
+            sequences=int(np.count_nonzero(trained_tokens[rows])),
         )
+        return Minibatch(_microbatches(batch, rows[rows_to_compute[rows]], config), denominators)
 
     count, minibatches, seed = len(batch.trained), training.minibatches_per_epoch, config.run.seed
     return [
         [
-            minibatch(rows)
-            for rows in draw_minibatches(count, minibatches=minibatches, seed=seed, step=step, epoch=epoch)
+            minibatch(rollouts)
+            for rollouts in draw_minibatches(count, minibatches=minibatches, seed=seed, step=step, epoch=epoch)
         ]
         for epoch in range(training.epochs_per_step)
     ]
-
-
-def _denominators(responses: np.ndarray) -> Denominators:
-    return Denominators(tokens=int(responses.sum()), sequences=int((responses > 0).sum()))
 
 
 def _microbatches(batch: StepBatch, rows: np.ndarray, config: GRPOConfig) -> tuple[tuple[np.ndarray, ...], ...]:

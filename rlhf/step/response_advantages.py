@@ -1,4 +1,4 @@
-"""Rewards of responses -> advantages of responses (GRPO and its family), with or without a KL penalty in the reward."""
+"""Rewards of rollouts -> advantages of rollouts (GRPO and its family), with or without a KL penalty in the reward."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def penalize_kl(
     ref_logprobs: np.ndarray | None,
     algo: AlgoConfig,
 ) -> np.ndarray:
-    """[B] rewards minus kl_coef times the KL to the reference, summed over the response.
+    """[R] rewards minus kl_coef times the KL to the reference, summed over all that was sampled in the rollout.
 
-    The penalty of rows that were not computed is unknown: their reward becomes NaN, which keeps it out of the baseline.
+    The penalty of a rollout with a row that was not computed is unknown: its reward becomes NaN, which keeps it out of
+    the baseline.
 
     Args:
         rows_to_compute: [B] bool, rows whose log-probs [N] are known.
@@ -30,19 +31,18 @@ def penalize_kl(
     assert ref_logprobs is not None
     old, ref = torch.from_numpy(old_logprobs), torch.from_numpy(ref_logprobs)
     kl = kl_per_token(old, ref, estimator=algo.kl_estimator).numpy()
-    rows = np.flatnonzero(rows_to_compute)
-    rewards = np.where(rows_to_compute, batch.rewards, np.nan)
-    rewards[rows] -= algo.kl_coef * sum_over_responses(batch, kl, rows)
+    unknown = batch.per_rollout(np.where(rows_to_compute, 0, 1)) > 0
+    rewards = np.where(unknown, np.nan, batch.rewards - algo.kl_coef * sum_over_responses(batch, kl))
     return np.where(np.isfinite(rewards), rewards, np.nan)
 
 
 def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_over: str = "responses") -> np.ndarray:
-    """[B] advantage of each response; 0 for unscorable ones. The kinds are those of `algo.advantage`.
+    """[R] advantage of each rollout; 0 for unscorable ones. The kinds are those of `algo.advantage`.
 
     Args:
-        rewards: [B], of the batch, with or without the KL penalty; NaN is unscorable.
+        rewards: [R], of the batch, with or without the KL penalty; NaN is unscorable.
         normalize_over: what the statistics of REINFORCE++ count, responses or tokens, as `algo.normalize_over`.
     """
-    lengths = torch.from_numpy(batch.response_lengths) if normalize_over == "tokens" else None
+    lengths = torch.from_numpy(batch.per_rollout(batch.response_lengths)) if normalize_over == "tokens" else None
     groups = torch.from_numpy(batch.groups)
     return advantages_of_kind(kind, torch.from_numpy(rewards), groups, lengths=lengths).numpy()

@@ -1,6 +1,6 @@
-"""Rewards of responses and the KL -> rewards, advantages and returns per token (PPO).
+"""Rewards of rollouts and the KL -> rewards, advantages and returns per token (PPO).
 
-    reward of the response, clipped, at its last token
+    reward of the rollout, clipped, at the last token of each of its sequences
     - kl_coef x KL at each token                          (algo.kl_place=reward)
     -> whitened over the step, if asked
     -> GAE with the critic's values; the value after the last token is 0
@@ -42,18 +42,19 @@ def make_controller(algo: PPOAlgoConfig, restored_coef: float | None) -> KLContr
 
 
 def response_kl(batch: StepBatch, old_logprobs: np.ndarray, ref_logprobs: np.ndarray) -> float:
-    """Mean over trained rollouts of log pi - log pi_ref summed over the response (k1), in nats: the controller's input.
+    """Mean over trained rollouts of log pi - log pi_ref summed over all that was sampled (k1), in nats.
+
+    It is the input of the controller.
 
     Args:
         old_logprobs, ref_logprobs: [N]; at least one rollout is trained.
     """
-    return float(np.mean(sum_over_responses(batch, old_logprobs - ref_logprobs, np.flatnonzero(batch.trained))))
+    return float(np.mean(sum_over_responses(batch, old_logprobs - ref_logprobs)[batch.trained]))
 
 
 def mean_over_responses(batch: StepBatch, column: np.ndarray) -> np.ndarray:
-    """[B] mean of a token column [N] over each response; 0 where nothing was sampled."""
-    sums = sum_over_responses(batch, column, np.arange(len(batch.trained)))
-    return sums / np.maximum(batch.response_lengths, 1)
+    """[R] mean of a token column [N] over all that was sampled in each rollout; 0 where nothing was."""
+    return sum_over_responses(batch, column) / np.maximum(batch.per_rollout(batch.response_lengths), 1)
 
 
 def assign_credit(
@@ -67,12 +68,15 @@ def assign_credit(
 ) -> Credit:
     """Token rewards, GAE and whitening over all rollouts that are trained on.
 
+    Each sequence is an episode of its own: GAE does not go from one to the next, and the last token of each gets the
+    reward of its rollout.
+
     Args:
         values: [N], the critic's values before the first update of the step.
         old_logprobs, ref_logprobs: [N]; used only if kl_coef is above 0.
         kl_coef: the controller's coefficient; 0 if the KL is not part of the reward.
     """
-    rows = np.flatnonzero(batch.trained)
+    rows = np.flatnonzero(batch.trained_rows)
     advantages, returns = np.zeros_like(values), np.zeros_like(values)
     if not batch.response_lengths[rows].any():
         return Credit(advantages, returns, {})
@@ -82,7 +86,7 @@ def assign_credit(
         return torch.from_numpy(x[index]).double()
 
     mask, cu_seqlens = torch.from_numpy(tokens.response_mask), torch.from_numpy(tokens.cu_seqlens)
-    scores = torch.from_numpy(batch.rewards[rows])
+    scores = torch.from_numpy(batch.rewards[batch.rollouts[rows]])
     if algo.reward_clip is not None:
         scores = scores.clamp(-algo.reward_clip, algo.reward_clip)
     old_values = column(values)

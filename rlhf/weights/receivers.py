@@ -39,8 +39,7 @@ class Accounted:
         self._loads_in_place = any(
             not tensor.is_meta and name != "bias"
             for layer in self.model.modules()
-            for name, tensor in layer._parameters.items()
-            if tensor is not None
+            for name, tensor in layer.named_parameters(recurse=False)
         )
 
     def receive_weights(self, update_info: Any) -> None:

@@ -88,7 +88,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class ParameterSource(Protocol):
-    """The learner's weights: what will be sent, and a stream of whole tensors in the same order.
+    """What the learner publishes: the list of it, and a stream of whole tensors in the same order.
 
     Iterating may be a collective (ZeRO-3 gathers), so every learner rank iterates in step. Tensors with larger elements
     come first: vLLM packs them without gaps, and views a tensor of float32 only at a multiple of 4 bytes.
@@ -374,9 +374,9 @@ def register_with_vllm() -> None:
     from rlhf.weights.cpu_rotary import rotate_heads_on_cpu
     from rlhf.weights.cpu_rows import round_rows_alike
 
-    for backend, name in RECEIVERS.items():
-        WeightTransferEngineFactory._registry.pop(backend, None)
-        WeightTransferEngineFactory.register_engine(backend, "rlhf.weights.receivers", name)
+    for name in RECEIVERS.values():
+        with contextlib.suppress(ValueError):  # registered by an earlier call
+            WeightTransferEngineFactory.register_engine(name, "rlhf.weights.receivers", name)
     if current_platform.is_cpu():
         shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
         rotate_heads_on_cpu()

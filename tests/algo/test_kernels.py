@@ -111,7 +111,7 @@ def head(dtype: torch.dtype, options: dict[str, Any], *, bias: bool) -> list[Ten
     mask = (torch.arange(14, device=DEVICE) % 7) > 1
     bounds = torch.tensor([0, 7, 14], device=DEVICE)
     out: TokenLogprobs = token_logprobs(
-        inputs[0], inputs[1], ids, mask, bounds, head_bias=inputs[2] if bias else None, token_tile=6, vocab_tile=64,
+        inputs[0], inputs[1], ids, mask, bounds, head_bias=inputs[2] if bias else None, tiles=(6, 64),
         **options,
     )  # fmt: skip
     loss = (out.logprobs * torch.linspace(-1, 1, 14, device=DEVICE)).sum()

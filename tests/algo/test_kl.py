@@ -263,8 +263,8 @@ def expected_kl_gradient(estimator: str, aggregation: str) -> Tensor:
         old = logprobs.detach()
         kl = kl_per_token(logprobs, ref_logprobs, estimator=estimator, old_logprobs=old)
         mask = torch.ones(len(kl), dtype=torch.bool)
-        sizes = {"tokens": len(kl), "sequences": 2, "constant_length": LONGEST}
-        return old.sum().exp() * aggregate(kl, mask, cu_seqlens, aggregation=aggregation, **sizes)
+        sizes = {"tokens": len(kl), "rollouts": 2, "constant_length": LONGEST}
+        return old.sum().exp() * aggregate(kl, mask, cu_seqlens, cu_seqlens.diff(), aggregation=aggregation, **sizes)
 
     return expected_gradient_of_pairs(loss)
 

@@ -48,7 +48,7 @@ def full_logits(
     return torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
 
 
-@pytest.mark.parametrize("tiles", [(3, 10), (4, 37), (100, 100), (None, None)])
+@pytest.mark.parametrize("tiles", [(3, 10), (4, 37), (100, 100), None])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.25, None), (1.5, 3.0)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
@@ -67,8 +67,7 @@ def test_values_and_gradients_equal_those_of_full_logits(tiles, bias, scale, cap
         logit_cap=cap,
         temperature=0.7,
         with_entropy=True,
-        token_tile=tiles[0],
-        vocab_tile=tiles[1],
+        tiles=tiles,
     )
     logprobs, entropy = full_logits(hidden, weight, offset, token_ids, MASK, BOUNDS, 0.7, scale, cap)
     assert (ours.logprobs - logprobs).abs().max() < tolerance
@@ -108,8 +107,7 @@ def test_gradcheck_in_every_differentiable_input():
                 head_bias=offset,
                 temperature=1.3,
                 with_entropy=True,
-                token_tile=3,
-                vocab_tile=16,
+                tiles=(3, 16),
             )
         )
 
@@ -138,7 +136,7 @@ def test_in_bf16_the_error_is_no_larger_than_that_of_full_float32_logits():
     def outcome(kind: str, dtype: torch.dtype) -> list[Tensor]:
         h, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()
         if kind == "ours":
-            logprobs = token_logprobs(h, w, token_ids, mask, bounds, vocab_tile=512).logprobs
+            logprobs = token_logprobs(h, w, token_ids, mask, bounds, tiles=(1024, 512)).logprobs
         else:
             logits = (h @ w.T)[:-1].to(torch.float64 if dtype == torch.float64 else torch.float32)
             logprobs = logits.log_softmax(-1).gather(1, token_ids[1:, None]).squeeze(1)
@@ -257,8 +255,7 @@ def test_neither_direction_ever_holds_tokens_times_vocabulary():
             mask,
             torch.tensor([0, rows]),
             with_entropy=True,
-            token_tile=64,
-            vocab_tile=256,
+            tiles=(64, 256),
         )
         (ours.logprobs.sum() + ours.entropy.sum()).backward()
     assert largest.elements <= max(64 * 256, weight.numel())

@@ -125,7 +125,8 @@ def test_gspo_gives_every_token_the_geometric_mean_ratio_of_its_sequence():
     assert terms.ratio.tolist() == pytest.approx([0, s, 0, s, 0, math.exp(0.5)])
     assert terms.loss.tolist() == pytest.approx([0, -2 * s, 0, -2 * s, 0, -1.3])
     assert terms.clipped.tolist() == [False, False, False, False, False, True]
-    total = aggregate(terms.loss, mask, torch.tensor([0, 4, 6]), aggregation="sequence_mean", tokens=3, sequences=2)
+    bounds, counts = torch.tensor([0, 4, 6]), torch.tensor([2, 1])
+    total = aggregate(terms.loss, mask, bounds, counts, aggregation="sequence_mean", tokens=3, rollouts=2)
     (gradient,) = torch.autograd.grad(total, logprobs)
     assert gradient.tolist() == pytest.approx([0, -s / 2, 0, -s / 2, 0, 0])
 
@@ -145,7 +146,7 @@ def test_gspo_with_a_sequence_mean_has_the_gradient_of_the_sequence_objective():
         kind="gspo",
         cu_seqlens=bounds,
     )
-    ours = aggregate(terms.loss, ones(7), bounds, aggregation="sequence_mean", tokens=7, sequences=2)
+    ours = aggregate(terms.loss, ones(7), bounds, bounds.diff(), aggregation="sequence_mean", tokens=7, rollouts=2)
     ratios = torch.stack([(logprobs - old)[:3].mean(), (logprobs - old)[3:].mean()]).exp()
     direct = -torch.minimum(ratios * advantages, ratios.clamp(0.5, 1.5) * advantages).mean()
     assert ours.item() == pytest.approx(direct.item())
@@ -235,26 +236,31 @@ def test_effective_sample_fraction_hand_numbers():
 # --- aggregation ---
 
 MASK = torch.tensor([False, True, True, True, False, True, False, False])
-BOUNDS = torch.tensor([0, 4, 6, 8])  # three, one and no response tokens
+BOUNDS = torch.tensor([0, 4, 6, 8])
+ALONE = torch.tensor([3, 1, 0])  # response tokens of each sequence
+JOINED = torch.tensor([4, 4, 0])  # the first two are one rollout
 VALUES = torch.tensor([9.0, 1, 2, 6, 9, 5, 9, 9])
 
 
 def test_aggregation_hand_numbers():
     totals = {
-        kind: float(aggregate(VALUES, MASK, BOUNDS, aggregation=kind, tokens=4, sequences=2, constant_length=7))
+        kind: float(aggregate(VALUES, MASK, BOUNDS, ALONE, aggregation=kind, tokens=4, rollouts=2, constant_length=7))
         for kind in LOSS_AGGREGATIONS
     }
     assert totals == pytest.approx({"token_mean": 14 / 4, "sequence_mean": (3 + 5) / 2, "constant": 14 / 14})
+    one = aggregate(VALUES, MASK, BOUNDS, JOINED, aggregation="sequence_mean", tokens=4, rollouts=1)
+    assert float(one) == (1 + 2 + 6 + 5) / 4
 
 
+@pytest.mark.parametrize("counts", [ALONE, JOINED], ids=["alone", "joined"])
 @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
-def test_shares_of_microbatches_add_up_to_the_minibatch_in_loss_and_gradient(aggregation):
-    denominators = {"tokens": 4, "sequences": 2, "constant_length": 7}
+def test_shares_of_microbatches_add_up_to_the_minibatch_in_loss_and_gradient(aggregation, counts):
+    options = {"aggregation": aggregation, "tokens": 4, "rollouts": 2, "constant_length": 7}
     values = VALUES.double().requires_grad_()
-    whole = aggregate(values, MASK, BOUNDS, aggregation=aggregation, **denominators)
+    whole = aggregate(values, MASK, BOUNDS, counts, **options)
     parts = [
-        aggregate(values[:4], MASK[:4], torch.tensor([0, 4]), aggregation=aggregation, **denominators),
-        aggregate(values[4:], MASK[4:], torch.tensor([0, 2, 4]), aggregation=aggregation, **denominators),
+        aggregate(values[:4], MASK[:4], torch.tensor([0, 4]), counts[:1], **options),
+        aggregate(values[4:], MASK[4:], torch.tensor([0, 2, 4]), counts[1:], **options),
     ]
     assert sum(part.item() for part in parts) == pytest.approx(whole.item())
     for a, b in zip(torch.autograd.grad(sum(parts), values), torch.autograd.grad(whole, values), strict=True):  # type: ignore[arg-type]
@@ -265,9 +271,8 @@ def test_shares_of_microbatches_add_up_to_the_minibatch_in_loss_and_gradient(agg
 def test_nothing_to_train_is_a_loss_of_zero_that_stays_in_the_graph(aggregation):
     values = torch.full((4,), math.nan).requires_grad_()
     nothing = torch.zeros(4, dtype=torch.bool)
-    loss = aggregate(
-        values, nothing, torch.tensor([0, 2, 4]), aggregation=aggregation, tokens=0, sequences=0, constant_length=7
-    )
+    bounds, counts = torch.tensor([0, 2, 4]), torch.tensor([0, 0])
+    loss = aggregate(values, nothing, bounds, counts, aggregation=aggregation, tokens=0, rollouts=0, constant_length=7)
     assert loss.item() == 0
     assert torch.autograd.grad(loss, values)[0].tolist() == [0, 0, 0, 0]
 
@@ -322,7 +327,9 @@ def test_garbage_outside_of_the_mask_changes_no_bit_of_loss_or_gradient(kind, ga
                 per_token = per_token + terms.loss * correction.weights
         per_token = per_token + value_loss(logprobs, old, rollout, MASK, clip=0.2).loss
         for aggregation in LOSS_AGGREGATIONS:
-            loss = aggregate(per_token, MASK, BOUNDS, aggregation=aggregation, tokens=4, sequences=2, constant_length=7)
+            loss = aggregate(
+                per_token, MASK, BOUNDS, ALONE, aggregation=aggregation, tokens=4, rollouts=2, constant_length=7
+            )
             (gradient,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
             assert (gradient[~MASK] == 0).all()
             outputs += [loss.detach(), gradient]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import pack_rows
+from worlds import pack_rows, rollout_of
 
 from rlhf.algo.packing import (
     FILLER_TOKENS,
@@ -94,7 +94,7 @@ def test_ranks_get_equal_cost_in_every_round():
 
 
 def test_one_sequence_over_the_budget_is_an_error_that_names_length_and_key():
-    with pytest.raises(ValueError, match=r"learner\.max_tokens_per_microbatch=100: a sequence has 101 tokens"):
+    with pytest.raises(ValueError, match=r"learner\.max_tokens_per_microbatch=100: .*\b101 tokens\b"):
         pack_microbatches(np.array([3, 101]), max_tokens=100, ranks=1)
 
 
@@ -128,7 +128,7 @@ def test_a_microbatch_of_bundles_computes_no_more_than_its_budget_and_holds_no_m
 ):
     prompt_lengths = np.array([1 + 17 * prompt for prompt, _ in samples], np.int64)
     rollouts = [family_member(prompt, 1 + 17 * prompt, response) for prompt, response in samples]
-    lengths = np.array([len(r.token_ids) for r in rollouts], np.int64)
+    lengths = np.array([len(r.sequences[0].token_ids) for r in rollouts], np.int64)
     prompts = [prompt for prompt, _ in samples]
     bundles = bundle_samples(lengths, prompts, prompt_lengths, max_tokens=max_tokens, ranks=ranks)
     assert sorted(index for members in bundles for index in members) == list(range(len(samples)))
@@ -146,7 +146,7 @@ def family_member(prompt: int, length: int, response: int) -> Rollout:
     """Of the prompt with this number and length, with a response that no other begins like."""
     own = np.random.default_rng([prompt, response]).integers(1000, 10**9, response)
     ids = np.concatenate([np.full(length, prompt), own]).astype(np.int32)
-    return Rollout("p", 0, 0, ids, np.arange(len(ids)) >= length, np.zeros(len(ids), np.float32), (), "stop")
+    return rollout_of(ids, np.arange(len(ids)) >= length)
 
 
 def test_a_long_prompt_is_computed_once_or_twice_a_group_and_not_for_each_of_its_samples():
@@ -198,7 +198,7 @@ def test_columns_that_do_not_fit_their_own_row_are_refused_even_if_the_sums_fit(
     columns = {name: [np.ones(len(ids), bool) for ids in sequences] for name in ("response_mask", "rollout_logprobs")}
     pack(sequences, *columns.values())
     columns[column][1:] = [np.ones(4, bool), np.ones(5, bool)]
-    with pytest.raises(ValueError, match=f"row 1: 5 tokens, but 4 values in {column}"):
+    with pytest.raises(ValueError, match=rf"row 1: 5 tokens.*\b4\b.*\b{column}\b"):
         pack(sequences, *columns.values())
 
 

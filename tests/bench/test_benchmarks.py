@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +22,12 @@ from benchmarks import (
     models,
     packer,
     roofline,
+    sft,
     time_to_accuracy,
     transfer,
 )
 
+ROOT = Path(__file__).parents[2]
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **HEADS}
 
@@ -59,12 +62,28 @@ def test_packed_and_padded_learner_steps_have_the_same_gradient(
         file = tmp_path / "gradients.npy"
         case = {"variant": name, "size": SMALL, "count": 9, "longest": 40, "budget": 200, "device": "cpu"}
         row = learner_step.measure(case | {"gradients": str(file)})
-        assert row["real tokens"] == sum(len(r.token_ids) for r in learner_step.rollouts_of(9, 40))
+        assert row["real tokens"] == sum(len(r.sequences[0].token_ids) for r in learner_step.rollouts_of(9, 40))
         gradients[name] = np.load(file)
     ours = gradients[learner_step.OURS]
     assert np.linalg.norm(ours) > 0
     for name, other in gradients.items():
         assert np.linalg.norm(other - ours) < 0.03 * np.linalg.norm(ours), name  # bf16
+
+
+@pytest.mark.slow
+def test_ours_and_trls_supervised_training_have_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)  # where the random model is made
+    losses = {}
+    for variant in (sft.OURS, sft.TRL):
+        case = {"function": "measure", "variant": variant, "size": "10m", "steps": 3, "per_update": 4, "device": "cpu"}
+        environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        losses[variant] = harness.fresh("benchmarks.sft", case, environment=environment)["losses"]
+    assert len(losses[sft.OURS]) == 3
+    assert losses[sft.OURS][2] < losses[sft.OURS][0] - 1
+    assert losses[sft.TRL] == pytest.approx(losses[sft.OURS], abs=1e-4)
 
 
 def test_the_packers_place_every_length_once_and_karmarkar_karp_balances_best() -> None:

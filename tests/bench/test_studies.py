@@ -31,8 +31,8 @@ from rlhf.algo.schedules import learning_rate
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
-from rlhf.learner.rank_place import Place
 from rlhf.step.batch import make_batch
+from rlhf.types import Place
 
 ROOT = Path(__file__).parents[2]
 TINY = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
@@ -274,23 +274,23 @@ def test_the_logged_kls_reward_and_length_are_those_of_the_definitions_in_numpy(
     rows = [sample for group in groups for sample in group.samples]
     d, at = [], 0
     for row in rows:  # the prompt's tokens and the unscorable response are left out
-        for position, sampled in enumerate(row.rollout.response_mask, start=at):
+        for position, sampled in enumerate(row.rollout.sequences[0].response_mask, start=at):
             if sampled and row.reward is not None:
                 d.append(float(old[position]) - float(ref[position]))
-        at += len(row.rollout.token_ids)
+        at += len(row.rollout.sequences[0].token_ids)
     differences = np.array(d)
     logged = kl.statistics(batch, old, ref)
     assert logged["k1"] == pytest.approx(differences.mean(), rel=1e-6)
     assert logged["k2"] == pytest.approx((differences**2).mean() / 2, rel=1e-6)
     assert logged["k3"] == pytest.approx((np.exp(-differences) - 1 + differences).mean(), rel=1e-6)
     assert logged["reward"] == pytest.approx(np.mean([row.reward for row in rows if row.reward is not None]), rel=1e-6)
-    assert logged["length"] == pytest.approx(np.mean([row.rollout.response_mask.sum() for row in rows]), rel=1e-6)
+    assert logged["length"] == pytest.approx(np.mean([row.rollout.response_length for row in rows]), rel=1e-6)
 
 
 def test_tokens_that_another_policy_sampled_are_refused() -> None:
     batch = make_batch(make_groups(groups=1, samples=2, vocabulary=9, longest=5, seed=0), mask_truncated=False)
     kl.check_sampled_from(batch, batch.tokens.rollout_logprobs + np.float32(1e-5))
-    with pytest.raises(RuntimeError, match=r"differ by 0\.1 nats per token: the KL is not on-policy"):
+    with pytest.raises(RuntimeError, match=r"\b0\.1 nats per token"):
         kl.check_sampled_from(batch, batch.tokens.rollout_logprobs + np.float32(0.1))
 
 
@@ -298,11 +298,12 @@ def test_a_sampled_row_ends_with_its_first_end_token_or_was_cut_off() -> None:
     prompt = make_groups(groups=1, samples=1, vocabulary=9, longest=3, seed=0)[0].prompt
     before, logprobs = len(prompt.token_ids), np.array([-1.0, -2.0, -3.0], np.float32)
     stopped = kl.make_rollout(prompt, 0, np.array([5, 7, 0]), logprobs, [7])
-    assert (stopped.token_ids[before:].tolist(), stopped.finish_reason) == ([5, 7], "stop")
-    assert stopped.rollout_logprobs.tolist() == [0.0] * before + [-1.0, -2.0]
-    assert stopped.response_mask.tolist() == [False] * before + [True] * 2
+    assert (stopped.response_ids.tolist(), stopped.finish_reason) == ([5, 7], "stop")
+    (sequence,) = stopped.sequences
+    assert sequence.rollout_logprobs.tolist() == [0.0] * before + [-1.0, -2.0]
+    assert sequence.response_mask.tolist() == [False] * before + [True] * 2
     cut = kl.make_rollout(prompt, 0, np.array([5, 6, 5]), logprobs, [7])
-    assert (cut.token_ids[before:].tolist(), cut.finish_reason) == ([5, 6, 5], "length")
+    assert (cut.response_ids.tolist(), cut.finish_reason) == ([5, 6, 5], "length")
 
 
 def test_the_scan_is_every_estimator_with_every_coefficient_and_once_none_seed_after_seed() -> None:
@@ -331,7 +332,7 @@ def test_a_run_that_has_a_file_is_not_run_again_and_a_file_of_another_size_is_re
     (tmp_path / f"{done.name}.json").write_text(json.dumps(kl_record(done, [0.0, 0.1])))
     assert kl.pending([done, left], tmp_path) == [left]
     assert [r["estimator"] for r in kl.read_records(tmp_path, [done, left], steps=2, prompts=4)] == ["none"]
-    with pytest.raises(ValueError, match="a run of 2 steps of 4 prompts, not of 40 and 4"):
+    with pytest.raises(ValueError, match=r"\b2 steps of 4 prompts\b.*\b40 and 4\b"):
         list(kl.read_records(tmp_path, [done, left], steps=40, prompts=4))
 
 

@@ -10,64 +10,61 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
+from fake_canary import PROMPTS, FakeEngines, all_but_the_head, everything
 
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.canary import FAR, MIN_TOKENS, MOVED_FAR, SEQUENCES, TOLERANCE, Canary
 from rlhf.log.reductions import ENGINE_KL_FROM, Mean, StepMetrics
-from rlhf.types import Rollout
+from rlhf.rollout.requests import Completion
 
 
-def make(transfer: Any, *, rounding: float = 0.0) -> tuple[FakeCluster, Canary]:
+def make(transfer: Any, *, rounding: float = 0.0) -> tuple[FakeEngines, Canary]:
     """With the rounding of a bfloat16 model, the learner's and the engine's opposite; a float32 run without."""
-    cluster = FakeCluster(transfer, rounding=rounding)
-    cluster.learners, cluster.engines = Side(cluster, cluster.trained), Side(cluster, cluster.served)  # type: ignore[assignment]
-    return cluster, Canary(PROMPTS, dtype="bfloat16" if rounding else "float32", max_tokens=40)
+    engines: Any = FakeEngines(transfer, rounding=rounding)
+    return engines, Canary(engines, PROMPTS, dtype="bfloat16" if rounding else "float32", max_tokens=40)
 
 
-def start(cluster: Any, canary: Canary) -> dict[str, float]:
+def start(canary: Canary) -> dict[str, float]:
     async def measured() -> dict[str, float]:
-        await canary.measure_noise(cluster)
-        return await canary.check_start(cluster, 0)
+        await canary.measure_noise()
+        return await canary.check_start(0)
 
     return asyncio.run(measured())
 
 
 def test_an_engine_that_follows_passes_and_ends_with_the_true_weights() -> None:
-    cluster, canary = make(everything)
-    metrics = start(cluster, canary)
+    engines, canary = make(everything)
+    metrics = start(canary)
     assert metrics == {"sync/canary_difference": 0.0, "sync/canary_tolerance": 0.001}
-    assert (cluster.served.body, cluster.served.head) == (1.0, 1.0)
-    assert cluster.sent == [0, 0]
+    assert (engines.served.body, engines.served.head) == (1.0, 1.0)
+    assert engines.sent == [0, 0]
 
 
 def test_an_engine_that_keeps_its_old_head_stops_the_run_at_start_up_although_the_true_weights_agree() -> None:
-    cluster, canary = make(all_but_the_head)
-    with pytest.raises(
-        ClusterError, match=r"engine 0 does not hold the perturbed weights.*worst at token \d+"
-    ) as caught:
-        start(cluster, canary)
+    engines, canary = make(all_but_the_head)
+    with pytest.raises(ClusterError, match=r"engine 0 .*perturbed weights.*worst at token \d+") as caught:
+        start(canary)
     assert "tolerance 0.001" in str(caught.value)
-    assert (cluster.trained.body, cluster.trained.head) == (1.0, 1.0)  # restored all the same
+    assert (engines.trained.body, engines.trained.head) == (1.0, 1.0)  # restored all the same
 
 
 def test_tensors_are_perturbed_a_run_at_a_time_and_the_message_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf.cluster.canary.BLOCK_TENSORS", 1)
-    cluster, canary = make(all_but_the_head)
+    engines, canary = make(all_but_the_head)
     with pytest.raises(ClusterError, match="perturbed weights at start-up, head to head:"):
-        start(cluster, canary)
-    assert cluster.sent == [0, 0]
-    cluster, canary = make(everything)
-    start(cluster, canary)
-    assert cluster.sent == [0, 0, 0]
+        start(canary)
+    assert engines.sent == [0, 0]
+    engines, canary = make(everything)
+    start(canary)
+    assert engines.sent == [0, 0, 0]
 
 
 def test_a_stale_engine_is_named_with_its_worst_token_and_both_values() -> None:
-    cluster, canary = make(everything)
-    start(cluster, canary)
-    cluster.trained.head = 2.0
+    engines, canary = make(everything)
+    start(canary)
+    engines.trained.head = 2.0
     with pytest.raises(ClusterError) as caught:
-        asyncio.run(canary.check(cluster, 7))  # type: ignore[arg-type]
+        asyncio.run(canary.check(7))
     message = str(caught.value)
     assert "weights of version 7" in message
     assert "learner -1.98" in message  # the largest token id, 49, at head 2
@@ -75,33 +72,31 @@ def test_a_stale_engine_is_named_with_its_worst_token_and_both_values() -> None:
 
 
 def test_what_the_learners_own_type_costs_is_no_disagreement() -> None:
-    cluster, canary = make(everything, rounding=0.07)  # engine and learner differ by 0.14
-    metrics = start(cluster, canary)
+    _, canary = make(everything, rounding=0.07)  # engine and learner differ by 0.14
+    metrics = start(canary)
     assert metrics == {"sync/canary_difference": pytest.approx(0.14), "sync/canary_tolerance": pytest.approx(0.21)}
 
 
 @pytest.mark.parametrize(("rounding", "wrong"), [(0.0, 0.002), (0.07, 0.2)])
 def test_a_difference_that_this_models_rounding_does_not_explain_stops_the_run(rounding: float, wrong: float) -> None:
-    cluster, canary = make(everything, rounding=rounding)
-    cluster.served.body += wrong
-    with pytest.raises(
-        ClusterError, match=r"engine 0 and the learner disagree on the untouched weights.*worst at token"
-    ):
-        asyncio.run(canary.measure_noise(cluster))  # type: ignore[arg-type]
+    engines, canary = make(everything, rounding=rounding)
+    engines.served.body += wrong
+    with pytest.raises(ClusterError, match=r"engine 0 .*untouched weights.*worst at token"):
+        asyncio.run(canary.measure_noise())
 
 
 def test_nan_never_passes() -> None:
-    cluster, canary = make(everything)
-    start(cluster, canary)
-    cluster.trained.head = float("nan")
+    engines, canary = make(everything)
+    start(canary)
+    engines.trained.head = float("nan")
     with pytest.raises(ClusterError, match="nan"):
-        asyncio.run(canary.check(cluster, 1))  # type: ignore[arg-type]
+        asyncio.run(canary.check(1))
 
 
 def test_the_sequences_are_the_shortest_prompts_each_with_a_response_that_the_engine_samples() -> None:
-    cluster, _ = make(everything)
-    canary = Canary(PROMPTS[::-1], dtype="float32", max_tokens=40)
-    asyncio.run(canary.measure_noise(cluster))  # type: ignore[arg-type]
+    engines: Any = FakeEngines(everything)
+    canary = Canary(engines, PROMPTS[::-1], dtype="float32", max_tokens=40)
+    asyncio.run(canary.measure_noise())
     assert len(canary.sequences) == SEQUENCES
     assert all(len(s) == 39 for s in canary.sequences)
     assert canary.sequences[3].tolist() == [0, 1, 2, 3, 4, 5, *range(49, 16, -1)]
@@ -110,27 +105,26 @@ def test_the_sequences_are_the_shortest_prompts_each_with_a_response_that_the_en
 # --- the noise of a deterministic run ---
 
 
-class DependsOnTheBatch(FakeCluster):
+class DependsOnTheBatch(FakeEngines):
     """What it samples first, next to others, has a last token that is rounded differently."""
 
-    async def sample_group(self, *arguments: Any) -> list[Rollout]:
-        (rollout,) = await super().sample_group(*arguments)
+    async def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
+        (completion,) = await super().generate(*arguments, **options)
         self.sampled += 1
-        last = np.arange(len(rollout.token_ids)) == len(rollout.token_ids) - 1
-        return [dataclasses.replace(rollout, rollout_logprobs=1e-8 * (last & (self.sampled == 1)))]
+        last = np.arange(len(completion.token_ids)) == len(completion.token_ids) - 1
+        return [dataclasses.replace(completion, logprobs=1e-8 * (last & (self.sampled == 1)))]
 
     sampled = 0
 
 
 def test_a_deterministic_run_is_refused_where_a_response_depends_on_the_others_in_the_batch() -> None:
-    for kind, noise_seed in ((FakeCluster, 3), (DependsOnTheBatch, None), (DependsOnTheBatch, 3)):
-        cluster = kind(everything)
-        cluster.learners, cluster.engines = Side(cluster, cluster.trained), Side(cluster, cluster.served)  # type: ignore[assignment]
-        canary = Canary(PROMPTS, dtype="float32", max_tokens=40, noise_seed=noise_seed)
+    for kind, noise_seed in ((FakeEngines, 3), (DependsOnTheBatch, None), (DependsOnTheBatch, 3)):
+        engines: Any = kind(everything)
+        canary = Canary(engines, PROMPTS, dtype="float32", max_tokens=40, noise_seed=noise_seed)
         refused = kind is DependsOnTheBatch and noise_seed is not None
-        expected = pytest.raises(ClusterError, match=r"once alone, with the same noise.*Set run\.deterministic=false\.")
+        expected = pytest.raises(ClusterError, match=r"same noise.*run\.deterministic=false")
         with expected if refused else contextlib.nullcontext():
-            asyncio.run(canary.measure_noise(cluster))  # type: ignore[arg-type]
+            asyncio.run(canary.measure_noise())
 
 
 # --- the rollouts of a step ---
@@ -145,8 +139,8 @@ def excess(canary: Canary, metrics: StepMetrics, *, temperature: float = 1.0, ma
 
 
 def measured(rounding: float) -> Canary:
-    cluster, canary = make(everything, rounding=rounding)
-    asyncio.run(canary.measure_noise(cluster))  # type: ignore[arg-type]
+    _, canary = make(everything, rounding=rounding)
+    asyncio.run(canary.measure_noise())
     return canary
 
 

@@ -20,12 +20,11 @@ from worlds import make_config, make_groups, rows_of_minibatch
 from rlhf.algo.packing import shared_beginnings
 from rlhf.cluster import rank_group
 from rlhf.cluster.rank_group import RankGroup
-from rlhf.learner.rank_place import Place
 from rlhf.learner.step import StepRank
 from rlhf.log.reductions import StepMetrics, Sum, UpdateOutcome, merge_metrics
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.types import Minibatch, PolicyTargets, StepBatch
+from rlhf.types import Minibatch, Place, PolicyTargets, StepBatch
 
 pytestmark = pytest.mark.filterwarnings("error:The given NumPy array is not writable")
 

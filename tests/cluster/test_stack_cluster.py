@@ -171,7 +171,7 @@ def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_do
         asked = subprocess.run(command, capture_output=True, text=True, check=True)
         answers = json.loads(asked.stdout.splitlines()[-1])
         (lost,) = [name for name, answer in answers.items() if "installed" not in answer]
-        assert answers[lost].keys() == {"replaced"}, answers[lost]  # a `silent` node would fail the check of the nodes
+        assert answers[lost].keys() == {"died"}, answers[lost]  # a `silent` node would fail the check of the nodes
         _, stderr = program.communicate(timeout=STACK_WAIT_S)
         assert program.returncode == 1, stderr[-3000:]
         (message,) = stderr.strip().splitlines()

@@ -114,6 +114,5 @@ def test_a_run_that_joined_a_cluster_ends_with_the_status_that_launchers_resume_
     process = start(address)
     kill(below({root}), command)
     status, error = last_error(process)
-    assert status == RESUMABLE
-    assert problem in error
+    assert (status, problem in error) == (RESUMABLE, True), error
     assert error.endswith("Start the cluster again, and go on with --resume.")

@@ -34,15 +34,22 @@ def cluster() -> Iterator[None]:
 
 
 TRAINING = Training(TrainedConfig(), epochs_per_step=1, minibatches_per_epoch=1, steps=1)
-CRITICS = Role(CRITIC, "critic", "model.path", "m", 2, cpus=0.5, gpus=0, training=TRAINING)
+CRITICS = Role(
+    CRITIC, "critic", "model.path", "m", 2, cpus=0.5, gpus=0, hosted="rlhf.learner.critic:Critic", memory="",
+    training=TRAINING,
+)  # fmt: skip
 
 
 def learners(count: int) -> Role:
-    return Role(LEARNER, "learner", "model.path", "m", count, cpus=1.0, gpus=1, training=TRAINING)
+    hosted = "rlhf.learner.worker:Learner"
+    return Role(
+        LEARNER, "learner", "model.path", "m", count, cpus=1.0, gpus=1, hosted=hosted, memory="", training=TRAINING
+    )
 
 
 def engines(cpus: float) -> Role:
-    return Role(ENGINE, "rollout", "model.path", "m", 1, cpus=cpus, gpus=0)
+    hosted = "rlhf.rollout.engine:RolloutEngine"
+    return Role(ENGINE, "rollout", "model.path", "m", 1, cpus=cpus, gpus=0, hosted=hosted, memory="", coroutines=True)
 
 
 def test_colocated_roles_fit_a_machine_that_has_what_the_resource_check_counts() -> None:

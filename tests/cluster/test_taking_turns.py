@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf.cluster.cluster import Cluster
+from rlhf.cluster.engines import Engines
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER
 
 GPU = 100
@@ -47,7 +48,7 @@ class Ranks:
                 self.hold(cache=BUCKETS)
 
 
-class Engines:
+class FakeEngines:
     absent: frozenset[int] = frozenset()
 
     def __init__(self, memory: Memory) -> None:
@@ -73,19 +74,22 @@ class SharedGPU(Cluster):
 
     def __init__(self, *, offload: bool = True) -> None:
         self.config: Any = SimpleNamespace(
-            cluster=SimpleNamespace(placement="colocated", offload_while_sampling=offload)
+            cluster=SimpleNamespace(placement="colocated", offload_while_sampling=offload),
+            run=SimpleNamespace(max_restarts=0),
         )
-        self._shares_gpus, self._asleep, self.memory = True, False, Memory()
-        self._replacements, self._transfer_lock, self._connected = None, asyncio.Lock(), ["engine 0"]
+        self.shares_gpus, self.trains, self.first_step, self.memory = True, True, 0, Memory()
         self.ranks: Mapping[str, Any] = {}
 
-    async def begin(self) -> None:
+    async def begin(self) -> Engines:
         self.ranks = {LEARNER: Ranks(self.memory, "policy")}
-        await self._leave_gpus()
+        await self.leave_gpus()
         self.ranks |= {CRITIC: Ranks(self.memory, "critic")}
-        await self._leave_gpus()
-        self.ranks |= {ENGINE: Engines(self.memory)}
+        await self.leave_gpus()
+        self.ranks |= {ENGINE: FakeEngines(self.memory)}
         self.memory.hold(weights=WEIGHTS, kv_cache=KV_CACHE)
+        engines = Engines(self, self.config)
+        engines._connected = engines.group.present
+        return engines
 
     def group(self, role: str) -> Any:
         return self.ranks[role]
@@ -93,11 +97,11 @@ class SharedGPU(Cluster):
     def trained(self) -> Any:
         return {role: self.ranks[role] for role in self.ranks if role != ENGINE}
 
-    async def step(self, version: int) -> None:
-        await self.sleep_colocated_engines()
+    async def step(self, engines: Engines, version: int) -> None:
+        await engines.sleep_if_colocated()
         roles = (CRITIC, LEARNER)
         await self.together({role: self.ranks[role].call("update", version) for role in roles})
-        await self.send_weights(version)
+        await engines.send_weights(version)
 
 
 def test_engine_policy_and_critic_fit_in_turns_where_no_two_of_their_peaks_would() -> None:
@@ -105,10 +109,10 @@ def test_engine_policy_and_critic_fit_in_turns_where_no_two_of_their_peaks_would
     cluster = SharedGPU()
 
     async def run() -> None:
-        await cluster.begin()
+        engines = await cluster.begin()
         for version in (1, 2):
-            await cluster.step(version)
-        await cluster.send_weights(3)  # to engines that are awake, as after a check of the canary
+            await cluster.step(engines, version)
+        await engines.send_weights(3)  # to engines that are awake, as after a check of the canary
 
     asyncio.run(run())
     step = ["sleep", "wake_up weights", "pause", "wake_up kv_cache", "resume"]

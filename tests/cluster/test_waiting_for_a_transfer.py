@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from rlhf.cluster import replacement
 from rlhf.cluster.actors import ActorGroup, ClusterError, LostError
 from rlhf.cluster.cluster import Cluster
+from rlhf.cluster.engines import Engines
 from rlhf.config.roles import ENGINE, LEARNER
 
 
@@ -43,7 +45,7 @@ def test_a_transfer_to_a_dead_engine_is_given_up(monkeypatch: pytest.MonkeyPatch
     assert asyncio.run(transfer()) == [True]
 
 
-class Engines(ActorGroup):
+class FakeEngines(ActorGroup):
     """Engines that answer every call."""
 
     def __init__(self) -> None:
@@ -62,10 +64,24 @@ def test_a_transfer_ends_when_another_task_replaces_an_engine_of_it(monkeypatch:
     monkeypatch.setattr(replacement, "HEALTH_PERIOD_S", 0.01)
 
     async def transfer() -> None:
-        engines = Engines()
+        engines = FakeEngines()
         asyncio.get_running_loop().call_later(0.05, engines.absent.add, 1)
         with pytest.raises(LostError, match="an engine was lost"):
             await replacement.while_healthy(engines, asyncio.Event().wait())
+
+    asyncio.run(transfer())
+
+
+def test_the_error_of_a_learner_is_that_of_an_engine_that_another_task_replaces() -> None:
+    async def transfer() -> None:
+        engines = FakeEngines()
+
+        async def fail() -> None:
+            engines.absent.add(1)
+            raise LostError("learner.send_weights failed: the actor died")
+
+        with pytest.raises(LostError, match="an engine was lost"):
+            await replacement.while_healthy(engines, fail())
 
     asyncio.run(transfer())
 
@@ -81,22 +97,24 @@ def test_after_a_failed_transfer_no_engine_goes_on_sampling(
     error: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replacement, "ENGINE_DEATH_NOTICE_S", 0)
-    engines = Engines()
+    group = FakeEngines()
 
     class Learners:
         async def call(self, method: str, *arguments: Any) -> None:
-            engines.calls.append(method)
+            group.calls.append(method)
             raise error
 
-    class Connected(Cluster):
+    class Started(Cluster):
         def __init__(self) -> None:
-            self._shares_gpus = self._asleep = False
-            self._replacements, self._transfer_lock, self._connected = None, asyncio.Lock(), engines.present
+            self.shares_gpus, self.trains, self.first_step = False, True, 0
 
         def group(self, role: str) -> Any:
-            return {LEARNER: Learners(), ENGINE: engines}[role]
+            return {LEARNER: Learners(), ENGINE: group}[role]
 
+    config: Any = SimpleNamespace(cluster=None, run=SimpleNamespace(max_restarts=0))
+    engines = Engines(Started(), config)
+    engines._connected = group.present
     with pytest.raises(kind, match=str(error)) as raised:
-        asyncio.run(Connected().send_weights(5))
+        asyncio.run(engines.send_weights(5))
     assert raised.type is kind
-    assert engines.calls == ["pause", "pause", "send_weights"]
+    assert group.calls == ["pause", "pause", "send_weights"]

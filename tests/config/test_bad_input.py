@@ -19,19 +19,22 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.plan import start_problems
 from rlhf.run.folder import RunFolder
+from rlhf.run.run import Run
+from rlhf.run.startup import read_data
 from rlhf.run.state import RunState
-from rlhf.run.training_run import TrainingRun
 
 
-def start(folder: Path, /, **sections: dict[str, Any]) -> TrainingRun:
+def start(folder: Path, /, **sections: dict[str, Any]) -> Run[GRPOConfig]:
     return begin(make_config(folder, **sections))
 
 
-def begin(config: GRPOConfig) -> TrainingRun:
+def begin(config: GRPOConfig) -> Run[GRPOConfig]:
     """What a training program does before it starts anything."""
     if problems := start_problems(config):
         raise ValueError("\n".join(problems))
-    return TrainingRun(config, resume=False)
+    run = Run(config, resume=False)
+    read_data(config, run.tokenizer)
+    return run
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def test_a_row_without_an_answer_is_named(model: Path, tmp_path: Path) -> None:
     rows = [{"question": "1 + 1", "answer": "2"}, {"question": "1 + 2", "answer": ""}]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=r"row 2 of .*rows\.jsonl has no usable answer"):
+    with pytest.raises(ValueError, match=r"row 2 of .*rows\.jsonl\b.*answer"):
         start(model, data={"train": str(file)})
 
 
@@ -85,15 +88,18 @@ def test_a_run_folder_that_holds_a_run_names_three_remedies(model: Path, tmp_pat
 
 def test_resuming_without_a_checkpoint_says_what_would_have_written_one(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint\.every"):
-        TrainingRun(make_config(model, run={"dir": str(tmp_path)}), resume=True)
+        Run(make_config(model, run={"dir": str(tmp_path)}), resume=True)
 
 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"learner": {"epochs_per_step": 3}}, r"learner\.epochs_per_step=3: the run began with 1.*Resume with learner"),
-        ({"critic": {"minibatches_per_epoch": 4}}, r"critic\.minibatches_per_epoch=4: the run began with 1"),
-        ({"critic": {"warmup_steps": 2}}, r"critic\.warmup_steps=2: the run began with 0"),
+        ({"learner": {"epochs_per_step": 3}}, r"learner\.epochs_per_step=3\b.*learner\.epochs_per_step=1\b"),
+        (
+            {"critic": {"minibatches_per_epoch": 4}},
+            r"critic\.minibatches_per_epoch=4\b.*critic\.minibatches_per_epoch=1\b",
+        ),
+        ({"critic": {"warmup_steps": 2}}, r"critic\.warmup_steps=2\b.*critic\.warmup_steps=0\b"),
     ],
 )
 def test_a_resumed_run_may_not_change_its_number_of_optimizer_steps(
@@ -103,9 +109,9 @@ def test_a_resumed_run_may_not_change_its_number_of_optimizer_steps(
     folder = RunFolder(tmp_path, resume=False)
     state = RunState(step=2, updates=make_ppo_config(model, **run).update_plan)
     folder.finish_checkpoint(folder.begin_checkpoint(2), state, keep=1)
-    TrainingRun(make_ppo_config(model, **run), resume=True)
+    Run(make_ppo_config(model, **run), resume=True)
     with pytest.raises(ValueError, match=message):
-        TrainingRun(make_ppo_config(model, **run, **sections), resume=True)
+        Run(make_ppo_config(model, **run, **sections), resume=True)
 
 
 def test_a_run_continues_from_the_newest_complete_checkpoint(model: Path, tmp_path: Path) -> None:
@@ -114,9 +120,9 @@ def test_a_run_continues_from_the_newest_complete_checkpoint(model: Path, tmp_pa
     for step in (2, 4):
         state = RunState(step=step, updates=config.update_plan)
         folder.finish_checkpoint(folder.begin_checkpoint(step), state, keep=2)
-    assert TrainingRun(config, resume=True).first_step == 4
+    assert Run(config, resume=True).first_step == 4
     (folder.checkpoints / "step-000004" / "driver.json").write_text("")
-    assert TrainingRun(config, resume=True).first_step == 2
+    assert Run(config, resume=True).first_step == 2
 
 
 def test_a_run_is_resumed_by_the_program_that_began_it(model: Path, tmp_path: Path) -> None:
@@ -124,21 +130,23 @@ def test_a_run_is_resumed_by_the_program_that_began_it(model: Path, tmp_path: Pa
     grpo, ppo = make_config(model, **run), make_ppo_config(model, **run)
     folder = RunFolder(tmp_path, resume=False)
     for began, goes_on, names in ((grpo, ppo, ("rlhf.grpo", "rlhf.ppo")), (ppo, grpo, ("rlhf.ppo", "rlhf.grpo"))):
-        folder.finish_checkpoint(folder.begin_checkpoint(2), RunState(step=2, updates=began.update_plan), keep=1)
-        with pytest.raises(ValueError, match=rf"are of {names[0]}, this is {names[1]}. Resume with .* {names[0]}"):
-            TrainingRun(goes_on, resume=True)
+        folder.finish_checkpoint(
+            folder.begin_checkpoint(2), RunState(step=2, program=began.program, updates=began.update_plan), keep=1
+        )
+        with pytest.raises(ValueError, match=rf"{names[0]}\b.*{names[1]}\b.*{names[0]}\b"):
+            Run(goes_on, resume=True)
 
 
 @pytest.mark.parametrize("key", ["critic.path", "reward_model.path"])
 def test_every_model_of_a_run_is_checked_before_anything_starts(model: Path, key: str) -> None:
     section = key.split(".")[0]
-    with pytest.raises(ValueError, match=rf"^{key}=/nowhere/judge: there is no such folder"):
+    with pytest.raises(ValueError, match=rf"^{key}=/nowhere/judge: .*no such folder"):
         begin(make_ppo_config(model, **{section: {"path": "/nowhere/judge"}}))
 
 
 def test_a_critic_with_a_smaller_vocabulary_than_the_policys_is_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 3}))
-    with pytest.raises(ValueError, match=r"critic\.path=.*vocabulary of 3 tokens is smaller"):
+    with pytest.raises(ValueError, match=r"critic\.path=.*vocabulary of 3\b"):
         begin(make_ppo_config(model, critic={"path": str(tmp_path)}))
 
 
@@ -167,15 +175,16 @@ def test_mistakes_of_every_kind_are_named_together(model: Path, tmp_path: Path) 
         "learner.lr=1", "rollout.prompts_per_step=many", "algo.clip_low=1.5", "data.train=/nowhere.jsonl",
         "model.path=/nowhere", "run.dir=/proc/version/run", "cluster.learners=999",
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r".") as caught:
-        grpo.main(["--config", str(config), *overrides])
-    named = [re.split("[=:]", line)[0] for line in str(caught.value).splitlines()]
-    assert named == [
-        "learner.lr", "rollout.prompts_per_step", "algo.clip_low", "data.train", "model.path", "run.dir", "cluster",
-    ]  # fmt: skip
+    for given, expected in (
+        (overrides, ["rollout.prompts_per_step", "learner.lr"]),
+        (overrides[2:], ["algo.clip_low", "data.train", "model.path", "run.dir", "cluster"]),
+    ):
+        with pytest.raises(ValueError, match=r".") as caught:
+            grpo.main(["--config", str(config), *given])
+        assert [re.split("[=:]", line)[0] for line in str(caught.value).splitlines()] == expected
 
 
-def test_nothing_is_said_about_values_that_stand_in_for_wrong_ones(model: Path, tmp_path: Path) -> None:
+def test_all_wrong_values_are_named_together(model: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps(make_config(model).model_dump(mode="json")))
     wrong = ["data.train=3", "learner.max_tokens_per_microbatch=x", "model=here", "run.steps=ten", "rollout.stop=1"]
@@ -192,8 +201,9 @@ def test_a_disk_without_room_for_the_checkpoints_is_named_with_both_sizes(
     assert start_problems(config) == []
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
     (problem,) = start_problems(config)
-    assert problem.startswith(f"run.dir={tmp_path}/a/b: checkpoints and export need 0.0 GiB (checkpoint.keep=2, ")
-    assert problem.endswith(f"{tmp_path} has 0.0 GiB free. Make room, keep fewer, or write to another disk.")
+    assert problem.startswith(f"run.dir={tmp_path}/a/b: ")
+    assert "need 0.0 GiB (checkpoint.keep=2, " in problem
+    assert f"{tmp_path} has 0.0 GiB free" in problem
     assert (
         start_problems(make_config(model, run={"dir": str(tmp_path), "export": False}, checkpoint={"every": None}))
         == []
@@ -217,7 +227,7 @@ def test_a_checkpoint_to_resume_from_that_is_not_there_is_refused_with_those_tha
     folder.finish_checkpoint(folder.begin_checkpoint(1), RunState(step=1), keep=1)
     (tmp_path / "mine.yaml").write_text(resolved_yaml(config))
     flags = ["--config", str(tmp_path / "mine.yaml"), "--resume-from"]
-    with pytest.raises(ValueError, match=r"--resume-from best: .*checkpoints has step-000001\. Name one of them"):
+    with pytest.raises(ValueError, match=r"^--resume-from best: .*\bstep-000001\b"):
         grpo.main([*flags, "best"])
-    with pytest.raises(ValueError, match=r"--resume-from step-000002: "):
+    with pytest.raises(ValueError, match=r"^--resume-from step-000002: "):
         grpo.main([*flags, "step-000002"])

@@ -92,7 +92,7 @@ def test_a_program_offers_no_choice_that_it_always_refuses() -> None:
 def test_a_choice_of_another_program_is_refused_with_its_name(
     schema: type[GRPOConfig], override: str, other: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"(?m)^{override}: it has to be .*{other}"):
+    with pytest.raises(ValueError, match=rf"(?m)^{override}: .*{other}\b"):
         parse("", "", schema, ["--config", MATH, override])
 
 
@@ -143,7 +143,7 @@ def test_the_last_of_two_overrides_of_a_key_wins() -> None:
 
 def configs_of_policies() -> list[tuple[str, ...]]:
     """Every config of rlhf.grpo and rlhf.ppo in this repository, an overlay after the one that it stands on."""
-    others = {"cpu.yaml", "eval_math.yaml", "reward_model_quickstart.yaml"}
+    others = {"cpu.yaml", "eval_math.yaml", "reward_model_quickstart.yaml", "sft_quickstart.yaml"}
     names = {path.name for path in (ROOT / "configs").glob("*.yaml")} - others
     below = {"cispo.yaml": "dapo.yaml", "reinforce_pp.yaml": "dr_grpo.yaml"}
     return [(below[name], name) if name in below else (name,) for name in sorted(names)]
@@ -174,40 +174,30 @@ def test_the_cpu_overlay_goes_on_top_of_every_config(base: tuple[str, ...], coun
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "start", "remedy"),
     [
-        ((), "error: --config: no file given. Name a YAML file: python -m rlhf.grpo --config configs/math.yaml"),
-        (("run.steps=3",), "error: --config: no file given."),
-        (
-            ("--config", MATH, "steps"),
-            "error: 'steps': not an override. Write section.key=value, such as run.steps=10.",
-        ),
-        (
-            ("--config", MATH, "--run.steps=3"),
-            "error: --run.steps=3: there is no such flag. Write it without dashes, as a key: run.steps=3.",
-        ),
-        (
-            ("--config", MATH, "--lr", "1"),
-            "error: --lr: there is no such flag. Write it without dashes, as a key: learner.optimizer.lr=V",
-        ),
+        ((), "--config: no file given", "python -m rlhf.grpo --config configs/math.yaml"),
+        ((MATH,), "--config: no file given", f"python -m rlhf.grpo --config {MATH}"),
+        (("run.steps=3",), "--config: no file given", "--config"),
+        (("--config", MATH, "steps"), "'steps': not an override", "run.steps=10"),
+        (("--config", MATH, "--run.steps=3"), "--run.steps=3: there is no such flag", " run.steps=3."),
+        (("--config", MATH, "--lr", "1"), "--lr: there is no such flag", " learner.optimizer.lr=V"),
         (
             ("--config", MATH, "--learning-rate=1"),
-            "error: --learning-rate=1: there is no such flag. Write it without dashes, as a key: l",
+            "--learning-rate=1: there is no such flag",
+            " learner.optimizer.lr=1",
         ),
-        ((MATH,), f"error: --config: no file given. Name a YAML file: python -m rlhf.grpo --config {MATH}"),
-        (("--config", MATH, "--paln"), "error: --paln: there is no such flag."),
-        (
-            ("--config", MATH, "run.step=3", "--plan"),
-            "error: run.step=3: there is no such key. Did you mean run.steps?",
-        ),
-        (("--config", "nowhere.yaml"), "error: --config nowhere.yaml: there is no such file."),
-        (("--config", MATH, "algo.clip_low=1.5", "--plan"), "error: algo.clip_low=1.5: "),
+        (("--config", MATH, "--paln"), "--paln: there is no such flag", "--help"),
+        (("--config", MATH, "run.step=3", "--plan"), "run.step=3: there is no such key", " run.steps?"),
+        (("--config", "nowhere.yaml"), "--config nowhere.yaml: ", "no such file"),
+        (("--config", MATH, "algo.clip_low=1.5", "--plan"), "algo.clip_low=1.5: ", "Use 0.2"),
     ],
 )
-def test_a_user_error_is_one_message_and_exit_status_2(argv: tuple[str, ...], message: str) -> None:
+def test_a_user_error_is_one_message_and_exit_status_2(argv: tuple[str, ...], start: str, remedy: str) -> None:
     completed = run(*argv)
     assert completed.returncode == USER_ERROR
-    assert completed.stderr.startswith(message)
+    assert completed.stderr.startswith(f"error: {start}")
+    assert remedy in completed.stderr
     assert len(completed.stderr.splitlines()) == 1
     assert completed.stdout == ""
 
@@ -289,5 +279,5 @@ def test_ctrl_c_reaches_a_program_that_runs_inside_of_a_running_event_loop() -> 
 
 
 def test_a_program_in_another_thread_than_the_main_one_says_where_to_call_it() -> None:
-    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match=r"runs in the main thread.* Call it there\."):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="runs in the main thread"):
         pool.submit(lambda: run_async(answer())).result()

@@ -14,6 +14,7 @@ from rlhf.config.load import load_config, resolved_yaml
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.sections import ScheduleConfig
+from rlhf.config.sft import SFTConfig
 
 ROOT = Path(__file__).parents[2]
 BASE: dict[str, Any] = {
@@ -100,9 +101,7 @@ def test_a_tilde_is_the_home_folder_in_every_key_that_names_a_file(
     assert resolved_yaml(load_config(RewardTrainingConfig, [str(file)])).count("/srv/me/") == 4
     untouched = load_config(GRPOConfig, [base], ["checkpoint.mirror=s3://bucket/~me", "run.dir=runs/a~"])
     assert (untouched.checkpoint.mirror, untouched.run.dir) == ("s3://bucket/~me", "runs/a~")
-    assert refusal(base, "run.dir=~nobody-at-all/run") == (
-        "run.dir: ~nobody-at-all/run: the home folder of ~nobody-at-all is not known. Write the whole path."
-    )
+    assert refusal(base, "run.dir=~nobody-at-all/run").startswith("run.dir: ~nobody-at-all/run: the home folder")
 
 
 def test_a_value_may_refer_to_another_key(base: str) -> None:
@@ -114,43 +113,43 @@ def test_a_value_may_refer_to_another_key(base: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "parts"),
     [
-        ("run.steps", "'run.steps': not an override. Write section.key=value, such as run.steps=10."),
-        ("=3", "'=3': not an override."),
-        ("run..steps=3", "'run..steps=3': not an override."),
-        ("run.stepss=3", "run.stepss=3: there is no such key. Did you mean run.steps?"),
-        ("learner.learning_rate=1", "learner.learning_rate=1: there is no such key. It is learner.optimizer.lr here."),
-        ("learner.lr=1", "learner.lr=1: there is no such key. Did you mean learner.optimizer.lr?"),
-        ("rnu.steps=3", "there is no such key. Did you mean run?"),
-        ("rollout.top_p=1.0", "rollout.top_p=1.0: this key was removed. It had to be 1. Delete the line."),
-        ("data.trian=x", "data.trian=x: there is no such key. Did you mean data.train?"),
-        ("data.promt_column=x", "data.promt_column=x: there is no such key. Did you mean data.prompt_column?"),
-        ("data.train={pth: x}", "data.train.0.pth=x: there is no such key. Did you mean data.train.0.path?"),
-        ("data.eval=[a, {path: b, qqq: 1}]", "data.eval.1.qqq=1: there is no such key. Known: path, name, split"),
-        ("reward={part: []}", "reward.part=[]: there is no such key. Did you mean reward.parts?"),
-        ("run.steps=1.5", "run.steps=1.5: "),
-        ("run.steps=ten", "run.steps=ten: input should be a valid integer"),
-        ("run.steps=true", "run.steps=true: input should be a valid integer"),
-        ("run.steps=0", "run.steps=0: input should be greater than 0 (integer > 0: "),
-        ("run.export=1", "run.export=1: input should be a valid boolean"),
-        ("learner.optimizer.lr='1e-6'", 'learner.optimizer.lr="1e-6": the quotes make it text. Write learner.optimiz'),
-        ("run.export='true'", 'run.export="true": the quotes make it text. Write run.export=true.'),
-        ("learner.optimizer.lr=.inf", "learner.optimizer.lr="),
-        ("algo.kl_estimator=k5", "algo.kl_estimator=k5: it has to be 'k1', 'k2', 'k3' or 'k4' (estimator of KL"),
-        ("run.dir=2024", "run.dir=2024: text is expected"),
-        ("learner.optimizer=adam", "learner.optimizer=adam: "),
-        ("learner=3", "learner=3: "),
-        ("run.dir=${nowhere}", "nowhere"),
-        ("run.dir='open", "the value is not readable as YAML"),
+        ("run.steps", ["'run.steps': not an override", "section.key=value", "run.steps=10"]),
+        ("=3", ["'=3': not an override"]),
+        ("run..steps=3", ["'run..steps=3': not an override"]),
+        ("run.stepss=3", ["run.stepss=3: there is no such key", "run.steps?"]),
+        ("learner.learning_rate=1", ["learner.learning_rate=1: there is no such key", "learner.optimizer.lr "]),
+        ("learner.lr=1", ["learner.lr=1: there is no such key", "learner.optimizer.lr?"]),
+        ("rnu.steps=3", ["there is no such key", "run?"]),
+        ("data.trian=x", ["data.trian=x: there is no such key", "data.train?"]),
+        ("data.promt_column=x", ["data.promt_column=x: there is no such key", "data.prompt_column?"]),
+        ("data.train={pth: x}", ["data.train.0.pth=x: there is no such key", "data.train.0.path?"]),
+        ("data.eval=[a, {path: b, qqq: 1}]", ["data.eval.1.qqq=1: there is no such key", "path, name, split"]),
+        ("reward={part: []}", ["reward.part=[]: there is no such key", "reward.parts?"]),
+        ("run.steps=1.5", ["run.steps=1.5: "]),
+        ("run.steps=ten", ["run.steps=ten: ", "valid integer"]),
+        ("run.steps=true", ["run.steps=true: ", "valid integer"]),
+        ("run.steps=0", ["run.steps=0: ", "greater than 0", "(integer > 0: "]),
+        ("run.export=1", ["run.export=1: ", "valid boolean"]),
+        ("learner.optimizer.lr='1e-6'", ['learner.optimizer.lr="1e-6": the quotes', "learner.optimizer.lr=1e-6."]),
+        ("run.export='true'", ['run.export="true": the quotes', "run.export=true."]),
+        ("learner.optimizer.lr=.inf", ["learner.optimizer.lr=", "finite number"]),
+        ("algo.kl_estimator=k5", ["algo.kl_estimator=k5: ", "'k1', 'k2', 'k3' or 'k4'"]),
+        ("run.dir=2024", ["run.dir=2024: text is expected"]),
+        ("learner.optimizer=adam", ["learner.optimizer=adam: "]),
+        ("learner=3", ["learner=3: "]),
+        ("run.dir=${nowhere}", ["run.dir: ", "'nowhere' not found"]),
+        ("run.dir='open", ["run.dir='open", "not readable as YAML"]),
     ],
 )
-def test_a_bad_override_is_refused_with_its_key_value_and_reason(base: str, override: str, message: str) -> None:
-    assert message in refusal(base, override)
+def test_a_bad_override_is_refused_with_its_key_value_and_reason(base: str, override: str, parts: list[str]) -> None:
+    refused = refusal(base, override)
+    assert [part for part in parts if part not in refused] == [], refused
 
 
 def test_a_whole_number_with_a_point_is_no_integer(base: str) -> None:
-    assert refusal(base, "run.steps=2.0").startswith("run.steps=2.0: input should be a valid integer")
+    assert "run.steps=2.0: input should be a valid integer" in refusal(base, "run.steps=2.0")
 
 
 def test_every_unknown_key_is_named_on_a_line_of_its_own(base: str) -> None:
@@ -173,11 +172,10 @@ def test_what_is_required_is_named_key_by_key_when_a_section_is_missing(tmp_path
     empty.write_text("")
     keys = ["run.dir", "run.steps", "model.path", "data.train"]
     keys += [f"rollout.{name}" for name in ("prompts_per_step", "samples_per_prompt", "max_response_tokens")]
-    assert refusal(str(empty)).splitlines() == [
-        f"{key}: required and not set. Set it in the YAML or as {key}=VALUE." for key in keys
-    ]
-    without_path = refusal(str(empty), "data.train=[{rows: 3}]").splitlines()
-    assert "data.train.0.path: required and not set. Set it in the YAML or as data.train.0.path=VALUE." in without_path
+    lines = refusal(str(empty)).splitlines()
+    assert [(line.split()[0], line.split()[-1]) for line in lines] == [(f"{key}:", f"{key}=VALUE.") for key in keys]
+    assert all("required" in line for line in lines)
+    assert "data.train.0.path: required" in refusal(str(empty), "data.train=[{rows: 3}]")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +191,7 @@ def test_a_file_that_holds_no_sections_is_refused_by_name(tmp_path: Path, text: 
 
 
 def test_a_missing_file_is_refused_by_name() -> None:
-    assert refusal("nowhere.yaml").startswith("--config nowhere.yaml: there is no such file.")
+    assert refusal("nowhere.yaml").startswith("--config nowhere.yaml: ")
 
 
 # --- contradictions: both keys, and what to do ---
@@ -201,13 +199,16 @@ def test_a_missing_file_is_refused_by_name() -> None:
 CONTRADICTIONS = [
     (
         ["rollout.samples_per_prompt=1"],
-        ["rollout.samples_per_prompt=1", "algo.advantage=grpo", "at least 2, or algo.advantage=reinforce_pp"],
+        ["rollout.samples_per_prompt=1", "algo.advantage=grpo", "at least 2", "algo.advantage=reinforce_pp"],
     ),
     (["algo.normalize_over=tokens"], ["algo.normalize_over=tokens with algo.advantage=grpo", "Remove it"]),
-    (["rollout.dynamic_sampling_part=math"], ["rollout.dynamic_sampling_part=math", "Set that too, or remove it"]),
+    (
+        ["rollout.dynamic_sampling_part=math"],
+        ["rollout.dynamic_sampling_part=math", "without rollout.dynamic_sampling:", "Set that too"],
+    ),
     (
         ["rollout.dynamic_sampling=true", "rollout.dynamic_sampling_part=maths"],
-        ["rollout.dynamic_sampling_part=maths", "each of them has (math), or null"],
+        ["rollout.dynamic_sampling_part=maths", "(math)"],
     ),
     (
         [
@@ -215,7 +216,7 @@ CONTRADICTIONS = [
             "rollout.dynamic_sampling_part=math",
             "reward={parts: [math], by_source: {gsm8k: [gsm8k]}}",
         ],
-        ["rollout.dynamic_sampling_part=math", "reward.parts and reward.by_source.gsm8k", "each of them has (none)"],
+        ["rollout.dynamic_sampling_part=math", "reward.by_source.gsm8k", "(none)"],
     ),
     (
         ["cluster.device=cuda", "reward_model={path: judge, dtype: float32}"],
@@ -230,11 +231,11 @@ CONTRADICTIONS = [
     ),
     (
         ["rollout.truncate=graded_text"],
-        ["rollout.truncate=graded_text with rollout.truncate_token=None", "Name a token and no stop strings"],
+        ["rollout.truncate=graded_text with rollout.truncate_token=None", "no stop strings"],
     ),
     (
         ["rollout.truncate=graded_text", "rollout.truncate_token=.", "rollout.stop=[x]"],
-        ["rollout.truncate=graded_text", "rollout.stop=['x']", "or set truncate=response"],
+        ["rollout.truncate=graded_text", "rollout.stop=['x']", "truncate=response"],
     ),
     (
         ["reward_model={path: judge, reference_samples: 256, std: 2}"],
@@ -242,7 +243,7 @@ CONTRADICTIONS = [
     ),
     (
         ["rollout.max_policy_lag=1", "algo.importance_correction=none"],
-        ["algo.importance_correction=none", "rollout.max_policy_lag=1", "Use truncated or masked, or a lag of 0"],
+        ["algo.importance_correction=none", "rollout.max_policy_lag=1", "truncated or masked"],
     ),
     (
         ["algo.kl_place=reward", "algo.kl_estimator=k4"],
@@ -250,7 +251,7 @@ CONTRADICTIONS = [
     ),
     (
         ["algo.kl_ratio_weighted=true", "algo.kl_estimator=k2"],
-        ["algo.kl_ratio_weighted=true", "algo.kl_estimator=k2", "Set kl_estimator=k3 and kl_place=loss"],
+        ["algo.kl_ratio_weighted=true", "algo.kl_estimator=k2", "kl_estimator=k3", "kl_place=loss"],
     ),
     (
         ["evaluation.max_response_tokens=64"],
@@ -260,13 +261,15 @@ CONTRADICTIONS = [
         ["learner.max_tokens_per_microbatch=127"],
         [
             "learner.max_tokens_per_microbatch=127",
-            "data.max_prompt_tokens + rollout.max_response_tokens = 128",
+            "data.max_prompt_tokens",
+            "rollout.max_response_tokens",
+            "128",
             "Raise the budget",
         ],
     ),
     (
         ["learner.minibatches_per_epoch=33"],
-        ["learner.minibatches_per_epoch=33", "32 rollouts", "rollout.prompts_per_step", "Take fewer minibatches"],
+        ["learner.minibatches_per_epoch=33", "32 rollouts", "rollout.prompts_per_step", "fewer minibatches"],
     ),
     (
         ["learner.schedule.warmup_steps=2", "learner.schedule.warmup_fraction=0.1"],
@@ -274,7 +277,7 @@ CONTRADICTIONS = [
     ),
     (
         ["learner.schedule.warmup_steps=10"],
-        ["learner.schedule.warmup_steps=10", "only 10 optimizer steps (run.steps x", "Shorten the warm-up"],
+        ["learner.schedule.warmup_steps=10", "10 optimizer steps", "run.steps", "Shorten the warm-up"],
     ),
     (
         ["learner.schedule.min_lr=1e-3"],
@@ -282,16 +285,16 @@ CONTRADICTIONS = [
     ),
     (
         ["learner.offload_optimizer=true", "learner.zero_stage=0"],
-        ["learner.offload_optimizer=true", "learner.zero_stage=0", "needs stage 1, 2 or 3"],
+        ["learner.offload_optimizer=true", "learner.zero_stage=0", "stage 1, 2 or 3"],
     ),
     (
         ["algo.constant_length=10"],
-        ["algo.constant_length=10", "algo.loss_aggregation=token_mean", "set loss_aggregation=constant"],
+        ["algo.constant_length=10", "algo.loss_aggregation=token_mean", "loss_aggregation=constant"],
     ),
     (["algo.clip_low=1.0"], ["algo.clip_low=1.0", "above 0", "Use 0.2"]),
     (
         ["algo.dual_clip=3.0", "algo.policy_loss=cispo"],
-        ["algo.dual_clip=3.0", "algo.policy_loss=cispo", "set policy_loss=ppo"],
+        ["algo.dual_clip=3.0", "algo.policy_loss=cispo", "policy_loss=ppo"],
     ),
     (
         ["model.dtype=float32", "cluster.device=cuda"],
@@ -301,24 +304,24 @@ CONTRADICTIONS = [
         ["learner.zero_stage=0", "model.dtype=bfloat16"],
         ["learner.zero_stage=0", "model.dtype=bfloat16", "stage 1 or higher"],
     ),
-    (["checkpoint.best=eval/x/avg@1"], ["checkpoint.best=eval/x/avg@1: no evaluation measures it", "data.eval"]),
+    (["checkpoint.best=eval/x/avg@1"], ["checkpoint.best=eval/x/avg@1", "no evaluation", "data.eval"]),
     (
         ["data.eval=a.jsonl", "evaluation.samples_per_prompt=2", "checkpoint.best=accuracy", "evaluation.every=1"],
-        ["checkpoint.best=accuracy: no evaluation measures it. Use eval/a/avg@2 or eval/a/pass@2 or eval/a/maj@2."],
+        ["checkpoint.best=accuracy", "eval/a/avg@2", "eval/a/pass@2", "eval/a/maj@2"],
     ),
     (
         ["data.eval=a.jsonl", "checkpoint.best=eval/a/avg@1", "checkpoint.every=null"],
-        ["checkpoint.best=eval/a/avg@1 without evaluation.every: only", "with checkpoint.every=null: no checkpoint is"],
+        ["checkpoint.best=eval/a/avg@1 without evaluation.every", "with checkpoint.every=null"],
     ),
     (
         ["data.eval={path: a.jsonl, max_response_tokens: 99}"],
-        ["evaluation.max_response_tokens=99 with rollout.max_response_tokens=28", "Raise it to at least"],
+        ["evaluation.max_response_tokens=99 with rollout.max_response_tokens=28", "Raise it"],
     ),
-    (["logging.profile_steps=[2,99]"], ["logging.profile_steps=[99]: the run ends at run.steps=10", "up to that"]),
-    (["cluster.min_engines=2"], ["cluster.min_engines=2 with cluster.engines=1", "Use at most cluster.engines"]),
+    (["logging.profile_steps=[2,99]"], ["logging.profile_steps=[99]", "run.steps=10", "up to that"]),
+    (["cluster.min_engines=2"], ["cluster.min_engines=2 with cluster.engines=1", "at most cluster.engines"]),
     (
         ["cluster.placement=colocated", "cluster.device=cpu"],
-        ["cluster.placement=colocated", "cluster.device=cpu", "Use placement=separate"],
+        ["cluster.placement=colocated", "cluster.device=cpu", "placement=separate"],
     ),
     (
         ["cluster.placement=colocated", "cluster.learners=4"],
@@ -326,15 +329,15 @@ CONTRADICTIONS = [
     ),
     (
         ["cluster.placement=colocated", "rollout.max_policy_lag=1"],
-        ["cluster.placement=colocated", "rollout.max_policy_lag=1", "Use separate placement or a lag of 0"],
+        ["cluster.placement=colocated", "rollout.max_policy_lag=1", "a lag of 0"],
     ),
     (
         ["run.deterministic=true", "rollout.max_policy_lag=1"],
-        ["run.deterministic=true with rollout.max_policy_lag=1", "Use a lag of 0, or deterministic=false."],
+        ["run.deterministic=true with rollout.max_policy_lag=1", "a lag of 0", "deterministic=false"],
     ),
     (
         ["run.deterministic=true", "reward_model.endpoint=http://h/score"],
-        ["run.deterministic=true with reward_model.endpoint=http://h/score", "Set reward_model.path instead"],
+        ["run.deterministic=true with reward_model.endpoint=http://h/score", "reward_model.path"],
     ),
 ]
 
@@ -342,7 +345,7 @@ CONTRADICTIONS = [
 def test_a_warm_up_of_the_policy_is_compared_with_the_steps_that_are_left_after_the_critics() -> None:
     overrides = ["run.steps=10", "critic.warmup_steps=8", "learner.minibatches_per_epoch=1"]
     overrides += ["learner.epochs_per_step=1", "learner.schedule.warmup_steps=2"]
-    with pytest.raises(ValueError, match=r"only 2 optimizer steps \(\(run\.steps - critic\.warmup_steps\) x epochs"):
+    with pytest.raises(ValueError, match=r"\b2 optimizer steps\b.*critic\.warmup_steps"):
         load_config(PPOConfig, [str(ROOT / "configs/ppo_quickstart.yaml")], overrides)
 
 
@@ -385,11 +388,12 @@ def test_each_evaluation_set_has_the_sampling_of_the_section_or_its_own(base: st
     assert list(config.warnings()) == []
     assert config.evaluations["a"].top_p == 1
     refused = refusal(base, "data.train={path: a.jsonl, top_p: 0.5}")
-    assert "has top_p=0.5, which is for evaluation sets. Remove it." in refused
+    assert "a.jsonl has top_p=0.5" in refused
     refused = refusal(base, "data.eval={path: a.jsonl, temperature: 0}", "evaluation.samples_per_prompt=4")
-    assert "evaluation.samples_per_prompt=4 with evaluation.temperature=0: greedy samples" in refused
+    assert "evaluation.samples_per_prompt=4 with evaluation.temperature=0" in refused
     refused = refusal(base, "data.train={path: a.jsonl, temperature: 0.5}")
-    assert "a.jsonl has temperature=0.5, which is for evaluation sets. Remove it, or set rollout.temp" in refused
+    assert "a.jsonl has temperature=0.5" in refused
+    assert "rollout.temperature" in refused
 
 
 # --- warnings ---
@@ -512,7 +516,7 @@ def test_checkpoints_are_a_tenth_of_the_run_apart_unless_told_otherwise(
 
 @pytest.mark.parametrize("value", ["0", "2.5", "atuo", "true"])
 def test_a_bad_number_of_steps_between_checkpoints_is_one_message(base: str, value: str) -> None:
-    with pytest.raises(ValueError, match=r"^checkpoint\.every=\w.*: set a whole number of steps.*auto or null\.$"):
+    with pytest.raises(ValueError, match=rf"^checkpoint\.every=(?i:{value}): .*auto or null\.$"):
         load_config(GRPOConfig, [base], [f"checkpoint.every={value}"])
 
 
@@ -524,15 +528,14 @@ REWARD_MODEL_FILE = ROOT / "configs" / "reward_model_quickstart.yaml"
 def test_a_reward_model_is_trained_from_the_same_sections_as_a_policy() -> None:
     config = load_config(RewardTrainingConfig, [str(REWARD_MODEL_FILE)], ["cluster.learners=2"])
     assert (config.cluster.device, config.cluster.learners, config.cluster.threads_per_learner) == ("cpu", 2, None)
-    shared = set(RewardTrainingConfig.model_fields) & set(GRPOConfig.model_fields)
-    assert shared == set(RewardTrainingConfig.model_fields) == {"run", "model", "data", "learner", "cluster"}
+    assert set(RewardTrainingConfig.model_fields) == set(SFTConfig.model_fields) < set(GRPOConfig.model_fields)
 
 
 def test_a_key_that_another_section_has_is_refused_with_its_whole_name(base: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         load_config(RewardTrainingConfig, [str(REWARD_MODEL_FILE)], ["learners=2", "device=cuda"])
-    assert str(caught.value).splitlines() == [
-        "learners=2: there is no such key. Did you mean cluster.learners?",
-        "device=cuda: there is no such key. Did you mean cluster.device?",
+    assert [(line.split()[0], line.split()[-1]) for line in str(caught.value).splitlines()] == [
+        ("learners=2:", "cluster.learners?"),
+        ("device=cuda:", "cluster.device?"),
     ]
-    assert refusal(base, "learner.lr=1e-6").endswith("Did you mean learner.optimizer.lr?")
+    assert refusal(base, "learner.lr=1e-6").endswith(" learner.optimizer.lr?")

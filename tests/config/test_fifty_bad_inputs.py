@@ -13,37 +13,38 @@ from rlhf import command, export, grpo, quickstart, score, show
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
 from rlhf.report.__main__ import main as report
-from rlhf.run.training_run import TrainingRun
+from rlhf.run.run import Run
+from rlhf.run.startup import read_data
 
 # the argument -> the key or flag, the value as it is shown, the remedy
 ARGUMENTS: dict[str, tuple[str, str, str]] = {
     # names
-    "learner.lr=1e-6": ("learner.lr", "=1e-06", "Did you mean learner.optimizer.lr?"),
-    "optimizer.lr=1e-6": ("optimizer", '{"lr": 1e-06}', "Did you mean learner.optimizer?"),
-    "learner.optimiser.lr=1": ("learner.optimiser", '{"lr": 1}', "Did you mean learner.optimizer?"),
-    "run.step=3": ("run.step", "=3", "Did you mean run.steps?"),
-    "batch_size=8": ("batch_size", "=8", "It is rollout.prompts_per_step here."),
-    "algo.beta=0.1": ("algo.beta", "=0.1", "It is algo.kl_coef here."),
-    "rollout.top_p=0.9": ("rollout.top_p", "=0.9", "Delete the line."),
-    "data.train={pth: x.jsonl}": ("data.train.0.pth", "=x.jsonl", "Did you mean data.train.0.path?"),
-    "reward=[{name: maths}]": ("reward.parts.0.name", "'maths'", "Did you mean math?"),
-    "reward=[{name: math, mod: strict}]": ("reward.parts.0.mod", "=strict", "Did you mean reward.parts.0.mode?"),
+    "learner.lr=1e-6": ("learner.lr", "=1e-06", "learner.optimizer.lr?"),
+    "optimizer.lr=1e-6": ("optimizer", '{"lr": 1e-06}', "learner.optimizer?"),
+    "learner.optimiser.lr=1": ("learner.optimiser", '{"lr": 1}', "learner.optimizer?"),
+    "run.step=3": ("run.step", "=3", "run.steps?"),
+    "batch_size=8": ("batch_size", "=8", "It is rollout.prompts_per_step"),
+    "algo.beta=0.1": ("algo.beta", "=0.1", "It is algo.kl_coef"),
+    "rollout.top_p=0.9": ("rollout.top_p", "=0.9", "evaluation.top_p?"),
+    "data.train={pth: x.jsonl}": ("data.train.0.pth", "=x.jsonl", "data.train.0.path?"),
+    "reward=[{name: maths}]": ("reward.parts.0.name", "'maths'", "math?"),
+    "reward=[{name: math, mod: strict}]": ("reward.parts.0.mod", "=strict", "reward.parts.0.mode?"),
     # how it is written
-    "steps": ("'steps'", "steps", "Write section.key=value, such as run.steps=10."),
-    "run..steps=3": ("run..steps", "3", "Write section.key=value, such as run.steps=10."),
+    "steps": ("'steps'", "steps", "such as run.steps=10"),
+    "run..steps=3": ("run..steps", "3", "such as run.steps=10"),
     "run.dir=[1": ("run.dir", "[1", "Quote it: run.dir='\"...\"'."),
     "run.dir=${nowhere}": ("run.dir", "'nowhere' not found", r"write \${...} where it is text"),
     "--learning-rate=1": ("--learning-rate", "=1", "as a key: learner.optimizer.lr=1."),
     "--run.steps=3": ("--run.steps", "=3", "as a key: run.steps=3."),
     "--paln": ("--paln", "--paln", "listed by --help"),
-    "model=here": ("model", "=here", "Set a key in it, such as model.path=VALUE."),
+    "model=here": ("model", "=here", "such as model.path=VALUE"),
     "reward=math": ("reward", "=math", "such as reward=[{name: math}]."),
     # types
-    "learner.optimizer.lr=fast": ("learner.optimizer.lr", "=fast", "number >= 0: peak learning rate"),
+    "learner.optimizer.lr=fast": ("learner.optimizer.lr", "=fast", "number >= 0"),
     "learner.optimizer.lr=-1": ("learner.optimizer.lr", "=-1", "greater than or equal to 0"),
-    "run.steps=1.5": ("run.steps", "=1.5", "integer > 0: training steps"),
+    "run.steps=1.5": ("run.steps", "=1.5", "integer > 0"),
     'run.steps="10"': ("run.steps", '="10"', "Write run.steps=10."),
-    "run.steps=null": ("run.steps", "=null", "integer > 0: training steps"),
+    "run.steps=null": ("run.steps", "=null", "integer > 0"),
     "run.dir=2024": ("run.dir", "=2024", "Quote it: run.dir='\"2024\"'."),
     "rollout.stop=1": ("rollout.stop", "=1", "list of text"),
     "rollout.temperature=.inf": ("rollout.temperature", "=Infinity", "finite number"),
@@ -62,26 +63,26 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "learner.schedule.warmup_steps=99": ("learner.schedule.warmup_steps", "=99", "Shorten the warm-up"),
     "learner.schedule.min_lr=1": ("learner.schedule.min_lr", "=1.0", "must not exceed the peak"),
     "reward=[]": ("reward", "[]", "Name a reward"),
-    "data.train=[]": ("data.train", "empty", "Name a file or a hub data set."),
+    "data.train=[]": ("data.train", "empty", "Name a file"),
     # what is not there, or does not fit this machine
-    "data.train=/nowhere.jsonl": ("data.train", "=/nowhere.jsonl", "Correct the path, or make the file."),
-    "data.train=rows.csv": ("data.train", "=rows.csv", "Correct the path, or make the file."),
-    "data.train=some/data": ("data.train", "=some/data", "hf download some/data --repo-type dataset"),
-    "model.path=/nowhere": ("model.path", "=/nowhere", "Give a folder in Hugging Face format or a hub name."),
+    "data.train=/nowhere.jsonl": ("data.train", "=/nowhere.jsonl", "Correct the path"),
+    "data.train=rows.csv": ("data.train", "=rows.csv", "Correct the path"),
+    "data.train=some/data": ("data.train", "=some/data", "hf download some/data"),
+    "model.path=/nowhere": ("model.path", "=/nowhere", "Give a folder"),
     "model.path=some/model": ("model.path", "=some/model", "hf download some/model"),
     "run.dir=/proc/version/run": ("run.dir", "=/proc/version/run", "Name a folder."),
     "cluster.learners=999": ("cluster", "999 learners", "Ask for fewer"),
-    "data.answer_column=solution": ("answer_column", "=solution", "only question, answer. Name one of these."),
-    "data.max_prompt_tokens=3": ("data.train", "the limit is 3", "Raise data.max_prompt_tokens to at least"),
-    "--resume": ("run.dir", "no complete, undamaged checkpoint", "start anew without --resume"),
+    "data.answer_column=solution": ("answer_column", "=solution", "only question, answer"),
+    "data.max_prompt_tokens=3": ("data.train", "the limit is 3", "Raise data.max_prompt_tokens"),
+    "--resume": ("run.dir", "no complete, undamaged checkpoint", "without --resume"),
 }
 
 # the second row -> where it is, what is wrong, the remedy
 ROWS: dict[str, tuple[str, str, str]] = {
-    "{question: 1}": ("line 2 of", "is not JSON", "Correct or remove it."),
+    "{question: 1}": ("line 2 of", "is not JSON", "Correct or remove"),
     "[1]": ("row 2 of", "is a list, not an object", 'Write each row as {"question"'),
     '{"question": "x", "answer": ""}': ("row 2 of", "`answer` is empty", "set data.answer_format=none"),
-    '{"answer": "2"}': ("row 2 of", "`question` is missing", "Correct or remove the row."),
+    '{"answer": "2"}': ("row 2 of", "`question` is missing", "Correct or remove"),
     '{"question": 7, "answer": "2"}': ("row 2 of", "`question` is 7", "name another prompt_column"),
     '{"question": [{"role": "usr", "content": "x"}], "answer": "2"}': ("row 2 of", "'usr'", "a role of system, user"),
     '{"question": [{"role": "assistant", "content": "x"}], "answer": "2"}': (
@@ -103,7 +104,7 @@ def config(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def begin(*arguments: str) -> None:
     """What a training program does before it starts anything."""
     config, flags = cli.parse("rlhf.grpo", "", GRPOConfig, arguments, check=grpo.start_problems)
-    TrainingRun(config, resume=flags.resume)
+    read_data(config, Run(config, resume=flags.resume).tokenizer)
 
 
 def message(config: Path, *arguments: str) -> str:
@@ -134,11 +135,11 @@ def test_a_bad_row_is_named_with_its_value_and_the_remedy(config: Path, tmp_path
     [
         (grpo.main, ["run.steps=3"], ("--config", "no file given", "Name a YAML file: ")),
         (grpo.main, ["mine.yaml"], ("--config", "no file given", "--config mine.yaml")),
-        (grpo.main, ["--config", "nowhere.yaml"], ("--config", "nowhere.yaml", "Give the path of a YAML file")),
+        (grpo.main, ["--config", "nowhere.yaml"], ("--config", "nowhere.yaml", "path of a YAML file")),
         (score.main, ["nowhere.jsonl"], ("nowhere.jsonl", "no such file", "Correct the path")),
         (show.main, ["nowhere"], ("nowhere", "no", "run")),
         (report, ["nowhere"], ("nowhere", "no", "run")),
-        (export.main, ["nowhere", "model"], ("nowhere", "neither a run", "Name one of them.")),
+        (export.main, ["nowhere", "model"], ("nowhere", "neither a run", "Name one")),
         (quickstart.main, ["--output", "."], ("--output=.", "not an empty folder", "Name a new folder")),
         (command.main, ["configs", "copy", "mth"], ("configs copy", "mth", "There are cispo, ")),
     ],

@@ -16,6 +16,7 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.secrets import HIDDEN, hidden, hide, hide_in_output, is_secret_name, remember
+from rlhf.config.sft import SFTConfig
 from rlhf.run.resume import changed_keys
 
 JUDGE, PASSWORD, IN_ARGUMENT = "fake-judge-key-31", "fake-password-41", "fake-argument-59"
@@ -47,7 +48,7 @@ def test_other_names_are_not(name: str) -> None:
 def test_no_key_of_a_config_is_taken_for_a_secret() -> None:
     config = load_config(GRPOConfig, [BASE], ["rollout.truncate_token=</answer>"])
     assert hidden(config.model_dump(mode="json")) == config.model_dump(mode="json")
-    schemas = (GRPOConfig, PPOConfig, RewardTrainingConfig, *OPTIONS_OF_REWARD.values())
+    schemas = (GRPOConfig, PPOConfig, RewardTrainingConfig, SFTConfig, *OPTIONS_OF_REWARD.values())
     names = {name for schema in schemas for key in describe_keys(schema) for name in key.name.split(".")}
     assert [name for name in names if is_secret_name(name)] == []
 
@@ -92,7 +93,7 @@ def test_a_secret_written_out_in_the_config_is_stored_nowhere_and_asked_for_by_n
     assert PASSWORD not in text
     saved = tmp_path / "config.yaml"
     saved.write_text(resolved_yaml(config))
-    with pytest.raises(ValueError, match=r"reward\.parts\.0\.options\.api_key=<secret>: .*write \$\{oc.env:VARIABLE\}"):
+    with pytest.raises(ValueError, match=r"reward\.parts\.0\.options\.api_key=<secret>: .*\$\{oc.env:VARIABLE\}"):
         load_config(GRPOConfig, [str(saved)])
     assert stored_values(saved)["reward_model"]["endpoint"] == f"http://me:{HIDDEN}@127.0.0.1:1/score"
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf.answers.extract import alternatives, gold_answer
 from rlhf.config.data import AnswerFormat
 from rlhf.config.reward import MathOptions
 from rlhf.data.answers import extract_answer
-from rlhf.rewards.answers.extract import alternatives, gold_answer
 from rlhf.rewards.math import math_reward
 
 

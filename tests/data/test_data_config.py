@@ -57,12 +57,12 @@ def test_the_label_is_the_stem_of_a_file_or_the_last_part_of_a_name(path: str, l
     [
         ({"train": 3}, r"data\.train: 3 names no data"),
         ({"train": [["a.jsonl"]]}, r"data\.train: \['a\.jsonl'\] names no data"),
-        ({"train": {"path": "a", "weight": 2, "rows": 10}}, r"weight=2 and rows=10 of a contradict"),
+        ({"train": {"path": "a", "weight": 2, "rows": 10}}, r"weight=2 and rows=10 of a\b"),
         (
             {"train": ["a/train.jsonl", "b/train.jsonl"]},
-            r"2 sources are labelled 'train'.*Give each its own `source`",
+            r"2 sources .*'train'.*`source`",
         ),
-        ({"train": [{"path": "a", "weight": 2}, "b"]}, r"b has no weight while other sources have one"),
+        ({"train": [{"path": "a", "weight": 2}, "b"]}, r"b has no weight"),
         ({"train": "a", "eval": {"path": "b", "weight": 2}}, r"data\.eval: b has weight=2"),
         ({"train": {"path": "a", "source": "x/y"}}, r"source"),
         ({"train": "a", "template": "no-such"}, r"template"),

@@ -1,8 +1,9 @@
-"""A hub that does not answer ends the start in seconds, with one message for each name that only it has."""
+"""A hub that does not answer ends the start in seconds, with one message for each model that only it has."""
 
 from __future__ import annotations
 
 import http.server
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,11 +13,11 @@ import pytest
 from huggingface_hub import constants
 from worlds import make_config
 
-from rlhf.data import hub_reachable
+from rlhf.config.data import SourceConfig
+from rlhf.data.model_files import hub_silence
+from rlhf.data.read import read_rows
 from rlhf.log import reachable
 from rlhf.plan.start_checks import input_problems
-
-MODELS, DATA = {"model.path": "someone/model"}, {"data.train": "someone/data"}
 
 
 @pytest.fixture(autouse=True)
@@ -41,19 +42,29 @@ def silent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield url
 
 
-def test_every_name_that_only_a_silent_hub_has_is_a_message_of_its_own(silent: str) -> None:
-    model, data = hub_reachable.hub_problems(MODELS, DATA)
-    assert model.startswith("model.path=someone/model: there is no such folder, the cache of this machine does not")
-    assert f"the hub cannot be asked ({silent}: " in model
-    assert model.endswith("Name a local folder, or fetch it where the hub answers: hf download someone/model")
-    assert data.startswith("data.train=someone/data: there is no such file, ")
-    assert data.endswith("hf download someone/data --repo-type dataset")
+def problems_of(folder: Path, /, **paths: dict[str, str]) -> list[str]:
+    return input_problems(make_config(folder, **paths))
 
 
-def test_what_is_in_a_cache_needs_no_hub(empty_cache: Path, silent: str) -> None:
-    (empty_cache / "hub" / "models--someone--model").mkdir(parents=True)
-    (empty_cache / "datasets" / "someone___data").mkdir(parents=True)
-    assert hub_reachable.hub_problems(MODELS, DATA) == []
+def test_a_model_that_only_a_silent_hub_has_is_a_message_of_its_own(tiny_model_dir: Path, silent: str) -> None:
+    model = tiny_model_dir / "model"
+    assert problems_of(model) == []
+    (problem,) = problems_of(model, model={"path": "someone/model"})
+    assert problem.startswith("model.path=someone/model: ")
+    assert f"({silent}: " in problem
+    assert problem.endswith("hf download someone/model")
+
+
+def test_a_model_in_the_cache_needs_no_hub(tiny_model_dir: Path, empty_cache: Path, silent: str) -> None:
+    model = tiny_model_dir / "model"
+    shutil.copytree(model, empty_cache / "hub" / "models--someone--model" / "snapshots" / "main")
+    assert problems_of(model, model={"path": "someone/model"}) == []
+
+
+def test_data_that_only_a_silent_hub_has_ends_the_reading_of_it(silent: str) -> None:
+    told = r"^data\.train=a/b: .* hf download a/b --repo-type dataset$"
+    with pytest.raises(ValueError, match=told):
+        read_rows(SourceConfig(path="a/b"), "train", "data.train")
 
 
 def test_a_hub_that_answers_with_any_status_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,19 +78,10 @@ def test_a_hub_that_answers_with_any_status_is_no_problem(monkeypatch: pytest.Mo
     with http.server.HTTPServer(("127.0.0.1", 0), Forbidden) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert hub_reachable.hub_problems(MODELS, DATA) == []
+        assert hub_silence() == ""
         server.shutdown()
 
 
 def test_offline_mode_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "(HF_HUB_OFFLINE is set)" in hub_reachable.hub_problems(MODELS, {})[0]
-
-
-def test_the_start_of_a_run_asks_for_every_name_at_the_hub_and_for_no_local_path(
-    tiny_model_dir: Path, silent: str
-) -> None:
-    assert input_problems(make_config(tiny_model_dir / "model")) == []
-    config = make_config(tiny_model_dir / "model", data={"train": "a/b", "eval": "c/d"}, model={"path": "e/f"})
-    named = [problem.split(":")[0] for problem in input_problems(config)]
-    assert named == ["model.path=e/f", "data.eval=c/d", "data.train=a/b"]
+    assert hub_silence() == "HF_HUB_OFFLINE is set"

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from rlhf.answers.extract import gold_answer
 from rlhf.config.data import DataConfig, SourceConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.data.load import LoadedPrompts, first_prompt, load_prompts, show_prompt
 from rlhf.data.model_files import load_tokenizer
 from rlhf.data.order import PromptStream
 from rlhf.data.read import check_source
-from rlhf.rewards.answers.extract import gold_answer
 
 ROWS = [
     {"question": "How many?", "answer": "so it is\n#### 72", "level": 1},
@@ -96,9 +96,9 @@ def test_a_row_of_60_mb_or_of_100_000_brackets_is_named_with_its_line_at_once_or
     long = json.dumps({"question": "x" * 5_000_000, "answer": "1"})
     good = json.dumps(ROWS[0])
     for bad, message in (
-        (huge, r"data\.train: line 2 of train\.jsonl has 60,000,\d+ bytes, and a row may have 33,554,432\. Is a line"),
-        (nested, r"data\.train: line 2 of train\.jsonl has brackets within brackets, too many to be read\. Correct"),
-        (long, r"data\.train: row 2 of train\.jsonl: `question` has 5,000,000 characters, and a prompt may have 4,19"),
+        (huge, r"data\.train: line 2 of train\.jsonl\b.*\b60,000,\d+ bytes.*\b33,554,432\b"),
+        (nested, r"data\.train: line 2 of train\.jsonl\b.*brackets within brackets"),
+        (long, r"data\.train: row 2 of train\.jsonl: `question`.*\b5,000,000\b.*\b4,194,304\b"),
     ):
         (folder / "train.jsonl").write_text(f"{good}\n{bad}\n{good}\n")
         began = time.process_time()
@@ -108,7 +108,7 @@ def test_a_row_of_60_mb_or_of_100_000_brackets_is_named_with_its_line_at_once_or
         loaded = load(tokenizer, on_bad_row="skip")
         assert [prompt.id for prompt in loaded.prompts["train"]] == ["train/1", "train/3"]
     (folder / "train.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"data\.train: train\.json has brackets within brackets"):
+    with pytest.raises(ValueError, match=r"data\.train: train\.json\b.*brackets within brackets"):
         load(tokenizer, train="train.json")
 
 
@@ -121,9 +121,7 @@ def test_a_folder_with_files_of_two_formats_is_refused_since_one_would_not_be_re
     (folder / "mine" / "LICENSE.txt").write_text("mine")
     assert len(load(tokenizer, train="./mine").prompts["mine"]) == 2 * len(ROWS)
     (folder / "mine" / "b.csv").write_text("question,answer\n1+1?,2\n")
-    with pytest.raises(
-        ValueError, match=r"data\.train=\./mine: the folder has files of several formats \(a\.jsonl, b\.c"
-    ):
+    with pytest.raises(ValueError, match=r"data\.train=\./mine: .*\(a\.jsonl, b\.csv"):
         load(tokenizer, train="./mine")
     (folder / "mine" / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n---\n")
     assert len(load(tokenizer, train="./mine").prompts["mine"]) == len(ROWS)
@@ -164,7 +162,7 @@ def test_a_folder_of_files_and_one_that_datasets_saved_have_splits(
     assert answers(loaded, "files") == answers(loaded, "saved") == ["72", r"\frac{1}{2}", "1,080"]
     loaded = load(tokenizer, which="eval", eval=["files", "saved", {"path": "saved", "split": "train", "source": "x"}])
     assert {source: len(prompts) for source, prompts in loaded.prompts.items()} == {"files": 1, "saved": 1, "x": 3}
-    with pytest.raises(ValueError, match=r"data\.train=files: the folder could not be loaded .*'validation'"):
+    with pytest.raises(ValueError, match=r"data\.train=files: .*'validation'"):
         load(tokenizer, train={"path": "files", "split": "validation"})
 
 
@@ -213,9 +211,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_and_the_others_keep_
     assert [prompt.id for prompt in loaded.prompts["train"]] == ["train/1", "train/3"]
     assert loaded.dropped_too_long == {"train": 2}
     assert loaded.rows_per_epoch == {"train": 2}
-    with pytest.raises(
-        ValueError, match=r"data\.train=train\.jsonl: all 4 .* the shortest has 5 tokens, the limit is 4"
-    ):
+    with pytest.raises(ValueError, match=r"data\.train=train\.jsonl: all 4 .*\b5 tokens\b.*\blimit is 4\b"):
         load(tokenizer, limit=4)
 
 
@@ -239,13 +235,13 @@ def test_sources_are_mixed_by_weight_or_by_row_count(folder: Path, tokenizer: An
     assert load(tokenizer, train=["a.jsonl", {"path": "b.jsonl", "rows": 4}]).rows_per_epoch == {"a": 30, "b": 4}
     stream = PromptStream(loaded.prompts, rows_per_epoch=loaded.rows_per_epoch, seed=0)
     assert sum(prompt.source == "a" for prompt in stream.take(60)) == 40
-    with pytest.raises(ValueError, match=r"data\.train\.1: rows=11, but b\.jsonl has only 10"):
+    with pytest.raises(ValueError, match=r"data\.train\.1: rows=11\b.*b\.jsonl.*\b10\b"):
         load(tokenizer, train=["a.jsonl", {"path": "b.jsonl", "rows": 11}])
 
 
 def test_data_without_answers_needs_answer_format_none(folder: Path, tokenizer: Any) -> None:
     write_jsonl(folder / "train.jsonl", [{"prompt": "Write a poem."}])
-    with pytest.raises(ValueError, match=r"answer_column is not set, and train\.jsonl has none of .*, only prompt"):
+    with pytest.raises(ValueError, match=r"answer_column is not set.*train\.jsonl.*only prompt"):
         load(tokenizer)
     assert answers(load(tokenizer, answer_format="none")) == [""]
 
@@ -262,33 +258,33 @@ def test_the_first_prompt_is_shown_with_its_special_tokens_and_its_answer(folder
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "q"}, r"row 2 of train\.jsonl has no usable answer: `answer` is missing.*answer_format=none"),
-        ({"question": "q", "answer": None}, r"row 2 of train\.jsonl has no usable answer: `answer` is missing"),
-        ({"question": "q", "answer": " "}, r"row 2 of train\.jsonl has no usable answer: `answer` is empty"),
-        ({"question": "q", "answer": []}, r"row 2 of train\.jsonl has no usable answer: `answer` is a list"),
-        ({"answer": "1"}, r"row 2 of train\.jsonl has no prompt: `question` is missing"),
-        ({"question": "", "answer": "1"}, r"row 2 of train\.jsonl has no prompt: `question` is empty"),
+        ({"question": "q"}, r"row 2 of train\.jsonl\b.*`answer` is missing.*answer_format=none"),
+        ({"question": "q", "answer": None}, r"row 2 of train\.jsonl\b.*`answer` is missing"),
+        ({"question": "q", "answer": " "}, r"row 2 of train\.jsonl\b.*`answer` is empty"),
+        ({"question": "q", "answer": []}, r"row 2 of train\.jsonl\b.*`answer` is a list"),
+        ({"answer": "1"}, r"row 2 of train\.jsonl\b.*`question` is missing"),
+        ({"question": "", "answer": "1"}, r"row 2 of train\.jsonl\b.*`question` is empty"),
         (
             {"question": 7, "answer": "1"},
-            r"row 2 of train\.jsonl: `question` is 7, neither text nor a list of messages",
+            r"row 2 of train\.jsonl: `question` is 7\b",
         ),
-        ({"question": [], "answer": "1"}, r"row 2 of train\.jsonl: `question` is \[\], neither text nor"),
-        ({"question": ["q"], "answer": "1"}, r"row 2 of train\.jsonl: `question` holds 'q', not a message"),
+        ({"question": [], "answer": "1"}, r"row 2 of train\.jsonl: `question` is \[\]"),
+        ({"question": ["q"], "answer": "1"}, r"row 2 of train\.jsonl: `question` holds 'q'"),
         (
             {"question": [{"role": "human", "content": "q"}], "answer": "1"},
-            r"row 2 of train\.jsonl: .*a role of system, user, assistant",
+            r"row 2 of train\.jsonl: .*\bsystem, user, assistant\b",
         ),
         (
             {"question": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "answer": "1"},
-            r"row 2 of train\.jsonl: the last message of `question` is the assistant's",
+            r"row 2 of train\.jsonl: .*`question` is the assistant's",
         ),
-        ({"question": "half \ud83d", "answer": "1"}, r"row 2 of train\.jsonl: `question` holds half a surrogate pair"),
+        ({"question": "half \ud83d", "answer": "1"}, r"row 2 of train\.jsonl: `question`.*surrogate pair"),
         (
             {"question": "q", "answer": "\udc00"},
-            r"row 2 of train\.jsonl has no usable answer: `answer` holds half",
+            r"row 2 of train\.jsonl\b.*`answer`.*surrogate pair",
         ),
-        ({"question": "q\0", "answer": "1"}, r"row 2 of train\.jsonl: `question` holds a NUL character"),
-        ({"question": "q", "answer": "1\0"}, r"row 2 of train\.jsonl has no usable answer: `answer` holds a NUL"),
+        ({"question": "q\0", "answer": "1"}, r"row 2 of train\.jsonl: `question`.*\bNUL\b"),
+        ({"question": "q", "answer": "1\0"}, r"row 2 of train\.jsonl\b.*`answer`.*\bNUL\b"),
         ([1], r"row 2 of train\.jsonl is a list, not an object"),
     ],
 )
@@ -298,16 +294,10 @@ def test_a_row_that_cannot_be_used_is_named(folder: Path, tokenizer: Any, row: A
         load(tokenizer)
 
 
-def test_many_rows_without_an_answer_are_one_message_that_counts_them(folder: Path, tokenizer: Any) -> None:
-    write_jsonl(folder / "train.jsonl", [ROWS[0], {"question": "q"}, {"question": "r"}, {"question": "s"}])
-    with pytest.raises(ValueError, match=r"row 2 of train\.jsonl .* \(and 2 more such rows\)"):
-        load(tokenizer)
-
-
 @pytest.mark.parametrize("key", ["prompt_column", "answer_column"])
 def test_a_column_that_is_not_there_lists_those_that_are(folder: Path, tokenizer: Any, key: str) -> None:
     write_jsonl(folder / "train.jsonl", ROWS)
-    with pytest.raises(ValueError, match=rf"{key}=nope: train\.jsonl has no such column, only question, answer, level"):
+    with pytest.raises(ValueError, match=rf"{key}=nope: train\.jsonl\b.*\bquestion, answer, level\b"):
         load(tokenizer, **{key: "nope"})
 
 
@@ -317,15 +307,15 @@ def test_a_column_that_is_not_there_lists_those_that_are(folder: Path, tokenizer
         (
             "a.jsonl",
             b'{"question": "q"}\n\n{"question": \n',
-            r"data\.train: line 3 of a\.jsonl is not JSON \(.*line 3, ",
+            r"data\.train: line 3 of a\.jsonl is not JSON.*line 3, ",
         ),
-        ("a.jsonl", b'{"question": "caf\xe9"}\n', r"data\.train: line 1 of a\.jsonl is not UTF-8 text .* at byte 17"),
-        ("a.json", b'[{"question": "q"},\n {"question": }]', r"data\.train: a\.json is not JSON \(.*line 2, column 15"),
+        ("a.jsonl", b'{"question": "caf\xe9"}\n', r"data\.train: line 1 of a\.jsonl\b.*UTF-8.*\bbyte 17\b"),
+        ("a.json", b'[{"question": "q"},\n {"question": }]', r"data\.train: a\.json is not JSON.*line 2, column 15\b"),
         ("a.jsonl", b"", r"data\.train=a\.jsonl: the file is empty"),
         ("a.jsonl", b"\n \n", r"data\.train=a\.jsonl: it holds no row"),
         ("a.json", b"[]", r"data\.train=a\.json: it holds no row"),
-        ("a.parquet", b"PAR1", r"data\.train=a\.parquet: it cannot be read as Parquet"),
-        ("a.csv", b"x", r"data\.train=a\.csv: cannot tell how to read a \.csv file.*\.jsonl, \.json, \.parquet"),
+        ("a.parquet", b"PAR1", r"data\.train=a\.parquet: .*\bParquet\b"),
+        ("a.csv", b"x", r"data\.train=a\.csv: .*\.csv.*\.jsonl, \.json, \.parquet"),
     ],
 )
 def test_a_file_that_cannot_be_read_says_where_and_why(
@@ -340,11 +330,9 @@ def test_missing_files_are_found_before_anything_is_read(folder: Path) -> None:
     write_jsonl(folder / "train.jsonl", ROWS)
     for path in ("train.jsonl", "openai/gsm8k"):
         check_source(SourceConfig(path=path), "data.train")
-    with pytest.raises(
-        ValueError, match=r"data\.train=no/train\.jsonl: there is no such file under .*Correct the path"
-    ):
+    with pytest.raises(ValueError, match=r"data\.train=no/train\.jsonl: .*no such file"):
         check_source(SourceConfig(path="no/train.jsonl"), "data.train")
-    with pytest.raises(ValueError, match=r"data\.eval\.1=\./nothing: there is no such file"):
+    with pytest.raises(ValueError, match=r"data\.eval\.1=\./nothing: .*no such file"):
         check_source(SourceConfig(path="./nothing"), "data.eval.1")
 
 
@@ -355,7 +343,7 @@ def test_a_tokenizer_that_fails_without_a_text_is_reported_with_the_type_of_the_
         raise OSError
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
-    with pytest.raises(ValueError, match=r"^model\.path=\S+: its tokenizer cannot be loaded \(OSError\)"):
+    with pytest.raises(ValueError, match=r"^model\.path=\S+: .*tokenizer.*\(OSError\)"):
         load_tokenizer(ModelConfig(path=str(folder)))
 
 
@@ -377,9 +365,7 @@ def test_a_hub_name_is_asked_for_by_configuration_and_split_and_a_failure_is_one
     assert answers(load(tokenizer, train=gsm8k), "gsm8k")[0] == "72"
     load(tokenizer, which="eval", eval=gsm8k)
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
-    with pytest.raises(
-        ValueError, match=r"data\.train=some/other: the hub did not give .*Couldn't reach.*a local \.jsonl"
-    ):
+    with pytest.raises(ValueError, match=r"data\.train=some/other: .*Couldn't reach.*local \.jsonl"):
         load(tokenizer, train="some/other")
 
 
@@ -399,5 +385,5 @@ def test_bad_rows_are_left_out_and_counted_where_the_config_says_so(folder: Path
     with pytest.raises(ValueError, match=r"line 2 of train\.jsonl is not JSON"):
         load(tokenizer)
     (folder / "train.jsonl").write_text('{"question": "", "answer": "1"}\n' * 3)
-    with pytest.raises(ValueError, match=r"data\.train=train\.jsonl: no row can be used\. The first one: .*row 1 "):
+    with pytest.raises(ValueError, match=r"data\.train=train\.jsonl: no row .*\brow 1 "):
         load(tokenizer, on_bad_row="skip")

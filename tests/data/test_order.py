@@ -107,10 +107,10 @@ def _another_source(data: dict[str, list[Prompt]]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_one_row_less, "the number of usable rows of source a was 8 when the run was saved and is 7 now"),
-        (_another_answer, "Changed: prompts or answers"),
-        (_another_token, "Changed: prompts or answers"),
-        (_another_source, "started with the sources a, b and would resume with a, b, c"),
+        (_one_row_less, r"source a was \{'rows': 8, .* is \{'rows': 7, "),
+        (_another_answer, "source a was .*'fingerprint': .* now"),
+        (_another_token, "source a was .*'fingerprint': .* now"),
+        (_another_source, r"source c was absent .* is \{'rows': 2"),
     ],
 )
 def test_data_that_changed_since_the_checkpoint_is_an_error(
@@ -126,8 +126,8 @@ def test_data_that_changed_since_the_checkpoint_is_an_error(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seed": 1}, r"run\.seed=1: the run was started with 0"),
-        ({"seed": 0, "rows_per_epoch": {"a": 2}}, "rows in an epoch of source a was 8 .* is 2 now"),
+        ({"seed": 1}, r"run\.seed=1: .*run\.seed=0\b"),
+        ({"seed": 0, "rows_per_epoch": {"a": 2}}, r"source a .*'rows_per_epoch': 8.*'rows_per_epoch': 2"),
     ],
 )
 def test_another_seed_or_mix_is_an_error_on_resume(settings: dict[str, Any], message: str) -> None:

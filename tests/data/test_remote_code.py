@@ -58,9 +58,7 @@ def test_a_model_that_needs_code_of_its_repository_is_refused_and_nothing_of_it_
     hostile: Path, canary: Path
 ) -> None:
     with pytest.raises(ValueError, match="trust_remote_code"):
-        load_policy(
-            str(hostile), dtype="float32", temperature=1.0, gradient_checkpointing=False, trust_remote_code=False
-        )
+        load_policy(make_config(hostile).model, temperature=1.0)
     with pytest.raises(ValueError, match="trust_remote_code"):
         empty_model(hostile, dtype="float32", trust_remote_code=False)
     with pytest.raises(ValueError, match=r"^model\.path=.*tokenizer cannot be loaded"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from byte_tokenizer import byte_tokenizer
 
 from rlhf.config.data import TemplateName
 from rlhf.data.templates import conversation_ids, render, tokenize
@@ -16,34 +17,12 @@ TALK = [
     {"role": "assistant", "content": "2"},
     {"role": "user", "content": "2+2?"},
 ]
-OWN_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     """Byte-level, and like Llama's it puts a bos before plain text."""
     return byte_tokenizer(adds_bos=True)
-
-
-def byte_tokenizer(*, adds_bos: bool) -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from tokenizers.decoders import ByteLevel
-    from transformers import PreTrainedTokenizerFast
-
-    symbols = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    fast = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = ByteLevel()
-    if adds_bos:
-        fast.post_processor = processors.TemplateProcessing(
-            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
-        )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = OWN_TEMPLATE
-    return tokenizer
 
 
 @pytest.mark.parametrize(
@@ -119,7 +98,7 @@ def test_plain_text_gets_no_eos_from_a_tokenizer_that_appends_one() -> None:
 def test_a_model_without_a_chat_template_gets_a_list_of_templates() -> None:
     tokenizer = byte_tokenizer(adds_bos=False)
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"data\.template=model.*no chat template.*chatml, qwen-math, tulu, qa or raw"):
+    with pytest.raises(ValueError, match=r"data\.template=model\b.*chatml, qwen-math, tulu, qa or raw"):
         render(QUESTION, "model", tokenizer)
     assert render(QUESTION, "tulu", tokenizer).startswith("<|user|>")
 
@@ -129,7 +108,7 @@ def test_a_template_that_refuses_a_role_says_which() -> None:
     tokenizer.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     )
-    with pytest.raises(ValueError, match=r"roles system, user, .*System role not supported.*Unset data\.system_prompt"):
+    with pytest.raises(ValueError, match=r"\bsystem, user, .*System role not supported.*data\.system_prompt"):
         render(TALK, "model", tokenizer)
 
 

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from worlds import make_config
@@ -44,11 +43,6 @@ def put_a_pointer(folder: Path) -> None:
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
 
 
-def write_tensor(folder: Path, tensor: dict[str, Any]) -> None:
-    header = json.dumps({"a": tensor}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-
-
 def remove(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -68,25 +62,14 @@ def name_what_is_not_there(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut, "model.safetensors: its header describes "),
-        (
-            cut_in_the_header,
-            "model.safetensors: not a whole safetensors file (its header would be longer",
-        ),
-        (damage_the_header, "model.safetensors: not a whole safetensors file (Expecting value"),
-        (
-            lambda folder: write_tensor(folder, {"dtype": "F32", "shape": [0], "data_offsets": [0]}),
-            "model.safetensors: not a whole safetensors file (a tensor has no shape, or not two data_offsets)",
-        ),
-        (
-            lambda folder: write_tensor(folder, {"dtype": "F32", "data_offsets": [0, 0]}),
-            "model.safetensors: not a whole safetensors file (a tensor has no shape, or not two data_offsets)",
-        ),
-        (put_a_pointer, "a Git LFS pointer. Run `git lfs pull` there."),
-        (remove, "model.safetensors: no such file. Download or save the model again."),
-        (lose_a_shard, "model-00002-of-00002.safetensors: no such file."),
-        (name_what_is_not_there, "no.such.tensor in model.safetensors and 1 more tensors, which is not there."),
-        (lambda folder: write_index(folder, []), "model.safetensors.index.json: not an index of weights"),  # type: ignore[arg-type]
+        (cut, "model.safetensors: not a whole safetensors file"),
+        (cut_in_the_header, "model.safetensors: not a whole safetensors file"),
+        (damage_the_header, "model.safetensors: not a whole safetensors file"),
+        (put_a_pointer, "Git LFS pointer"),
+        (remove, "model.safetensors: no such file"),
+        (lose_a_shard, "model-00002-of-00002.safetensors: no such file"),
+        (name_what_is_not_there, "no.such.tensor in model.safetensors and 1 more"),
+        (lambda folder: write_index(folder, []), "model.safetensors.index.json: not an index"),  # type: ignore[arg-type]
     ],
 )
 def test_weights_that_are_not_whole_are_refused(model: Path, damage: Callable[[Path], None], message: str) -> None:
@@ -106,9 +89,9 @@ def test_weights_in_another_format_are_left_to_the_loader(model: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("qwen99", "has model_type='qwen99', which transformers "),
-        (None, "has model_type=None, which transformers "),
-        ("t5", "has model_type='t5', which is no language model in transformers."),
+        ("qwen99", "model_type='qwen99', which transformers "),
+        (None, "model_type=None, which transformers "),
+        ("t5", "model_type='t5', which is no language model"),
     ],
 )
 def test_a_model_that_no_class_can_load_is_refused_in_our_own_words(
@@ -125,7 +108,7 @@ def test_a_model_that_no_class_can_load_is_refused_in_our_own_words(
 def test_a_model_of_the_hub_that_no_class_can_load_is_refused_when_its_files_are_here(model: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"model_type": "qwen99"}
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"^model\.path=.*qwen99.* a newer transformers alone does not help"):
+    with pytest.raises(ValueError, match=r"^model\.path=.*qwen99.* newer transformers "):
         load_tokenizer(ModelConfig(path=str(model)))
 
 

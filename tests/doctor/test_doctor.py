@@ -15,11 +15,11 @@ import time
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
-from fake_canary import PROMPTS, FakeCluster, Side, all_but_the_head, everything
+from fake_canary import PROMPTS, FakeEngines, all_but_the_head, everything
 from installed import seems_installed
 from waiting import STACK_WAIT_S
 from worlds import make_groups
@@ -28,12 +28,15 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.doctor import grading, machine, nodes, on_rank, stack, training
 from rlhf.doctor.__main__ import checks
-from rlhf.doctor.examination import Check, Finding, Patient, Result, examine_all, in_thread, lines, table
+from rlhf.doctor.examination import Check, Finding, Patient, Result, examine_all, lines
 from rlhf.log import reachable
 from rlhf.log.reductions import Max, Mean
 from rlhf.plan import visible_gpus
 from rlhf.plan.memory import GIB
-from rlhf.types import Rollout, RolloutGroup, ScoredRollout
+from rlhf.plan.start_checks import run_bytes
+from rlhf.rollout.requests import Completion
+from rlhf.run.threads import in_thread
+from rlhf.types import RolloutGroup, ScoredRollout
 
 
 @pytest.fixture
@@ -89,7 +92,7 @@ def test_one_broken_check_or_one_that_hangs_does_not_hide_the_others(make: Any) 
 
 def test_a_check_that_needs_a_broken_part_is_not_run_and_says_why(make: Any) -> None:
     patient = make("model.path=/nowhere")
-    later = [check for check in checks(patient.config) if check.name in ("data", "rewards", "start-up", "transfer")]
+    later = [check for check in checks(patient.config) if check.name in ("config", "rewards", "start-up", "transfer")]
     results = asyncio.run(examine_all(later, patient, lambda _: None))
     assert [result.status for result in results] == ["fail", "warn", "warn", "warn"]
     assert "model.path=/nowhere: there is no such folder" in results[0].text
@@ -118,12 +121,11 @@ def test_a_package_out_of_its_range_is_named_with_the_range(
 def test_a_copied_package_without_plug_in_and_engine_is_named(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs = "Requires-Python: >=3.99\nRequires-Dist: rich>=14\nRequires-Dist: not-there>=1\n"
+    needs = "Requires-Dist: rich>=14\nRequires-Dist: not-there>=1\n"
     needs += 'Requires-Dist: no-such-vllm>=1; extra == "cpu"\nProvides-Extra: cpu\n'
     seems_installed(tmp_path / "site", "rlhf", "0.0.1", more=needs)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     text = finding(machine.check_versions, make()).text
-    assert "is not in >=3.99" in text
     assert "not-there is not installed (>=1)" in text
     assert "neither no-such-vllm is installed" in text
     assert "plug-in of the package for vLLM is not installed" in text
@@ -133,9 +135,7 @@ def test_a_copied_package_without_plug_in_and_engine_is_named(
 def test_a_plug_in_of_an_older_checkout_is_not_taken_for_this_one(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seems_installed(
-        tmp_path / "site", "rlhf", "0.0.1", more="Requires-Python: >=3.11\n", plugin="rlhf = rlhf.moved:register"
-    )
+    seems_installed(tmp_path / "site", "rlhf", "0.0.1", plugin="rlhf = rlhf.moved:register")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     assert "plug-in of the package for vLLM is not installed" in finding(machine.check_versions, make()).text
 
@@ -143,7 +143,7 @@ def test_a_plug_in_of_an_older_checkout_is_not_taken_for_this_one(
 def test_the_other_requirements_of_the_gpu_extra_are_checked_too(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs = 'Requires-Python: >=3.11\nRequires-Dist: vllm>=0.32; extra == "gpu"\nProvides-Extra: gpu\n'
+    needs = 'Requires-Dist: vllm>=0.32; extra == "gpu"\nProvides-Extra: gpu\n'
     needs += 'Requires-Dist: no-such-cuda>=13; extra == "gpu"\n'
     seems_installed(tmp_path / "site", "rlhf", "0.0.1", more=needs)
     seems_installed(tmp_path / "site", "vllm", "0.32.0")
@@ -153,56 +153,37 @@ def test_the_other_requirements_of_the_gpu_extra_are_checked_too(
     assert "neither" not in text
 
 
-def test_a_run_that_writes_more_than_the_free_space_fails_with_both_numbers(make: Any) -> None:
-    patient = make("checkpoint.every=1", "checkpoint.keep=1000000000")
-    result = finding(machine.check_disk, patient)
+def test_all_that_a_run_would_refuse_is_named_at_once_and_later_checks_have_prompts(make: Any) -> None:
+    patient = make("checkpoint.every=1", "checkpoint.keep=1000000000", f'reward.parts=["{grading.HANGING}"]')
+    patient.config = patient.config.model_copy(
+        update={"reward": patient.config.reward.model_copy(update={"wall_seconds": 0.5})}
+    )
+    result = finding(machine.check_config, patient)
     assert result.status == "fail"
-    need = machine.needed_gib(patient.config)
-    assert need is not None
-    assert f"the run writes up to {need:.1f}" in result.text
-    assert f"run.dir={patient.config.run.dir}" in result.text
+    disk, reward = result.text.splitlines()
+    assert disk.startswith(f"run.dir={patient.config.run.dir}: checkpoints and export need ")
+    assert "over 0.5 seconds by the clock" in reward
+    assert patient.prompts
+    assert finding(machine.check_config, make()).status == "ok"
 
 
 def test_what_a_run_writes_by_hand(make: Any) -> None:
-    # 3 checkpoints (2 kept and the one being written) of 12 bytes a parameter, an export of 4, and a GiB of rollouts
+    # 3 checkpoints (2 kept and the one being written) of 12 bytes a parameter, and an export of 4
     from transformers import AutoModelForCausalLM
 
     patient = make("checkpoint.every=5", "checkpoint.keep=2")
     parameters = AutoModelForCausalLM.from_pretrained(patient.config.model.path).num_parameters()
-    assert machine.needed_gib(patient.config) == pytest.approx((3 * 12 + 4) * parameters / GIB + 1)
-    assert machine.needed_gib(make("run.export=false", "checkpoint.every=null").config) == 1
-
-
-def test_a_full_disk_fails_and_little_shared_memory_warns(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    free = {"run": 0.0, "/dev/shm": 50.0}
-
-    def disk_usage(path: Any) -> Any:
-        left = free["/dev/shm" if str(path) == "/dev/shm" else "run"] * GIB
-        return usage(100 * GIB, 100 * GIB - left, left)
-
-    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    assert finding(machine.check_disk, make()).status == "fail"
-    free.update({"run": 50.0, "/dev/shm": 0.06})
-    result = finding(machine.check_disk, make())
-    assert result.status == "warn"
-    assert "/dev/shm has 0.06 GiB free" in result.text
-    assert "--shm-size" in result.remedy
+    assert run_bytes(patient.config) == (3 * 12 + 4) * parameters
+    assert run_bytes(make("run.export=false", "checkpoint.every=null").config) == 0
 
 
 def test_a_full_temporary_folder_warns_unless_ray_runs_already(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10_000 * GIB, 9_900 * GIB, 100 * GIB))
-    result = finding(machine.check_disk, make())
+    result = finding(machine.check_config, make())
     assert result.status == "warn"
     assert "where Ray writes, is 99% full" in result.text
-    assert finding(machine.check_disk, make("cluster.ray_address=auto")).status == "ok"
-
-
-def test_a_folder_that_cannot_be_written_is_named(make: Any) -> None:
-    result = finding(machine.check_disk, make("run.dir=/proc/run"))
-    assert result.status == "fail"
-    assert "/proc cannot be written" in result.text
+    assert finding(machine.check_config, make("cluster.ray_address=auto")).status == "ok"
 
 
 def test_wandb_online_needs_a_key_and_a_server_that_answers(
@@ -235,29 +216,14 @@ def test_wandb_online_needs_a_key_and_a_server_that_answers(
 
 
 @pytest.mark.slow
-def test_a_reward_that_hangs_is_killed_and_named_and_the_others_still_run(make: Any) -> None:
-    bounds = ["reward.wall_seconds=0.5", "reward.workers=2"]
-    patient = make(f'reward.parts=["math", "{grading.HANGING}"]', *bounds)
-    patient.prompts = [PROMPTS[0].__class__("p/0", 0, PROMPTS[0].token_ids, (), "12", "p")]
-    result = finding(grading.check_rewards, patient)
-    assert result.status == "fail"
-    assert result.text == f"reward {grading.HANGING}: 1 of 1 calls failed\n  1 x timeout: over 0.5 seconds by the clock"
-
-
-@pytest.mark.slow
-def test_a_reward_that_raises_is_reported_with_its_line(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = Path(__file__).parents[1] / "fixtures/hostile_rewards.py"
-    monkeypatch.syspath_prepend(str(file.parent))
-    patient = make('reward.parts=["hostile_rewards:fails_in_its_helper"]', "reward.workers=1")
-    patient.prompts = [PROMPTS[0].__class__(f"p/{i}", 0, PROMPTS[0].token_ids, (), "{}", "p") for i in range(20)]
-    result = finding(grading.check_rewards, patient)
-    line = file.read_text().splitlines().index('    return json.loads(text)["value"]') + 1
-    assert result.status == "fail"
-    assert re.fullmatch(  # from 11 failures on the run stops; more may have ended by then
-        r"reward hostile_rewards:fails_in_its_helper: (1[1-9]|20) of \1 calls failed\n"
-        rf"  \1 x {re.escape(str(file))}:{line}: KeyError: 'value'",
-        result.text,
-    )
+def test_a_gold_answer_that_cannot_be_graded_is_named_with_its_row(make: Any) -> None:
+    prompts = [PROMPTS[0].__class__(f"p/{i}", 0, PROMPTS[0].token_ids, (), gold, "p") for i, gold in enumerate("5 ")]
+    for skip, status in (("fail", "fail"), ("skip", "warn")):
+        patient = make("reward.parts=[math]", "reward.workers=1", f"reward.bad_gold={skip}")
+        patient.prompts = prompts
+        result = finding(grading.check_rewards, patient)
+        assert result.status == status
+        assert result.text.startswith("1 of 2 gold answers cannot be graded:\np/1: ' ' (math: it is empty")
 
 
 # --- what the model answers ---
@@ -282,15 +248,14 @@ def test_responses_that_can_be_learned_from_are_ok_and_two_are_shown_on_lines_of
     result = grading.judge_responses(make().config, groups, {"reward/status/math/ok": 16.0})
     assert (result.status, result.numbers["reward/mean"], result.numbers["reward/answered_fraction"]) == ("ok", 0.5, 1)
     assert result.text.startswith("16 responses to 8 prompts: mean reward 0.5, with an answer 1, stopped 1, groups")
-    prompt, response, graded = result.examples[:3]
+    prompt, response, graded = result.text.splitlines()[1:4]
     assert prompt == "prompt    What is 1 + 1?"
     assert response.startswith("response  First I think.")
     assert response.endswith(r" It is \boxed{2}.")
     assert graded == "graded    math 1; ok; extracted 2, gold 2; stop"
-    assert len(result.examples) == 6
     shown = list(lines(Result(**vars(result), name="responses", seconds=1.0)))
+    assert len(shown) == 7
     assert all(len(line) <= 80 and line.isprintable() for line in shown[1:])
-    assert not any("First I think" in row for row in table([Result(**vars(result), name="r", seconds=1.0)], []))
 
 
 @pytest.mark.parametrize(
@@ -332,15 +297,16 @@ def test_gpus_that_are_missing_are_counted_and_drivers_that_differ_named(make: A
 @pytest.mark.parametrize(
     ("card", "remedy"),
     [
-        ("NVIDIA H100, 570.1, 81559 MiB, 9.0", "driver 570.1 is too old for CUDA 13: install 580 or newer"),
-        ("Tesla V100, 580.1, 16384 MiB, 7.0", "compute capability 7.0 is below 8.0: use an A100 or newer"),
+        ("NVIDIA H100, 570.1, 81559 MiB, 9.0", r"driver 570\.1 .*\b580\b"),
+        ("Tesla V100, 580.1, 16384 MiB, 7.0", r"compute capability 7\.0 .*\b8\.0\b.*\bA100\b"),
     ],
 )
 def test_a_gpu_or_a_driver_that_is_too_old_fails(make: Any, card: str, remedy: str) -> None:
     patient = make("cluster.device=cuda", "model.dtype=bfloat16")
     patient.nodes = {"a": {"gpus": ["NVIDIA H100, 1000.1, 81559 MiB, 10.0", card]}}
     result = finding(nodes.check_gpus, patient)
-    assert (result.status, result.remedy[: len(remedy)]) == ("fail", remedy)
+    assert result.status == "fail"
+    assert re.match(remedy, result.remedy)
 
 
 def test_set_up_and_doctor_ask_for_the_same_driver_and_gpu() -> None:
@@ -360,29 +326,11 @@ def test_gpus_are_what_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.Monk
     assert gpus() == []
 
 
-def node(key: str, address: str, *, alive: bool = True, reason: int = 2) -> dict[str, Any]:
-    """A row of `ray.nodes()`; the reason is Ray's NodeDeathInfo, 2 an unexpected end."""
-    row = {"NodeID": key * 8, "NodeManagerHostname": "vm", "NodeManagerAddress": address, "Alive": alive}
-    return row | {"DeathReason": 0 if alive else reason, "DeathReasonMessage": "" if alive else "gone"}
-
-
-def test_dead_nodes_are_distinguished_from_nodes_that_left_or_were_replaced() -> None:
-    from rlhf.cluster.node_report import node_names
-
-    lost, left, idle = (node(k, f"10.0.0.{k}", alive=False, reason=r) for k, r in (("2", 2), ("3", 1), ("4", 4)))
-    nodes_there = [node("1", "10.0.0.1"), lost, left, idle, node("5", "10.0.0.5", alive=False), node("6", "10.0.0.5")]
-    assert nodes.died(nodes_there) == {"2" * 8: {"dead": "gone"}, "5" * 8: {"replaced": "gone"}}
-    names = node_names(nodes_there)
-    assert names["2" * 8] == "vm (10.0.0.2)"
-    assert names["5" * 8] == "vm (10.0.0.5, 55555555)"
-
-
 @pytest.mark.parametrize(
     ("answer", "status", "says"),
     [
-        ({"dead": "lost its power"}, "fail", "node b is dead: lost its power"),
         ({"silent": "no answer"}, "fail", "node b does not answer: no answer"),
-        ({"replaced": "restarted"}, "warn", "node b died: restarted"),
+        ({"died": "lost its power"}, "warn", "node b died: lost its power"),
     ],
 )
 def test_a_node_that_died_or_does_not_answer_is_named(
@@ -412,7 +360,7 @@ def test_a_node_with_another_version_is_named(make: Any, monkeypatch: pytest.Mon
 
 
 def test_a_cluster_that_does_not_answer_is_named(make: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"Ray at 127\.0\.0\.1:1 is not reached: .*Connection refused"):
+    with pytest.raises(RuntimeError, match=r"Ray at 127\.0\.0\.1:1 .*Connection refused"):
         finding(nodes.check_nodes, make("cluster.ray_address=127.0.0.1:1"))
 
 
@@ -421,9 +369,7 @@ def test_a_cluster_that_does_not_answer_is_named(make: Any) -> None:
 
 def examined(patient: Patient, transfer: Any) -> Patient:
     """With engines and learners that hold two numbers; `transfer` says what a transfer carries over."""
-    cluster: Any = FakeCluster(transfer)
-    cluster.learners, cluster.engines = Side(cluster, cluster.trained), Side(cluster, cluster.served)
-    patient.cluster, patient.prompts = cluster, PROMPTS
+    patient.engines, patient.prompts = cast(Any, FakeEngines(transfer)), PROMPTS
     return patient
 
 
@@ -459,15 +405,14 @@ def updated(*, ratio: float = 1.0, moved: tuple[str, ...] = (), peak_gib: float 
 
 def with_learners(patient: Patient, **answers: Any) -> Patient:
     examined(patient, everything)
-    cluster: Any = patient.cluster
-    cluster.learners, cluster.transfer_backend = FakeLearners(answers), "rlhf_cpu"
+    engines: Any = patient.engines
+    engines.learners, engines.transport = FakeLearners(answers), "rlhf_cpu"
     patient.prompts = [replace(prompt, token_ids=prompt.token_ids % 40) for prompt in PROMPTS[:4]]
 
-    async def sample_group(_: int, prompt: Any, samples: int, __: Any) -> list[Any]:
-        ids, mask = np.append(prompt.token_ids, [1, 2]), np.arange(len(prompt.token_ids) + 2) >= len(prompt.token_ids)
-        return [Rollout("p", 0, i, ids, mask, np.zeros(len(ids), np.float32), (), "stop") for i in range(samples)]
+    async def generate(token_ids: Any, _: Any, *, samples: int, what: str) -> list[Any]:
+        return [Completion(np.array([1, 2], np.int32), np.zeros(2, np.float32), "stop", ()) for _ in range(samples)]
 
-    cluster.sample_group = sample_group
+    engines.generate = generate
     return patient
 
 
@@ -499,7 +444,7 @@ def test_an_update_that_moves_no_weight_fails(make: Any, moved: tuple[str, ...],
 class FakeCanary:
     tolerance = 0.001
 
-    async def check(self, _: Any, __: int) -> dict[str, float]:
+    async def check(self, _: int) -> dict[str, float]:
         return {"sync/canary_difference": 0.0}
 
 
@@ -520,8 +465,7 @@ def test_a_microbatch_reports_its_speed_and_warns_if_the_plan_is_too_low(make: A
 def test_a_kernel_that_computes_something_else_is_named(make: Any, error: float, status: str) -> None:
     answers = {"attention_error": error, "head_error": error, "model_error": error}
     patient = with_learners(make("model.dtype=bfloat16"), **answers)
-    for check in (training.check_attention, training.check_head, training.check_models):
-        assert finding(check, patient).status == status
+    assert finding(training.check_kernels, patient).status == status
 
 
 def test_little_free_memory_between_the_checks_warns(make: Any) -> None:
@@ -540,18 +484,6 @@ def test_a_package_that_cannot_be_imported_is_named(make: Any, tmp_path: Path, m
     assert result.text == "`import deepspeed`: AttributeError: module 'os' has no attribute 'no_such_name'"
 
 
-def test_the_table_at_the_end_has_a_row_for_each_check() -> None:
-    results = [Result("ok", "fine", name="disk", seconds=0.25), Result("fail", "a | b\nc", "d", name="gpu", seconds=1)]
-    assert list(table(results, ["torch 2.13"]))[1:] == [
-        "torch 2.13",
-        "",
-        "| check | result | seconds | found |",
-        "|---|---|---:|---|",
-        "| disk | ok | 0.2 | fine |",
-        "| gpu | FAIL | 1.0 | a \\| b; c; -> d |",
-    ]
-
-
 # --- the program ---
 
 
@@ -568,20 +500,10 @@ def test_a_config_that_is_not_valid_is_the_users_error() -> None:
     assert "run.stepz" in completed.stderr
 
 
-NAMES = ["versions", "disk", "wandb", "data", "scorer", "rewards", "nodes", "gpu", "imports", "start-up", "attention"]
-NAMES += [
-    "head",
-    "models",
-    "collective",
-    "transfer",
-    "agreement",
-    "responses",
-    "update",
-    "cycle",
-    "microbatch",
-    "sampling",
-]
-NAMES += ["checkpoint", "memory"]
+NAMES = [
+    "versions", "config", "wandb", "scorer", "rewards", "nodes", "gpu", "imports", "start-up", "kernels", "collective",
+    "transfer", "agreement", "responses", "update", "cycle", "microbatch", "sampling", "checkpoint", "memory",
+]  # fmt: skip
 
 
 @pytest.mark.stack
@@ -593,18 +515,19 @@ def test_a_healthy_machine_passes_with_two_learners_and_an_engine() -> None:
     assert results.pop("gpu")["status"] == "skip"
     assert {result["status"] for result in results.values()} <= {"ok", "warn"}
     assert "1 engine(s), 2 learner(s) on cpu" in results["start-up"]["text"]
-    for name in ("attention", "head", "models", "update", "cycle", "microbatch", "sampling", "checkpoint", "memory"):
+    for name in ("kernels", "update", "cycle", "microbatch", "sampling", "checkpoint", "memory"):
         assert results[name]["status"] == "ok", results[name]
     assert "largest ratio 1, " in results["update"]["text"]
     assert "a learning rate of 0 moves no bit" in results["update"]["text"]
-    assert len(results["models"]["numbers"]) == 4
+    assert len(results["kernels"]["numbers"]) == 6
     assert results["microbatch"]["numbers"]["tokens_per_second"] > 0
     assert results["checkpoint"]["numbers"]["write_gb_per_second"] > 0
     assert "GB/s" in results["collective"]["text"]
     assert "GB/s" in results["transfer"]["text"]
     assert "engines followed weights that were all perturbed" in results["agreement"]["text"]
-    assert results["responses"]["text"].startswith("32 responses to 8 prompts: mean reward ")
-    assert [line.split()[0] for line in results["responses"]["examples"]] == ["prompt", "response", "graded"] * 2
+    first, *examples = results["responses"]["text"].splitlines()
+    assert first.startswith("32 responses to 8 prompts: mean reward ")
+    assert [line.split()[0] for line in examples] == ["prompt", "response", "graded"] * 2
 
 
 # vLLM loads it in each of its processes: weights arrive, and the packed head of tied embeddings stays as it was.
@@ -625,19 +548,17 @@ def test_everything_that_is_broken_at_once_is_named_and_the_rest_is_fine(tmp_pat
     completed = doctor("cluster.learners=1", *full, *hangs, PYTHONPATH=str(tmp_path))
     assert completed.returncode == 1, completed.stdout + completed.stderr[-3000:]
     failed = [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("FAIL")]
-    assert failed == ["versions", "disk", "rewards", "agreement"], completed.stdout
+    assert failed == ["versions", "config", "agreement"], completed.stdout
     assert "datasets 0.1 is not in" in completed.stdout
-    assert f"reward {grading.HANGING}: 8 of 8 calls failed" in completed.stdout
-    assert "8 x timeout: over 1 seconds by the clock" in completed.stdout  # it sleeps
+    assert "checkpoints and export need " in completed.stdout
+    assert f"reward name='{grading.HANGING}': it fails for a response to " in completed.stdout
     assert "engine 0 does not hold the perturbed weights" in completed.stdout
     warned = [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("warn")]
     assert warned == ["responses", "cycle", "sampling", "checkpoint"]  # they need the canary, or room on the disk
     assert [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("ok")] == [
         name for name in NAMES if name not in [*failed, *warned, "gpu"]
     ]
-    rows = [line.split(" | ") for line in completed.stdout.splitlines() if line.startswith("| ")]
-    assert [row[0].removeprefix("| ") for row in rows] == ["check", *NAMES]  # the table, for a report
-    assert completed.stderr.splitlines()[-1] == "error: 4 of 23 checks failed: versions, disk, rewards, agreement"
+    assert completed.stderr.splitlines()[-1] == "error: 3 of 20 checks failed: versions, config, agreement"
 
 
 @pytest.mark.gpu

@@ -87,11 +87,12 @@ class Faults:
     """The faults that are still to come.
 
     Attributes:
-        run, step: the run, and the training step that it takes.
+        run, loop, step: the run, its rollout side, and the training step that it takes.
     """
 
     def __init__(self, faults: Sequence[Fault], trace: Path) -> None:
         self.run: Any = None
+        self.loop: Any = None
         self.step = 0
         self._faults, self._trace, self._command = list(faults), trace, os.getpid()
 
@@ -139,19 +140,22 @@ def signal_group(faults: Faults, name: str) -> None:
 
 
 def strike(faults: Faults, command: str, name: str, index: str = "0") -> None:
-    """A signal to a process of the run, when there is one of this command."""
+    """A signal to a process of the run: at once, or as soon as there is one of this command."""
+
+    def struck() -> bool:
+        alive = running(below({os.getpid()}))
+        found = sorted(process.pid for process, text in alive.items() if command in text)
+        if len(found) > int(index):
+            os.kill(found[int(index)], signal.Signals[name])
+        return len(found) > int(index)
 
     def look_and_strike() -> None:
         end = time.monotonic() + FIND_S
-        while time.monotonic() < end:
-            alive = running(below({os.getpid()}))
-            found = sorted(process.pid for process, text in alive.items() if command in text)
-            if len(found) > int(index):
-                os.kill(found[int(index)], signal.Signals[name])
-                return
+        while time.monotonic() < end and not struck():
             time.sleep(0.02)
 
-    threading.Thread(target=look_and_strike).start()
+    if not struck():  # the run's own code waits meanwhile: on a busy machine it would be steps ahead
+        threading.Thread(target=look_and_strike).start()
 
 
 def shell(faults: Faults, command: str) -> None:
@@ -172,7 +176,7 @@ def nan_in_logits(learner: Any) -> None:
         hook.remove()
         return output * float("nan")
 
-    hook = learner.engine.module.transformer.model.norm.register_forward_hook(spoil)
+    hook = learner.transformer.model.norm.register_forward_hook(spoil)
 
 
 def nan_in_gradient(learner: Any, *, once: bool = True) -> None:
@@ -183,22 +187,22 @@ def nan_in_gradient(learner: Any, *, once: bool = True) -> None:
             hook.remove()
         return gradient * float("nan")
 
-    hook = next(iter(learner.names.values())).register_hook(spoil)
+    hook = next(iter(learner.trained.values())).register_hook(spoil)
 
 
 def nan_in_engine_logprob(faults: Faults) -> None:
     """In the next response of an engine, at its last token."""
-    cluster = faults.run.cluster
-    sample_group = cluster.sample_group
+    sampler = faults.loop.sampler
+    generate = sampler._generate
 
-    async def spoiled(*arguments: Any) -> list[Any]:
-        cluster.sample_group = sample_group
-        first, *others = await sample_group(*arguments)
-        logprobs = first.rollout_logprobs.copy()
+    async def spoiled(*arguments: Any, **options: Any) -> list[Any]:
+        sampler._generate = generate
+        first, *others = await generate(*arguments, **options)
+        logprobs = first.logprobs.copy()
         logprobs[-1] = float("nan")
-        return [replace(first, rollout_logprobs=logprobs), *others]
+        return [replace(first, logprobs=logprobs), *others]
 
-    cluster.sample_group = spoiled
+    sampler._generate = spoiled
 
 
 def lose_weights(faults: Faults, engine: str, name: str) -> None:
@@ -214,7 +218,7 @@ def lose_weights(faults: Faults, engine: str, name: str) -> None:
         vllm = actor._hosted._engine
         asyncio.run_coroutine_threadsafe(vllm.collective_rpc(lose), vllm.output_handler.get_loop()).result(STACK_WAIT_S)
 
-    ray.get(faults.run.cluster.engines.actors[int(engine)].__ray_call__.remote(ask))
+    ray.get(faults.loop.engines.group.actors[int(engine)].__ray_call__.remote(ask))
 
 
 ACTS: dict[str, Any] = {
@@ -237,9 +241,9 @@ def watch_moments(faults: Faults) -> None:
 
     train_step, phase, ready, original_call = grpo.train_step, Clock.phase, Replacements.ready, ActorGroup.call
 
-    async def in_step(run: Any, step: int) -> None:
-        faults.run, faults.step = run, step + 1
-        await train_step(run, step)
+    async def in_step(run: Any, loop: Any, step: int) -> None:
+        faults.run, faults.loop, faults.step = run, loop, step + 1
+        await train_step(run, loop, step)
 
     @contextlib.contextmanager
     def in_phase(clock: Clock, name: str) -> Iterator[None]:

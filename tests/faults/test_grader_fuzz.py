@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 import pytest
-from rewards.test_cases import ANSWERS
+from answers.test_cases import ANSWERS
 
 from rlhf.config.reward import RewardConfig
 from rlhf.rewards.scorer import FAILURES, Scorer

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from rlhf.answers.compare import compare
 from rlhf.config.reward import MathOptions
-from rlhf.rewards.answers.compare import compare
 from rlhf.rewards.math import math_reward
 
 pytestmark = pytest.mark.faults

@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, tuple[list[Fault], tuple[str, ..
     "one engine": (
         {},
         {
-            "killed while it samples": ([hit(2, ".sample_group", CORE, "SIGKILL")], (REPLACED,)),
+            "killed while it samples": ([hit(2, ".generate", CORE, "SIGKILL")], (REPLACED,)),
             "killed while it is idle": ([hit(5, "update", CORE, "SIGKILL")], EITHER),
             "killed during a transfer": ([hit(8, ".send_weights", WORKER, "SIGKILL")], EITHER),
             "stopped during a transfer": ([hit(11, ".send_weights", WORKER, "SIGSTOP")], EITHER),
@@ -43,11 +43,11 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, tuple[list[Fault], tuple[str, ..
     "one engine again": (
         {},
         {
-            "stopped while it samples": ([hit(2, ".sample_group", CORE, "SIGSTOP")], (REPLACED,)),
+            "stopped while it samples": ([hit(2, ".generate", CORE, "SIGSTOP")], (REPLACED,)),
             "the actor killed in an evaluation": ([hit(5, "evaluation", ENGINE, "SIGKILL")], (REPLACED,)),
             "stopped while it is idle": ([hit(8, "logprobs", WORKER, "SIGSTOP")], EITHER),
             "killed, and the next two while they start": (
-                [hit(11, ".sample_group", CORE, "SIGKILL"), *[hit(11, ".build", CORE, "SIGKILL")] * 2],
+                [hit(11, ".generate", CORE, "SIGKILL"), *[hit(11, ".build", CORE, "SIGKILL")] * 2],
                 (RESTARTED,),
             ),
         },
@@ -55,7 +55,7 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, tuple[list[Fault], tuple[str, ..
     "two learners": (
         {"learners": 2},
         {
-            "killed while the engine samples": ([hit(2, ".sample_group", LEARNER, "SIGKILL", 1)], (RESTARTED,)),
+            "killed while the engine samples": ([hit(2, ".generate", LEARNER, "SIGKILL", 1)], (RESTARTED,)),
             "killed in an update": ([hit(5, ".update", LEARNER, "SIGKILL", 0)], (RESTARTED,)),
             "stopped in an update": ([hit(8, ".update", LEARNER, "SIGSTOP", 1)], (RESTARTED,)),
         },
@@ -64,7 +64,7 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, tuple[list[Fault], tuple[str, ..
         {},
         {
             "the control service killed while the engine samples": (
-                [hit(2, ".sample_group", CONTROL, "SIGKILL")],
+                [hit(2, ".generate", CONTROL, "SIGKILL")],
                 (RESTARTED,),
             ),
             "the raylet killed while the learner updates": ([hit(5, ".update", RAYLET, "SIGKILL")], (RESTARTED,)),
@@ -149,7 +149,7 @@ def test_a_run_goes_on_without_an_engine_until_the_second_one_in_its_place_has_j
         tmp_path, tiny_model_dir, run={"steps": 100000}, cluster={"engines": 2}, checkpoint={"every": 1}
     )
     faults = [
-        hit(2, ".sample_group", CORE, "SIGSTOP"),
+        hit(2, ".generate", CORE, "SIGSTOP"),
         hit(2, ".build", CORE, "SIGKILL", 1),  # of the new engine, while it starts
         Fault(2, "joined", "send_signals", ("SIGTERM",)),
     ]

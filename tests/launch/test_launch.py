@@ -283,7 +283,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_is_named(sandbox: Sandbox) -> 
     worker.kill()
     statuses, output = ending(head)
     assert statuses == [1]
-    assert "(rank 1) is gone: Ray does not reach it any more." in output
+    assert "(rank 1) is gone" in output
     assert not is_alive(sandbox.programs()[0]["pid"])
 
 
@@ -330,7 +330,7 @@ def test_a_node_with_another_token_is_refused_and_told_why(sandbox: Sandbox) -> 
 def test_a_head_names_who_did_not_come_in_time(sandbox: Sandbox) -> None:
     statuses, output = ending(sandbox.node(0, 3, free_port(), DEADLINE="10"))
     assert statuses == [1]
-    assert "1 of 3 nodes joined Ray within 10 s; missing: rank 1, rank 2." in output
+    assert "missing: rank 1, rank 2" in output
 
 
 def test_a_node_that_cannot_start_ray_ends_the_run_at_once(sandbox: Sandbox) -> None:
@@ -365,7 +365,7 @@ def test_a_node_with_another_number_of_nodes_than_the_head_is_refused(sandbox: S
     head, other = sandbox.node(0, 2, port), sandbox.node(3, 4, port)
     statuses, output = ending(other)
     assert statuses == [2]
-    assert "--nodes=4: the head was started with --nodes=2." in output
+    assert re.search(r"--nodes=4: .*--nodes=2\b", output)
     head.terminate()
     assert ending(head)[0] == [143]
 
@@ -384,11 +384,10 @@ def test_what_a_node_lacks_or_has_otherwise_is_one_line_each() -> None:
     copied = whole | {"node": "b", "rlhf": "missing", "vLLM plug-in": "missing"}
     edited = whole | {"node": "c", "source of rlhf": "34"}
     assert differences([whole, dict(whole)]) == []
-    assert differences([whole, copied, edited]) == [
-        "node b: rlhf is not installed. Set it up there: make setup-gpu.",
-        "node b: vLLM plug-in is not installed. Set it up there: make setup-gpu.",
-        "node c: source of rlhf is 34, but 12 on a.",
-    ]
+    no_rlhf, no_plugin, other_source = differences([whole, copied, edited])
+    assert no_rlhf.startswith("node b: rlhf is not installed")
+    assert no_plugin.startswith("node b: vLLM plug-in is not installed")
+    assert re.match(r"node c: source of rlhf is 34\b.*\b12 on a\b", other_source)
 
 
 # --- Slurm ---
@@ -526,7 +525,7 @@ def test_a_job_whose_ray_has_ended_requeues_itself_if_it_can_go_on(sandbox: Sand
 def test_a_job_whose_ray_has_ended_before_a_checkpoint_is_not_requeued(sandbox: Sandbox) -> None:
     statuses, output = ending(slurm(sandbox, PROGRAM_STATUS=str(RESUMABLE)))
     assert statuses == [RESUMABLE]
-    assert "Ray has ended under the program, and no checkpoint since the start: not requeueing" in output
+    assert "no checkpoint since the start: not requeueing" in output
     assert not any(line.startswith("requeue") for line in sandbox.recorded("scontrol"))
 
 
@@ -549,7 +548,7 @@ def test_near_the_time_limit_a_job_that_cannot_look_for_checkpoints_says_so(sand
     output = read_until(job, "not requeueing")
     sandbox.go_on("program")
     assert ending(job)[0] == [4]
-    assert "no answer to whether there is a checkpoint" in output
+    assert "no answer to whether" in output
     assert "No such file" in output
 
 
@@ -599,7 +598,7 @@ def test_a_machine_that_ssh_does_not_reach_ends_the_run(sandbox: Sandbox) -> Non
     statuses, output = ending(over_ssh(sandbox, "127.0.0.1\nunreachable\n", HEAD_NOTICES_S="1"))
     assert statuses == [255]
     assert "connect to host unreachable: refused" in output
-    assert "a machine ended with status 255 while the head went on" in output
+    assert "ended with status 255" in output
     assert sandbox.programs() == []
 
 
@@ -680,7 +679,7 @@ def test_a_log_that_breaks_off_goes_on_where_it_was_and_the_job_with_it(sandbox:
 def test_a_job_of_which_nothing_is_heard_any_more_is_left_alone(sandbox: Sandbox) -> None:
     statuses, output = ending(submit(sandbox, "--patience", "0", "--config", "x", job=[["", "breaks"], "silence"]))
     assert statuses == [1]
-    assert "It may still run: ray job status --address http://127.0.0.1:8265 job-1" in output
+    assert "ray job status --address http://127.0.0.1:8265 job-1" in output
 
 
 def test_an_id_that_another_job_has_is_refused_and_that_job_goes_on(sandbox: Sandbox) -> None:
@@ -751,7 +750,7 @@ def test_on_a_running_cluster_the_program_starts_when_all_nodes_are_there(sandbo
 def test_on_a_running_cluster_nothing_starts_while_a_node_is_absent(sandbox: Sandbox) -> None:
     statuses, output = on_cluster(sandbox, 3)
     assert statuses == [1]
-    assert "2 of 3 nodes are in the Ray cluster after 1 s." in output
+    assert "2 of 3 nodes" in output
     assert sandbox.programs() == []
 
 

@@ -209,7 +209,7 @@ def test_run_dir_is_found_as_the_program_finds_it(tmp_path: Path) -> None:
     files = ["--config", str(tmp_path / "a.yaml"), f"--config={tmp_path}/b.yaml"]
     assert resume.run_dir(files) == Path("second")
     assert resume.run_dir(["run.dir=a b", *files, "--resume"]) == Path("a b")
-    with pytest.raises(ValueError, match=r"Set run\.dir=FOLDER"):
+    with pytest.raises(ValueError, match=r"run\.dir=FOLDER"):
         resume.run_dir(["run.steps=1"])
 
 

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from worlds import make_config, make_groups, plan_first_epoch, run_world
 
-from rlhf.learner.rank_place import Place
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import PolicyTargets
+from rlhf.types import Place, PolicyTargets
 
 pytestmark = pytest.mark.stack
 
@@ -102,9 +101,9 @@ def perturb_and_restore(place: Place, model: Path, stage: int) -> None:
         model={"dtype": "bfloat16"},
     )  # fmt: skip
     learner = Learner(config, place)
-    names = list(learner.names)
-    with learner.whole(learner.names[names[4]], modify=True), torch.no_grad():
-        learner.names[names[4]].zero_()
+    names = list(learner.trained)
+    with learner.whole(learner.trained[names[4]], modify=True), torch.no_grad():
+        learner.trained[names[4]].zero_()
     before = weights(learner)
     learner.perturb_weights(3, 6)
     assert changed(learner, before) == names[3:6]

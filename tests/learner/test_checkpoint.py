@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import zlib
 from pathlib import Path
@@ -15,13 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rlhf.learner.checkpoint import (
-    PIECE_BYTES,
     LearnerIndex,
     Slice,
     SliceReader,
     check_shapes,
     host_copy,
-    pieces,
     share,
     write_rank,
     write_slices,
@@ -110,8 +107,8 @@ def test_a_pickle_in_place_of_a_file_is_not_opened_as_one(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"b": None}, "the checkpoint has a parameter b that model.path does not have"),
-        ({"c": (1,)}, "the checkpoint lacks c, which model.path has"),
+        ({"b": None}, r"b has the shape \(3,\) in the checkpoint, and None in model\.path"),
+        ({"c": (1,)}, r"c has the shape None in the checkpoint, and \(1,\) in model\.path"),
         ({"a.weight": (5, 7)}, r"a\.weight has the shape \(7, 5\) in the checkpoint, and \(5, 7\) in model\.path"),
     ],
 )
@@ -129,10 +126,8 @@ def test_files_are_plain_safetensors(tmp_path: Path) -> None:
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert torch.equal(file.get_tensor("t[4:10]"), torch.arange(6.0))
-    head = (tmp_path / "x.safetensors").read_bytes()
-    size = int.from_bytes(head[:8], "little")
-    assert size % 8 == 0
-    assert json.loads(head[8 : 8 + size])["t[4:10]"]["data_offsets"] == [0, 24]
+    (tmp_path / "other").touch()
+    assert (tmp_path / "x.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_a_copy_for_writing_later_is_made_where_the_nodes_memory_holds_it(tmp_path: Path) -> None:
@@ -143,12 +138,6 @@ def test_a_copy_for_writing_later_is_made_where_the_nodes_memory_holds_it(tmp_pa
     assert copy is not None
     assert (copy["weights"][0].values == 1.0).all()
     assert host_copy(state, ranks_on_node=10**12) is None
-
-
-def test_what_is_written_passes_through_memory_in_pieces() -> None:
-    tensor = torch.arange(PIECE_BYTES // 4 + 5, dtype=torch.int32)
-    sizes = [len(piece) for piece in pieces(tensor)]
-    assert sizes == [PIECE_BYTES, 20]
 
 
 def test_free_memory_is_within_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import make_groups, make_ppo_config, rows_of_minibatch, run_world, save
+from worlds import make_groups, make_ppo_config, relative_error, rows_of_minibatch, run_world, save
 
 from rlhf.config.ppo import PPOConfig
-from rlhf.learner.rank_place import Place
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.types import Minibatch, ValueTargets
+from rlhf.types import Minibatch, Place, ValueTargets
 
 pytestmark = pytest.mark.stack
 
@@ -49,7 +48,7 @@ def collect_gradients(place: Place, model: Path) -> Any:
 
     class Probe(Critic):
         def _apply(self) -> tuple[float, bool]:
-            self.seen = {name: safe_get_full_grad(param).float().clone() for name, param in self.names.items()}
+            self.seen = {name: safe_get_full_grad(param).float().clone() for name, param in self.trained.items()}
             return super()._apply()
 
     by_case = {}
@@ -84,9 +83,9 @@ def plain_gradients(model: Path) -> dict[str, np.ndarray]:
     net = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
     total, tokens = torch.zeros(()), 0
     for row in rows_of_minibatch(minibatches_of(config)[0]):
-        rollout = rollouts[row]
-        states = net.base_model(input_ids=torch.from_numpy(rollout.token_ids).long()[None]).last_hidden_state[0]
-        mask = torch.from_numpy(rollout.response_mask)[1:]
+        (sequence,) = rollouts[row].sequences
+        states = net.base_model(input_ids=torch.from_numpy(sequence.token_ids).long()[None]).last_hidden_state[0]
+        mask = torch.from_numpy(sequence.response_mask)[1:]
         values = (states[:-1] @ net.score.weight[0])[mask]
         old_row, goal = (torch.from_numpy(x[row])[1:][mask] for x in (old, returns))
         clipped = old_row + (values - old_row).clamp(-0.5, 0.5)
@@ -94,12 +93,6 @@ def plain_gradients(model: Path) -> dict[str, np.ndarray]:
         tokens += int(mask.sum())
     (total / tokens).backward()
     return {name: p.grad.numpy() for name, p in net.named_parameters()}
-
-
-def relative_error(gradients: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    assert gradients.keys() == expected.keys()
-    error = sum(float(((gradients[n] - expected[n]) ** 2).sum()) for n in expected) ** 0.5
-    return error / sum(float((g**2).sum()) for g in expected.values()) ** 0.5
 
 
 def test_the_critics_gradient_is_the_plain_one_for_1_and_2_learners_2_budgets_and_every_zero_stage(

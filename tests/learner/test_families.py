@@ -13,7 +13,7 @@ import torch
 from model_families import FAMILIES, MAMBA_AND_ATTENTION, MODEL_TYPES, make_family
 from torch import Tensor
 from transformers import PreTrainedModel
-from worlds import pack_rows
+from worlds import pack_rows, rollout_of
 
 from rlhf.algo.packing import shared_beginnings
 from rlhf.config.sections import ModelConfig
@@ -42,25 +42,26 @@ def make_rollouts(vocabulary: int) -> list[Rollout]:
     """In both rows two of them make one block, with padding."""
     rng = np.random.default_rng(0)
     rollouts = []
-    for prompt, (length, responses) in enumerate(LENGTHS):
+    for length, responses in LENGTHS:
         question = rng.integers(0, vocabulary, length)
-        for i, more in enumerate(responses):
+        for more in responses:
             ids = np.concatenate([question, rng.integers(0, vocabulary, more)]).astype(np.int32)
             mask = np.arange(len(ids)) >= length
-            rollouts.append(Rollout(f"{prompt}", 0, i, ids, mask, np.zeros(len(ids), np.float32), (), "stop"))
+            rollouts.append(rollout_of(ids, mask))
     return rollouts
 
 
 def weights_of(rollout: Rollout) -> Tensor:
-    return torch.linspace(0.5, 1.5, len(rollout.token_ids))
+    return torch.linspace(0.5, 1.5, len(rollout.sequences[0].token_ids))
 
 
 def logprobs_alone(model: PreTrainedModel, rollout: Rollout) -> Tensor:
     """transformers' log-probs of one sequence; [L], 0 outside of the response."""
-    ids = torch.from_numpy(rollout.token_ids).long()
+    (sequence,) = rollout.sequences
+    ids = torch.from_numpy(sequence.token_ids).long()
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     logprobs = torch.log_softmax(logits / TEMPERATURE, -1).gather(-1, ids[1:, None])[:, 0]
-    logprobs = torch.where(torch.from_numpy(rollout.response_mask)[1:], logprobs, 0.0)
+    logprobs = torch.where(torch.from_numpy(sequence.response_mask)[1:], logprobs, 0.0)
     return torch.cat([logprobs.new_zeros(1), logprobs])
 
 
@@ -81,9 +82,8 @@ def compare_gradients(policy: PolicyModel, alone: PreTrainedModel) -> None:
 def test_packed_rows_have_the_logprobs_and_gradients_of_each_sequence_alone(model_type: str, tmp_path: Path) -> None:
     alone = make_shallow(model_type)
     alone.save_pretrained(tmp_path)
-    policy = load_policy(
-        str(tmp_path), dtype="float32", temperature=TEMPERATURE, gradient_checkpointing=True, trust_remote_code=False
-    )
+    config = ModelConfig(path=str(tmp_path), dtype="float32", gradient_checkpointing=True)
+    policy = load_policy(config, temperature=TEMPERATURE)
     check_packed(lambda tokens: policy(tokens).logprobs, CPU, dtype="float32", key="model.path", path=model_type)
     alone.set_attn_implementation("eager")
     rollouts = make_rollouts(alone.config.vocab_size)

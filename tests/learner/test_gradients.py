@@ -8,11 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import make_config, make_groups, plan_first_epoch, random_column, rows_of_minibatch, run_world
+from worlds import (
+    make_config,
+    make_groups,
+    plan_first_epoch,
+    random_column,
+    relative_error,
+    rows_of_minibatch,
+    run_world,
+)
 
-from rlhf.learner.rank_place import Place
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import PolicyTargets
+from rlhf.types import Place, PolicyTargets
 
 pytestmark = pytest.mark.stack
 
@@ -40,11 +47,12 @@ def collect_gradients(place: Place, model: Path, budgets: tuple[int, ...], stage
     """(stage, budget) -> gradients of the first minibatch by name, on this rank, through the real DeepSpeed engine."""
     from deepspeed.utils import safe_get_full_grad
 
+    from rlhf.learner.policy_model import load_policy
     from rlhf.learner.worker import Learner
 
     class Probe(Learner):
         def _apply(self) -> tuple[float, bool]:
-            self.seen = {name: safe_get_full_grad(param).float().clone() for name, param in self.names.items()}
+            self.seen = {name: safe_get_full_grad(param).float().clone() for name, param in self.trained.items()}
             return super()._apply()
 
     by_case = {}
@@ -53,7 +61,8 @@ def collect_gradients(place: Place, model: Path, budgets: tuple[int, ...], stage
         for budget in budgets:
             config = config_for(model, learners=place.world_size, budget=budget, stage=stage, dtype=dtype)
             learner = Probe(config, place)
-            loaded = learner._load_model(frozen=True)  # at stage 3 a share of each parameter, from the first byte on
+            with learner.loading():  # at stage 3 a share of each parameter, from the first byte on
+                loaded = load_policy(config.model, temperature=1.0)
             assert all((p.numel() == 0) == (stage == 3) for p in loaded.parameters())
             batch, minibatches, advantages = plan_first_epoch(config, groups)
             old, ref = random_column(batch, 1), random_column(batch, 2)
@@ -76,15 +85,15 @@ def plain_gradients(model: Path, dtype: torch.dtype = torch.float32) -> dict[str
     net = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     total = torch.zeros(())
     for row in rows:
-        rollout = rollouts[row]
-        ids = torch.from_numpy(rollout.token_ids).long()
+        (sequence,) = rollouts[row].sequences
+        ids = torch.from_numpy(sequence.token_ids).long()
         logits = net(input_ids=ids[None]).logits[0, :-1].float()
         log_softmax = torch.log_softmax(logits, -1)
-        mask = torch.from_numpy(rollout.response_mask)[1:]
+        mask = torch.from_numpy(sequence.response_mask)[1:]
         logprobs = log_softmax.gather(-1, ids[1:, None])[:, 0][mask]
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)[mask]
         old_row, ref_row = (torch.from_numpy(x[row])[1:][mask] for x in (old, ref))
-        weight = (old_row - torch.from_numpy(rollout.rollout_logprobs)[1:][mask]).exp().clamp(max=2.0)
+        weight = (old_row - torch.from_numpy(sequence.rollout_logprobs)[1:][mask]).exp().clamp(max=2.0)
         ratio = (logprobs - old_row).exp()
         advantage = float(np.float32(advantages[row]))
         surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
@@ -93,12 +102,6 @@ def plain_gradients(model: Path, dtype: torch.dtype = torch.float32) -> dict[str
         total = total + per_token.mean() / len(rows)
     total.backward()
     return {name: p.grad.float().numpy() for name, p in net.named_parameters()}
-
-
-def relative_error(gradients: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    assert gradients.keys() == expected.keys()
-    error = sum(float(((gradients[n] - expected[n]) ** 2).sum()) for n in expected) ** 0.5
-    return error / sum(float((g**2).sum()) for g in expected.values()) ** 0.5
 
 
 def test_the_gradient_is_the_plain_one_for_1_and_2_learners_3_budgets_and_every_zero_stage(

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from worlds import make_config, run_world, save
 
 from rlhf.algo.packing import pack
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.hub_format import hub_shapes, hub_tensors, state_buffers
 from rlhf.learner.policy_model import DeviceTokens, load_policy
-from rlhf.learner.rank_place import Place
+from rlhf.types import Place
 
 # stacked experts under three names, renamed layers, buffers that are state, weights that layers share
 REBUILT = ["llama", "mixtral", "granitemoehybrid", "nemotron_h", "kimi_linear", "ernie4_5_moe", "gemma4_text", "zamba2"]
@@ -40,10 +41,8 @@ def test_the_tensors_that_are_sent_are_those_of_the_checkpoint(model_type: str, 
 @pytest.mark.parametrize("model_type", ["glm4_moe", "minimax_m2"])  # the second one's class does not ask for it
 def test_a_bias_that_balances_a_router_is_not_rounded_with_the_weights(model_type: str, tmp_path: Path) -> None:
     folder = write_family(model_type, tmp_path)
-    exact, rounded = (
-        load_policy(str(folder), dtype=dtype, temperature=1.0, gradient_checkpointing=False, trust_remote_code=False)
-        for dtype in ("float32", "bfloat16")
-    )
+    exact = load_policy(ModelConfig(path=str(folder), dtype="float32"), temperature=1.0)
+    rounded = load_policy(ModelConfig(path=str(folder)), temperature=1.0)
     biases = state_buffers(rounded)
     assert biases
     assert all(torch.equal(biases[name], bias) for name, bias in state_buffers(exact).items())

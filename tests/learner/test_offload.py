@@ -13,9 +13,8 @@ from torch import Tensor
 from waiting import WAIT_S, eventually
 from worlds import make_config, make_groups, plan_first_epoch, random_column, run_world
 
-from rlhf.learner.rank_place import Place
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import PolicyTargets
+from rlhf.types import Place, PolicyTargets
 
 pytestmark = pytest.mark.stack
 
@@ -73,9 +72,9 @@ def leave_and_come_back(place: Place, model: Path, stage: int, dtype: str, outpu
     learner.leave_gpu(True)
     learner.leave_gpu(True)  # a second time changes nothing
     assert not at_home.keys() & memory_in_use().keys()
-    parameters = sum(tensor.numel() for tensor in learner.tensors.values())
+    parameters = sum(tensor.numel() for tensor in learner.published.values())
     assert sum(at_home.values()) > (4 + 4) * parameters / place.world_size  # moments, and master weights or reference
-    assert all(buffer.untyped_storage().nbytes() == 0 for buffer in gradient_buffers(learner.engine))
+    assert all(buffer.untyped_storage().nbytes() == 0 for buffer in gradient_buffers(learner.deepspeed))
     assert save("away") == saved
     assert np.array_equal(learner.canary(SEQUENCES)[0], own[0])
 

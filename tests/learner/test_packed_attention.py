@@ -23,9 +23,10 @@ from transformers import (
     Qwen2ForSequenceClassification,
     Qwen3MoeConfig,
 )
-from worlds import pack_rows
+from worlds import pack_rows, rollout_of
 
 from rlhf.algo.packing import pack, shared_beginnings
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.flex import scored_attention_on_gpu
 from rlhf.learner.packed_attention import PACKED, Window, packed_attention
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy, prepare_transformer
@@ -51,10 +52,10 @@ LENGTHS = (2, 3, 3, 40, 31, 30, 7, 64, 63, 5)
 def make_rollouts(seed: int = 0) -> list[Rollout]:
     rng = np.random.default_rng(seed)
     rollouts = []
-    for i, length in enumerate(LENGTHS):
+    for length in LENGTHS:
         ids = rng.integers(0, 97, length).astype(np.int32)
         mask = np.arange(length) >= 1 + int(rng.integers(0, length - 1))
-        rollouts.append(Rollout(f"p/{i}", 0, 0, ids, mask, np.zeros(length, np.float32), (), "stop"))
+        rollouts.append(rollout_of(ids, mask))
     return rollouts
 
 
@@ -63,19 +64,19 @@ def make_siblings(seed: int = 0) -> list[Rollout]:
     rng = np.random.default_rng(seed)
     system = rng.integers(0, 97, 4)
     rollouts = []
-    for prompt, length in enumerate((12, 1, 30)):
+    for length in (12, 1, 30):
         question = rng.integers(0, 97, length)
         first = rng.integers(0, 97, 9)
-        for sample, (same, more) in enumerate(((9, 0), (5, 20), (0, 3), (5, 1), (9, 0), (2, 33))):
+        for same, more in ((9, 0), (5, 20), (0, 3), (5, 1), (9, 0), (2, 33)):
             response = np.concatenate([first[:same], rng.integers(0, 97, more)])
             ids = np.concatenate([system, question, response]).astype(np.int32)
             mask = np.arange(len(ids)) >= 4 + length
-            rollouts.append(Rollout(f"p/{prompt}", 0, sample, ids, mask, np.zeros(len(ids), np.float32), (), "stop"))
+            rollouts.append(rollout_of(ids, mask))
     return rollouts
 
 
 def in_order(rollouts: list[Rollout]) -> list[int]:
-    return sorted(range(len(rollouts)), key=lambda i: rollouts[i].token_ids.tobytes())
+    return sorted(range(len(rollouts)), key=lambda i: rollouts[i].sequences[0].token_ids.tobytes())
 
 
 BATCHES = {
@@ -112,9 +113,10 @@ def test_every_computed_token_is_laid_out_and_put_back(name: str) -> None:
 def test_in_the_order_of_their_tokens_no_beginning_is_computed_twice() -> None:
     rollouts, order = BATCHES["siblings"]
     packed = pack_rows(rollouts, order)
-    beginnings = {r.token_ids[: n + 1].tobytes() for r in rollouts for n in range(len(r.token_ids))}
+    sequences = [rollout.sequences[0].token_ids for rollout in rollouts]
+    beginnings = {ids[: n + 1].tobytes() for ids in sequences for n in range(len(ids))}
     computed = len(packed.token_ids) - int(shared_beginnings(packed).sum())
-    twins = len(rollouts) - len({r.token_ids.tobytes() for r in rollouts})  # the last token of each is its own
+    twins = len(rollouts) - len({ids.tobytes() for ids in sequences})  # the last token of each is its own
     assert twins > 0
     assert computed == len(beginnings) + twins < 0.6 * len(packed.token_ids)
 
@@ -219,10 +221,10 @@ def test_packed_logprobs_and_gradients_are_those_of_each_sequence_alone(name: st
 
     expected = torch.zeros_like(packed_logprobs)
     for i, row in enumerate(order):
-        rollout = rollouts[row]
-        ids = torch.from_numpy(rollout.token_ids).long()
+        (sequence,) = rollouts[row].sequences
+        ids = torch.from_numpy(sequence.token_ids).long()
         log_softmax = torch.log_softmax(plain(input_ids=ids[None]).logits[0, :-1] / 0.7, -1)
-        mask = torch.from_numpy(rollout.response_mask)
+        mask = torch.from_numpy(sequence.response_mask)
         start = int(packed.cu_seqlens[i])
         logprobs = torch.where(mask[1:], log_softmax.gather(-1, ids[1:, None])[:, 0], 0.0)
         expected = expected.index_add(0, start + 1 + torch.arange(len(logprobs)), logprobs.to(expected.dtype))
@@ -258,10 +260,10 @@ def test_packed_values_and_gradients_of_a_critic_are_those_of_each_sequence_alon
     (packed_values * weights).sum().backward()
 
     expected = torch.zeros_like(packed_values)
-    for start, rollout in zip(packed.cu_seqlens.tolist(), [rollouts[row] for row in order], strict=False):
-        ids = torch.from_numpy(rollout.token_ids).long()
+    for start, (sequence,) in zip(packed.cu_seqlens.tolist(), [rollouts[row].sequences for row in order], strict=False):
+        ids = torch.from_numpy(sequence.token_ids).long()
         values = plain.score(plain.model(input_ids=ids[None]).last_hidden_state[0, :-1]).squeeze(-1)
-        values = torch.where(torch.from_numpy(rollout.response_mask)[1:], values, 0.0)
+        values = torch.where(torch.from_numpy(sequence.response_mask)[1:], values, 0.0)
         expected = expected.index_add(0, start + 1 + torch.arange(len(values)), values)
     torch.testing.assert_close(packed_values, expected, rtol=0, atol=1e-12)
     (expected * weights).sum().backward()
@@ -299,7 +301,7 @@ UNPACKABLE = {
 
 
 def load_and_check(path: str, dtype: str) -> None:
-    policy = load_policy(path, dtype=dtype, temperature=1.0, gradient_checkpointing=True, trust_remote_code=False)
+    policy = load_policy(ModelConfig(path=path, dtype=dtype, gradient_checkpointing=True), temperature=1.0)
     cpu = torch.device("cpu")
     check_packed(lambda tokens: policy(tokens).logprobs, cpu, dtype=dtype, key="model.path", path=path)
 
@@ -314,9 +316,7 @@ def test_a_model_whose_sequences_would_see_each_other_in_a_row_is_refused(name: 
 
 def test_a_model_that_mixes_tokens_in_a_way_of_its_own_is_refused(tmp_path: Path) -> None:
     MODELS["llama, tied"]().save_pretrained(tmp_path)
-    policy = load_policy(
-        str(tmp_path), dtype="float32", temperature=1.0, gradient_checkpointing=False, trust_remote_code=False
-    )
+    policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), temperature=1.0)
     policy.transformer.get_input_embeddings().register_forward_hook(lambda _, __, states: states.cumsum(1))
     with pytest.raises(ValueError, match=r"since a sequence is affected by the sequences before it in the row\. Use "):
         check_packed(

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from worlds import make_config, run_world
 
 from rlhf.algo.packing import pack
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.packed_mixers import mixers_of
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
-from rlhf.learner.rank_place import Place
-from rlhf.types import PackedTokens
+from rlhf.types import PackedTokens, Place
 
 MIXERS = ("qwen3_5_text", "nemotron_h", "lfm2", "minimax")  # gated delta, Mamba 2, short convolution, linear attention
 
@@ -26,9 +26,8 @@ def make_row(*lengths: int, seed: int = 0) -> PackedTokens:
 
 
 def load(path: Path, dtype: str, *, gradient_checkpointing: bool = False) -> PolicyModel:
-    return load_policy(
-        str(path), dtype=dtype, temperature=1.0, gradient_checkpointing=gradient_checkpointing, trust_remote_code=False
-    )
+    config = ModelConfig(path=str(path), dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    return load_policy(config, temperature=1.0)
 
 
 def gradients(model: PolicyModel) -> dict[str, Tensor]:
@@ -89,8 +88,8 @@ def pass_of_own_row(place: Place, model: Path) -> np.ndarray:
         cluster={"device": "cpu", "learners": place.world_size},
     )
     learner = Learner(config, place)
-    logprobs = learner.engine(DeviceTokens.of(pack(sequences_of(place.rank)), learner.device)).logprobs
-    learner.engine.backward(logprobs.sum())
+    logprobs = learner.deepspeed(DeviceTokens.of(pack(sequences_of(place.rank)), learner.device)).logprobs
+    learner.deepspeed.backward(logprobs.sum())
     return logprobs.detach().numpy()
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from worlds import make_config, make_groups, plan_first_epoch
 
+from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, PolicyOutput
@@ -29,7 +30,7 @@ from rlhf.learner.routing import Routing
 from rlhf.learner.update import _binned_ratios, on_host, policy_microbatch
 from rlhf.log.reductions import Mean, StepMetrics, merge_metrics, to_values
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import Denominators, PackedTokens, PolicyTargets
+from rlhf.types import Denominators, PolicyTargets
 
 RATIO = np.array([1.5, 0.6, 2.0, 1.0])
 LOSSES = np.array([-1.2, 0.8, 2.0, 1.0])
@@ -67,9 +68,7 @@ def microbatch(algo: dict[str, Any], *, old: bool = True) -> tuple[float, StepMe
     """Loss, metrics and gradient under these choices; without `old` the current policy is the old one."""
     config = make_config(NOWHERE, algo={"importance_correction": "none", **algo})
     rollout = spread(OLD - np.log(IMPORTANCE), math.nan).numpy()
-    packed = PackedTokens(
-        token_ids=np.zeros(6, np.int32), response_mask=MASK, rollout_logprobs=rollout, cu_seqlens=np.array([0, 2, 6])
-    )
+    packed = pack([np.zeros(2), np.zeros(4)], np.split(MASK, [2]), np.split(rollout, [2]))
     targets = PolicyTargets(
         advantages=spread(np.array([1.0, -1, -1, -1]), math.nan).numpy(),
         old_logprobs=spread(np.full(4, OLD), math.nan).numpy() if old else None,
@@ -77,7 +76,7 @@ def microbatch(algo: dict[str, Any], *, old: bool = True) -> tuple[float, StepMe
     )
     model = Fixed(spread(NEW, math.nan), spread(ENTROPY, 0.0))
     tokens = DeviceTokens.of(packed, torch.device("cpu"))
-    denominators = Denominators(tokens=4, sequences=2)
+    denominators = Denominators(tokens=4, rollouts=2, sequences=2)
     loss, metrics = policy_microbatch(model, tokens, targets, denominators, config)
     loss.backward()
     assert model.logprobs.grad is not None
@@ -159,12 +158,12 @@ def test_the_distance_to_the_engine_is_told_apart_by_place_in_the_sequence() -> 
     place = np.concatenate([np.arange(length) for length in lengths])
     mask = place >= prompt
     engine = np.where(place >= 4096, -2.0, np.where(place >= 64, -1.5, -1.0)).astype(np.float32)
-    packed = PackedTokens(np.zeros(len(place), np.int32), mask, engine, np.array([0, *np.cumsum(lengths)]))
+    packed = pack([np.zeros(length) for length in lengths], np.split(mask, lengths[:1]), np.split(engine, lengths[:1]))
     column = np.full(len(place), -1.0, np.float32)
     model = Fixed(torch.from_numpy(column), torch.zeros(len(place)))
     tokens, config = DeviceTokens.of(packed, torch.device("cpu")), make_config(NOWHERE)
     _, metrics = policy_microbatch(
-        model, tokens, PolicyTargets(column, column, None), Denominators(int(mask.sum()), 2), config
+        model, tokens, PolicyTargets(column, column, None), Denominators(int(mask.sum()), 2, 2), config
     )
     half, one = math.exp(0.5) - 1.5, math.exp(1.0) - 2.0  # k3 where the engine's log-probability is lower by so much
     expected = {0: (54 * 2, 0.0), 64: (6 + 960, half), 1024: (3072, half), 4096: (904, one)}
@@ -222,17 +221,14 @@ def logged_of_a_step(policies: list[np.ndarray], ref: np.ndarray) -> dict[str, f
     """Metrics of one training step, with an update at each of these policies on the old policy's samples."""
     config = make_config(NOWHERE, algo={"log_kl": True}, learner={"epochs_per_step": len(policies)})
     old, ref = (x[SAMPLED].astype(np.float32) for x in (OLD_POLICY, ref))
-    packed = PackedTokens(
-        token_ids=SAMPLED.astype(np.int32), response_mask=np.ones(8, bool), rollout_logprobs=old,
-        cu_seqlens=np.array([0, 8]),
-    )  # fmt: skip
+    packed = pack([SAMPLED], [np.ones(8, bool)], [old])
     # With one update per step the old log-probs are not computed before it.
     targets = PolicyTargets(np.ones(8, np.float32), old if config.needs_old_logprobs_pass else None, ref)
     updates = []
     for policy in policies:
         model = Fixed(torch.from_numpy(policy[SAMPLED].astype(np.float32)), torch.zeros(8))
         tokens = DeviceTokens.of(packed, torch.device("cpu"))
-        updates.append(policy_microbatch(model, tokens, targets, Denominators(tokens=8, sequences=1), config))
+        updates.append(policy_microbatch(model, tokens, targets, Denominators(8, 1, 1), config))
     return {name: metric.value() for name, metric in merge_metrics([metrics for _, metrics in updates]).items()}
 
 
@@ -262,11 +258,11 @@ def test_nothing_between_forward_and_backward_waits_for_the_device() -> None:
     everything = {"kl_coef": 0.1, "entropy_coef": 0.1, "importance_correction": "truncated", "dual_clip": 2.0}
     config = make_config(NOWHERE, algo=everything)
     zeros = np.zeros(6, np.float32)
-    packed = PackedTokens(np.zeros(6, np.int32), MASK, zeros, np.array([0, 2, 6]))
+    packed = pack([np.zeros(2), np.zeros(4)], np.split(MASK, [2]))
     meta = torch.device("meta")
     model = Fixed(torch.zeros(6, device=meta), torch.zeros(6, device=meta))
     loss, metrics = policy_microbatch(
-        model, DeviceTokens.of(packed, meta), PolicyTargets(zeros, zeros, zeros), Denominators(4, 2), config
+        model, DeviceTokens.of(packed, meta), PolicyTargets(zeros, zeros, zeros), Denominators(4, 2, 2), config
     )
     loss.backward()
     assert model.logprobs.grad is not None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from worlds import make_config
 
-from rlhf.run.training_run import TrainingRun
+from rlhf.run.run import Run
 
 RANK: Any = SimpleNamespace(device=torch.device("cpu"))
 
@@ -27,11 +27,11 @@ def test_a_trace_that_cannot_be_written_is_a_warning_and_the_next_one_is_written
     config = make_config(
         tiny_model_dir / "model", run={"dir": str(tmp_path / "run"), "steps": 3}, logging={"profile_steps": (1, 3)}
     )
-    run = TrainingRun(config, resume=False)
+    cluster: Any = SimpleNamespace(learners=OneLearner(), checkpoints=None)
+    run = Run(config, resume=False, make_cluster=lambda *_, **__: cluster)
     warnings: list[str] = []
     steps: list[int] = []
     monkeypatch.setattr(run.log, "warn", warnings.append)
-    run.cluster = SimpleNamespace(learners=OneLearner())  # type: ignore[assignment]
     folder = tmp_path / "run" / "profile"
     folder.parent.mkdir()
 

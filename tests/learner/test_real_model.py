@@ -18,8 +18,8 @@ from installed import seems_installed
 from worlds import make_config, run_world
 
 from rlhf.cluster.actors import ClusterError
-from rlhf.learner.rank_place import Place
-from rlhf.types import Prompt, Rollout
+from rlhf.rollout.requests import Completion
+from rlhf.types import Place, Prompt
 
 pytestmark = [pytest.mark.stack, pytest.mark.real_model]
 
@@ -80,7 +80,7 @@ def untied(path: Path, target: Path) -> Path:
 
 
 class Pair:
-    """A learner and the other implementation behind the calls that a cluster takes; `stale` is what it never takes.
+    """A learner and the other implementation behind the calls that engines take; `stale` is what it never takes.
 
     What does not depend on `stale` is computed once.
     """
@@ -94,14 +94,14 @@ class Pair:
         self.stale = self.wrong = ""
         self.run: tuple[int, ...] = ()
         self.known: dict[Any, Any] = {}
-        self.learners, self.engines = Calls(self.of_learner), Calls(self.of_engine)
+        self.learners, self.group = Calls(self.of_learner), Calls(self.of_engine)
         self.answers = {prompt.id: np.array(prompt.columns["ids"], np.int32) for prompt in prompts_of(path)}
 
-    async def sample_group(self, engine: int, prompt: Prompt, samples: int, settings: Any) -> list[Rollout]:
-        ids = np.concatenate([prompt.token_ids, self.answers[prompt.id][: settings.max_tokens]])
-        return [Rollout(prompt.id, 0, 0, ids, np.ones(len(ids), bool), np.zeros(len(ids)), (), "stop")]
+    async def generate(self, _: np.ndarray, settings: Any, *, what: str, **__: Any) -> list[Completion]:
+        ids = self.answers[what][: settings.max_tokens]
+        return [Completion(ids, np.zeros(len(ids)), "stop", ())]
 
-    async def sleep_colocated_engines(self) -> None:
+    async def sleep_if_colocated(self) -> None:
         pass
 
     def of_learner(self, method: str, *arguments: Any) -> Any:
@@ -152,13 +152,13 @@ def refusals(place: Place, path: Path, dtype: str) -> dict[str, str]:
     config = make_config(path, model={"dtype": dtype}, learner={"zero_stage": 1})
     pair: Any = Pair(Learner(config, place), path, dtype)
     # In float32 an old tensor moves log-probs by hundreds of tolerances: one sequence is enough, and four times faster.
-    canary = Canary(prompts_of(path)[: 1 if dtype == "float32" else None], dtype=dtype, max_tokens=256)
+    canary = Canary(pair, prompts_of(path)[: 1 if dtype == "float32" else None], dtype=dtype, max_tokens=256)
 
     async def judge(stale: str, wrong: str) -> str:
         pair.stale, pair.wrong = stale, wrong
         try:
-            await canary.measure_noise(pair)
-            await canary.check_start(pair, 0)
+            await canary.measure_noise()
+            await canary.check_start(0)
         except ClusterError as error:
             pair.stale = ""
             await pair.send_weights(0)
@@ -206,18 +206,18 @@ def install():
 async def refused_by_vllm(config: Any, prompts: list[Prompt], file: Path, stale: list[str]) -> dict[str, str]:
     """What the canary says of an engine of vLLM that keeps each of these tensors; "" where it is content."""
     from rlhf.cluster.canary import Canary
-    from rlhf.cluster.cluster import Cluster
+    from rlhf.cluster.engines import started_engines
 
     messages = {}
-    async with Cluster(config) as cluster:
-        canary = Canary(prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens)
-        await canary.measure_noise(cluster)
+    async with started_engines(config) as engines:
+        canary = Canary(engines, prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens)
+        await canary.measure_noise()
         for name in ["", *stale]:
             file.write_text("")
-            await cluster.send_weights(0)
+            await engines.send_weights(0)
             file.write_text(name)
             try:
-                await canary.check_start(cluster, 0)
+                await canary.check_start(0)
                 messages[name] = ""
             except ClusterError as error:
                 messages[name] = str(error)

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from worlds import make_config, make_groups, plan_first_epoch, run_world, save
 
-from rlhf.learner.rank_place import Place
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import PolicyTargets
+from rlhf.types import Place, PolicyTargets
 
 pytestmark = pytest.mark.stack
 
 GROUPS: dict[str, Any] = {"groups": 2, "samples": 2, "vocabulary": 250, "longest": 20, "seed": 3}
+DECAY = {"replace": 0.0, "average": 0.75}
 
 
-def move_and_look(place: Place, model: Path, folder: Path) -> dict[str, Any]:
-    """Weights of policy and reference after an update, a replacement, and an average with a decay of 0.75."""
+def move_and_look(place: Place, model: Path, folder: Path, kind: str) -> dict[str, Any]:
+    """Where the reference is after an update of the policy, after it has followed twice, and after a resume."""
     from rlhf.learner.worker import Learner
 
     kl = {"kl_coef": 0.1, "kl_estimator": "k1", "kl_place": "reward"}  # in the reward, so that both passes are made
-    config = make_config(
-        model, algo={**kl, "ref_update": "average", "ref_decay": 0.75}, learner={"optimizer": {"lr": 1e-2}}
-    )
+    config = make_config(model, algo={**kl, "ref_update": kind, "ref_decay": 0.75}, learner={"optimizer": {"lr": 1e-2}})
     learner = Learner(config, place)
-    assert learner.reference is not None
+    reference = learner.reference
+    assert reference is not None
     batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
     learner.start_step(batch.tokens, [minibatches])
 
-    def weights(module: Any) -> torch.Tensor:
-        return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
+    def weights(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
 
     def update() -> None:
         learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), None, None))
@@ -44,43 +45,56 @@ def move_and_look(place: Place, model: Path, folder: Path) -> dict[str, Any]:
         assert ref is not None
         return float(np.abs(old - ref).max())
 
-    policy, reference = learner.engine.module, learner.reference.model
     seen = {"kl at the start": largest_kl()}
-    start = weights(reference)
+    start = weights(reference.movable())
     update()
-    seen["moved by an update"] = float((weights(reference) - start).abs().max())
+    seen["moved by an update"] = float((weights(reference.movable()) - start).abs().max())
     seen["kl after an update"] = largest_kl()
-    learner.blend_reference(0.0)
-    seen["kl after a replacement"] = largest_kl()
-    replaced = weights(reference)
-    update()
-    target = 0.75 * replaced + 0.25 * weights(policy)
-    learner.blend_reference(0.75)
-    seen["off the average"] = float((weights(reference) - target).abs().max())
-    seen["average moved by"] = float((weights(reference) - replaced).abs().max())
-    averaged = weights(reference)
-    save(learner, folder)
-    learner.blend_reference(0.0)
+    for _ in range(2):
+        before = weights(reference.movable())
+        learner.blend_reference(DECAY[kind])
+        target = DECAY[kind] * before + (1 - DECAY[kind]) * weights(learner.trained.values())
+        followed = weights(reference.movable())
+        seen["off the target"] = float((followed - target).abs().max())
+        seen["moved by following"] = float((followed - before).abs().max())
+        seen["kl after following"] = largest_kl()
+        save(learner, folder)
+        update()
+    learner.blend_reference(DECAY[kind])
+    seen["moved after the checkpoint"] = float((weights(reference.movable()) - followed).abs().max())
     learner.load(str(folder))
-    seen["off after a resume"] = float((weights(reference) - averaged).abs().max())
-    learner.blend_reference(0.0)  # the policy as it was saved, which has moved on from the average
-    replaced = weights(reference)
-    save(learner, folder)
-    learner.load(str(folder))
-    seen["moved by the replacement"] = float((replaced - averaged).abs().max())
-    seen["off after a second resume"] = float((weights(reference) - replaced).abs().max())
+    seen["off after a resume"] = float((weights(reference.movable()) - followed).abs().max())
     learner.close()
     return seen
 
 
-def test_a_reference_stays_is_replaced_or_follows_as_an_average_and_comes_back_from_a_checkpoint(
-    tmp_path: Path, tiny_model_dir: Path
+@pytest.mark.parametrize("kind", DECAY)
+def test_a_reference_stays_until_it_is_replaced_or_follows_as_an_average_and_comes_back_from_a_checkpoint(
+    tmp_path: Path, tiny_model_dir: Path, kind: str
 ) -> None:
-    (seen,) = run_world(move_and_look, 1, tiny_model_dir / "model", tmp_path)
+    (seen,) = run_world(move_and_look, 1, tiny_model_dir / "model", tmp_path, kind)
     assert seen["kl at the start"] == 0.0
     assert seen["moved by an update"] == 0.0
     assert seen["kl after an update"] > 1e-3
-    assert seen["kl after a replacement"] == 0.0
-    assert seen["off the average"] < 1e-6 < 1e-3 < seen["average moved by"]
-    assert seen["off after a resume"] == 0.0
-    assert seen["off after a second resume"] == 0.0 < 1e-3 < seen["moved by the replacement"]
+    assert seen["off the target"] < 1e-6 < 1e-3 < seen["moved by following"]
+    assert (seen["kl after following"] == 0.0) == (kind == "replace")
+    assert seen["off after a resume"] == 0.0 < 1e-3 < seen["moved after the checkpoint"]
+
+
+def resume_moving_from_fixed(place: Place, model: Path, folder: Path) -> None:
+    from rlhf.learner.worker import Learner
+
+    for kind in ("fixed", "average"):
+        learner = Learner(make_config(model, algo={"kl_coef": 0.1, "ref_update": kind}), place)
+        if kind == "fixed":
+            save(learner, folder)
+    with pytest.raises(ValueError, match=r"holds no reference policy.* Resume with algo\.ref_update=fixed"):
+        learner.load(str(folder))
+    learner.close()
+
+
+def test_a_fixed_reference_is_not_in_a_checkpoint_and_a_moving_one_does_not_go_on_from_it(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    run_world(resume_moving_from_fixed, 1, tiny_model_dir / "model", tmp_path)
+    assert not list(tmp_path.glob("reference-*"))

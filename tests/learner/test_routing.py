@@ -15,12 +15,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from worlds import make_config, run_world
 
 from rlhf.algo.packing import filler, pack
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
-from rlhf.learner.rank_place import Place
 from rlhf.learner.routing import Routing
 from rlhf.learner.update import on_host, policy_microbatch
 from rlhf.log.reductions import ExpertLoad, merge_metrics, to_values
-from rlhf.types import Denominators, PackedTokens, PolicyTargets
+from rlhf.types import Denominators, PackedTokens, Place, PolicyTargets
 
 CPU = torch.device("cpu")
 BALANCED = (
@@ -36,9 +36,7 @@ COEF = 0.3
 
 def load(model_type: str, path: Path, **changes: Any) -> PolicyModel:
     make_family(model_type, **changes).save_pretrained(path)
-    return load_policy(
-        str(path), dtype="float32", temperature=1.0, gradient_checkpointing=True, trust_remote_code=False
-    )
+    return load_policy(ModelConfig(path=str(path), dtype="float32", gradient_checkpointing=True), temperature=1.0)
 
 
 def routing_of(policy: PolicyModel, sequences: list[np.ndarray]) -> Routing:
@@ -89,7 +87,7 @@ def share_of_loss(policy: PolicyModel, tokens: PackedTokens, sequences: int = 3)
     config = make_config(Path("nowhere"), learner={"router_balance_coef": COEF})
     zeros = np.zeros(len(tokens.token_ids), np.float32)  # without an advantage, all the loss that is left balances
     targets = PolicyTargets(advantages=zeros, old_logprobs=None, ref_logprobs=None)
-    sizes = Denominators(tokens=14, sequences=sequences)
+    sizes = Denominators(tokens=14, rollouts=sequences, sequences=sequences)
     loss, metrics = policy_microbatch(policy, DeviceTokens.of(tokens, CPU), targets, sizes, config)
     return loss, on_host(metrics)
 

@@ -23,11 +23,10 @@ from worlds import (
 )
 
 from rlhf.config.sections import AlgoConfig
-from rlhf.learner.rank_place import Place
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.response_advantages import penalize_kl, step_advantages
 from rlhf.step.token_advantages import assign_credit
-from rlhf.types import Minibatch, PolicyTargets, StepBatch
+from rlhf.types import Minibatch, Place, PolicyTargets, StepBatch
 
 pytestmark = pytest.mark.stack
 
@@ -51,7 +50,7 @@ def advantages_of(config: Any, batch: StepBatch, old: np.ndarray, ref: np.ndarra
     """[N], as the program has them."""
     if program == "ppo":
         return assign_credit(batch, random_column(batch, 1), old, ref, kl_coef=BETA, algo=config.algo).advantages
-    rewards = penalize_kl(batch, batch.trained, old, ref, AlgoConfig(kl_estimator="k1", kl_coef=BETA))
+    rewards = penalize_kl(batch, batch.trained_rows, old, ref, AlgoConfig(kl_estimator="k1", kl_coef=BETA))
     return broadcast_to_tokens(batch, step_advantages(batch, rewards, "grpo"))
 
 
@@ -63,7 +62,7 @@ def step_of_rank(place: Place, model: Path, program: str) -> tuple[dict[str, np.
 
     class Probe(Learner):
         def _apply(self) -> tuple[float, bool]:
-            self.seen.append({name: safe_get_full_grad(param).float().numpy() for name, param in self.names.items()})
+            self.seen.append({name: safe_get_full_grad(param).float().numpy() for name, param in self.trained.items()})
             return super()._apply()
 
     config = config_for(model, program)

@@ -12,10 +12,9 @@ import pytest
 import torch
 from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, run_world, save
 
-from rlhf.learner.rank_place import Place
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import PolicyTargets
+from rlhf.types import Place, PolicyTargets
 
 pytestmark = pytest.mark.stack
 
@@ -125,7 +124,7 @@ def run_adam(place: Place, model: Path, variant: str, updates: int) -> dict[str,
         grads: list[dict[str, torch.Tensor]] = []  # noqa: RUF012
 
         def _apply(self) -> tuple[float, bool]:
-            self.grads.append({name: safe_get_full_grad(p).clone() for name, p in self.names.items()})
+            self.grads.append({name: safe_get_full_grad(p).clone() for name, p in self.trained.items()})
             return super()._apply()
 
     config = make_config(
@@ -140,14 +139,14 @@ def run_adam(place: Place, model: Path, variant: str, updates: int) -> dict[str,
     )
     learner = Probe(config, place)
     names = ("model.norm.weight", "model.layers.0.self_attn.q_proj.bias", "model.layers.1.mlp.up_proj.weight")
-    start = {name: learner.names[name].detach().numpy().copy() for name in names}
+    start = {name: learner.trained[name].detach().numpy().copy() for name in names}
     targets = start_step(learner, config)
     for _ in range(updates):
         learner.update(targets)
-    group = learner.engine.optimizer.param_groups[0]
+    group = learner.deepspeed.optimizer.param_groups[0]
     return {
         "start": start,
-        "end": {name: learner.names[name].detach().numpy().copy() for name in names},
+        "end": {name: learner.trained[name].detach().numpy().copy() for name in names},
         "grads": {name: np.stack([g[name].numpy() for g in learner.grads]) for name in names},
         "held": {key: group[key] for key in ("betas", "eps", "weight_decay", "lr")},
     }
@@ -219,11 +218,11 @@ def run_with_a_poisoned_update(place: Place, model: Path, stage: int) -> dict[st
         rates.append(outcome.metrics["learner/lr"].value())
     return {
         "rates": rates,
-        "unmoved": all(np.array_equal(before[name], after[name]) for name in learner.names),
+        "unmoved": all(np.array_equal(before[name], after[name]) for name in learner.trained),
         "adam_steps": learner.adam_steps,
         "updates": learner.updates_done,
         "finite": all(np.isfinite(w).all() for w in whole_weights(learner).values()),
-        "eps": learner.engine.optimizer.param_groups[0]["eps"],
+        "eps": learner.deepspeed.optimizer.param_groups[0]["eps"],
     }
 
 
@@ -245,9 +244,9 @@ def weights_after_a_step_at_lr_0(place: Place, model: Path) -> bool:
 
     config = make_config(model, learner={"optimizer": {"lr": 0.0, "weight_decay": 0.1}})
     learner = Learner(config, place)
-    before = {name: p.detach().clone() for name, p in learner.names.items()}
+    before = {name: p.detach().clone() for name, p in learner.trained.items()}
     learner.update(start_step(learner, config))
-    return all(torch.equal(before[name], p) for name, p in learner.names.items())
+    return all(torch.equal(before[name], p) for name, p in learner.trained.items())
 
 
 def test_with_lr_0_nothing_moves(tiny_model_dir: Path) -> None:

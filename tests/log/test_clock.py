@@ -77,9 +77,11 @@ def test_lag_is_counted_by_token() -> None:
     (group,) = make_groups(groups=1, samples=2, vocabulary=9, longest=20, seed=0)
     samples = []
     for sample in group.samples:
-        end, start = len(sample.rollout.token_ids), len(group.prompt.token_ids)
+        (sequence,) = sample.rollout.sequences
+        end, start = len(sequence.token_ids), sequence.prompt_length
         spans = (VersionSpan(start, end - 1, 4), VersionSpan(end - 1, end, 5))
-        samples.append(dataclasses.replace(sample, rollout=dataclasses.replace(sample.rollout, version_spans=spans)))
+        changed = (dataclasses.replace(sequence, version_spans=spans),)
+        samples.append(dataclasses.replace(sample, rollout=dataclasses.replace(sample.rollout, sequences=changed)))
     metrics = rollout_metrics([RolloutGroup(group.prompt, tuple(samples))], np.zeros(2), version=6, asynchronous=True)
     tokens = sum(sample.rollout.response_length for sample in samples)
     assert metrics["rollout/tokens_at_lag/1"].value() == 2 / tokens

@@ -61,11 +61,6 @@ ILLNESSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "Does the reward read the answers",
     ),
-    "equal rewards in almost all groups, with a KL in them": (
-        {"reward/equal_group_fraction": 1.0},
-        {"algo.kl_place": "reward", "algo.kl_coef": 0.01},
-        "all rewards were equal, so only their KL gave them advantages",
-    ),
     "responses are cut off": ({"rollout/stopped_fraction": 0.05}, {}, "raise rollout.max_response_tokens=24"),
     "KL to the reference is running away": ({"policy/kl_k1": 3.0}, {}, "algo.kl_coef=0.0"),
     "entropy collapsed": ({"policy/entropy": 0.001, "reward/mean": 0.3}, {}, "learner.optimizer.lr=0.0005"),
@@ -108,7 +103,7 @@ def test_a_rule_finds_the_illness_it_is_for_and_names_the_key_to_turn(illness: s
 
 
 def test_every_rule_has_a_run_that_is_ill_by_it() -> None:
-    assert {illness.split(",")[0] for illness in ILLNESSES} == {rule.title for rule in RULES}
+    assert {illness.split(",")[0] for illness in ILLNESSES} == set(RULES)
 
 
 @pytest.mark.parametrize("run", range(3))

@@ -41,16 +41,15 @@ def test_rows_wait_for_room_and_are_written_in_order(tmp_path: Path) -> None:
         files.replace(rollouts, "x" * 1000)
         sink.log(3, {"reward/mean": 0.5})
         assert metrics.stat().st_size == size  # not half a line
-        with pytest.raises(
-            OSError, match=rf"^{metrics}: not written \(File too large\): [\d,]+ bytes are needed, and "
-        ):
+        with pytest.raises(OSError, match=rf"^{metrics}: .*File too large.*[\d,]+ bytes"):
             files.check()
     assert len(warnings) == 1
-    assert warnings[0].endswith(" are free. The run goes on and keeps its log in memory; make room.")
+    assert warnings[0].endswith("make room.")
     sink.log(4, {"reward/mean": 0.5})
     assert steps(metrics) == [1, 2, 3, 4]
     assert rollouts.read_text() == "x" * 1000
-    assert warnings[1:] == ["the log is written again, and nothing of it was lost."]
+    assert len(warnings) == 2
+    assert "written again" in warnings[1]
     files.check()
 
 
@@ -65,5 +64,5 @@ def test_a_log_that_needs_more_memory_than_it_may_take_ends_the_run_with_one_mes
     files = PatientFiles(lambda _: None, max_waiting_bytes=1500)
     with files_of_at_most(10):
         files.append(tmp_path / "a", "x" * 1000)
-        with pytest.raises(OSError, match=r"a: not written \(File too large\): 2,000 bytes .* go on with --resume\.$"):
+        with pytest.raises(OSError, match=r"a: .*File too large.*\b2,000 bytes .*--resume\.$"):
             files.append(tmp_path / "a", "x" * 1000)

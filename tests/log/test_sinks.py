@@ -6,26 +6,24 @@ import re
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from rlhf.log.sinks import Details, MlflowSink, TensorBoardSink
+from rlhf.log.sinks import MlflowSink, TensorBoardSink
 
 
-def test_tensorboard_reads_numbers_and_histograms_and_hides_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_tensorboard_reads_numbers_and_hides_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     sink = TensorBoardSink(tmp_path, resume_step=None)
     for step in (1, 2, 3):
-        sink.log(step, {"reward/mean": step / 10}, Details({"reward/histogram": np.histogram([0, 0, 1], bins=2)}))
+        sink.log(step, {"reward/mean": step / 10})
     sink.close()
     resumed = TensorBoardSink(tmp_path, resume_step=2)
     resumed.log(3, {"reward/mean": 0.7})
     resumed.close()
-    read = events.EventAccumulator(str(tmp_path), size_guidance={"histograms": 0}).Reload()
+    read = events.EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in read.Scalars("reward/mean")] == [
         (step, pytest.approx(value)) for step, value in ((1, 0.1), (2, 0.2), (3, 0.7))
     ]
-    assert [event.histogram_value.num for event in read.Histograms("reward/histogram")] == [3, 3]
 
 
 @pytest.mark.parametrize("address", ["file://", pytest.param("sqlite:///", marks=pytest.mark.slow)])
@@ -69,8 +67,6 @@ def test_an_address_that_mlflow_cannot_use_is_one_message_soon(uri: str, reason:
     pytest.importorskip("sqlalchemy")
     uri = uri.format(folder=tmp_path)
     began = time.monotonic()
-    with pytest.raises(
-        ValueError, match=rf"^logging\.mlflow\.uri={re.escape(uri)}: it does not take the run \(.*{reason}"
-    ):
+    with pytest.raises(ValueError, match=rf"^logging\.mlflow\.uri={re.escape(uri)}: .*{reason}"):
         MlflowSink(uri, "mine", "first", {}, run_id=None)
     assert time.monotonic() - began < 90  # MLflow itself retries for 100 s or longer

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from rlhf.log import terminal
 from rlhf.log.sinks import Details, evaluation_table, shown_reward
-from rlhf.log.terminal import Terminal, duration, two_responses
+from rlhf.log.terminal import Terminal, duration
 
 STEP = {  # as a run logs them
     "reward/mean": 0.8135, "policy/kl_k3": 0.00312, "rollout/response_length/mean": 1234.5678, "policy/entropy": 0.31,
@@ -50,7 +50,6 @@ def feed(run: Terminal) -> None:
     with run.stage("weights of the learner"), run.stage("engine"):
         pass
     run.print("data some/long/path/to/a/file.jsonl: 16384 prompts, 3 left out as longer than 512 tokens, and so on")
-    run.start()
     with run.phase("evaluation"):
         count = run.progress("problem", 512)
         for _ in range(512):
@@ -109,27 +108,16 @@ def test_a_path_is_never_broken_and_text_that_is_shown_as_it_is_neither() -> Non
     assert printed.getvalue() == f"run folder:\n  {path}\na prompt  with {'x ' * 100}\n"
 
 
-def test_the_remaining_time_has_the_evaluations_and_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remaining_time_is_that_of_the_steps_left_with_what_comes_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(monkeypatch)
-    run, _ = in_file(total_steps=10, exports=True)
-    run.evaluation_steps = [0, 5, 10]
-    clock.now += 1000  # the start-up does not count
-    run.start()
-    with run.phase("evaluation"):
-        clock.now += 20
-    run.evaluation(0, {})
-    for step in (1, 2):
-        clock.now += 3
-        with run.phase("transfer"):
-            clock.now += 1
-        run.log(step, STEP)
-    assert run.remaining_s() == 8 * 4 + 2 * 20 + 1
-    for step in (3, 4, 5):
-        clock.now += 4
-        run.log(step, STEP)
-    assert run.remaining_s() == 5 * 4 + 2 * 20 + 1  # that of step 5 comes after its line
-    run.evaluation(5, {})
-    assert run.remaining_s() == 5 * 4 + 20 + 1
+    run, _ = in_file(total_steps=10)
+    clock.now += 1000  # neither the start-up nor the evaluation before the first step counts
+    for seconds, left in ((3, 9 * 3), (5, 8 * 4)):
+        clock.now += seconds
+        run.log({3: 1, 5: 2}[seconds], STEP | {"time/step": 3.0})
+        assert run.remaining_s() == left
 
 
 def test_durations_are_written_in_the_unit_that_fits() -> None:
@@ -202,14 +190,6 @@ def test_the_live_view_on_a_terminal_shows_stage_step_and_responses(monkeypatch:
 def test_a_response_is_green_only_for_a_reward_above_0() -> None:
     shown = [shown_reward(reward) for reward in (None, -0.1, 0.0, 0.25)]
     assert shown == [("none", "red"), ("-0.1", "red"), ("0", "red"), ("0.25", "green")]
-
-
-def test_two_responses_differ_in_their_reward_or_at_least_in_their_prompt() -> None:
-    wrong, right = RESPONSE | {"reward": 0.0}, RESPONSE
-    assert two_responses([wrong, wrong, right]) == [wrong, right]
-    elsewhere = wrong | {"prompt": "What is 1 + 1?"}
-    assert two_responses([wrong, wrong, elsewhere]) == [wrong, elsewhere]
-    assert two_responses([wrong]) == [wrong]
 
 
 def plain(output: bytes | bytearray) -> str:

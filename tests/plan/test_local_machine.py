@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -49,8 +50,7 @@ def test_a_temporary_folder_is_refused_from_the_length_on_at_which_ray_cannot_ma
         bind_as_ray_does(longer)
     (problem,) = (problem for problem in machine_problems() if "TMPDIR" in problem)
     length = len(str(longer))
-    assert problem.startswith(f"TMPDIR={longer}: it has {length} characters, and Ray can use at most {length - 1} here")
-    assert problem.endswith("Set it to a shorter folder, such as TMPDIR=/tmp.")
+    assert re.match(rf"TMPDIR={longer}: .*\b{length}\b.*\b{length - 1}\b.* TMPDIR=/tmp\.$", problem)
 
 
 def test_a_home_folder_that_cannot_be_written_is_named_with_all_other_problems_of_a_run(
@@ -59,7 +59,7 @@ def test_a_home_folder_that_cannot_be_written_is_named_with_all_other_problems_o
     config = make_config(tiny_model_dir / "model", run={"dir": str(tmp_path / "run")}, cluster={"learners": 500})
     monkeypatch.setenv("HOME", "/proc/nobody")
     problems = start_problems(config)
-    assert any(problem.startswith("HOME=/proc/nobody: /proc cannot be written (") for problem in problems)
+    assert any(problem.startswith("HOME=/proc/nobody: /proc ") for problem in problems)
     assert any("500 learners" in problem for problem in problems)
     joined = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ray_address": "auto"})})
     assert start_problems(joined) == []  # its nodes have homes of their own
@@ -77,5 +77,4 @@ def test_the_shared_memory_that_docker_gives_is_too_small(tmp_path: Path) -> Non
             problems = list(shared_memory_problems(tmp_path))
         finally:
             subprocess.run(["umount", str(tmp_path)], check=True)
-        assert not problems if is_enough else f"{tmp_path}: 64 MiB are free, and vLLM needs 256" in problems[0]
-        assert is_enough or "--shm-size=8g or more (Docker's default is 64 MB)" in problems[0]
+        assert not problems if is_enough else re.match(rf"{tmp_path}: 64 MiB .*\b256\b.*--shm-size=8g", problems[0])

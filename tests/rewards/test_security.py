@@ -7,19 +7,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from waiting import WAIT_S
 
-from rlhf.config.reward import STEPS_OF_MODE
-from rlhf.rewards.answers.arithmetic import start_work
-from rlhf.rewards.answers.compare import compare
-from rlhf.rewards.answers.errors import UndefinedError
-from rlhf.rewards.answers.extract import extract
-from rlhf.rewards.answers.tree import parse
-from rlhf.rewards.answers.value import evaluate
 from rlhf.rewards.sandbox import RefusedError, refusing_side_effects
 
 TOUCH = "__import__('os').system('touch CANARY')"
@@ -98,37 +90,6 @@ def test_no_payload_runs_code_or_passes_for_an_answer(tmp_path: Path) -> None:
     )
     assert json.loads(done.stdout) == [[], []]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        r"\sum_{a=1}^{2000}\sum_{b=1}^{2000}ab",
-        r"\sum_{k=1}^{1999}\frac{1}{3^k+1}",
-        "+".join([r"\binom{20000}{10000}"] * 400),
-        "+".join([r"(3^{99999})^{1/7}"] * 500),
-    ],
-)
-def test_a_value_that_costs_too_much_is_not_computed(text: str) -> None:
-    start_work()
-    with pytest.raises(UndefinedError, match="too much"):
-        evaluate(parse(text), {})
-
-
-def test_each_comparison_has_its_own_bound() -> None:
-    assert not compare(r"\sum_{a=1}^{2000}\sum_{b=1}^{2000}ab", "7")
-    assert compare(r"\sum_{k=1}^{1000}k", "500500")
-
-
-def test_a_megabyte_of_marks_costs_milliseconds() -> None:
-    texts = [
-        mark * (1_000_000 // len(mark))
-        for mark in ("Answer: ", "**", "* ", "`", "$5 ", "####", "<answer>", "_1 ", "1,")
-    ]
-    started = time.process_time()
-    for text in texts:
-        extract(text, STEPS_OF_MODE["lenient"])
-    assert (time.process_time() - started) / len(texts) < 0.25
 
 
 def test_confined_code_cannot_run_strings_write_start_processes_or_connect(tmp_path: Path) -> None:

@@ -12,13 +12,7 @@ from rlhf.config.reward import (
     MultipleChoiceOptions,
     RepetitionOptions,
 )
-from rlhf.rewards.shaping import (
-    length_reward,
-    overlong_penalty,
-    repeated_fraction,
-    repetition_reward,
-    short_penalty,
-)
+from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 
 
@@ -27,16 +21,16 @@ from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_re
     [(0, 0.0), (12, 0.0), (13, -0.25), (14, -0.5), (16, -1.0), (17, -1.0), (1000, -1.0)],
 )
 def test_the_overlong_penalty_grows_over_the_buffer_before_the_bound(length: int, penalty: float) -> None:
-    assert overlong_penalty(length, max_tokens=16, buffer_tokens=4) == penalty
+    assert length_reward(length, LengthOptions(max_tokens=16, buffer_tokens=4)) == penalty
 
 
 def test_without_a_buffer_the_overlong_penalty_is_a_step() -> None:
-    assert [overlong_penalty(n, max_tokens=16, buffer_tokens=0) for n in (16, 17)] == [0.0, -1.0]
+    assert [length_reward(n, LengthOptions(max_tokens=16)) for n in (16, 17)] == [0.0, -1.0]
 
 
 @pytest.mark.parametrize(("length", "penalty"), [(10, 0.0), (9, -0.25), (7, -0.75), (6, -1.0), (0, -1.0)])
 def test_the_short_penalty_is_its_mirror_image(length: int, penalty: float) -> None:
-    assert short_penalty(length, min_tokens=10, buffer_tokens=4) == penalty
+    assert length_reward(length, LengthOptions(min_tokens=10, buffer_tokens=4)) == penalty
 
 
 def test_the_length_reward_takes_the_worse_of_both_bounds() -> None:
@@ -44,10 +38,10 @@ def test_the_length_reward_takes_the_worse_of_both_bounds() -> None:
     assert [length_reward(n, options) for n in (5, 10, 15, 18, 25)] == [-1.0, 0.0, 0.0, -0.6, -1.0]
 
 
-def test_repeated_fraction_counts_ngrams_that_occurred_before() -> None:
-    assert repeated_fraction(["a", "b", "a", "b", "a", "b"], ngram=2) == pytest.approx(3 / 5)
-    assert repeated_fraction(["a", "b", "c", "d"], ngram=2) == 0.0
-    assert repeated_fraction(["a", "b"], ngram=3) == 0.0
+def test_the_repetition_reward_counts_ngrams_that_occurred_before() -> None:
+    assert repetition_reward("a b a b a b", RepetitionOptions(ngram=2, free_fraction=0)) == pytest.approx(-3 / 5)
+    assert repetition_reward("a b c d", RepetitionOptions(ngram=2, free_fraction=0)) == 0.0
+    assert repetition_reward("a b", RepetitionOptions(ngram=3, free_fraction=0)) == 0.0
 
 
 def test_the_repetition_reward_is_free_up_to_its_share_and_then_linear() -> None:

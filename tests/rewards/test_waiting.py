@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from waiting import WAIT_S
+from worlds import rollout_of
 
 from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.patience import RateLimit, patiently
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.registry import call_user_function, load_user_function
-from rlhf.rewards.scorer import Response, Scorer
+from rlhf.rewards.scorer import Scorer
 from rlhf.types import Prompt
 
 pytestmark = pytest.mark.slow
@@ -88,10 +89,10 @@ def test_calls_that_wait_do_not_keep_others_from_being_computed(
 # --- groups, mappings, files ---
 
 
-def scores(parts: list[Any], texts: list[str], answer: str = "5") -> list[Any]:
+def scores(parts: list[Any], texts: list[str], answer: str = "5") -> Any:
     prompt = Prompt("p", 0, np.zeros(3, np.int32), ({"role": "user", "content": "?"},), answer, "math", {})
     with Scorer(RewardConfig.model_validate({"parts": parts, "workers": 1, "spares": 0})) as scorer:
-        return asyncio.run(scorer.score_group(prompt, [Response(text, "stop", 1) for text in texts]))
+        return asyncio.run(scorer.score_group(prompt, [rollout_of([1]) for _ in texts], texts))
 
 
 def test_a_function_may_grade_a_group_at_once_and_return_further_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +100,7 @@ def test_a_function_may_grade_a_group_at_once_and_return_further_metrics(monkeyp
     part = {"name": "hostile_rewards:ranks", "group": True, "weight": 2.0}
     results = scores([part, "math"], [r"\boxed{5}", r"so \boxed{6}", "a"])
     assert [score.reward for score in results] == [1.0, 2.0, 0.0]
-    assert results[1].parts == {"hostile_rewards:ranks": 1.0, "math": 0.0, "hostile_rewards:ranks/length": 12.0}
+    assert results[1].reward_parts == {"hostile_rewards:ranks": 1.0, "math": 0.0, "hostile_rewards:ranks/length": 12.0}
 
 
 def test_a_group_whose_function_fails_is_unscorable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +155,9 @@ def test_a_file_that_cannot_be_imported_fails_for_each_of_its_functions(tmp_path
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("hostile_rewards:takes_no_answer", {}, "cannot be called: got an unexpected keyword argument 'answer'"),
-        ("hostile_rewards:length", {"scael": 1}, "cannot be called: got an unexpected keyword argument 'scael'"),
-        ("no/such/file.py:score", {}, "no/such/file.py cannot be imported: FileNotFoundError"),
+        ("hostile_rewards:takes_no_answer", {}, "cannot be called: .*'answer'"),
+        ("hostile_rewards:length", {"scael": 1}, "cannot be called: .*'scael'"),
+        ("no/such/file.py:score", {}, "no/such/file.py .*FileNotFoundError"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_one_error_at_the_start(

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from waiting import WAIT_S
+from worlds import rollout_of
 
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
 from rlhf.step.batch import make_batch
-from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
+from rlhf.types import Prompt, RolloutGroup, ScoredRollout, VersionSpan
 
 SAMPLES = 2
 
@@ -38,10 +39,9 @@ class Engines:
 
 def group(prompt: Prompt, version: int, rewards: tuple[float, ...] = (1.0, 1.0)) -> RolloutGroup:
     rollouts = [
-        Rollout(prompt.id, 0, i, np.array([1, 2]), np.array([False, True]), np.zeros(2, np.float32),
-                (VersionSpan(1, 2, version),), "stop")
+        rollout_of([1, 2], [0, 1], None, (VersionSpan(1, 2, version),), prompt_id=prompt.id, sample=i)
         for i in range(SAMPLES)
-    ]  # fmt: skip
+    ]
     graded = zip(rollouts, rewards, strict=True)
     return RolloutGroup(prompt, tuple(ScoredRollout(r, "", "", reward, {}, "ok") for r, reward in graded))
 
@@ -209,9 +209,7 @@ def test_a_wait_names_what_it_waits_for_and_ends_at_its_deadline() -> None:
         buffer = make(engines, lag=1, deadline_s=0.05)
         consume(buffer, await buffer.take())
         buffer.begin_next_step()
-        with pytest.raises(
-            TimeoutError, match=r"within 0\.05 s\. Step 2 waits for groups: 1 of 1 running \(oldest prompts: p1\)"
-        ):
+        with pytest.raises(TimeoutError, match=r"\b0\.05 s\b.*Step 2 .*1 of 1 .*\bp1\b"):
             await buffer.take()
         await buffer.close()
 
@@ -225,7 +223,7 @@ def test_a_group_whose_sampling_is_cancelled_from_elsewhere_ends_the_wait() -> N
 
         engines = Engines()
         engines.sample = cancelled  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="the sampling of prompt p0 was cancelled"):
+        with pytest.raises(RuntimeError, match=r"\bp0 was cancelled"):
             await asyncio.wait_for(make(engines, lag=0).take(), WAIT_S)
 
     asyncio.run(run())

@@ -8,19 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 from waiting import WAIT_S
+from worlds import rollout_of
 
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, Ticket
 from rlhf.step.batch import make_batch
-from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, VersionSpan
+from rlhf.types import Prompt, RolloutGroup, ScoredRollout, VersionSpan
 
 
 def group(prompt: Prompt, rewards: tuple[float | None, ...], version: int) -> RolloutGroup:
     samples = []
     for sample, reward in enumerate(rewards):
-        rollout = Rollout(
-            prompt.id, 0, sample, np.array([1, 2]), np.array([False, True]), np.zeros(2, np.float32),
-            (VersionSpan(1, 2, version),), "stop",
-        )  # fmt: skip
+        rollout = rollout_of([1, 2], [0, 1], None, (VersionSpan(1, 2, version),), prompt_id=prompt.id, sample=sample)
         samples.append(ScoredRollout(rollout, "", "", reward, {}, "ok"))
     return RolloutGroup(prompt, tuple(samples))
 

@@ -12,6 +12,7 @@ import pytest
 from worlds import make_config
 
 from rlhf.rollout.requests import SamplingSettings
+from rlhf.rollout.sampler import to_rollout
 from rlhf.types import Prompt, Rollout
 
 pytestmark = pytest.mark.stack
@@ -25,21 +26,22 @@ LATER = SamplingSettings(temperature=1.0, max_tokens=32)
 
 async def sample_across_an_update(config: Any) -> tuple[list[Rollout], list[np.ndarray], list[np.ndarray]]:
     """Responses of which some began before new weights came and ended after; log-probs under old and new weights."""
-    from rlhf.cluster.cluster import Cluster
+    from rlhf.cluster.engines import started_engines
 
     prompt = Prompt("p/0", 0, np.arange(60, 80, dtype=np.int32), (), "0", "p")
-    async with Cluster(config) as cluster:
-        await cluster.send_weights(0)
-        await cluster.learners.call("perturb_weights")  # of the learner's; the engine samples with the old ones
-        sampling = asyncio.ensure_future(cluster.sample_group(0, prompt, SAMPLES, SamplingSettings(1.0, LONGEST)))
+    async with started_engines(config) as engines:
+        await engines.send_weights(0)
+        await engines.learners.call("perturb_weights")  # of the learner's; the engine samples with the old ones
+        settings = SamplingSettings(1.0, LONGEST)
+        sampling = asyncio.ensure_future(engines.generate(prompt.token_ids, settings, samples=SAMPLES))
         await asyncio.sleep(0)  # until it is sent
-        await cluster.sample_group(0, prompt, 1, LATER)  # requests are worked on together: the others are under way
-        await cluster.send_weights(1)
-        rollouts = await sampling
-        sequences = [rollout.token_ids for rollout in rollouts]
-        (new,) = await cluster.learners.call("canary", sequences)
-        await cluster.learners.call("restore_weights")
-        (old,) = await cluster.learners.call("canary", sequences)
+        await engines.generate(prompt.token_ids, LATER)  # requests are worked on together: the others are under way
+        await engines.send_weights(1)
+        rollouts = [to_rollout(prompt, sample, completion) for sample, completion in enumerate(await sampling)]
+        sequences = [rollout.sequences[0].token_ids for rollout in rollouts]
+        (new,) = await engines.learners.call("canary", sequences)
+        await engines.learners.call("restore_weights")
+        (old,) = await engines.learners.call("canary", sequences)
     return rollouts, old, new
 
 
@@ -59,8 +61,9 @@ def test_a_response_continues_with_new_weights_and_every_token_has_its_version(t
         first, second = rollout.version_spans
         assert (first.version, second.version) == (0, 1)
         assert rollout.oldest_version == 0
-        assert (first.start, first.end, second.end) == (20, second.start, len(rollout.token_ids))
-        sampled = rollout.rollout_logprobs
+        (sequence,) = rollout.sequences
+        assert (first.start, first.end, second.end) == (20, second.start, len(sequence.token_ids))
+        sampled = sequence.rollout_logprobs
         before.append(np.abs(sampled - old[i])[first.start : first.end])
         after.append(np.abs(sampled - new[i])[second.start : second.end])
         foreign.append(np.abs(sampled - old[i])[second.start : second.end])
@@ -76,14 +79,14 @@ def test_a_response_continues_with_new_weights_and_every_token_has_its_version(t
 
 def test_with_a_small_top_p_only_the_most_probable_token_is_sampled(tiny_model_dir: Path) -> None:
     async def sampled() -> list[list[list[int]]]:
-        from rlhf.cluster.cluster import Cluster
+        from rlhf.cluster.engines import started_engines
 
-        prompt = Prompt("p/0", 0, np.arange(60, 80, dtype=np.int32), (), "0", "p")
+        ids = np.arange(60, 80, dtype=np.int32)
         whole = SamplingSettings(1.0, 24)
         asked = [(1, SamplingSettings(0.0, 24)), (4, replace(whole, top_p=1e-6)), (4, whole)]
-        async with Cluster(make_config(tiny_model_dir / "model"), trains=False) as cluster:
-            groups = [await cluster.sample_group(0, prompt, samples, settings) for samples, settings in asked]
-        return [[rollout.token_ids.tolist() for rollout in group] for group in groups]
+        async with started_engines(make_config(tiny_model_dir / "model"), trains=False) as engines:
+            groups = [await engines.generate(ids, settings, samples=samples) for samples, settings in asked]
+        return [[completion.token_ids.tolist() for completion in group] for group in groups]
 
     greedy, small, whole = asyncio.run(sampled())
     assert small == greedy * 4

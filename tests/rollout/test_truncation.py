@@ -76,5 +76,5 @@ def test_the_truncate_token_is_one_token_of_the_model() -> None:
     assert token_id is not None
     assert tokenizer.decode([token_id]) == "."
     assert truncate_token_id(rollout(None), tokenizer) is None
-    with pytest.raises(ValueError, match=r"rollout.truncate_token='ab'.*2 tokens"):
+    with pytest.raises(ValueError, match=r"rollout\.truncate_token='ab'.*\b2 tokens\b"):
         truncate_token_id(rollout("ab"), tokenizer)

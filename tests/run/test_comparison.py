@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from worlds import rollout_of
 
 from rlhf import evaluate
 from rlhf.run.comparison import compare, read_responses, sign_flip_p_value
-from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
+from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 
 
 def rows(right: list[list[bool]], *, first: int = 0) -> list[dict[str, Any]]:
@@ -93,7 +94,7 @@ def test_a_file_without_graded_responses_is_named(tmp_path: Path, text: str | No
 def graded_group(name: str, grades: list[float]) -> RolloutGroup:
     prompt = Prompt(name, 0, np.zeros(1, np.int32), ({"role": "user", "content": "Which?"},), "7", "test")
     ids, mask = np.zeros(2, np.int32), np.array([False, True])
-    rollouts = [Rollout(name, 0, i, ids, mask, np.zeros(2, np.float32), (), "stop") for i in range(len(grades))]
+    rollouts = [rollout_of(ids, mask, prompt_id=name, sample=i) for i in range(len(grades))]
     return RolloutGroup(
         prompt,
         tuple(

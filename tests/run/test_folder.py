@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -12,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from worlds import make_config, make_groups
+from worlds import group_of, joined, make_config, make_groups, rollout_of
 
 from rlhf.export import find_checkpoint
 from rlhf.log.patient_files import PatientFiles
 from rlhf.run.folder import RunFolder, rollout_rows
 from rlhf.run.mirror import Mirror
 from rlhf.run.state import RunState
-from rlhf.types import RolloutGroup
+from rlhf.types import RolloutGroup, VersionSpan
 
 CONFIG = make_config(Path("x/model"))
 
@@ -35,6 +36,17 @@ def test_a_response_with_any_line_separator_stays_on_one_line(tmp_path: Path) ->
     assert "三" in content
     (line,) = content.splitlines()
     assert json.loads(line)["text"] == text
+
+
+def test_a_rollout_has_one_row_with_all_its_tokens_and_versions_and_its_turns_and_facts_if_it_has_any() -> None:
+    first = rollout_of([9, 1, 2], [0, 1, 1], None, (VersionSpan(1, 3, 4),))
+    both = joined(first, rollout_of([9, 3], [0, 1], None, (VersionSpan(1, 2, 5),)))
+    turns = ({"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"})
+    both = dataclasses.replace(both, turns=turns, facts={"calls": 2})
+    row, plain = rollout_rows(1, [group_of([both, first])], [0.5, -0.5])
+    assert (row["response_tokens"], row["versions"]) == (3, [[1, 3, 4], [1, 2, 5]])
+    assert (row["turns"], row["facts"]) == (list(turns), {"calls": 2})
+    assert not {"turns", "facts"} & plain.keys()
 
 
 # --- damaged checkpoints are skipped ---
@@ -433,3 +445,16 @@ def test_resuming_is_suggested_only_if_there_is_a_complete_checkpoint(tmp_path: 
     folder.finish_checkpoint(folder.begin_checkpoint(1), RunState(step=1), keep=1)
     with pytest.raises(ValueError, match=r"Go on with it \(--resume\)"):
         RunFolder(tmp_path, resume=False)
+
+
+def test_a_disk_that_is_full_when_a_checkpoint_begins_keeps_no_folder_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = RunFolder(tmp_path / "run", resume=False)
+    monkeypatch.setattr("rlhf.run.folder.write_synced", full)
+    with pytest.raises(OSError, match="No space left"):
+        folder.begin_checkpoint(2)
+    assert list(folder.checkpoints.iterdir()) == []

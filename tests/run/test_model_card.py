@@ -18,14 +18,14 @@ def test_a_killed_run_whose_last_line_of_metrics_is_cut_short_has_its_card(tmp_p
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 2, "time/step": 1.0, "reward/mean": 0.75}\n{"step": 3, "time/st')
     config = make_config(tmp_path / "model").model_dump(mode="json")
-    assert "| 2 | 0.75 |" in model_card(RunState(step=2, config=config), metrics)
-    assert "## Training" not in model_card(RunState(step=3, config=config), metrics)
+    assert "| 2 | 0.75 |" in model_card(RunState(step=2, program="grpo", config=config), metrics)
+    assert "## Training" not in model_card(RunState(step=3, program="grpo", config=config), metrics)
 
 
 def test_the_license_is_that_which_the_folder_of_the_base_model_states(tmp_path: Path) -> None:
     base = tmp_path / "model"
     base.mkdir()
-    state = RunState(step=2, config=make_config(base).model_dump(mode="json"))
+    state = RunState(step=2, program="grpo", config=make_config(base).model_dump(mode="json"))
     assert f"`{base}`: its folder does not name it." in model_card(state, tmp_path / "none")
     (base / "README.md").write_text("---\nlicense: other\nlicense_name: qwen\ntags: [a]\n---\n# Base\n---\n")
     card = model_card(state, tmp_path / "none")
@@ -43,7 +43,7 @@ def test_the_code_of_the_card_loads_the_model_and_asks_it_as_it_was_trained(
     folder = tiny_model_dir / "model"
     asked = {"system_prompt": "Be brief.", "prompt_suffix": "Use \\boxed{}."}
     config = make_config(folder, data=asked, rollout={"max_response_tokens": 8, "stop": ["#"]})
-    card = model_card(RunState(step=2, config=config.model_dump(mode="json")), tmp_path / "none")
+    card = model_card(RunState(step=2, program="grpo", config=config.model_dump(mode="json")), tmp_path / "none")
     assert "`vllm serve FOLDER`" in card
     assert 'the stop strings ["#"]' in card
     (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)

@@ -47,7 +47,7 @@ def play(
         if failure is not None:
             raise failure
 
-    monkeypatch.setattr(restarts, "TrainingRun", make)
+    monkeypatch.setattr(restarts, "Run", make)
     config: Any = config_of(max_restarts=allowed)
     asyncio.run(Restarts(config, resume=False, start_at=start_at).train(train))
     return made
@@ -69,7 +69,7 @@ def test_the_lost_run_has_left_memory_before_the_next_one_is_read(monkeypatch: p
             raise LostError(f"engine 0 of {run} is lost")
 
     made: list[weakref.ref[Run]] = []
-    monkeypatch.setattr(restarts, "TrainingRun", Run)
+    monkeypatch.setattr(restarts, "Run", Run)
     config: Any = config_of(max_restarts=2)
     asyncio.run(Restarts(config, resume=False).train(train))
     assert len(made) == 3

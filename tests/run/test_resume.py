@@ -31,8 +31,9 @@ from rlhf.run.resume import (
     model_fingerprints,
     resume_warnings,
 )
+from rlhf.run.rollout_loop import rollout_loop
+from rlhf.run.run import Run
 from rlhf.run.state import RunState
-from rlhf.run.training_run import TrainingRun
 
 
 @pytest.fixture
@@ -192,8 +193,8 @@ def test_resuming_a_finished_run_ends_with_status_0_and_says_so(
     with pytest.raises(NothingToDoError):
         Restarts(without, resume=True)
     longer = make_config(model, run={"dir": str(tmp_path / "run"), "steps": 11})
-    assert TrainingRun(longer, resume=True).first_step == 10
-    assert TrainingRun(config, resume=True, start_at="step-000010").first_step == 10  # asked for by name
+    assert Run(longer, resume=True).first_step == 10
+    assert Run(config, resume=True, start_at="step-000010").first_step == 10  # asked for by name
 
 
 def test_a_run_whose_last_checkpoint_failed_repeats_its_last_steps_though_it_has_a_summary(
@@ -201,7 +202,7 @@ def test_a_run_whose_last_checkpoint_failed_repeats_its_last_steps_though_it_has
 ) -> None:
     config = make_config(model, run={"dir": str(tmp_path)})
     finished(tmp_path, config, step=8)
-    assert TrainingRun(config, resume=True).first_step == 8
+    assert Run(config, resume=True).first_step == 8
 
 
 @pytest.mark.parametrize("content", [b'{"steps": 1', b"", b"\xff\xfe", b"[]", b'{"steps": null}', b"[" * 100_000])
@@ -210,7 +211,7 @@ def test_a_summary_that_cannot_be_read_counts_as_not_finished_with_a_message(
 ) -> None:
     config = make_config(model, run={"dir": str(tmp_path)})
     finished(tmp_path, config, step=10).summary.write_bytes(content)
-    run = TrainingRun(config, resume=True)
+    run = Run(config, resume=True)
     assert run.first_step == 10
     (warning,) = run.folder.warnings
     assert warning.startswith(f"{tmp_path / 'summary.json'}: it ")
@@ -259,11 +260,11 @@ def test_a_run_with_other_code_in_its_reward_is_refused_before_anything_starts_u
         assert list(check_reward_code(config, state, scorer.sources)) == []
     assert list(check_reward_code(config, RunState(), before)) == []  # an earlier version wrote no fingerprint
     file.write_text("def score(response, **_):\n    return 2.0\n")
-    run = TrainingRun(config, resume=False)
+    run = Run(config, resume=False)
     run.state.rewards = state.rewards
 
     async def start() -> None:
-        async with run:
+        async with rollout_loop(run):
             raise AssertionError("started")
 
     problem = f"reward name='{file}:score': mine.py is not what the run began with."

@@ -15,6 +15,7 @@ from rlhf.run.state import RunState
 def test_a_state_is_read_back_as_it_was_written() -> None:
     state = RunState(
         step=4,
+        program="ppo",
         config={"run": {"seed": 1}},
         models={"learner": {"config": "0a"}},
         rewards={"mine.py:score": {"mine.py": "0b"}},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from worlds import make_groups
+from worlds import group_of, joined, make_groups, rollout_of
 
 from rlhf.run.token_values import token_values
 from rlhf.step.batch import broadcast_to_tokens, make_batch
@@ -25,9 +25,18 @@ def test_each_response_token_has_its_text_its_advantage_and_the_difference_of_le
     old[batch.tokens.cu_seqlens[1] :] = 0.0  # the second was not computed
     first, second = token_values(batch, PolicyTargets(advantages, old, None), Letters())
     rollout = group.samples[0].rollout
-    assert "".join(first["tokens"]) == Letters().decode(rollout.token_ids[rollout.response_mask].tolist())
+    assert "".join(first["tokens"]) == Letters().decode(rollout.response_ids.tolist())
     assert first["token_advantages"] == [0.5] * rollout.response_length
     assert first["token_differences"] == [0.125] * rollout.response_length
     assert "token_differences" not in second
     (one, _) = token_values(batch, PolicyTargets(advantages, None, None), Letters())
     assert "token_differences" not in one
+
+
+def test_a_rollout_of_several_sequences_has_the_tokens_of_all_of_them() -> None:
+    rollouts = [joined(rollout_of([9, 1, 2], [0, 1, 1]), rollout_of([9, 8, 3], [0, 0, 1])), rollout_of([9, 4], [0, 1])]
+    batch = make_batch([group_of(rollouts)], mask_truncated=False)
+    targets = PolicyTargets(broadcast_to_tokens(batch, np.array([0.5, -0.25])), None, None)
+    both, one = token_values(batch, targets, Letters())
+    assert both == {"tokens": ["b", "c", "d"], "token_advantages": [0.5] * 3}
+    assert one == {"tokens": ["e"], "token_advantages": [-0.25]}

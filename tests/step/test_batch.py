@@ -6,13 +6,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from worlds import group_of, make_groups
+from worlds import group_of, make_groups, rollout_of
 
 from rlhf.config.sections import AlgoConfig
+from rlhf.rollout.sampler import penalize_non_stop
 from rlhf.step.batch import (
     broadcast_to_tokens,
     make_batch,
-    penalize_non_stop,
     sum_over_responses,
 )
 from rlhf.step.response_advantages import penalize_kl, step_advantages
@@ -37,23 +37,20 @@ def test_the_rows_of_a_batch_are_the_samples_group_after_group_and_its_columns_t
     assert batch.groups.tolist() == [0] * 4 + [1] * 4
     assert batch.rewards.tolist() == [sample.reward for sample in samples]
     assert batch.response_lengths.tolist() == [sample.rollout.response_length for sample in samples]
-    assert batch.prompt_lengths.tolist() == [sample.rollout.prompt_length for sample in samples]
     for row, sample in enumerate(samples):
+        (sequence,) = sample.rollout.sequences
+        assert batch.prompt_lengths[row] == sequence.prompt_length
         span = slice(batch.tokens.cu_seqlens[row], batch.tokens.cu_seqlens[row + 1])
         for name in ("token_ids", "response_mask", "rollout_logprobs"):
-            np.testing.assert_array_equal(getattr(batch.tokens, name)[span], getattr(sample.rollout, name))
+            np.testing.assert_array_equal(getattr(batch.tokens, name)[span], getattr(sequence, name))
 
 
 def test_a_sum_over_responses_leaves_out_what_was_not_sampled_and_a_value_per_row_stands_at_all_its_tokens() -> None:
-    zeros = np.zeros(4, np.float32)
-    holes = [  # a response with a hole, one without a token, a whole one
-        Rollout("p/0", 0, row, np.arange(4, dtype=np.int32), np.array(mask, bool), zeros, (), "stop")
-        for row, mask in enumerate(([0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1]))
-    ]
+    masks = ([0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1])  # a response with a hole, one without a token, a whole one
+    holes = [rollout_of(range(4), mask) for mask in masks]
     batch = make_batch([group_of(holes)], mask_truncated=False)
     column = np.array([np.nan, 1, np.inf, 2, 9, 9, 9, 9, np.nan, 4, 5, 6], np.float32)
-    assert sum_over_responses(batch, column, np.arange(3)).tolist() == [3, 0, 15]
-    assert sum_over_responses(batch, column, np.array([2, 0])).tolist() == [15, 3]
+    assert sum_over_responses(batch, column).tolist() == [3, 0, 15]
     assert batch.response_lengths.tolist() == [2, 0, 3]
     assert batch.prompt_lengths.tolist() == [1, 4, 1]  # all of it where nothing was sampled
     assert broadcast_to_tokens(batch, np.array([0.5, 1.5, 2.5])).tolist() == [0.5] * 4 + [1.5] * 4 + [2.5] * 4

@@ -12,7 +12,7 @@ from worlds import make_groups, random_column
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.run.skipped import MAX_KEPT, SkippedBatches
 from rlhf.step.batch import make_batch
-from rlhf.step.finite import non_finite_rows
+from rlhf.step.finite import non_finite_rollouts
 from rlhf.types import StepBatch
 
 
@@ -25,22 +25,22 @@ def batch() -> StepBatch:
 def test_only_sampled_tokens_of_computed_rows_count(batch: StepBatch) -> None:
     old, ref = random_column(batch, 1), random_column(batch, 2)
     everything = np.ones(8, bool)
-    assert non_finite_rows(batch, everything, old_logprobs=old, ref_logprobs=None) == {}
+    assert non_finite_rollouts(batch, everything, old_logprobs=old, ref_logprobs=None) == {}
     starts, ends = batch.tokens.cu_seqlens[:-1], batch.tokens.cu_seqlens[1:]
     old[starts[1]] = np.nan  # a prompt's token
-    assert non_finite_rows(batch, everything, old_logprobs=old) == {}
+    assert non_finite_rollouts(batch, everything, old_logprobs=old) == {}
     old[ends[1] - 1], old[ends[6] - 1], ref[ends[6] - 1] = np.nan, -np.inf, np.inf
-    rows = non_finite_rows(batch, everything, old_logprobs=old, ref_logprobs=ref)
+    rows = non_finite_rollouts(batch, everything, old_logprobs=old, ref_logprobs=ref)
     assert {name: list(found) for name, found in rows.items()} == {"old_logprobs": [1, 6], "ref_logprobs": [6]}
     without_6 = np.arange(8) != 6
-    assert list(non_finite_rows(batch, without_6, old_logprobs=old, ref_logprobs=ref)) == ["old_logprobs"]
+    assert list(non_finite_rollouts(batch, without_6, old_logprobs=old, ref_logprobs=ref)) == ["old_logprobs"]
 
 
 def test_a_nan_of_an_engine_is_found_too(batch: StepBatch) -> None:
     logprobs = batch.tokens.rollout_logprobs.copy()
     logprobs[-1] = np.nan
     broken = dataclasses.replace(batch, tokens=dataclasses.replace(batch.tokens, rollout_logprobs=logprobs))
-    assert list(non_finite_rows(broken, np.ones(8, bool))["rollout_logprobs"]) == [7]
+    assert list(non_finite_rollouts(broken, np.ones(8, bool))["rollout_logprobs"]) == [7]
 
 
 def test_a_skipped_step_is_named_and_its_batch_kept_in_a_bounded_number_of_files(
@@ -54,13 +54,14 @@ def test_a_skipped_step_is_named_and_its_batch_kept_in_a_bounded_number_of_files
     assert not (tmp_path / "skipped").exists()
     old = random_column(batch, 1)
     skipped.keep(2, batch, [taken, not_taken], {}, old_logprobs=old, ref_logprobs=None)
-    assert "step 2: 1 of 2 optimizer steps were skipped: NaN or inf in a gradient" in warnings[0]
+    assert "step 2: 1 of 2 optimizer steps were skipped" in warnings[0]
     kept = np.load(tmp_path / "skipped" / "step-000002.npz")
-    assert set(kept) == {"token_ids", "cu_seqlens", "response_mask", "rollout_logprobs", "rewards", "old_logprobs"}
+    by_token = {"token_ids", "response_mask", "rollout_logprobs", "old_logprobs"}
+    assert set(kept) == by_token | {"cu_seqlens", "rollouts", "rollout_tokens", "rewards"}
     assert np.array_equal(kept["old_logprobs"], old)
     for step in range(3, 3 + MAX_KEPT):
         skipped.keep(step, batch, [not_taken], {"values": np.arange(7)})
-    assert "values of 7 responses (rows 0, 1, 2, 3, 4, ...)" in warnings[-1]
+    assert "values of 7 rollouts (0, 1, 2, 3, 4, ...)" in warnings[-1]
     assert len(list((tmp_path / "skipped").iterdir())) == MAX_KEPT
 
 
@@ -70,4 +71,4 @@ def test_a_batch_that_the_disk_does_not_take_costs_no_run(batch: StepBatch, tmp_
     SkippedBatches(lambda: tmp_path / "skipped", warnings.append).keep(
         2, batch, [UpdateOutcome("learner", False, {})], {}
     )
-    assert warnings[0].endswith(f"; the batch could not be written ({tmp_path / 'skipped'}: File exists)")
+    assert warnings[0].endswith(f"({tmp_path / 'skipped'}: File exists)")

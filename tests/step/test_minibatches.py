@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from worlds import group_of, make_config, make_groups, rows_of_minibatch
+from worlds import group_of, make_config, make_groups, rollout_of, rows_of_minibatch
 
 from rlhf.algo.packing import shared_beginnings
 from rlhf.config.roles import Training
 from rlhf.config.sections import TrainedConfig
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.types import Rollout, RolloutGroup
+from rlhf.types import RolloutGroup
 
 NOWHERE = Path("nowhere/model")
 GROUPS = make_groups(groups=6, samples=4, vocabulary=99, longest=40, seed=1)
@@ -51,7 +51,7 @@ def test_denominators_count_response_tokens_of_trained_rollouts_only() -> None:
     trained = [0, 2, 3, 4, 5, 6, 7]
     assert rows_of_minibatch(minibatch) == trained
     assert minibatch.denominators.tokens == sum(rollouts[row].response_length for row in trained)
-    assert minibatch.denominators.sequences == 7
+    assert minibatch.denominators.rollouts == 7
 
 
 def test_a_critic_draws_passes_of_its_own_over_the_same_rollouts() -> None:
@@ -63,14 +63,13 @@ def test_a_critic_draws_passes_of_its_own_over_the_same_rollouts() -> None:
         assert sum(minibatch.denominators.tokens for minibatch in epoch) == BATCH.tokens.response_mask.sum()
 
 
-def siblings(prompt: int, rng: np.random.Generator) -> RolloutGroup:
+def siblings(rng: np.random.Generator) -> RolloutGroup:
     """16 samples of a prompt of 40 tokens, with 0 to 6 tokens of response."""
     start = rng.integers(0, 99, 40)
     rollouts = []
-    for sample in range(16):
+    for _ in range(16):
         ids = np.concatenate([start, rng.integers(0, 99, rng.integers(0, 7))]).astype(np.int32)
-        mask, zeros = np.arange(len(ids)) >= 40, np.zeros(len(ids), np.float32)
-        rollouts.append(Rollout(f"p/{prompt}", 0, sample, ids, mask, zeros, (), "stop"))
+        rollouts.append(rollout_of(ids, np.arange(len(ids)) >= 40))
     return group_of(rollouts)
 
 
@@ -82,7 +81,7 @@ def test_samples_of_a_prompt_are_computed_next_to_each_other_and_no_budget_is_ex
         NOWHERE, learner={"max_tokens_per_microbatch": budget}, cluster={"device": "cpu", "learners": learners}
     )
     rng = np.random.default_rng(0)
-    batch = make_batch([siblings(prompt, rng) for prompt in range(6)], mask_truncated=False)
+    batch = make_batch([siblings(rng) for _ in range(6)], mask_truncated=False)
     ((minibatch,),) = plan_epochs(batch, config, step=0)
     assert rows_of_minibatch(minibatch) == list(range(96))
     microbatches = [rows for rank in minibatch.microbatches for rows in rank if len(rows)]

@@ -15,12 +15,11 @@ from worlds import make_config, make_groups, rows_of_minibatch, run_world
 from rlhf.algo.packing import FILLER_TOKENS, filler
 from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel
-from rlhf.learner.rank_place import Place
 from rlhf.learner.update import policy_microbatch
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs, rows_with_gradient
 from rlhf.step.response_advantages import step_advantages
-from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
+from rlhf.types import Minibatch, Place, PolicyTargets, RolloutGroup, StepBatch
 
 NOWHERE = Path("nowhere/model")
 VOCABULARY = 61
@@ -49,7 +48,7 @@ class Plan:
 def plan(groups: list[RolloutGroup], config: Any, *, skip: bool) -> Plan:
     batch = make_batch(groups, mask_truncated=False)
     advantages = step_advantages(batch, batch.rewards, config.algo.advantage)
-    computed = rows_with_gradient(batch, advantages, config) if skip else batch.trained
+    computed = rows_with_gradient(batch, advantages, config) if skip else batch.trained_rows
     return Plan(batch, plan_epochs(batch, config, step=0, rows_to_compute=computed)[0], advantages, computed)
 
 
@@ -88,7 +87,7 @@ def test_a_minibatch_without_any_advantage_keeps_a_filler_for_every_learner_so_t
     assert not planned.computed.any()
     assert [len(rank) for rank in minibatch.microbatches] == [1, 1]
     assert rows_of_minibatch(minibatch) == []
-    assert minibatch.denominators.sequences == 20
+    assert minibatch.denominators.rollouts == 20
 
 
 def gradients(model: PolicyModel, groups: list[RolloutGroup], config: Any, *, skip: bool) -> list[torch.Tensor]:
@@ -146,10 +145,10 @@ def steps_without_and_with_advantages(place: Place, model: Path) -> list[tuple[f
     for equal in ((0, 1, 2, 3, 4), (1, 3)):
         planned = plan(groups_with_equal_ones(equal), config, skip=True)
         assert planned.computed.sum() == 4 * (5 - len(equal))
-        before = [p.detach().clone() for p in learner.names.values()]
+        before = [p.detach().clone() for p in learner.trained.values()]
         learner.start_step(planned.batch.tokens, [planned.minibatches])
         metrics = learner.update(planned.targets(None))[0].metrics
-        moved = any(not torch.equal(old, p) for old, p in zip(before, learner.names.values(), strict=True))
+        moved = any(not torch.equal(old, p) for old, p in zip(before, learner.trained.values(), strict=True))
         steps.append((metrics["learner/grad_norm"].value(), metrics["learner/updates_taken"].value(), moved))
     return steps
 

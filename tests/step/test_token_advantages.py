@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds import group_of, make_groups
+from worlds import group_of, make_groups, rollout_of
 
 from rlhf.config.ppo import PPOAlgoConfig
 from rlhf.step.batch import make_batch
 from rlhf.step.token_advantages import assign_credit, make_controller, mean_over_responses, response_kl
-from rlhf.types import Rollout, StepBatch
+from rlhf.types import StepBatch
 
 GROUPS: dict[str, Any] = {"groups": 3, "samples": 3, "vocabulary": 50, "longest": 12, "seed": 1}
 PLAIN = {"whiten_advantages": False, "kl_coef": 0.1, "gamma": 0.9, "lam": 0.8}
@@ -100,11 +100,8 @@ def test_a_step_of_which_no_rollout_is_trained_has_no_credit() -> None:
 
 
 def test_a_step_whose_trained_responses_are_all_empty_has_no_credit_and_logs_no_nan() -> None:
-    empty = [
-        Rollout("p/0", 0, row, np.zeros(3, np.int32), np.zeros(3, bool), np.zeros(3, np.float32), (), "abort")
-        for row in range(2)
-    ]
-    batch = make_batch([group_of(empty)], mask_truncated=False)
+    empty = rollout_of(np.zeros(3), np.zeros(3), finish_reason="abort")
+    batch = make_batch([group_of([empty, empty])], mask_truncated=False)
     assert batch.trained.all()
     credit = assign_credit(batch, np.ones(6, np.float32), None, None, kl_coef=0.0, algo=PPOAlgoConfig())
     assert not credit.advantages.any()
@@ -118,10 +115,7 @@ def test_a_step_whose_trained_responses_are_all_empty_has_no_credit_and_logs_no_
 def by_hand(last: str = "stop") -> tuple[StepBatch, np.ndarray, np.ndarray, np.ndarray]:
     """Rewards 3 and -1; values, and log-probs of old policy and reference whose difference at a token is the KL."""
     nan = np.nan
-    rollouts = [
-        Rollout("p/0", 0, row, np.zeros(n, np.int32), np.arange(n) > 0, np.zeros(n, np.float32), (), reason)
-        for row, (n, reason) in enumerate(((3, "stop"), (2, last)))
-    ]
+    rollouts = [rollout_of(np.zeros(n), np.arange(n) > 0, finish_reason=end) for n, end in ((3, "stop"), (2, last))]
     values = np.array([nan, 0.5, 2.0, nan, 1.0], np.float32)
     old = np.array([nan, -1.0, -2.0, nan, -1.0], np.float32)
     ref = np.array([nan, -3.0, -1.0, nan, -1.5], np.float32)
@@ -199,10 +193,7 @@ def test_a_critic_that_knows_nothing_of_the_outcome_explains_nothing_though_its_
     """Right or wrong is a coin per response, and so is the critic's guess: 0 where it guesses 0.5, -1 where 0 or 1."""
     rng = np.random.default_rng(0)
     lengths, coin, guess = rng.integers(8, 32, 2000), rng.integers(0, 2, 2000), rng.integers(0, 2, 2000)
-    rollouts = [
-        Rollout("p/0", 0, row, np.zeros(n, np.int32), np.ones(n, bool), np.zeros(n, np.float32), (), "stop")
-        for row, n in enumerate(lengths)
-    ]
+    rollouts = [rollout_of(np.zeros(n)) for n in lengths]
     batch = make_batch([group_of(rollouts, coin.astype(float).tolist())], mask_truncated=False)
     for values, expected in ((guess, -1.0), (np.full(2000, 0.5), 0.0)):
         of_tokens = np.repeat(values.astype(np.float32), lengths)

@@ -77,7 +77,10 @@ def worker_of(backend: str, model: Model) -> Any:
     parallel = SimpleNamespace(rank=0, world_size=1, data_parallel_index=0)
     config: Any = SimpleNamespace(parallel_config=parallel, model_config=None)
     return WeightTransferEngineFactory.create_engine(
-        WeightTransferConfig(backend=NAMES.get(backend, backend)), config, torch.device("cpu"), model
+        WeightTransferConfig(backend=transfer.RECEIVERS[NAMES.get(backend, backend)]),
+        config,
+        torch.device("cpu"),
+        model,
     )
 
 
@@ -157,7 +160,7 @@ def test_a_tensor_that_a_later_transfer_does_not_load_is_named_and_the_update_is
     sender.send(2)
     model.skipped = "layer.weight"
     EVENTS.clear()
-    with pytest.raises(ValueError, match=r"to engine 7: layer\.weight arrived, and vLLM loaded 0 of its 5 elements\. "):
+    with pytest.raises(ValueError, match=r"engine 7: layer\.weight\b.* 0 of its 5 elements"):
         sender.send(3)
     assert EVENTS[-1] == "end of loaded_weights"
 
@@ -168,7 +171,7 @@ def test_a_tensor_that_vllm_skips_from_the_first_transfer_on_is_no_fault(monkeyp
     for version in (1, 2):
         sender.send(version)
     model.skipped = "head"
-    with pytest.raises(ValueError, match=r"to engine 7: head arrived, and vLLM loaded 0 of its 16 elements\. Its old"):
+    with pytest.raises(ValueError, match=r"engine 7: head\b.* 0 of its 16 elements"):
         sender.send(3)
 
 
@@ -178,7 +181,7 @@ def test_a_tensor_that_the_learner_no_longer_sends_is_named(backend: str, monkey
     sender.send(1)
     del source.tensors["head"]
     EVENTS.clear()
-    with pytest.raises(ValueError, match=r"to engine 7: of head 0 of 32 bytes arrived at worker 0\. "):
+    with pytest.raises(ValueError, match=r"engine 7: of head 0 of 32 bytes.*\bworker 0\b"):
         sender.send(2)
     assert EVENTS[-1] == "end of loaded_weights"
 
@@ -211,5 +214,5 @@ def test_a_rank_that_does_not_send_waits_for_the_update_too_before_it_takes_part
 
 def test_weights_that_vllm_could_not_unpack_are_refused() -> None:
     client = EngineClient(calls_to(None), engines=[], workers_per_engine=1)
-    with pytest.raises(AssertionError, match=r"norm has larger elements than layer\.weight before it"):
+    with pytest.raises(AssertionError, match=r"norm .*larger .*layer\.weight"):
         make_sender("ipc", Weights(0), client, Rendezvous("", 0, 1, 1.0), rank=0)

@@ -22,7 +22,7 @@ from test_stack_families import AGREEMENT, Engine
 from waiting import STACK_WAIT_S, free_port
 from worlds import make_config, run_world
 
-from rlhf.learner.rank_place import Place
+from rlhf.types import Place
 
 pytestmark = pytest.mark.stack
 
@@ -95,10 +95,15 @@ class WorkerEngine(Engine):
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+        from rlhf.weights.transfer import RECEIVERS
+
         def change(wrapper: Any) -> None:
             worker = wrapper.worker
             worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
-                WeightTransferConfig(backend=backend), worker.vllm_config, worker.device, worker.model_runner.model
+                WeightTransferConfig(backend=RECEIVERS[backend]),
+                worker.vllm_config,
+                worker.device,
+                worker.model_runner.model,
             )
 
         self.llm.collective_rpc(change)

@@ -16,9 +16,9 @@ import pytest
 from model_families import write_family
 from worlds import make_config, run_world
 
-from rlhf.learner.rank_place import Place
+from rlhf.types import Place
 from rlhf.weights.client import EngineClient
-from rlhf.weights.transfer import BACKEND, WORKER_EXTENSION, Rendezvous
+from rlhf.weights.transfer import BACKEND, RECEIVERS, WORKER_EXTENSION, Rendezvous
 
 pytestmark = pytest.mark.stack
 
@@ -35,7 +35,7 @@ class Engine:
 
         self.llm = LLM(
             str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8,
-            gpu_memory_utilization=0.05, weight_transfer_config=WeightTransferConfig(backend=backend),
+            gpu_memory_utilization=0.05, weight_transfer_config=WeightTransferConfig(backend=RECEIVERS[backend]),
             worker_extension_cls=WORKER_EXTENSION, enable_prefix_caching=False, disable_log_stats=True, **options,
         )  # fmt: skip
 

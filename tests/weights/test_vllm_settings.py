@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from worlds import make_config
+from worlds import ALONE, make_config
 
 from rlhf.weights import transfer
 
@@ -31,7 +31,7 @@ def test_an_engine_prefills_as_many_tokens_at_once_as_vllm_does_offline(
     monkeypatch.setattr(engine.AsyncLLM, "from_engine_args", start)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     config = make_config(tiny_model_dir / "model", rollout={"max_response_tokens": 128})
-    engine.RolloutEngine(config, 0, transfer.BACKEND)
+    engine.RolloutEngine(config, ALONE)
     offline = AsyncEngineArgs.get_batch_defaults(1)[0][UsageContext.LLM_CLASS]
     assert chosen == [offline]
     assert offline > 2048
@@ -56,10 +56,10 @@ def test_an_engine_that_keeps_its_kv_has_no_prefix_cache_and_its_logprobs_are_pr
     keeps = {"max_policy_lag": 1, "on_weight_update": "keep_kv"}
     config = make_config(tiny_model_dir / "model", rollout=keeps)
     if not fault:
-        engine.RolloutEngine(config, 0, transfer.BACKEND)
+        engine.RolloutEngine(config, ALONE)
         return
     with pytest.raises(AssertionError, match="old keys" if fault == "a prefix cache" else "sampled distribution"):
-        engine.RolloutEngine(config, 0, transfer.BACKEND)
+        engine.RolloutEngine(config, ALONE)
 
 
 def test_a_deterministic_engine_computes_prompts_whole_and_refuses_a_cache_in_which_a_sequence_may_lose_its_place(
@@ -89,12 +89,12 @@ def test_a_deterministic_engine_computes_prompts_whole_and_refuses_a_cache_in_wh
             learner={"max_tokens_per_microbatch": 32_768},
         )
         if sequences == 8:
-            engine.RolloutEngine(config, 0, transfer.BACKEND)
+            engine.RolloutEngine(config, ALONE)
             continue
         with pytest.raises(
             ValueError, match=r"max_concurrent_sequences=9 .* holds 8 seq.*20064 tok.*at most 8, .*kv_ca"
         ):
-            engine.RolloutEngine(config, 0, transfer.BACKEND)
+            engine.RolloutEngine(config, ALONE)
     assert ended == [True]
 
 

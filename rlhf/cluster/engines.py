@@ -1,0 +1,233 @@
+"""The engines of a started cluster as one: they sample, are sent weights, sleep on shared GPUs, and are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import ray
+
+from rlhf.cluster.actors import ActorGroup, LostError, start_call
+from rlhf.cluster.cluster import Cluster
+from rlhf.cluster.rank_group import RankGroup
+from rlhf.cluster.replacement import EngineLostError, Replacements, while_healthy
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.roles import ENGINE
+from rlhf.log.clock import BusyMeter
+from rlhf.rollout.requests import Completion, SamplingSettings
+from rlhf.weights import transfer
+from rlhf.weights.client import EngineClient
+
+
+@contextlib.asynccontextmanager
+async def started_engines(config: GRPOConfig, *, trains: bool = True) -> AsyncIterator[Engines]:
+    """A cluster and its engines, without a run around them."""
+    async with Cluster(config, trains=trains) as cluster, Engines(cluster, config) as engines:
+        yield engines
+
+
+class Engines:
+    """The engines of a cluster that has started; an async context, which connects learners and engines.
+
+    Attributes:
+        group: their actors; the doctor and the canary call them.
+        cluster: that they belong to.
+        meter: tokens that they have sampled, and their busy seconds.
+    """
+
+    def __init__(self, cluster: Cluster, config: GRPOConfig) -> None:
+        self.group: ActorGroup = cluster.group(ENGINE)
+        self.meter = BusyMeter()
+        self.cluster = cluster
+        self._config = config.cluster
+        self._limits = config.run.max_restarts
+        self._in_flight = [0] * len(self.group.actors)
+        self._asleep = False
+        self._version = cluster.first_step  # of the weights that they have
+        self._connected: list[Any] = []  # those that the learners can send to
+        self._transfer_lock = asyncio.Lock()
+        self._replacements: Replacements | None = None
+        self._watching: list[asyncio.Task[None]] = []
+
+    @property
+    def transport(self) -> str:
+        """How weights reach the engines."""
+        return transfer.backend_of(self._config.device, self._config.placement)
+
+    @property
+    def learners(self) -> RankGroup:
+        return self.cluster.learners
+
+    async def __aenter__(self) -> Engines:
+        if self.cluster.trains:
+            await self.learners.call("connect", *await self._connection(), deadline_s=self._config.start_deadline_s)
+            self._connected = self.group.present
+        return self
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        for task in self._watching:
+            task.cancel()
+        if self._replacements is not None:
+            lost = self.cluster.why_lost(error)
+            await self._replacements.close(kill=not lost and ray.is_initialized())
+
+    # --- sampling ---
+
+    async def generate(
+        self,
+        token_ids: np.ndarray,
+        settings: SamplingSettings,
+        *,
+        samples: int = 1,
+        seed: int | None = None,
+        what: str = "a request",
+        engine: int | None = None,
+    ) -> list[Completion]:
+        """Sample `samples` continuations of these ids [P] in one request, on the engine with the fewest requests.
+
+        An engine that is lost meanwhile is replaced, and another one samples, unless `engine` names it.
+
+        Args:
+            seed: of the first sample's noise; that of sample i is i more. None: the engine's own generator.
+            engine: take this one.
+        """
+        arguments = token_ids, settings, samples, seed
+        while True:
+            with contextlib.suppress(EngineLostError) if engine is None else contextlib.nullcontext():
+                chosen = await self._least_busy() if engine is None else engine
+                self._in_flight[chosen] += 1
+                self.meter.begin()
+                try:
+                    completions = await self._request(chosen, "generate", *arguments, what=f"sampling {what}")
+                finally:
+                    self._in_flight[chosen] -= 1
+                    self.meter.end()
+                self.meter.tokens += sum(len(completion.token_ids) for completion in completions)
+                return completions
+
+    async def _request(self, engine: int, method: str, *arguments: Any, what: str) -> Any:
+        """A call on one engine; raises EngineLostError if it is lost and being replaced."""
+        call = self.group.call_one(engine, method, *arguments, what=what)
+        try:
+            if self._replacements is not None:  # a failed replacement may have left this engine paused
+                call = self._replacements.unless_failed(call)
+            return await call
+        except LostError as error:
+            if self._replaces(engine, error):
+                raise EngineLostError(str(error)) from error
+            raise
+
+    async def _least_busy(self) -> int:
+        if self._replacements is None:
+            return min(range(len(self._in_flight)), key=self._in_flight.__getitem__)
+        return await self._replacements.next_engine(self._in_flight)
+
+    # --- weights ---
+
+    async def send_weights(self, version: int) -> None:
+        """Learners -> engines, in flight: running requests pause, the weights change, the requests continue.
+
+        Colocated engines have no requests then; they sleep until the weights come, to leave memory for the buffers.
+        """
+        await self.sleep_if_colocated()
+        if self._replacements is not None:
+            await self._replacements.enough()
+        async with self._transfer_lock:
+            if self._asleep:
+                await self.cluster.leave_gpus()
+                await self.group.call("wake_up", ["weights"])
+            await self._transfer(version)
+        if self._replacements is not None:
+            self._replacements.ready()
+
+    async def sleep_if_colocated(self) -> None:
+        """Before the learners work: engines on the same GPUs free their memory until the next weights arrive."""
+        if self.cluster.shares_gpus and not self._asleep:
+            await self.group.call("sleep")
+            self._asleep = True
+
+    async def _transfer(self, version: int, *, unless_changed: bool = False) -> bool:
+        """Send the weights to every engine, also to new ones; if the engines have changed, build a new transfer group.
+
+        Args:
+            unless_changed: send nothing if an update has begun; the result says whether the weights were sent.
+        """
+        joining = {} if self._replacements is None else self._replacements.admit()
+        await self._pause()
+        connection = await self._connection() if self.group.present != self._connected else None
+        may_send = not (unless_changed and self.learners.changed)
+        if may_send:  # no await before the call is sent: an update would come between
+            present = self.group.present
+            await while_healthy(self.group, self.learners.call("send_weights", version, connection))
+            self._connected = present
+            self._version, self.learners.changed = version, False
+            if self._asleep:
+                await self.cluster.leave_gpus()  # without the buffers of the transfer
+                await self.group.call("wake_up", ["kv_cache"])
+                self._asleep = False
+        await self.group.call("resume")
+        if self._replacements is not None and not may_send:
+            self._replacements.send_back(joining)
+        return may_send
+
+    async def _pause(self) -> None:
+        ranks = [rank for rank in range(len(self.group.actors)) if rank not in self.group.absent]
+        outcomes = await asyncio.gather(
+            *(self.group.call_one(rank, "pause", what="pausing") for rank in ranks), return_exceptions=True
+        )
+        for rank, outcome in zip(ranks, outcomes, strict=True):
+            replaced = isinstance(outcome, LostError) and self._replaces(rank, outcome)
+            if isinstance(outcome, BaseException) and not replaced:
+                raise outcome
+        if not self.group.present:
+            raise LostError("no engine is left to send the weights to")
+
+    async def _connection(self) -> tuple[str, EngineClient, transfer.Rendezvous]:
+        """What the learners need to meet the present engines."""
+        config, present = self._config, self.group.present
+        # Located again, for a port that is free now.
+        sender, *_ = await self.learners.locate(deadline_s=config.start_deadline_s)
+        nodes = {location.node for location in self.group.locations}
+        rendezvous = transfer.Rendezvous(
+            host=sender.host,
+            port=sender.port,
+            world_size=1 + len(present) * config.tensor_parallel,
+            timeout_s=config.start_deadline_s,
+            one_node=nodes == {sender.node},
+        )
+        client = EngineClient(
+            partial(start_call, present),
+            engines=[f"engine {rank}" for rank in range(len(self.group.actors)) if rank not in self.group.absent],
+            workers_per_engine=config.tensor_parallel,
+        )
+        return self.transport, client, rendezvous
+
+    # --- engines that are lost ---
+
+    def replace_lost(self, check: Callable[[], Awaitable[Any]]) -> None:
+        """From now on replace lost engines, except on shared GPUs; `check` is called when a new one has joined."""
+        if self.cluster.shares_gpus:
+            return
+
+        async def join(rank: int) -> None:
+            async with self._transfer_lock:
+                assert self._replacements is not None
+                waits = rank in self._replacements.built and not self.learners.changed
+                if waits and await self._transfer(self._version, unless_changed=True):
+                    await check()
+                    self._replacements.ready()
+
+        async def start(rank: int) -> ActorGroup:
+            return await self.cluster.start_another(ENGINE, rank, version=self._version)
+
+        self._replacements = Replacements(
+            self.group, start=start, join=join, fewest=self._config.min_engines, allowed=self._limits
+        )
+        self._watching.append(asyncio.ensure_future(self._replacements.watch()))
+
+    def _replaces(self, rank: int, error: LostError) -> bool:
+        return self._replacements is not None and self._replacements.take_over(rank, error)

@@ -1,0 +1,214 @@
+"""Rows of supervised data -> tokens: conversations with a mask of what is trained (SFT), and preference pairs.
+
+A row of SFT has `messages`, whose assistant turns are trained, or `prompt` and `completion`, each text or messages, of
+which the completion's turns are. How the tokens of a turn are found:
+
+- the template has {% generation %} tags: they say it, and the end token right after a turn is trained too;
+- it has none: a turn is what the conversation up to it has more than its beginning with the generation prompt. Each of
+  these beginnings must be the beginning of the next, token for token, else the row is refused: the model would be
+  trained on other tokens than it is given;
+- prompt and completion are texts: as in TRL, prompt, completion and eos one after another, without a template unless
+  one is named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from rlhf.config.data import TemplateName
+from rlhf.data.examples import MaskedTokens
+from rlhf.data.load import not_text
+from rlhf.data.templates import PLAIN, chat_text, conversation_ids, no_chat_template, render, template_errors, tokenize
+from rlhf.types import PackedTokens
+
+Message = dict[str, Any]
+KEY = "data.template"
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
+TOKENS_SHOWN = 8
+
+
+def pair_encoder(tokenizer: Any, template: TemplateName) -> Callable[[dict[str, Any]], list[MaskedTokens]]:
+    """columns of a row -> the chosen and the rejected conversation; raises as `SFTEncoder` does."""
+    if template == "model" and not tokenizer.chat_template:
+        raise ValueError(no_chat_template(KEY))
+    token_ids = partial(conversation_ids, tokenizer=tokenizer, template=template, key=KEY)
+
+    def encode(columns: dict[str, Any]) -> list[MaskedTokens]:
+        sides = [token_ids(pair_conversation(columns, column)) for column in ("chosen", "rejected")]
+        if not all(map(len, sides)):
+            raise ValueError("one of its sides has no token. Correct or remove the row.")
+        return [MaskedTokens(ids, np.zeros(len(ids), bool)) for ids in sides]
+
+    return encode
+
+
+def pair_conversation(columns: dict[str, Any], column: str) -> list[Message]:
+    """The messages of `chosen` or `rejected`, after those of `prompt` if they begin with the assistant's."""
+    messages = read_messages(columns, column, "assistant")
+    return read_messages(columns, "prompt", "user") + messages if messages[0]["role"] == "assistant" else messages
+
+
+@dataclass(frozen=True)
+class SFTEncoder:
+    """columns of a row -> its sequence, up to the last trained token.
+
+    Attributes:
+        template: None: messages as the tokenizer's own writes them, texts as they are.
+
+    Raises:
+        ValueError: from a call: the row cannot be read, or nothing of it would be trained; says what to change.
+    """
+
+    tokenizer: Any
+    template: TemplateName | None
+
+    def __call__(self, columns: dict[str, Any]) -> list[MaskedTokens]:
+        given: list[Message] = []
+        are_texts = False
+        if columns.get("messages") is not None:
+            messages = read_messages(columns, "messages", "user")
+        else:
+            given = read_messages(columns, "prompt", "user")
+            messages = given + read_messages(columns, "completion", "assistant")
+            are_texts = isinstance(columns["prompt"], str) and isinstance(columns["completion"], str)
+        turns = [i for i in range(len(given), len(messages)) if messages[i]["role"] == "assistant"]
+        if not turns:
+            raise ValueError("it has no message of the assistant to train on. Correct or remove the row.")
+        tools = columns.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        template = self.template or ("raw" if are_texts else "model")
+        if template in PLAIN:
+            ids, trained = self._plain(messages, turns, template)
+        elif template == "model" and self._has_tags:
+            ids, trained = self._tagged(messages, len(given), tools)
+        else:
+            ids, trained = self._by_difference(messages, turns, tools, template)
+        trained[:1] = False  # nothing predicts the first token
+        if not trained.any():
+            raise ValueError("no token of it is trained: what the assistant says is empty. Correct or remove the row.")
+        end = int(trained.nonzero()[0][-1]) + 1
+        return [MaskedTokens(ids[:end], trained[:end])]
+
+    def warnings(self, tokens: PackedTokens) -> Iterator[str]:
+        """A warning if sequences have no trained end token: a model does not learn to stop there."""
+        ends = tokens.response_mask & (tokens.token_ids == self.tokenizer.eos_token_id)
+        without = int((np.add.reduceat(ends, tokens.cu_seqlens[:-1], dtype=np.int64) == 0).sum())
+        if without:
+            yield (
+                f"data.train: {without} of {len(tokens.lengths)} rows train no {self.tokenizer.eos_token!r}, with "
+                "which a response ends: the model does not learn to stop there. Use a template that writes it."
+            )
+
+    def shown(self, tokens: PackedTokens) -> str:
+        """The first sequence as text, with what is trained between >>> and <<<."""
+        row = slice(0, int(tokens.cu_seqlens[1]))
+        ids, mask = tokens.token_ids[row], tokens.response_mask[row]
+        starts = np.flatnonzero(np.diff(mask)) + 1
+        texts = [self.tokenizer.decode(part.tolist()) for part in np.split(ids, starts)]
+        marked = [mask[start] for start in (0, *starts)]
+        return "".join(f">>>{text}<<<" if inside else text for inside, text in zip(marked, texts, strict=True))
+
+    @cached_property
+    def _has_tags(self) -> bool:
+        return bool(self.tokenizer.chat_template and GENERATION_TAG.search(self.tokenizer.get_chat_template()))
+
+    def _plain(self, messages: list[Message], turns: list[int], template: TemplateName) -> MaskedTokens:
+        if turns != [len(messages) - 1]:
+            raise ValueError(
+                f"as plain text ({KEY}={template}) a row has one answer, at its end. Use a chat template, or columns "
+                "prompt and completion."
+            )
+        end = self.tokenizer.eos_token
+        if end is None:
+            raise ValueError(f"{KEY}={template}: the tokenizer has no eos token, with which an answer ends.")
+        prompt = render(messages[:-1], template, self.tokenizer)
+        texts = [prompt, prompt + messages[-1].get("content", "").removesuffix(end) + end]
+        return self._differences(
+            tokenize(texts, template, self.tokenizer),
+            "the tokenizer joins the end of the prompt and the beginning of the completion",
+            "Move the space at the end of the prompt to the beginning of the completion.",
+        )
+
+    def _tagged(self, messages: list[Message], given: int, tools: Any) -> MaskedTokens:
+        with template_errors(messages, "model", self.tokenizer, KEY):
+            encoded = self.tokenizer.apply_chat_template(
+                messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+            )
+        ids, trained = np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], bool)
+        trained[1:] |= trained[:-1] & (ids[1:] == self.tokenizer.eos_token_id)
+        if given:
+            prompt = self._text(messages[:given], "model", tools, prompts=True)
+            trained &= self._chat_differences([*tokenize([prompt], "model", self.tokenizer), ids], "model").trained
+        return MaskedTokens(ids, trained)
+
+    def _by_difference(
+        self, messages: list[Message], turns: list[int], tools: Any, template: TemplateName
+    ) -> MaskedTokens:
+        if turns[0] == 0:
+            raise ValueError("its first message is the assistant's, which answers nothing. Put a prompt before it.")
+        texts = [
+            self._text(messages[:end], template, tools, prompts=end == turn)
+            for turn in turns
+            for end in (turn, turn + 1)
+        ]
+        return self._chat_differences(tokenize(texts, template, self.tokenizer), template)
+
+    def _text(self, messages: list[Message], template: TemplateName, tools: Any, *, prompts: bool) -> str:
+        return chat_text(messages, template, self.tokenizer, KEY, add_generation_prompt=prompts, tools=tools)
+
+    def _chat_differences(self, beginnings: list[np.ndarray], template: TemplateName) -> MaskedTokens:
+        return self._differences(
+            beginnings,
+            f"{KEY}={template}: the template writes the beginning of this conversation otherwise when more follows",
+            "Give only its last turn as completion, the rest as prompt; or use a template that keeps what it has "
+            "written, or one with {% generation %} tags in the model's folder.",
+        )
+
+    def _differences(self, beginnings: list[np.ndarray], reason: str, remedy: str) -> MaskedTokens:
+        """The last of these; from the first on, every second difference between neighbours is trained.
+
+        Raises:
+            ValueError: one of them is not the beginning of the next.
+        """
+        whole = beginnings[-1]
+        trained = np.zeros(len(whole), bool)
+        for number, (shorter, longer) in enumerate(pairwise(beginnings)):
+            if not np.array_equal(shorter, longer[: len(shorter)]):
+                overlap = min(len(shorter), len(longer))
+                different = np.flatnonzero(shorter[:overlap] != longer[:overlap])
+                at = int(different[0]) if len(different) else overlap
+                was, now = (self.tokenizer.decode(ids[at : at + TOKENS_SHOWN].tolist()) for ids in (shorter, longer))
+                raise ValueError(f"{reason}: {was!r} becomes {now!r}. {remedy}")
+            trained[len(shorter) : len(longer)] = number % 2 == 0
+        return MaskedTokens(whole, trained)
+
+
+def read_messages(columns: dict[str, Any], column: str, role: str) -> list[Message]:
+    """A column as messages: a text is one message of this role; what is null in a message is left out.
+
+    Raises:
+        ValueError: it is neither, or holds what is no text.
+    """
+    value = columns.get(column)
+    messages = [{"role": role, "content": value}] if isinstance(value, str) else value
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"`{column}` is {value!r:.80}, neither text nor messages. Correct or remove the row.")
+    for message in messages:
+        match message:
+            case {"role": str(), **rest} if isinstance(text := rest.get("content") or "", str):
+                if (problem := not_text(text)) is not None:
+                    raise ValueError(f"`{column}` {problem}. Correct or remove the row.")
+            case _:
+                raise ValueError(
+                    f"`{column}` holds {message!r:.80}, not a message. "
+                    'Write messages as {"role": ..., "content": text}.'
+                )
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]

@@ -1,0 +1,94 @@
+"""One rank of a module that learns from fixed examples: the minibatch of an optimizer step depends on seed and step.
+
+Every rank holds all examples and takes its part of each minibatch. A minibatch is drawn, and its denominators are
+fixed, before the number of ranks or the budget of a microbatch is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf.algo.packing import draw_minibatches, pack_microbatches
+from rlhf.config.supervised import SupervisedConfig
+from rlhf.learner.rank import TrainedRank
+from rlhf.learner.step import HeldMicrobatch, hold
+from rlhf.learner.update import on_host
+from rlhf.log.reductions import StepMetrics, Sum, UpdateOutcome, merge_metrics
+from rlhf.types import Denominators, Minibatch, PackedTokens, Place
+
+
+class SupervisedRank(TrainedRank):
+    """What the trainers of `rlhf.sft` and `rlhf.reward_model` share; they are plain classes, hosted in actors.
+
+    `hold` comes first.
+    """
+
+    _train: PackedTokens
+    _held_out: PackedTokens | None
+
+    def __init__(self, config: SupervisedConfig, place: Place) -> None:
+        training, device = config.training, config.cluster.device
+        super().__init__(place, name="learner", training=training, model=config.model, device=device)
+        self.config = config
+
+    def hold(self, train: PackedTokens, held_out: PackedTokens | None) -> None:
+        """Keep the examples of the run: example i is sequences n i to n (i + 1), with n sequences per example.
+
+        Args:
+            train: its response mask is True at the tokens that the loss is on, if it is on tokens.
+        """
+        self._train, self._held_out = train, held_out
+
+    def loss(self, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
+        """This microbatch's share of the minibatch's mean loss, in the graph also for a filler; and further metrics."""
+        raise NotImplementedError
+
+    def train(self, step: int) -> UpdateOutcome:
+        """The optimizer step after `step` others of the run, as this rank saw it."""
+        count, seed = self._count(self._train), self.config.run.seed
+        minibatches = self.config.updates_per_epoch(count)
+        epoch, number = divmod(step, minibatches)
+        examples = draw_minibatches(count, minibatches=minibatches, seed=seed, step=0, epoch=epoch)[number]
+        microbatches = self._own(self._train, examples)
+        outcome = self.take_step(len(microbatches), lambda i: self._measured("train", microbatches[i]))
+        index = np.concatenate([held.index[: 0 if held.is_filler else None] for held in microbatches])
+        counts: StepMetrics = {"train/tokens": Sum(len(index))}
+        if trained := int(self._train.response_mask[index].sum()):
+            counts["train/trained_tokens"] = Sum(trained)
+        return replace(outcome, metrics=outcome.metrics | counts)
+
+    @torch.no_grad()
+    def evaluate(self) -> StepMetrics:
+        """The mean loss and the other metrics on all held-out examples, as this rank saw them."""
+        assert self._held_out is not None
+        microbatches = self._own(self._held_out, np.arange(self._count(self._held_out)))
+        return on_host(merge_metrics([self._measured("eval", held)[1] for held in microbatches]))
+
+    def _measured(self, prefix: str, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
+        loss, metrics = self.loss(held)
+        metrics = {"loss": Sum(loss.detach().double()), **metrics}
+        return loss, {f"{prefix}/{name}": metric for name, metric in metrics.items()}
+
+    def _count(self, data: PackedTokens) -> int:
+        return len(data.lengths) // self.config.sequences_per_example
+
+    def _own(self, data: PackedTokens, examples: np.ndarray) -> list[HeldMicrobatch]:
+        """This rank's microbatches of a minibatch of these examples."""
+        sequences = self.config.sequences_per_example
+        rows = examples[:, None] * sequences + np.arange(sequences)
+        packed = pack_microbatches(
+            data.lengths[rows].sum(1),
+            max_tokens=self.config.learner.max_tokens_per_microbatch,
+            ranks=self.place.world_size,
+        )
+        trained = data.response_mask[data.token_indices(rows.ravel())]
+        minibatch = Minibatch(
+            tuple(tuple(rows[np.array(members, np.int64)].ravel() for members in rank) for rank in packed),
+            # an example counts as a rollout
+            Denominators(tokens=int(trained.sum()), rollouts=len(examples), sequences=rows.size),
+        )
+        return hold(data, minibatch, self.place.rank, self.device)

@@ -1,0 +1,105 @@
+"""Prompts -> graded groups, behind two functions: one continues token ids on an engine, the other grades rollouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from rlhf.config.grpo import GRPOConfig
+from rlhf.rollout.requests import Completion, SamplingSettings, request_seed
+from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, TokenSequence, VersionSpan
+
+
+class Generate(Protocol):
+    """One request on an engine: `samples` continuations of token ids [P]. See `cluster.engines.Engines.generate`."""
+
+    def __call__(
+        self, token_ids: np.ndarray, settings: SamplingSettings, *, samples: int, seed: int | None, what: str
+    ) -> Awaitable[list[Completion]]: ...
+
+
+class Grade(Protocol):
+    """Grades the rollouts of a prompt, in their order; `trains` is False in an evaluation."""
+
+    def __call__(
+        self, prompt: Prompt, rollouts: Sequence[Rollout], settings: SamplingSettings, *, trains: bool
+    ) -> Awaitable[tuple[ScoredRollout, ...]]: ...
+
+
+class Sampler:
+    """Samples and grades the groups of a run.
+
+    Args:
+        truncate_token: the id of rollout.truncate_token; None without one.
+    """
+
+    def __init__(self, config: GRPOConfig, truncate_token: int | None, generate: Generate, grade: Grade) -> None:
+        self._config, self._truncate_token = config, truncate_token
+        self._generate, self._grade = generate, grade
+
+    async def for_training(self, prompt: Prompt) -> RolloutGroup:
+        """Sample a group by the `rollout` section, with the whole reward: verifiers, reward model, penalties."""
+        rollout, settings = self._config.rollout, self.training_settings
+        rollouts = await self.rollouts(prompt, rollout.samples_per_prompt, settings)
+        graded = await self._grade(prompt, rollouts, settings, trains=True)
+        penalized = (penalize_non_stop(each, rollout.non_stop_reward, rollout.missing_eos_penalty) for each in graded)
+        return RolloutGroup(prompt, tuple(penalized))
+
+    async def for_evaluation(self, prompt: Prompt) -> RolloutGroup:
+        """Sample a group by the settings of its evaluation set. The verifiers, or else the reward model, grade it."""
+        evaluation = self._config.evaluations[prompt.source]
+        longest = evaluation.max_response_tokens or self._config.rollout.max_response_tokens
+        settings = self._settings(evaluation.temperature, longest, top_p=evaluation.top_p)
+        rollouts = await self.rollouts(prompt, evaluation.samples_per_prompt, settings)
+        return RolloutGroup(prompt, await self._grade(prompt, rollouts, settings, trains=False))
+
+    async def rollouts(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> list[Rollout]:
+        """Sample a group without grading it, in one request."""
+        seed = request_seed(self._config.noise_seed, prompt)
+        completions = await self._generate(prompt.token_ids, settings, samples=samples, seed=seed, what=prompt.id)
+        return [to_rollout(prompt, sample, completion) for sample, completion in enumerate(completions)]
+
+    @property
+    def training_settings(self) -> SamplingSettings:
+        rollout = self._config.rollout
+        return self._settings(rollout.temperature, rollout.max_response_tokens)
+
+    def _settings(self, temperature: float, max_tokens: int, *, top_p: float = 1.0) -> SamplingSettings:
+        rollout = self._config.rollout
+        return SamplingSettings(
+            temperature,
+            max_tokens,
+            rollout.stop,
+            self._truncate_token,
+            rollout.truncate_after,
+            whole=rollout.truncate == "graded_text",
+            top_p=top_p,
+        )
+
+
+def to_rollout(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
+    """Prompt and response as one sequence, id for id; nothing is tokenized again."""
+    shift = len(prompt.token_ids)
+    response = len(completion.token_ids)
+    sequence = TokenSequence(
+        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
+        response_mask=np.concatenate([np.zeros(shift, bool), np.ones(response, bool)]),
+        rollout_logprobs=np.concatenate([np.zeros(shift, np.float32), completion.logprobs.astype(np.float32)]),
+        version_spans=tuple(VersionSpan(s + shift, e + shift, v) for s, e, v in completion.version_spans),
+    )
+    return Rollout(prompt.id, prompt.epoch, sample, (sequence,), completion.finish_reason)
+
+
+def penalize_non_stop(sample: ScoredRollout, reward: float | None, penalty: float = 0.0) -> ScoredRollout:
+    """Replace (reject) or lower the reward of a response that did not stop; unscorable responses are unchanged.
+
+    Args:
+        reward: the new reward; None keeps the response's own.
+        penalty: subtracted from it.
+    """
+    if sample.rollout.finish_reason == "stop" or sample.reward is None:
+        return sample
+    return dataclasses.replace(sample, reward=(sample.reward if reward is None else reward) - penalty)

@@ -1,0 +1,85 @@
+"""Rollouts -> graded rollouts: decoded, graded by the verifiers, scored by the reward model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.roles import REWARD_MODEL
+from rlhf.data.load import LoadedPrompts
+from rlhf.data.order import PromptStream
+from rlhf.rewards.model_client import Conversation, RewardModelClient, conversation, endpoint_scorer
+from rlhf.rewards.scorer import Scorer
+from rlhf.rollout.requests import SamplingSettings
+from rlhf.rollout.sampler import Sampler
+from rlhf.run.state import RunState
+from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
+
+CHANNEL_MARKS = {"<|channel|>", "[THINK]"}  # special tokens that say where a thought begins
+
+
+class Grading:
+    """The `grade` of a Sampler."""
+
+    def __init__(
+        self, config: GRPOConfig, scorer: Scorer, tokenizer: Any, reward_model: RewardModelClient | None = None
+    ) -> None:
+        self.reward_model = reward_model
+        self._config, self._scorer, self._tokenizer = config, scorer, tokenizer
+        # without these marks no thought could be told
+        self._plain = not CHANNEL_MARKS & set(tokenizer.all_special_tokens)
+
+    async def __call__(
+        self, prompt: Prompt, rollouts: Sequence[Rollout], settings: SamplingSettings, *, trains: bool
+    ) -> tuple[ScoredRollout, ...]:
+        texts = [self.text(rollout, settings) for rollout in rollouts]
+        graded = await self._scorer.score_group(prompt, rollouts, texts)
+        if self.reward_model is None or not (trains or not self._config.reward.parts_of(prompt.source)):
+            return graded
+        return (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples
+
+    def text(self, rollout: Rollout, settings: SamplingSettings) -> str:
+        """The text of what was sampled, as far as it is graded."""
+        ids = settings.graded(rollout.response_ids).tolist()
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._plain)
+        return text
+
+
+def reward_model_client(config: GRPOConfig, cluster: Any) -> RewardModelClient | None:
+    """The client of the config's reward model, in actors of the cluster or behind an endpoint; None without one."""
+    model = config.reward_model
+    if model is None:
+        return None
+    if model.path is None:
+        return RewardModelClient([endpoint_scorer(model)] * model.replicas, weight=model.weight)
+
+    async def score(copy: int, conversations: list[Conversation]) -> list[float | None]:
+        what = f"{len(conversations)} responses"
+        scores: list[float | None] = await cluster.group(REWARD_MODEL).call_one(copy, "score", conversations, what=what)
+        return scores
+
+    scorers = [partial(score, copy) for copy in range(model.replicas)]
+    return RewardModelClient(scorers, weight=model.weight, by_group=config.run.deterministic)
+
+
+async def normalize_scores(
+    grading: Grading, sampler: Sampler, prompts: LoadedPrompts, config: GRPOConfig, state: RunState
+) -> None:
+    """Set mean and std of the reward model's scores: those of the run, or measured now on sampled responses.
+
+    A resumed run keeps the scale that it began with.
+    """
+    client = grading.reward_model
+    if client is None or config.reward_model is None or config.reward_model.reference_samples is None:
+        return
+    if not state.reward_scale:
+        stream = PromptStream(prompts.prompts, rows_per_epoch=prompts.rows_per_epoch, seed=config.run.seed)
+        drawn, settings = stream.take(config.reward_model.reference_samples), sampler.training_settings
+        rollouts = await asyncio.gather(*(sampler.rollouts(prompt, 1, settings) for prompt in drawn))
+        texts = [grading.text(rollout, settings) for (rollout,) in rollouts]
+        await client.normalize_on([conversation(p, text) for p, text in zip(drawn, texts, strict=True)])
+        state.reward_scale = {"mean": client.mean, "std": client.std}
+    client.mean, client.std = state.reward_scale["mean"], state.reward_scale["std"]

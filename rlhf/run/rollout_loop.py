@@ -1,0 +1,258 @@
+"""The rollout side of a run with engines: prompts, grader, engines, buffer, canary, evaluation, and what is logged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from rlhf.cluster.canary import Canary
+from rlhf.cluster.engines import Engines
+from rlhf.config.grpo import GRPOConfig
+from rlhf.data.model_files import truncate_token_id
+from rlhf.log.clock import waiting_seconds
+from rlhf.log.reductions import UpdateOutcome, mean_over_updates, to_histograms, to_values
+from rlhf.log.sinks import Details
+from rlhf.rewards.scorer import Scorer
+from rlhf.rollout.buffer import RolloutBuffer, Staleness, groups_at_engines
+from rlhf.rollout.sampler import Sampler
+from rlhf.run.evaluation import evaluate, evaluation_metrics
+from rlhf.run.folder import rollout_rows
+from rlhf.run.grading import Grading, normalize_scores, reward_model_client
+from rlhf.run.prompts import PromptTickets
+from rlhf.run.resume import check_reward_code
+from rlhf.run.rollout_metrics import rollout_metrics
+from rlhf.run.run import Run
+from rlhf.run.skipped import SkippedBatches
+from rlhf.run.speed import LearnerSpeed
+from rlhf.run.startup import RunData, check_prompts_suffice, read_data, show_data, without_bad_gold
+from rlhf.run.threads import in_thread
+from rlhf.run.token_values import token_values
+from rlhf.run.useless_steps import UselessSteps, updates_taken
+from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
+
+SAY_FRACTION = 0.1  # of cluster.step_deadline_s, after which a step says which groups it waits for
+TABLES, GROUPS_IN_TABLE = 20, 2  # tables of sampled responses in a run, for wandb; groups in each
+
+C = TypeVar("C", bound=GRPOConfig)
+
+
+@contextlib.asynccontextmanager
+async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = Engines) -> AsyncIterator[RolloutLoop[C]]:
+    """Start a run and its rollout side: the gold answers are graded first, then engines and learners start.
+
+    Args:
+        make_engines: from the cluster and the config; tests give others.
+
+    Raises:
+        ValueError: a row of the data, or the tokenizer, does not fit the config.
+    """
+    async with contextlib.AsyncExitStack() as exit_stack:
+        with run.clock.phase("start"):
+            exit_stack.enter_context(run.shown())
+            scorer, data, tickets = await _prepare(run, exit_stack)
+            await exit_stack.enter_async_context(run.started())
+            engines = await exit_stack.enter_async_context(make_engines(run.cluster, run.config))
+            if kernels := (await run.cluster.learners.call("kernels"))[0]:
+                run.log.print(kernels)
+            loop = RolloutLoop(run, data, tickets, scorer, engines, (await run.cluster.learners.call("device_name"))[0])
+            exit_stack.push_async_callback(loop.buffer.close)
+            with run.log.terminal.stage("check"):
+                await loop.check_start()
+            engines.meter.take()  # what the checks sampled is of no step
+        run.begin()
+        yield loop
+
+
+async def _prepare(run: Run[C], exit_stack: contextlib.AsyncExitStack) -> tuple[Scorer, RunData, PromptTickets]:
+    """Read the data, start the scorer, and check the gold answers with it, before anything else is started.
+
+    The run folder is not touched: a resumed run whose prompts have changed is refused, and keeps what it has.
+    """
+    config, say = run.config, run.log.print
+    with run.log.terminal.stage("data"):
+        data = await in_thread(read_data, config, run.tokenizer)
+    show_data(say, data.train, run.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+    with run.log.terminal.stage("grader"):
+        scorer = Scorer(config.reward, say=partial(say, wrap=False))
+        exit_stack.callback(scorer.close)
+        run.cluster.heartbeat.others = lambda: scorer.processes  # before its first look at the memory
+        scorer.restore(run.state.reward_status)
+        for warning in (*scorer.warnings, *check_reward_code(config, run.state, scorer.sources)):
+            run.log.warn(warning)
+
+        def checked() -> RunData:
+            train = without_bad_gold("train", data.train, config, scorer, say)
+            return RunData(train, without_bad_gold("eval", data.evaluation, config, scorer, say))
+
+        data = await in_thread(checked)  # takes minutes for a large data set; SIGTERM must still be handled
+    check_prompts_suffice(config, data.train)
+    restored = None if run.restored is None else run.state
+    return scorer, data, PromptTickets(data.train, seed=config.run.seed, restored=restored)
+
+
+class RolloutLoop(Generic[C]):
+    """What a run with engines has besides `Run`; made by `rollout_loop`, when everything has started."""
+
+    def __init__(
+        self, run: Run[C], data: RunData, tickets: PromptTickets, scorer: Scorer, engines: Engines, device_name: str
+    ) -> None:
+        config = run.config
+        self.engines, self.scorer, self.data, self.tickets = engines, scorer, data, tickets
+        self.grading = Grading(config, scorer, run.tokenizer, reward_model_client(config, run.cluster))
+        truncate_token = truncate_token_id(config.rollout, run.tokenizer)
+        self.sampler = Sampler(config, truncate_token, engines.generate, self.grading)
+        self.canary = Canary(
+            engines,
+            next(iter(data.train.prompts.values())),
+            dtype=config.model.dtype,
+            max_tokens=config.max_sequence_tokens,
+            noise_seed=config.noise_seed,
+        )
+        self.buffer = RolloutBuffer(
+            self.sampler.for_training,
+            self.tickets.next,
+            groups_per_step=config.rollout.prompts_per_step,
+            total_steps=config.run.steps,
+            staleness=Staleness(config.rollout.max_policy_lag, config.rollout.on_stale),
+            step=run.first_step,
+            account=run.state.account,
+            replacements=run.state.replacements,
+            max_replacements=config.rollout.max_replacements if config.rollout.dynamic_sampling else 0,
+            deciding_part=config.rollout.dynamic_sampling_part,
+            in_order=config.run.deterministic,
+            max_running=None if config.run.deterministic else groups_at_engines(config),
+            # the call of an engine has step_deadline_s; another engine may then take its place
+            deadline_s=2 * config.cluster.step_deadline_s,
+        )
+        self.useless_steps = UselessSteps(config.run, run.diagnosis)
+        self.skipped = SkippedBatches(lambda: run.folder.path / "skipped", run.log.warn)
+        self.speed = LearnerSpeed(config, device_name)
+        self._run = run
+        run.progress = self.progress
+        run.log.terminal.sampling_waits_for = self.buffer.waits_for
+
+    async def check_start(self) -> None:
+        """Check that engines and learners hold the same weights, before and after a checkpoint is loaded."""
+        run = self._run
+        await self.canary.measure_noise()  # before a checkpoint is loaded: both sides hold model.path
+        await normalize_scores(self.grading, self.sampler, self.data.train, run.config, run.state)
+        if run.restored is not None:
+            await self.engines.sleep_if_colocated()
+            await run.cluster.load(run.restored)
+        await self.canary.check_start(run.first_step)
+        self.engines.replace_lost(self.canary.check_joined)
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint holds of the rollout side."""
+        account, buffer = self.buffer.account, self.buffer
+        return {
+            "rewards": self.scorer.sources,
+            "stream": self.tickets.stream.state(),
+            "outstanding": sorted([*buffer.outstanding(), *self.tickets.waiting()]),
+            # a resumed run samples the waiting rollouts again
+            "account": replace(account, sampled=account.sampled - buffer.waiting),
+            "replacements": buffer.replacements,
+            "reward_status": self.scorer.counted_besides(buffer.outstanding_prompts()),
+        }
+
+    # --- a training step ---
+
+    async def take_groups(self, step: int) -> Sequence[RolloutGroup]:
+        """The graded groups for the step after `step` finished ones; a signal meanwhile saves and ends the run."""
+        run, buffer = self._run, self.buffer
+        say_s = run.config.cluster.step_deadline_s * SAY_FRACTION
+        say = asyncio.get_running_loop().call_later(say_s, lambda: run.log.print(f"{buffer.waits_for()}."))
+        try:
+            groups = await run.stop.unless_requested(buffer.take())
+        finally:
+            say.cancel()
+        if groups is None:
+            await run.checkpoint_if_due(step)
+        assert groups is not None, "checkpoint_if_due ends the run"
+        return groups
+
+    def count(self, batch: StepBatch) -> None:
+        """Count the rollouts of the step by their use, and their tokens."""
+        self.buffer.count(batch)
+        response_tokens, tokens = int(batch.response_lengths.sum()), self._run.state.tokens
+        tokens["prompt"] += len(batch.tokens.token_ids) - response_tokens
+        tokens["response"] += response_tokens
+
+    async def update_reference(self, done: int) -> None:
+        """After `done` training steps: replace the reference by the policy when due, or average the policy into it."""
+        algo, learners = self._run.config.algo, self._run.cluster.learners
+        if algo.ref_update == "average":
+            await learners.call("blend_reference", algo.ref_decay)
+        elif algo.ref_update == "replace" and done % algo.ref_every == 0:
+            await learners.call("blend_reference", 0.0)
+
+    def log_step(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        batch: StepBatch,
+        advantages: np.ndarray,
+        targets: PolicyTargets,
+        epochs: Sequence[Sequence[Minibatch]],
+        updates: Sequence[UpdateOutcome],
+        measured: dict[str, float],
+    ) -> None:
+        """Write the metrics and the rollouts of a finished step.
+
+        Args:
+            advantages: [R], one per rollout.
+            epochs: minibatches of the policy; empty while a critic warms up.
+            measured: metrics that are logged as they are.
+        """
+        run = self._run
+        config, rollout = run.config, run.config.rollout
+        sampled = rollout_metrics(groups, advantages, version=step - 1, asynchronous=rollout.max_policy_lag > 0)
+        learned = mean_over_updates(updates)
+        metrics = sampled | learned
+        values = to_values(metrics)
+        values |= measured | self.buffer.account_metrics() | run.cluster.heartbeat.memory
+        values["time/step"] = run.clock.step_seconds()
+        phases, window_s = run.clock.take()
+        rate, engines_busy_s = self.engines.meter.take()
+        values |= waiting_seconds(phases, window_s, engines_busy_s)
+        values |= self.speed.of_step(batch, epochs, run.cluster.learners.shared, phases.get("update", 0.0))
+        values["time/slow_groups"], self.buffer.slow_wait_s = self.buffer.slow_wait_s, 0.0
+        values |= {"rollout/tokens_per_second": rate, "data/epoch": self.tickets.stream.epochs}
+        values |= self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
+        values |= {f"time/{phase}": spent for phase, spent in phases.items()}
+        counted = self.scorer.counted_besides(self.buffer.outstanding_prompts())
+        values |= {f"reward/status/{name}": count for name, count in counted.items()}
+        rows = rollout_rows(step, groups, advantages.tolist())
+        every = -(-config.run.steps // TABLES)
+        shown = [] if step % every else rows[: sum(len(group.samples) for group in groups[:GROUPS_IN_TABLE])]
+        run.log_step(step, values, Details(to_histograms(metrics), shown))
+        if config.logging.rollouts:
+            if config.logging.token_values:
+                of_tokens = token_values(batch, targets, run.tokenizer)
+                rows = [row | values for row, values in zip(rows, of_tokens, strict=True)]
+            run.folder.write_rollouts(step, rows, run.log.files)
+        for error in self.scorer.new_errors():
+            run.log.warn(error)
+        trained = int(batch.trained.sum())
+        self.useless_steps.after_step(groups, advantages, trained=trained, updates_taken=updates_taken(updates))
+
+    # --- evaluation ---
+
+    async def evaluate_if_due(self, step: int) -> None:
+        """Evaluate the current policy on all of `data.eval`, and log it under this step."""
+        run, prompts = self._run, self.data.evaluation.prompts
+        if not run.evaluation_is_due(step) or not prompts:
+            return
+        with run.clock.phase("evaluation"):
+            at_once = run.config.evaluation_groups_at_once
+            count = run.log.terminal.progress("problem", sum(map(len, prompts.values())))
+            evaluation = evaluate(prompts, self.sampler.for_evaluation, at_once=at_once, count=count)
+            groups = await run.stop.unless_requested(evaluation)
+        if groups is not None:  # else a resumed run does this evaluation
+            run.log_evaluation(step, evaluation_metrics(groups))

@@ -1,0 +1,285 @@
+"""A training run without its loop: folder, state, log, clock, stop, saving, and the cluster. Every program has one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from rlhf.cluster.checkpoints import Checkpoints
+from rlhf.cluster.cluster import Cluster
+from rlhf.cluster.heartbeat import Heartbeat
+from rlhf.cluster.rank_group import RankGroup
+from rlhf.config.load import flat_keys
+from rlhf.config.program import TrainingProgramConfig
+from rlhf.data.model_files import load_tokenizer
+from rlhf.log.clock import Clock
+from rlhf.log.diagnosis import Diagnosis
+from rlhf.log.sinks import NO_DETAILS, Details, evaluation_table
+from rlhf.run.folder import RunFolder, best_step
+from rlhf.run.manifest import PARTIAL
+from rlhf.run.mirror import Mirror
+from rlhf.run.model_card import model_card
+from rlhf.run.outputs import RunLog
+from rlhf.run.resume import check_not_finished, check_resumed_state, model_fingerprints, resume_warnings
+from rlhf.run.saving import CheckpointSaver
+from rlhf.run.state import RunState, code_state
+from rlhf.run.stop import Stop
+
+SAVE_S = 60.0  # that a failed run waits for the checkpoint that is being written
+LOST_SAVE_S = 15.0  # where Ray has ended: learners that still live may complete it
+
+C = TypeVar("C", bound=TrainingProgramConfig)
+
+
+class RunCluster(Protocol):
+    """What a run asks of its cluster; tests drive a run with one that starts nothing."""
+
+    checkpoints: Checkpoints
+    heartbeat: Heartbeat
+    lost: str
+
+    @property
+    def learners(self) -> RankGroup: ...
+
+    @property
+    def critics(self) -> RankGroup: ...
+
+    async def together(self, calls: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]: ...
+
+    async def load(self, folder: Path) -> None: ...
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(self, *failure: Any) -> None: ...
+
+
+class Run(Generic[C]):
+    """What any training has. The constructor checks the run folder and the tokenizer; nothing is started yet.
+
+    `shown` and then `started` are the contexts of the run, from its first line to the end of its last process.
+
+    Args:
+        resume: go on from a checkpoint of the folder.
+        start_at: the name of that checkpoint; None: the newest.
+        make_cluster: a Cluster, or in tests another RunCluster.
+
+    Raises:
+        ValueError: the folder cannot be used, or what it holds does not fit the config.
+
+    Attributes:
+        state: what the run has counted so far; a resumed run begins with the state of its checkpoint.
+        restored: the checkpoint that a resumed run goes on from.
+        progress: fields of the state that the program's own loop adds to a checkpoint.
+        lost_folder: what happened to the run folder, if it was renamed or removed: the run ends at the next boundary.
+    """
+
+    def __init__(
+        self, config: C, *, resume: bool, start_at: str | None = None, make_cluster: Callable[..., RunCluster] = Cluster
+    ) -> None:
+        self.config = config
+        if resume and start_at is None:
+            check_not_finished(config)
+        mirror = None if config.checkpoint.mirror is None else Mirror(config.checkpoint.mirror)
+        self.folder = RunFolder(config.run.dir, resume=resume, mirror=mirror, start_at=start_at)
+        self.restored = self.folder.restored
+        self.state = RunState() if self.restored is None else RunFolder.read_state(self.restored)
+        check_resumed_state(config, self.folder, self.state)
+        self.first_step = self.state.step
+        self.log = RunLog(config, first_step=self.first_step, state=self.state)
+        self.clock = Clock(self.state.seconds, self.log.terminal.phase)
+        self.diagnosis = Diagnosis(flat_keys(config.shown()))
+        self.stop = Stop(config.run.grace_s, self.log.print)
+        self.tokenizer = load_tokenizer(config.model)
+        self.cluster = make_cluster(config, first_step=self.first_step, watch_stage=self.log.terminal.stage)
+        self.saver = CheckpointSaver(
+            config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, mirror, self.log.warn,
+            self.log.files.check,
+        )  # fmt: skip
+        self.progress: Callable[[], Mapping[str, Any]] = dict
+        self.lost_folder = ""
+
+    # --- start and end ---
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """The run's lines and live view, which begin with what the user should know before it starts."""
+        with self.log.terminal.live():
+            for warning in (*self.config.warnings(), *self.folder.warnings, *resume_warnings(self.config, self.state)):
+                self.log.warn(warning)
+            if self.restored is not None:
+                self.log.print(f"resuming from {self.restored}")
+            yield
+
+    @contextlib.asynccontextmanager
+    async def started(self) -> AsyncIterator[None]:
+        """The run folder, every log and the cluster; at the end a save that is under way is completed first."""
+        cluster = self.config.cluster
+        self.folder.create(self.config)
+        async with contextlib.AsyncExitStack() as exit_stack:
+            self.log.open(self.folder, exit_stack)
+            engines = f"{cluster.engines} engine(s) and " if hasattr(cluster, "engines") else ""
+            self.log.print(f"starting {engines}{cluster.learners} learner(s) on {cluster.device} ...")
+            async with self.cluster:
+                try:
+                    yield
+                finally:
+                    await self.saver.close(within_s=LOST_SAVE_S if self.cluster.lost else SAVE_S)
+
+    def begin(self) -> None:
+        """Everything has started: from now on a signal saves, and seconds of waiting count."""
+        self.clock.start_window()
+        self.stop.can_save = True
+
+    # --- around a step ---
+
+    @contextlib.asynccontextmanager
+    async def profiled(self, step: int) -> AsyncIterator[None]:
+        """A context around a training step; learner 0 writes a trace of it if `logging.profile_steps` names it."""
+        if step not in self.config.logging.profile_steps:
+            yield
+            return
+        from rlhf.learner import profile
+
+        file = str(self.folder.path.resolve() / "profile" / f"step-{step:06d}.json.gz")
+        await self.cluster.learners.call_one(0, "apply", profile.start, what="profiling")
+        yield
+        if why := await self.cluster.learners.call_one(0, "apply", profile.stop, file, what=f"writing {file}"):
+            self.log.warn(f"{file} was not written: {why}.")
+
+    def log_step(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
+        """Write the metrics of a finished step, and say what looks wrong in them."""
+        self.follow_folder()
+        self.log.write(step, values, details)
+        for finding in self.diagnosis.after_step(step, values):
+            self.log.alert(finding.title, finding.text)
+
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether the `evaluation` section asks for an evaluation after this many steps, and it was not done yet."""
+        evaluation = self.config.evaluation
+        if step in self.state.evaluations:
+            return False
+        if step == 0:
+            return evaluation.at_start and self.first_step == 0
+        if step == self.config.steps:
+            return evaluation.at_end
+        return evaluation.every is not None and step % evaluation.every == 0
+
+    def log_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Keep and write the metrics of an evaluation after `step` training steps."""
+        self.state.evaluations[step] = values
+        self.diagnosis.after_evaluation(values)
+        self.log.write(step, values)
+        self.log.terminal.evaluation(step, values)
+
+    def follow_folder(self) -> None:
+        """Go on writing into the run folder where it was renamed to, until the run ends at the next step boundary."""
+        before = self.folder.path
+        if happened := self.folder.follow():
+            self.lost_folder = happened
+            self.log.files.move(before, self.folder.path)
+
+    # --- checkpoints ---
+
+    def checkpoint_is_due(self, step: int) -> bool:
+        """Every `checkpoint_every` steps, after the last and the best step, and at a signal; never if that is null."""
+        every, best = self.config.checkpoint_every, self.config.checkpoint.best
+        is_best = best is not None and best_step(self.state.evaluations, best) == step
+        is_last = step == self.config.steps
+        ends = self.stop.requested or bool(self.lost_folder)
+        return every is not None and (step % every == 0 or is_last or is_best or ends)
+
+    async def checkpoint_if_due(self, step: int) -> None:
+        """Write a checkpoint if one is due or the last save failed. If a signal asks the run to end, then end it.
+
+        Raises:
+            RuntimeError: the run folder was renamed or removed; the run is saved and ends, or it would go on in two.
+        """
+        self.follow_folder()
+        is_due = self.checkpoint_is_due(step)
+        with self.clock.phase("checkpoint"), self.stop.saving():
+            if (is_due and step > max(self.folder.saved_step, self.saver.writing_step)) or self.saver.failure:
+                await self.saver.save(await self._state_after(step))
+        if self.stop.requested or self.lost_folder:
+            await self._end_saved(step)
+
+    async def _end_saved(self, step: int) -> None:
+        """Complete the save that is under way; then end the run, if a signal or a lost run folder asks for that."""
+        with self.clock.phase("checkpoint"), self.stop.saving():
+            await self.saver.finish()
+            self.follow_folder()
+            if self.lost_folder and self.saver.failure:  # the save had begun where the folder was before
+                await self.saver.save(await self._state_after(step))
+                await self.saver.finish()
+        if not (self.stop.requested or self.lost_folder):
+            return
+        self.stop.close()
+        saved = self.folder.saved_step
+        if self.lost_folder:
+            kept = f"Go on from step {saved} with --resume run.dir={self.folder.path}" if saved else "Nothing was saved"
+            raise RuntimeError(f"{self.lost_folder} The run ends after step {step}. {kept}.")
+        kept = f"Go on from step {saved} with --resume." if saved else "Nothing was saved."
+        self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
+        raise asyncio.CancelledError
+
+    async def _state_after(self, step: int) -> RunState:
+        """All that the driver knows about the run, for a checkpoint."""
+        counts = await self.cluster.learners.call("update_counts")
+        self.state.updates_taken, self.state.updates_skipped = counts[0]
+        if not self.state.models:
+            self.state.models = await asyncio.to_thread(model_fingerprints, self.config)
+        return replace(
+            self.state,
+            step=step,
+            program=self.config.program,
+            config=self.config.shown(),
+            code=await asyncio.to_thread(code_state),
+            updates=self.config.update_plan,
+            wandb_run_id=self.log.wandb_run_id,
+            mlflow_run_id=self.log.mlflow_run_id,
+            seconds=dict(self.clock.total),
+            # copies, because the loop goes on changing these
+            tokens=dict(self.state.tokens),
+            evaluations=dict(self.state.evaluations),
+            **self.progress(),
+        )
+
+    async def finish(self, counted: Mapping[str, Any]) -> None:
+        """Export the model and write the summary.
+
+        Args:
+            counted: what the program adds to the summary.
+
+        Raises:
+            OSError: the end of the log could not be written.
+            RuntimeError: the last checkpoint could not be written; the export and the summary were.
+        """
+        config, steps = self.config, self.config.steps
+        await self._end_saved(steps)
+        self.stop.close()
+        if config.run.export:
+            with self.clock.phase("export"):
+                exported = self.folder.model.with_suffix(PARTIAL)
+                shutil.rmtree(exported, ignore_errors=True)
+                await self.cluster.learners.call("export", str(exported.resolve()), config.model.path)
+                card = model_card(await self._state_after(steps), self.folder.metrics)
+                (exported / "README.md").write_text(card)
+                shutil.rmtree(self.folder.model, ignore_errors=True)  # of an earlier end, before run.steps grew
+                exported.rename(self.folder.model)
+        end = await self._state_after(steps)
+        planned = {"updates_planned": config.training.total_updates}
+        self.folder.write_summary({**end.summary(), **planned, **counted})
+        if after := end.evaluations.get(steps):
+            training_s = sum(spent for phase, spent in end.seconds.items() if phase not in ("start", "evaluation"))
+            table = {"before": end.evaluations.get(0, {}), "after": after}
+            self.log.console.print(evaluation_table(f"evaluation, {training_s:.0f} s of training", table))
+        if notice := self.diagnosis.notice():
+            self.log.warn(notice)
+        self.log.print(f"run folder: {self.folder.path}")
+        self.log.files.check()
+        if self.saver.failure:
+            raise RuntimeError(f"{self.saver.failure} Make room, and repeat the last steps with --resume.")

@@ -1,0 +1,29 @@
+"""Blocking calls beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a blocking function in a thread, so that deadlines and signals still count.
+
+    The thread does not keep the program alive, as one of `asyncio.to_thread` would.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so that its result can always be set
+
+    def work() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(future)

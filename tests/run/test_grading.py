@@ -1,0 +1,139 @@
+"""What the sampler asks the engines for, and its measure of their speed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from worlds import make_config, make_ppo_config
+
+from rlhf import quickstart
+from rlhf.data.load import LoadedPrompts
+from rlhf.data.model_files import truncate_token_id
+from rlhf.log.clock import BusyMeter
+from rlhf.rewards.model_client import RewardModelClient
+from rlhf.rewards.scorer import Scorer
+from rlhf.rollout.requests import Completion, SamplingSettings
+from rlhf.rollout.sampler import Sampler, to_rollout
+from rlhf.run.grading import Grading, normalize_scores
+from rlhf.run.state import RunState
+from rlhf.types import Prompt, Rollout, ScoredRollout, VersionSpan
+
+
+def test_tokens_that_arrive_during_an_evaluation_are_in_the_rate_of_the_next_step() -> None:
+    meter = BusyMeter()
+    meter.begin()
+    time.sleep(0.01)
+    meter.end()
+    meter.tokens += 30
+    rate, busy_s = meter.take()
+    assert busy_s >= 0.01
+    assert rate == pytest.approx(30 / busy_s)
+    assert meter.take() == (0.0, 0.0)
+
+
+def test_an_evaluation_set_is_sampled_as_it_asks(tmp_path: Path) -> None:
+    sets = [{"path": "a.jsonl"}, {"path": "b.jsonl", "samples_per_prompt": 4, "max_response_tokens": 9, "top_p": 0.9}]
+    config = make_config(tmp_path / "model", data={"eval": sets}, evaluation={"temperature": 0.5, "top_p": 0.95})
+    asked: list[tuple[int, float, float, int]] = []
+
+    async def generate(_: Any, settings: SamplingSettings, *, samples: int, **__: Any) -> list[Completion]:
+        asked.append((samples, settings.temperature, settings.top_p, settings.max_tokens))
+        return []
+
+    async def grade(*_: Any, **__: Any) -> tuple[ScoredRollout, ...]:
+        return ()
+
+    sampler = Sampler(config, None, generate, grade)
+    for source in ("a", "b"):
+        asyncio.run(sampler.for_evaluation(Prompt(f"{source}/1", 0, np.ones(1, np.int32), (), "", source)))
+    longest = config.rollout.max_response_tokens
+    assert asked == [(1, 0.5, 0.95, longest), (4, 0.5, 0.9, 9)]
+    asyncio.run(sampler.for_training(Prompt("a/1", 0, np.ones(1, np.int32), (), "", "a")))
+    assert asked[-1] == (config.rollout.samples_per_prompt, config.rollout.temperature, 1.0, longest)
+
+
+# --- as the original RLHF code: the reward model reads up to the first ".", and its scores are normalized ---
+
+RLHF = {
+    "rollout": {"truncate_token": ".", "truncate": "graded_text", "non_stop_reward": -1.0, "samples_per_prompt": 1},
+    "reward": {"parts": []},
+    "reward_model": {"endpoint": "http://never-asked", "reference_samples": 2},
+}
+
+
+def original_rlhf(tmp_path: Path, texts: list[str]) -> tuple[Sampler, Grading]:
+    """A sampler of these texts, one after another; its reward model scores a response by its number of characters."""
+    config, tokenizer = make_ppo_config(tmp_path / "model", **RLHF), quickstart.make_tokenizer()
+
+    async def generate(_: Any, settings: SamplingSettings, **__: Any) -> list[Completion]:
+        ids = np.array(tokenizer.encode(texts.pop(0), add_special_tokens=False), np.int32)
+        sampled = Completion(ids, np.full(len(ids), -1.0, np.float32), "length", (VersionSpan(0, len(ids), 0),))
+        return [settings.truncated(sampled)]
+
+    async def characters(conversations: list[list[dict[str, str]]]) -> list[float | None]:
+        return [float(len(messages[-1]["content"])) for messages in conversations]
+
+    grading = Grading(config, cast(Scorer, Ungraded()), tokenizer, RewardModelClient([characters], weight=1.0))
+    return Sampler(config, truncate_token_id(config.rollout, tokenizer), generate, grading), grading
+
+
+async def normalize(sampler: Sampler, grading: Grading, state: RunState) -> None:
+    await normalize_scores(grading, sampler, some_prompts(), sampler._config, state)
+
+
+class Ungraded:
+    """No verifier: every response has 0 before the reward model."""
+
+    async def score_group(self, _: Prompt, rollouts: list[Rollout], texts: list[str]) -> tuple[ScoredRollout, ...]:
+        return tuple(ScoredRollout(*graded, "", 0.0, {}, "ok") for graded in zip(rollouts, texts, strict=True))
+
+
+def some_prompts() -> LoadedPrompts:
+    prompts = [Prompt(f"p/{row}", 0, np.ones(2, np.int32), (), "", "p") for row in (1, 2)]
+    return LoadedPrompts({"p": prompts}, {"p": 0}, {"p": 2})
+
+
+def test_the_reward_model_reads_up_to_the_token_and_all_tokens_after_it_are_trained(tmp_path: Path) -> None:
+    sampler, _ = original_rlhf(tmp_path, ["12.34.5", "1234567"])
+    prompt = some_prompts().prompts["p"][0]
+    (cut,), (rejected,) = (asyncio.run(sampler.for_training(prompt)).samples for _ in range(2))
+    assert (cut.text, cut.reward, cut.rollout.finish_reason, cut.rollout.response_length) == ("12.", 3.0, "stop", 7)
+    assert (rejected.text, rejected.reward, rejected.rollout.response_length) == ("1234567", -1.0, 7)
+
+
+def test_the_marks_of_channels_stay_in_the_text_that_is_graded(tmp_path: Path) -> None:
+    """gpt-oss: the channels are special tokens, and without them a thought would be read as the answer."""
+    config, tokenizer = make_config(tmp_path / "model"), quickstart.make_tokenizer()
+    for marks, text in (([], "12"), (["<|channel|>"], "<|channel|>12")):
+        tokenizer.add_special_tokens({"additional_special_tokens": marks})
+        ids = tokenizer.convert_tokens_to_ids([*marks, "1", "2"])
+        sampled = Completion(np.array(ids, np.int32), np.zeros(len(ids)), "stop", (VersionSpan(0, len(ids), 0),))
+        rollout = to_rollout(some_prompts().prompts["p"][0], 0, sampled)
+        grading = Grading(config, cast(Scorer, Ungraded()), tokenizer)
+        assert grading.text(rollout, SamplingSettings(1.0, 9)) == text
+
+
+def test_scores_get_mean_0_and_variance_1_over_responses_of_the_start_policy_and_a_resumed_run_keeps_the_scale(
+    tmp_path: Path,
+) -> None:
+    """Scores 1 and 5: mean 3, std 2. A score of 4 is then 0.5."""
+    texts = [".23", "1234.", "123.", "123."]
+    state, (sampler, grading) = RunState(), original_rlhf(tmp_path, texts)
+    asyncio.run(normalize(sampler, grading, state))
+    assert state.reward_scale == {"mean": 3.0, "std": 2.0}
+    prompt = some_prompts().prompts["p"][0]
+    assert asyncio.run(sampler.for_training(prompt)).samples[0].reward == 0.5
+    resumed, grading = original_rlhf(tmp_path, texts)
+    asyncio.run(normalize(resumed, grading, RunState.from_json(state.to_json())))
+    assert asyncio.run(resumed.for_training(prompt)).samples[0].reward == 0.5
+
+
+def test_scores_that_are_all_the_same_have_no_scale(tmp_path: Path) -> None:
+    sampler, grading = original_rlhf(tmp_path, ["1.", "2."])
+    with pytest.raises(RuntimeError, match=r"reward_model\.reference_samples=2: 2 responses .* all the same"):
+        asyncio.run(normalize(sampler, grading, RunState()))

@@ -1,0 +1,123 @@
+"""A whole run of rlhf.grpo without Ray: its account, its counters, its reference, its lag, and how it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_run import CUT_OFF_EVERY, drive
+from worlds import make_config
+
+from rlhf.config.grpo import GRPOConfig
+
+STEPS, PROMPTS, SAMPLES = 4, 3, 4
+SAMPLED = STEPS * PROMPTS * SAMPLES
+CUT_OFF = SAMPLED // CUT_OFF_EVERY
+
+
+@pytest.fixture
+def config(tiny_model_dir: Path, tmp_path: Path) -> GRPOConfig:
+    return make_config(
+        tiny_model_dir / "model",
+        run={"dir": str(tmp_path / "run"), "steps": STEPS},
+        rollout={"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "max_policy_lag": 1},
+        algo={"kl_coef": 0.1, "ref_update": "replace", "ref_every": 2, "mask_truncated": True},
+        checkpoint={"every": 1},
+    )
+
+
+def logged(config: GRPOConfig) -> list[dict[str, Any]]:
+    lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "time/step" in row]
+
+
+def test_every_rollout_of_a_run_is_counted_by_its_use_and_so_are_its_tokens(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, engines = asyncio.run(drive(config, monkeypatch))
+    rows = logged(config)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    account = {use: rows[-1][f"account/{use}"] for use in ("sampled", "trained", "filtered", "stale", "failed")}
+    assert account == {
+        "sampled": SAMPLED, "trained": SAMPLED - CUT_OFF, "filtered": CUT_OFF, "stale": 0, "failed": 0,
+    }  # fmt: skip
+    for row in rows:
+        used = sum(row[f"account/{use}"] for use in ("trained", "filtered", "stale", "failed", "waiting"))
+        assert row["account/sampled"] == used
+        assert row["account/trained"] == row["step"] * PROMPTS * (SAMPLES - SAMPLES // CUT_OFF_EVERY)
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts_of(run) if prompt.id in engines.prompts)
+    assert run.state.tokens == {"prompt": SAMPLES * prompt_tokens, "response": 3 * SAMPLED}
+    assert len(set(engines.prompts)) == len(engines.prompts) == STEPS * PROMPTS
+
+
+def prompts_of(run: Any) -> list[Any]:
+    from rlhf.run.startup import read_data
+
+    return [prompt for rows in read_data(run.config, run.tokenizer).train.prompts.values() for prompt in rows]
+
+
+def test_with_a_lag_of_1_later_steps_train_rollouts_of_the_version_before(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.run(drive(config, monkeypatch))
+    assert [row["rollout/lag/max"] for row in logged(config)] == [0, 1, 1, 1]
+
+
+def test_the_reference_is_replaced_every_second_step_and_at_no_other(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = asyncio.run(drive(config, monkeypatch))
+    cluster: Any = run.cluster
+    calls = [call for call in cluster.learners.calls if call[0] in ("blend_reference", "update_counts")]
+    # update_counts is asked in the save after each step, and twice at the end
+    count, blend = ("update_counts",), ("blend_reference", 0.0)
+    assert calls == [count, blend, count, count, blend, count, count, count]
+
+
+def test_a_run_that_a_signal_ended_goes_on_with_its_account_and_repeats_what_was_not_trained(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(drive(config, monkeypatch, until=2))
+    saved = json.loads((Path(config.run.dir) / "checkpoints" / "step-000002" / "driver.json").read_text())
+    assert saved["program"] == "grpo"
+    account, used = saved["account"], 2 * PROMPTS * SAMPLES
+    assert account["sampled"] == account["trained"] + account["filtered"] == used
+    assert saved["updates_taken"] == 2
+    run, engines = asyncio.run(drive(config, monkeypatch, resume=True))
+    cluster: Any = run.cluster
+    assert [path.name for path in cluster.loaded] == ["step-000002"]
+    assert len(engines.prompts) == 2 * PROMPTS
+    rows = logged(config)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["account/sampled"] == SAMPLED
+    assert rows[-1]["account/trained"] == SAMPLED - CUT_OFF
+    trained = [line for step in (1, 2, 3, 4) for line in prompts_trained(config, step)]
+    assert len(set(trained)) == len(trained) == STEPS * PROMPTS
+
+
+def test_a_resumed_run_whose_prompts_have_changed_is_refused_and_its_folder_stays_as_it_was(
+    config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(drive(config, monkeypatch, until=2))
+    run = Path(config.run.dir)
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 3}\n')  # a resumed run would repeat it
+    (run / "rollouts" / "step-000003.jsonl").write_text("{}\n")
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join(Path(config.data.train[0].path).read_text().splitlines(keepends=True)[:-1]))
+    source = config.data.train[0].model_copy(update={"path": str(fewer)})
+    other = config.model_copy(update={"data": config.data.model_copy(update={"train": (source,)})})
+    with pytest.raises(ValueError, match="rows"):
+        asyncio.run(drive(other, monkeypatch, resume=True))
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+
+
+def prompts_trained(config: GRPOConfig, step: int) -> list[str]:
+    lines = (Path(config.run.dir) / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()
+    return list(dict.fromkeys(json.loads(line)["prompt_id"] for line in lines))

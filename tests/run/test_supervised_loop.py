@@ -1,0 +1,183 @@
+"""Runs of rlhf.sft and rlhf.reward_model without Ray: what they log, when they evaluate and save, how they go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_tokenizer import byte_tokenizer
+from fake_run import FakeCluster, FakeLearners
+
+from rlhf import reward_model, sft
+from rlhf.config.reward_model import RewardTrainingConfig
+from rlhf.config.sft import SFTConfig
+from rlhf.config.supervised import SupervisedConfig
+from rlhf.data.conversations import SFTEncoder, pair_encoder
+from rlhf.data.examples import TrainEval, read_examples
+from rlhf.log.reductions import Last, Mean, StepMetrics, Sum, UpdateOutcome
+from rlhf.run.run import Run
+from rlhf.run.supervised_loop import MAX_SKIPPED
+
+ROWS, STEPS = 10, 6  # two epochs of ceil(10 / 4) steps
+TOKENS, TRAINED = 40, 30
+
+
+class Learners(FakeLearners):
+    """The learning rate that they report is the number of the step."""
+
+    diverges = False
+
+    async def hold(self, *data: Any) -> None:
+        self.held = data
+
+    async def train(self, step: int) -> UpdateOutcome:
+        self.calls.append(("train", step))
+        metrics: StepMetrics = {
+            "train/loss": Sum(0.5), "train/tokens": Sum(TOKENS), "train/trained_tokens": Sum(TRAINED),
+            "learner/lr": Last(float(step)),
+        }  # fmt: skip
+        return UpdateOutcome("learner", not self.diverges, metrics)
+
+    async def evaluate(self) -> StepMetrics:
+        return {"eval/loss": Sum(0.25), "eval/accuracy": Mean(3.0, 4.0)}
+
+    def trained(self) -> list[int]:
+        return [arguments[0] for method, *arguments in self.calls if method == "train"]
+
+
+class Cluster(FakeCluster):
+    def __init__(self, config: Any, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        self.learners = Learners()
+
+
+def prepared(schema: type[SupervisedConfig], model: Path, folder: Path, **sections: Any) -> tuple[Any, TrainEval]:
+    """The config of a run on ROWS rows, with its number of steps, and its data."""
+    row = {"prompt": "a", "completion": "b", "chosen": "c", "rejected": "d"}
+    for name, count in (("train", ROWS), ("eval", 4)):
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({**row, "prompt": str(i)}) + "\n" for i in range(count))
+        )
+    key = "sequences_per_update" if schema is SFTConfig else "pairs_per_update"
+    values: dict[str, Any] = {
+        "run": {"dir": str(folder / "run"), "epochs": 2},
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "max_tokens": 64},
+        "learner": {key: 4},
+        "evaluation": {"every": 2},
+        "checkpoint": {"every": 2},
+        "logging": {"wandb": {"mode": "disabled"}},
+        "cluster": {"device": "cpu"},
+    }
+    values |= {name: {**values[name], **keys} for name, keys in sections.items()}
+    config = schema.model_validate_json(json.dumps(values))
+    tokenizer = byte_tokenizer()
+    data = read_examples(
+        config.data, SFTEncoder(tokenizer, None) if schema is SFTConfig else pair_encoder(tokenizer, "model")
+    )
+    return config.with_steps(data.train.rows), data
+
+
+def drive(config: Any, data: TrainEval, *, resume: bool = False, until: int | None = None) -> Run[Any]:
+    """The whole of a program's `train`; a signal comes in training step `until`."""
+    run = Run(config, resume=resume, make_cluster=Cluster)
+    learners: Any = run.cluster.learners
+    train_step = learners.train
+
+    async def step_until(step: int) -> UpdateOutcome:
+        if step + 1 == until:
+            run.stop.on_signal("SIGTERM", lambda: None)
+        return await train_step(step)
+
+    learners.train = step_until
+    program: Any = sft if isinstance(config, SFTConfig) else reward_model
+    try:
+        asyncio.run(program.train(run, data))
+    except asyncio.CancelledError:
+        assert until is not None
+    run.folder.unlock()
+    return run
+
+
+def logged(config: SupervisedConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("schema", [SFTConfig, RewardTrainingConfig])
+def test_a_run_takes_every_step_evaluates_saves_and_exports(
+    tiny_model_dir: Path, tmp_path: Path, schema: type[SupervisedConfig]
+) -> None:
+    config, data = prepared(schema, tiny_model_dir / "model", tmp_path)
+    run = drive(config, data)
+    assert run.cluster.learners.trained() == list(range(STEPS))
+    assert run.cluster.learners.held == (data.train.tokens, data.held_out and data.held_out.tokens)
+    rows = logged(config)
+    steps = [row for row in rows if "time/step" in row]
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+    assert [row["data/epoch"] for row in steps] == pytest.approx([i / 3 for i in range(1, STEPS + 1)])
+    assert all(row["learner/tokens_per_second"] > 0 for row in steps)
+    assert [row["step"] for row in rows if "eval/loss" in row] == [0, 2, 4, 6]
+    assert run.state.tokens == {"prompt": STEPS * (TOKENS - TRAINED), "response": STEPS * TRAINED}
+    assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} >= {"step-000004", "step-000006"}
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["steps"], summary["updates_planned"]) == (STEPS, STEPS)
+    card = (tmp_path / "run/model/README.md").read_text()
+    assert f"optimizer steps on {ROWS} rows." in card
+    assert ("reward_model: {path: FOLDER}" in card) == (schema is RewardTrainingConfig)
+
+
+def test_a_run_that_a_signal_has_ended_goes_on_with_the_step_after_its_checkpoint(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config, data = prepared(SFTConfig, tiny_model_dir / "model", tmp_path)
+    assert drive(config, data, until=3).cluster.learners.trained() == [0, 1, 2]
+    run = drive(config, data, resume=True)
+    assert [path.name for path in run.cluster.loaded] == ["step-000003"]
+    assert run.cluster.learners.trained() == [3, 4, 5]
+    rows = [row for row in logged(config) if "time/step" in row]
+    assert [(row["step"], row["learner/lr"]) for row in rows] == [(i + 1, float(i)) for i in range(STEPS)]
+    assert [row["step"] for row in logged(config) if "eval/loss" in row] == [0, 2, 4, 6]
+
+
+def test_a_resumed_run_must_have_the_same_rows(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config, data = prepared(SFTConfig, tiny_model_dir / "model", tmp_path)
+    drive(config, data, until=3)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * ROWS)
+    other = read_examples(config.data, SFTEncoder(byte_tokenizer(), None))
+    with pytest.raises(ValueError, match=r"^data\.train: the run began with .*'rows': 10.*Resume with the same rows"):
+        drive(config, other, resume=True)
+
+
+def test_a_training_that_diverges_ends(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, data = prepared(SFTConfig, tiny_model_dir / "model", tmp_path, run={"steps": 2 * MAX_SKIPPED})
+    monkeypatch.setattr(Learners, "diverges", True)
+    with pytest.raises(RuntimeError, match=r"^learner\.optimizer\.lr=1e-06: the training diverged: .* 20 steps"):
+        drive(config, data)
+    assert len([row for row in logged(config) if "time/step" in row]) == MAX_SKIPPED
+
+
+def test_steps_are_passes_over_the_rows_unless_they_are_given(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config, _ = prepared(SFTConfig, tiny_model_dir / "model", tmp_path, run={"epochs": 3})
+    assert (config.steps, config.checkpoint_every) == (9, 2)
+    assert prepared(SFTConfig, tiny_model_dir / "model", tmp_path, run={"steps": 5})[0].steps == 5
+    with pytest.raises(ValueError, match=r"learner\.schedule\.warmup_steps=6: the run has only 6 optimizer steps"):
+        prepared(SFTConfig, tiny_model_dir / "model", tmp_path, learner={"schedule": {"warmup_steps": 6}})
+
+
+@pytest.mark.parametrize(
+    ("schema", "best", "every", "use"),
+    [
+        (SFTConfig, "eval/loss", 2, r"Set it to null\."),
+        (RewardTrainingConfig, "eval/loss", 2, r"Use eval/accuracy, eval/margin, with"),
+        (RewardTrainingConfig, "eval/accuracy", None, r"with data\.eval and evaluation\.every, or null"),
+    ],
+)
+def test_the_best_checkpoint_is_that_of_a_metric_that_is_measured_and_should_be_high(
+    tiny_model_dir: Path, tmp_path: Path, schema: type[SupervisedConfig], best: str, every: int | None, use: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"checkpoint\.best={best}: no evaluation measures it.* {use}"):
+        prepared(schema, tiny_model_dir / "model", tmp_path, checkpoint={"best": best}, evaluation={"every": every})
+    prepared(RewardTrainingConfig, tiny_model_dir / "model", tmp_path, checkpoint={"best": "eval/accuracy"})
