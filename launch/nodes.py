@@ -177,7 +177,10 @@ class Node:
         if owner != this:
             raise LaunchError(f"--rank={options.rank}: taken by {owner}. Give each node its own.", launcher.USER_ERROR)
         self._start_ray(f"--address={self.gcs.address}")
-        return int(launcher.wait_until(lambda: self.gcs.read("end"), check=self._check) or launcher.RUN_ERROR)
+        status = int(launcher.wait_until(lambda: self.gcs.read("end"), check=self._check) or launcher.RUN_ERROR)
+        if status != 0 and self.ray is not None and self.ray.poll() is not None:
+            launcher.say(self._ray_ended())  # the head saw it first
+        return status
 
     def _take_rank(self, this: str) -> str:
         """The node that owns this rank: the first that wrote its note; "" without an answer."""
@@ -211,6 +214,9 @@ class Node:
     def _output(self) -> str:
         return "\n".join((self._temp / "ray-start.log").read_text(errors="replace").splitlines()[-LAST_LINES:])
 
+    def _ray_ended(self) -> str:
+        return f"Ray ended on this node; its last lines:\n{self._output()}"
+
     def _absent(self) -> list[str] | None:
         """The ranks that are not in the cluster; None without an answer in time."""
         alive, ranks = self.gcs.alive(), range(self.options.nodes)
@@ -220,7 +226,7 @@ class Node:
         """Raises: LaunchError, when Ray has ended here, or the head hears that a worker is lost."""
         if self.ray is not None and self.ray.poll() is not None:
             status = launcher.RUN_ERROR if self.program is None else launcher.RESUMABLE
-            raise LaunchError(f"Ray ended on this node; its last lines:\n{self._output()}", status)
+            raise LaunchError(self._ray_ended(), status)
         if self.options.rank > 0 or not self.is_up:
             return
         if lost := self.gcs.read("lost"):

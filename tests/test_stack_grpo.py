@@ -353,7 +353,8 @@ def test_when_a_vllm_worker_is_killed_the_run_ends_with_the_cause_and_leaves_no_
 
 
 def test_sigterm_while_the_engine_starts_ends_every_process(tiny_model_dir: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, tiny_model_dir, logging={"wandb": {"mode": "disabled"}})
+    endless = {"steps": 10_000}  # it has not ended, however late the engine's process is seen
+    config = write_config(tmp_path, tiny_model_dir, run=endless, logging={"wandb": {"mode": "disabled"}})
     program = subprocess.Popen(
         [sys.executable, "-m", "rlhf.grpo", "--config", str(config)],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -361,11 +362,11 @@ def test_sigterm_while_the_engine_starts_ends_every_process(tiny_model_dir: Path
     started: dict[Process, str] = {}
 
     def engine_starts() -> bool:
-        assert program.poll() is None, program.communicate()[1][-3000:]
         started.update(running(below({program.pid})))
+        assert program.poll() is None, (program.communicate()[1][-3000:], sorted(started.values()))
         return any("EngineCore" in command for command in started.values())
 
-    assert eventually(engine_starts, STACK_WAIT_S)
+    assert eventually(engine_starts, STACK_WAIT_S), sorted(started.values())
     program.terminate()
     _, stderr = program.communicate(timeout=STACK_WAIT_S)
     assert program.returncode == 128 + signal.SIGTERM
