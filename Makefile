@@ -79,11 +79,11 @@ $(real_task)/test.jsonl: tools/real_model_task.py | environment
 	@$(PY) tools/real_model_task.py $(real_task) $(SEED)
 
 # Two at a time: a start of the stack imports for long on one core. A module's tests stay together, for their fixtures.
-test: environment  ## every test, including those on Ray, vLLM and DeepSpeed
+test: environment  ## every test, including those on Ray, vLLM and DeepSpeed, but for those of test-faults
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not faults" $(PYTEST_ARGS)
 
 test-faults: environment  ## kill, stop and signal the processes of whole runs; more than an hour on two cores
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder tests/faults $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m faults $(PYTEST_ARGS)
 
 soak: environment $(quickstart_data)/test.jsonl  ## the quickstart for STEPS=500 steps while engines and learners are killed; memory, counters, accuracy
 	OMP_NUM_THREADS=1 $(PY) tests/faults/soak.py --data $(quickstart_data) --steps $(or $(STEPS),500)

@@ -19,7 +19,7 @@ from rlhf.run.folder import RunFolder
 
 pytestmark = pytest.mark.stack
 
-STEPS = 200
+STEPS = 80
 
 
 def write_config(folder: Path, model: Path) -> Path:

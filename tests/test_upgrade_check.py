@@ -62,9 +62,15 @@ def lines(reports: dict[str, upgrade_check.Report]) -> list[str]:
     return [line for report in reports.values() for line in (*report.changed, *report.gone)]
 
 
+@pytest.fixture(scope="module")
+def installed() -> Sources:
+    """What is installed, read once."""
+    return Sources(INSTALLED)
+
+
 @pytest.mark.slow
-def test_what_we_use_fits_the_installed_packages_and_is_found_in_our_source() -> None:
-    reports = upgrade_check.check(Sources(INSTALLED))
+def test_what_we_use_fits_the_installed_packages_and_is_found_in_our_source(installed: Sources) -> None:
+    reports = upgrade_check.check(installed)
     assert lines(reports) == []
     assert min(len(report.fits) for report in reports.values()) > 15
 
@@ -76,14 +82,14 @@ def test_the_objects_whose_class_is_given_are_in_our_source() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_release_changes_is_named() -> None:
+def test_what_a_release_changes_is_named(installed: Sources) -> None:
     changed: dict[str, str] = {}
     for file, old, new, _ in CHANGES:
         text = changed.get(file) or INSTALLED(file)
         assert text is not None
         assert old in text, (file, old)
         changed[file] = text.replace(old, new)
-    reports = upgrade_check.check(Sources(lambda path: changed.get(path) or INSTALLED(path)), Sources(INSTALLED))
+    reports = upgrade_check.check(Sources(lambda path: changed.get(path) or INSTALLED(path)), installed)
     for *_, problem in CHANGES:
         assert any(problem in line for line in lines(reports)), problem
     assert all(report.broken for report in reports.values())

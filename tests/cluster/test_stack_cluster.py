@@ -145,6 +145,7 @@ def token(own_ray_folder: None) -> Iterator[None]:
         yield
 
 
+@pytest.mark.faults
 @pytest.mark.usefixtures("token")
 def test_a_node_that_dies_in_the_middle_ends_the_run_with_one_message_and_the_doctor_names_it(
     tiny_model_dir: Path, tmp_path: Path

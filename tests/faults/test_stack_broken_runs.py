@@ -144,7 +144,7 @@ def test_a_tensor_that_an_engine_no_longer_loads_ends_the_run_with_its_name(
 NUMBERS = {  # step -> the fault, how many of the step's two updates are skipped, and what is said of them
     2: (Fault(2, "logprobs", "poison", ("nan_in_logits", "0")), 2, "NaN or inf in old_logprobs of"),
     3: (Fault(3, "update", "poison", ("nan_in_gradient", "1")), 1, "NaN or inf in a gradient"),
-    5: (Fault(4, "update", "nan_in_engine_logprob"), 2, "NaN or inf in rollout_logprobs of 1 responses"),
+    5: (Fault(4, "update", "nan_in_engine_logprob"), 2, "NaN or inf in rollout_logprobs of 1 "),
     7: (Fault(7, "update", "poison", ("nan_in_every_gradient", "1")), 2, "NaN or inf in a gradient"),
 }
 

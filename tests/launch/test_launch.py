@@ -861,6 +861,7 @@ def test_real_nodes_end_with_the_programs_status_and_a_stranger_is_refused(real:
     assert left_behind(real) == []
 
 
+@pytest.mark.faults
 @pytest.mark.stack
 @pytest.mark.parametrize("who", ["head", "worker"])
 def test_a_real_node_that_is_killed_ends_the_other_and_leaves_nothing(real: Sandbox, who: str) -> None:

@@ -173,7 +173,7 @@ def refusals(place: Place, path: Path, dtype: str) -> dict[str, str]:
     return asyncio.run(judge_all())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.faults), "bfloat16"])
 def test_one_old_tensor_a_wrong_temperature_and_a_shift_are_refused_and_a_correct_engine_is_not(
     real_model_dir: Path, tmp_path: Path, dtype: str
 ) -> None:

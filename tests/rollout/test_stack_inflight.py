@@ -1,11 +1,11 @@
-"""Weights that change while responses are sampled: the version of each token, and the weights that sampled it."""
+"""What an engine samples: under which settings, and with which weights where they change in the meantime."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,15 +22,25 @@ pytestmark = pytest.mark.stack
 LONGEST = 1500  # tokens
 SAMPLES = 16
 LATER = SamplingSettings(temperature=1.0, max_tokens=32)
+ASKED = [(1, replace(LATER, temperature=0.0)), (4, replace(LATER, top_p=1e-6)), (4, LATER)]  # samples and settings
 
 
-async def sample_across_an_update(config: Any) -> tuple[list[Rollout], list[np.ndarray], list[np.ndarray]]:
+class Sampled(NamedTuple):
     """Responses of which some began before new weights came and ended after; log-probs under old and new weights."""
+
+    rollouts: list[Rollout]
+    old: list[np.ndarray]
+    new: list[np.ndarray]
+    by_settings: list[list[list[int]]]  # token ids for each of ASKED, before
+
+
+async def sample_across_an_update(config: Any) -> Sampled:
     from rlhf.cluster.engines import started_engines
 
     prompt = Prompt("p/0", 0, np.arange(60, 80, dtype=np.int32), (), "0", "p")
     async with started_engines(config) as engines:
         await engines.send_weights(0)
+        groups = [await engines.generate(prompt.token_ids, settings, samples=samples) for samples, settings in ASKED]
         await engines.learners.call("perturb_weights")  # of the learner's; the engine samples with the old ones
         settings = SamplingSettings(1.0, LONGEST)
         sampling = asyncio.ensure_future(engines.generate(prompt.token_ids, settings, samples=SAMPLES))
@@ -42,7 +52,7 @@ async def sample_across_an_update(config: Any) -> tuple[list[Rollout], list[np.n
         (new,) = await engines.learners.call("canary", sequences)
         await engines.learners.call("restore_weights")
         (old,) = await engines.learners.call("canary", sequences)
-    return rollouts, old, new
+    return Sampled(rollouts, old, new, [[completion.token_ids.tolist() for completion in group] for group in groups])
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep_kv"])
@@ -52,7 +62,9 @@ def test_a_response_continues_with_new_weights_and_every_token_has_its_version(t
         rollout={"max_response_tokens": LONGEST, "max_policy_lag": 1, "on_weight_update": mode},
         learner={"max_tokens_per_microbatch": 2048},
     )
-    rollouts, old, new = asyncio.run(sample_across_an_update(config))
+    rollouts, old, new, (greedy, small_top_p, whole) = asyncio.run(sample_across_an_update(config))
+    assert small_top_p == greedy * 4  # only the most probable token
+    assert len({tuple(ids) for ids in whole}) == 4
     partial = [i for i, rollout in enumerate(rollouts) if len(rollout.version_spans) == 2]
     assert partial, "no response was under way when the weights changed"
     before, after, foreign = [], [], []
@@ -75,19 +87,3 @@ def test_a_response_continues_with_new_weights_and_every_token_has_its_version(t
         assert np.concatenate(after).max() < 1e-3
     else:  # new weights over the old ones' keys and values: close to neither, and why a correction is on
         assert difference > 1e-3
-
-
-def test_with_a_small_top_p_only_the_most_probable_token_is_sampled(tiny_model_dir: Path) -> None:
-    async def sampled() -> list[list[list[int]]]:
-        from rlhf.cluster.engines import started_engines
-
-        ids = np.arange(60, 80, dtype=np.int32)
-        whole = SamplingSettings(1.0, 24)
-        asked = [(1, SamplingSettings(0.0, 24)), (4, replace(whole, top_p=1e-6)), (4, whole)]
-        async with started_engines(make_config(tiny_model_dir / "model"), trains=False) as engines:
-            groups = [await engines.generate(ids, settings, samples=samples) for samples, settings in asked]
-        return [[completion.token_ids.tolist() for completion in group] for group in groups]
-
-    greedy, small, whole = asyncio.run(sampled())
-    assert small == greedy * 4
-    assert len({tuple(ids) for ids in whole}) == 4
