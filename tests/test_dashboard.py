@@ -41,6 +41,7 @@ def test_panels_and_comparisons_name_metrics_and_keys_that_exist() -> None:
         assert set(metrics) <= set(NAMES)
 
 
+@pytest.mark.slow
 def test_without_an_api_key_it_says_how_to_log_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))

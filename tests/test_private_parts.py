@@ -30,6 +30,7 @@ def covers(name: str, use: str) -> bool:
     return f"{name}.".startswith(f"{use}.") or f"{use}.".startswith(f"{name}.")
 
 
+@pytest.mark.slow
 def test_every_private_part_that_we_use_is_in_the_table_and_none_is_there_in_vain() -> None:
     listed = {(file, name) for row in ROWS for file in row.files for name in row.names}
     unlisted = [use for use in private_parts.uses() if not any(f == use[0] and covers(n, use[1]) for f, n in listed)]
@@ -105,6 +106,7 @@ def names_read_by(code: CodeType) -> Iterator[str]:
             yield from names_read_by(constant)
 
 
+@pytest.mark.slow
 def test_a_replaced_function_is_the_one_that_is_called() -> None:
     """A caller that had imported the function under another name would go on calling the original."""
     from transformers import masking_utils
@@ -159,6 +161,7 @@ def test_ray_has_the_flags_that_we_set() -> None:
     assert [flag for flag in flags if flag.removeprefix("RAY_").encode() not in binary] == []
 
 
+@pytest.mark.slow
 def test_vllm_has_the_environment_variables_that_we_set() -> None:
     from vllm import envs
 
@@ -211,6 +214,7 @@ def test_elements_that_are_copied_into_real_memory_are_counted() -> None:
     assert counted.elements == 13
 
 
+@pytest.mark.slow
 def test_torch_joins_a_store_that_exists_already() -> None:
     """In a process of its own: two ranks of one world cannot be in one."""
     script = """

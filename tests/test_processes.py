@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from processes import Watch, all_processes, running
 from waiting import eventually
+
+pytestmark = pytest.mark.slow
 
 LEAVES_A_CHILD = """
 import subprocess, sys

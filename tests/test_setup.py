@@ -11,6 +11,8 @@ from pathlib import Path
 import gpu_constraints
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -18,6 +18,8 @@ import pytest
 import upgrade_check
 from python_sources import Sources, of_folder
 
+pytestmark = pytest.mark.slow
+
 INSTALLED = of_folder(Path(sysconfig.get_path("purelib")))
 WORKER = upgrade_check.WORKER
 RELOAD = "vllm/model_executor/model_loader/reload/"

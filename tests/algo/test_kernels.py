@@ -20,6 +20,8 @@ from torch import Tensor
 from rlhf.algo import numerics
 from rlhf.algo.logprobs import TokenLogprobs, token_logprobs
 
+pytestmark = pytest.mark.slow
+
 kernels = pytest.importorskip("rlhf.algo.kernels", reason="Triton is not installed", exc_type=ImportError)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

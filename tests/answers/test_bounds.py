@@ -29,6 +29,7 @@ def test_a_value_that_costs_too_much_is_not_computed(text: str) -> None:
         evaluate(parse(text), {})
 
 
+@pytest.mark.slow
 def test_each_comparison_has_its_own_bound() -> None:
     assert not compare(r"\sum_{a=1}^{2000}\sum_{b=1}^{2000}ab", "7")
     assert compare(r"\sum_{k=1}^{1000}k", "500500")

@@ -14,6 +14,8 @@ from waiting import WAIT_S, eventually
 
 from rlhf.cluster import guard
 
+pytestmark = pytest.mark.slow
+
 READS = "import sys; log = open(sys.argv[1]); input()"
 # a worker of the cluster, and a process below it that no longer has the mark
 PARENT = (

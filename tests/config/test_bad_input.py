@@ -150,6 +150,7 @@ def test_a_critic_with_a_smaller_vocabulary_than_the_policys_is_refused(model: P
         begin(make_ppo_config(model, critic={"path": str(tmp_path)}))
 
 
+@pytest.mark.slow
 def test_the_program_prints_one_message_and_exits_with_2(model: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps(make_config(model).model_dump(mode="json")))

@@ -105,6 +105,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert output.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_help_takes_less_than_a_second() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run("--help")
@@ -173,6 +174,7 @@ def test_the_cpu_overlay_goes_on_top_of_every_config(base: tuple[str, ...], coun
 # --- messages and exit status ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "start", "remedy"),
     [

@@ -67,6 +67,7 @@ def test_data_that_only_a_silent_hub_has_ends_the_reading_of_it(silent: str) -> 
         read_rows(SourceConfig(path="a/b"), "train", "data.train")
 
 
+@pytest.mark.slow
 def test_a_hub_that_answers_with_any_status_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     class Forbidden(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

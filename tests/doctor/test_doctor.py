@@ -153,6 +153,7 @@ def test_the_other_requirements_of_the_gpu_extra_are_checked_too(
     assert "neither" not in text
 
 
+@pytest.mark.slow
 def test_all_that_a_run_would_refuse_is_named_at_once_and_later_checks_have_prompts(make: Any) -> None:
     patient = make("checkpoint.every=1", "checkpoint.keep=1000000000", f'reward.parts=["{grading.HANGING}"]')
     patient.config = patient.config.model_copy(
@@ -186,6 +187,7 @@ def test_a_full_temporary_folder_warns_unless_ray_runs_already(make: Any, monkey
     assert finding(machine.check_config, make("cluster.ray_address=auto")).status == "ok"
 
 
+@pytest.mark.slow
 def test_wandb_online_needs_a_key_and_a_server_that_answers(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +361,7 @@ def test_a_node_with_another_version_is_named(make: Any, monkeypatch: pytest.Mon
     assert "node b (10.0.0.2): ray is 2.59.0, but 2.60.0 on " in result.text
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_named(make: Any) -> None:
     with pytest.raises(RuntimeError, match=r"Ray at 127\.0\.0\.1:1 .*Connection refused"):
         finding(nodes.check_nodes, make("cluster.ray_address=127.0.0.1:1"))
@@ -494,6 +497,7 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.slow
 def test_a_config_that_is_not_valid_is_the_users_error() -> None:
     completed = doctor("--config", str(Path(__file__).parents[2] / "configs/quickstart.yaml"), "run.stepz=3")
     assert completed.returncode == 2

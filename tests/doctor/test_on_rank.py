@@ -13,6 +13,8 @@ from rlhf.algo import logprobs
 from rlhf.doctor import on_rank
 from rlhf.learner import packed_attention, packed_mixers
 
+pytestmark = pytest.mark.slow
+
 ON_GPU = pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)
 DEVICES = pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cpu", "bfloat16"), ON_GPU])
 

@@ -21,6 +21,8 @@ from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, l
 from rlhf.learner.value_model import load_scalar_transformer
 from rlhf.types import Rollout
 
+pytestmark = pytest.mark.slow
+
 TEMPERATURE = 0.8
 LENGTHS = ((20, (40, 14, 11)), (5, (12,)))  # of two prompts, and of the responses to each
 SHARED, NONE_SHARED = (0, 1, 2, 3), (1, 3, 2)  # the row that begins with three alike, and one without any

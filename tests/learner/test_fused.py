@@ -21,6 +21,7 @@ from rlhf.learner.policy_model import DeviceTokens, PolicyModel, prepare_transfo
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.mark.slow
 def test_a_packed_row_with_checkpoints_has_the_plain_log_probs_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences that begin alike are computed once; qwen3 has norms of queries and keys too."""
     pytest.importorskip("triton")

@@ -17,6 +17,8 @@ from rlhf.learner.packed_mixers import mixers_of
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.types import PackedTokens, Place
 
+pytestmark = pytest.mark.slow
+
 MIXERS = ("qwen3_5_text", "nemotron_h", "lfm2", "minimax")  # gated delta, Mamba 2, short convolution, linear attention
 
 

@@ -22,6 +22,8 @@ from rlhf.learner.update import on_host, policy_microbatch
 from rlhf.log.reductions import ExpertLoad, merge_metrics, to_values
 from rlhf.types import Denominators, PackedTokens, Place, PolicyTargets
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 BALANCED = (
     "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe", "granitemoe", "granitemoehybrid",

@@ -16,6 +16,8 @@ from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, logit_transform, prepare_transformer
 from tools.model_families import WINDOW, make_family
 
+pytestmark = pytest.mark.slow
+
 SLIDING: dict[str, Any] = {"sliding_window": WINDOW}
 SWITCHED: dict[str, Any] = {**SLIDING, "use_sliding_window": True, "max_window_layers": 2}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -81,6 +81,7 @@ def test_a_server_that_does_not_take_the_run_costs_seconds_and_one_message(
     assert len(list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_anything_is_reached() -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OutOfOrder) as answering:
         threading.Thread(target=answering.serve_forever, daemon=True).start()

@@ -534,6 +534,7 @@ def test_every_config_of_the_repository_is_planned_without_heavy_imports(files: 
     assert max(map(len, plan.splitlines())) <= 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", OWN_CONFIGS[:3], ids=" ".join)
 def test_a_plan_takes_less_than_a_second(files: list[str]) -> None:
     assert cpu_seconds([sys.executable, "-m", "rlhf.grpo", *flags_of(files), "--plan"]) < 1.0
@@ -554,6 +555,7 @@ def test_the_whole_config_is_printed_on_request(tmp_path: Path, capsys: pytest.C
     assert both.index("\nBatches\n") < both.index("\nrun:\n")
 
 
+@pytest.mark.slow
 def test_a_pipe_that_is_closed_early_is_no_error() -> None:
     command = f"{sys.executable} -m rlhf.grpo --config configs/math.yaml --plan | head -1; exit ${{PIPESTATUS[0]}}"
     completed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)

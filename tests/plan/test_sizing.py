@@ -149,6 +149,7 @@ def test_the_sizing_table_of_the_docs_is_what_the_plan_says() -> None:
     assert rows == [line for line in SIZING["table"]() if not line.startswith("|---")]
 
 
+@pytest.mark.slow
 def test_the_program_prints_the_table() -> None:
     command = [sys.executable, ROOT / "tools/sizing.py"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout

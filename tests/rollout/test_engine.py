@@ -14,6 +14,8 @@ from worlds import ALONE, make_config
 
 from rlhf.rollout.requests import SamplingSettings
 
+pytestmark = pytest.mark.slow
+
 PROMPT = np.arange(5, dtype=np.int32)
 SETTINGS = SamplingSettings(1.0, 8)
 

@@ -413,6 +413,7 @@ def test_a_folder_that_is_not_a_runs_is_refused_and_never_advised_to_be_removed(
         RunFolder(Path(), resume=False)
 
 
+@pytest.mark.slow
 def test_a_second_run_cannot_start_in_the_folder_of_a_starting_run(tmp_path: Path) -> None:
     script = (
         "import sys; from test_folder import CONFIG; from rlhf.run.folder import RunFolder\n"

@@ -13,6 +13,8 @@ from rlhf.rollout.requests import request_seed
 from rlhf.types import Prompt
 from rlhf.weights.cpu_rows import round_rows_alike
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 12
 
 

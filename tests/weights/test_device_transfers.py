@@ -18,6 +18,8 @@ from rlhf.weights import transfer
 from rlhf.weights.client import EngineClient
 from rlhf.weights.transfer import BACKEND, Rendezvous, make_sender
 
+pytestmark = pytest.mark.slow
+
 NAMES = {"memory": BACKEND, "gloo": BACKEND}  # both ways for the bytes on CPU
 
 

@@ -12,6 +12,8 @@ from worlds import ALONE, make_config
 
 from rlhf.weights import transfer
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_engine_prefills_as_many_tokens_at_once_as_vllm_does_offline(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
