@@ -144,7 +144,8 @@ def strike(faults: Faults, command: str, name: str, index: str = "0") -> None:
 
     def struck() -> bool:
         alive = running(below({os.getpid()}))
-        found = sorted(process.pid for process, text in alive.items() if command in text)
+        # A process that this one has just forked still has this one's command, in which the faults are written out.
+        found = sorted(process.pid for process, text in alive.items() if command in text and __file__ not in text)
         if len(found) > int(index):
             os.kill(found[int(index)], signal.Signals[name])
         return len(found) > int(index)
