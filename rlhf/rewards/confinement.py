@@ -117,17 +117,11 @@ class Grants(NamedTuple):
         Raises:
             ValueError: a named variable is not set, or a named file is not there.
         """
-        for name in self.env:
-            if name not in os.environ:
-                raise ValueError(
-                    f"reward env={name}: there is no such environment variable. Set it where the run starts, or "
-                    "remove the name."
-                )
-        for path in self.files:
-            if not os.path.exists(path):
-                raise ValueError(
-                    f"reward files={path}: there is no such file or folder. Create it, or correct the path."
-                )
+        for name in set(self.env) - set(os.environ):
+            remedy = "Set it where the run starts, or remove the name."
+            raise ValueError(f"reward env={name}: there is no such environment variable. {remedy}")
+        for path in (path for path in self.files if not os.path.exists(path)):
+            raise ValueError(f"reward files={path}: there is no such file or folder. Create it, or correct the path.")
         names = (*KEPT_VARIABLES, *(NETWORK_VARIABLES if self.network else ()), *self.env)
         kept = {name: os.environ[name] for name in names if name in os.environ}
         return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
@@ -144,16 +138,12 @@ class Grants(NamedTuple):
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
         certificates = [os.environ.get(name, "") for name in CERTIFICATES]
-        missing = []
-        if not _forbid_files(
-            [*SYSTEM, *_etc(), *_code(functions), *libraries, *certificates], [*DEVICES, str(folder), *self.files]
-        ):
-            missing.append("files")
+        readable = [*SYSTEM, *_etc(), *_code(functions), *libraries, *certificates]
+        no_files = _forbid_files(readable, [*DEVICES, str(folder), *self.files])
         if functions and not self.network:
             sys.addaudithook(_refuse_network)
-        if not _forbid_reaching_out(network=self.network, modes=bool(functions)) and not self.network:
-            missing.append("network")
-        return missing
+        no_network = _forbid_reaching_out(network=self.network, modes=bool(functions)) or self.network
+        return [name for name, forbidden in (("files", no_files), ("network", no_network)) if not forbidden]
 
 
 def _etc() -> Iterator[str]:
@@ -192,10 +182,9 @@ def _code(functions: Iterable[str]) -> Iterator[str]:
 
 
 def _holds_code(folder: os.DirEntry[str]) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return any(name.endswith(".py") for name in os.listdir(folder.path))
-    except OSError:
-        return False
+    return False
 
 
 def _forbid_files(readable: Sequence[str], writable: Sequence[str]) -> bool:
@@ -229,9 +218,9 @@ def _forbid_reaching_out(*, network: bool, modes: bool) -> bool:
         network: allow sockets. Without it, pairs of connected streams are allowed: event loops make them.
         modes: allow to change modes and times of files, as compilers and copies do; they may be any files of the user.
     """
-    if platform.machine() not in MACHINES:
+    calls = MACHINES.get(platform.machine())
+    if calls is None:
         return False
-    calls = MACHINES[platform.machine()]
     forbidden = (*calls.owners, *(() if modes else calls.modes), *(() if network else calls.socket))
     unless = {number: {0: 0} for number in calls.schedulers}  # their first argument is a process, 0 for this one
     unless[calls.setpriority] = {0: os.PRIO_PROCESS, 1: 0}
@@ -258,10 +247,7 @@ def forbid_calls(machine: int, numbers: Sequence[int], unless: Mapping[int, Mapp
             mask = 0xF if allowed else 0xFFFFFFFF
             steps += [(LOAD, 0, 0, 16 + 8 * argument), (AND, 0, 0, mask), (EQUAL, 1, 0, allowed), refuse]
         steps.append(allow)
-    return _install(b"".join(struct.pack("=HBBI", *step) for step in (*steps, allow)))
-
-
-def _install(program: bytes) -> bool:
+    program = b"".join(struct.pack("=HBBI", *step) for step in (*steps, allow))
     held = ctypes.create_string_buffer(program, len(program))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(held)))
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -41,15 +41,11 @@ class KeeperProcess:
         )
         theirs.close()
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(hello).encode())
-        self._process.stdin.close()
-        self.channel = Channel(ours)
+        with self._process.stdin as stdin:
+            stdin.write(json.dumps(hello).encode())
+        self.pid, self.channel = self._process.pid, Channel(ours)
         self._start_s, self._pinged = start_s, time.monotonic()
         self._deadline = self._pinged + start_s
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def send(self, command: Mapping[str, Any], *, fds: Sequence[int] = ()) -> None:
         """Send a command; that the keeper has ended is an event of its channel."""
@@ -72,7 +68,7 @@ class KeeperProcess:
 
     def end(self) -> None:
         """Have it kill every worker, and wait until it has ended; after CLOSE_S it is killed."""
-        self.channel.close()
+        self.channel.socket.close()
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:

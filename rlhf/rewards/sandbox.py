@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -18,8 +19,8 @@ REFUSED_PREFIXES = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.
 # Used by imports; they change nothing.
 HARMLESS = frozenset(["os.listdir", "os.scandir", "os.walk", "os.fwalk"])
 
-_state = threading.local()
-_installed = False
+_refusing: ContextVar[bool] = ContextVar("refusing", default=False)
+_install = cache(sys.addaudithook)  # a hook stays for good
 
 
 class RefusedError(Exception):
@@ -29,19 +30,16 @@ class RefusedError(Exception):
 @contextlib.contextmanager
 def refusing_side_effects() -> Iterator[None]:
     """Inside this context the current thread cannot run code from strings, write files, start processes or connect."""
-    global _installed
-    if not _installed:
-        sys.addaudithook(_audit)
-        _installed = True
-    _state.refusing = True
+    _install(_audit)
+    token = _refusing.set(True)
     try:
         yield
     finally:
-        _state.refusing = False
+        _refusing.reset(token)
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if not getattr(_state, "refusing", False):
+    if not _refusing.get():
         return
     if event == "exec":
         refused = not os.path.isabs(arguments[0].co_filename)

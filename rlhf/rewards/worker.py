@@ -18,7 +18,6 @@ import socket
 import sys
 import time
 import traceback
-from collections import deque
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,14 +25,12 @@ from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import DIED, Grade
 from rlhf.rewards.output import WorkerStdout, redirect_output, running
 from rlhf.rewards.processes import adopt_orphans, children_of, die_with_parent, kill_children
-from rlhf.rewards.protocol import QUICK_REWARDS, Channel
+from rlhf.rewards.protocol import Channel
 from rlhf.rewards.sources import loaded_sources
 from rlhf.rewards.waiting import WaitingCalls
 
-MAX_REPLY_DELAY_S = 0.01  # replies wait for others at most this long, to save system calls
 RETRY_S = 0.1  # between attempts to kill processes that do not die at once
 RECURSION_LIMIT = 3000  # enough for every answer within the limits of the parser; that many C frames fit the stack
-MAX_TEXT_SHOWN = 2000  # characters of an extracted answer or a message that are sent to the driver
 
 
 def main() -> None:
@@ -55,8 +52,8 @@ class Keeper:
 
     def __init__(self, control: Channel, hello: dict[str, Any]) -> None:
         self._control, self._hello = control, hello
-        self._fds: deque[int] = deque()  # of the fork commands, in the order of the commands
-        self._pids: dict[int, int] = {}  # number of the worker -> process
+        self._fds: list[int] = []  # of the fork commands, in the order of the commands
+        self._numbers: dict[int, int] = {}  # process -> number of the worker
         self._orphans = False  # some processes that a worker left behind are not dead yet
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -64,35 +61,31 @@ class Keeper:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._end())
-        sources: list[Any] = [self._control.socket, self._wake_read]
         try:
             while True:
-                readable = select.select(sources, [], [], RETRY_S if self._orphans else None)[0]
-                if self._wake_read in readable:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake_read, 4096)
-                if self._control.socket in readable and not self._execute_commands():
+                select.select([self._control.socket, self._wake_read], [], [], RETRY_S if self._orphans else None)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                commands, is_open = self._control.receive(fds=self._fds)
+                for command in commands:
+                    self._execute(command)
+                if not is_open:
                     self._end()
                 self._reap_workers()
         except OSError:
             self._end()
 
-    def _execute_commands(self) -> bool:
-        """Execute the commands that have arrived; False when the driver is gone."""
-        try:
-            data, fds, _, _ = socket.recv_fds(self._control.socket, 1 << 18, 64)
-        except OSError:
-            return False
-        self._fds.extend(fds)
-        for command in self._control.feed(data):
-            if "fork" in command:
-                self._fork(command["fork"], [self._fds.popleft() for _ in range(command["fds"])])
-            elif "ping" in command:
-                self._control.send({"pong": True})
-            elif command["kill"] in self._pids:
+    def _execute(self, command: dict[str, Any]) -> None:
+        if "fork" in command:
+            count = command["fds"]
+            fds, self._fds = self._fds[:count], self._fds[count:]
+            self._fork(command["fork"], fds)
+        elif "ping" in command:
+            self._control.send({"pong": True})
+        else:
+            for pid in [pid for pid, number in self._numbers.items() if number == command["kill"]]:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pids[command["kill"]], signal.SIGKILL)
-        return bool(data)
+                    os.kill(pid, signal.SIGKILL)
 
     def _fork(self, number: int, fds: list[int]) -> None:
         pid = os.fork()
@@ -100,28 +93,21 @@ class Keeper:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._control.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-            for other in self._fds:
+            self._control.socket.close()
+            for other in (self._wake_read, self._wake_write, *self._fds):
                 os.close(other)
             _serve(number, Channel(socket.socket(fileno=fds[0])), self._hello, fds[1:])
         for fd in fds:
             os.close(fd)
-        self._pids[number] = pid
-        self._control.send({"forked": number, "pid": pid})
+        self._numbers[pid] = number
 
     def _reap_workers(self) -> None:
-        numbers = {pid: number for number, pid in self._pids.items()}
-        ended = [pid for pid in _reap() if pid in numbers]
-        gone = [numbers[pid] for pid in ended]
-        for number in gone:
-            del self._pids[number]
+        ended = [pid for pid in _reap() if pid in self._numbers]
+        gone = [self._numbers.pop(pid) for pid in ended]
         if gone or self._orphans:
-            self._orphans = not kill_children(spared=self._pids.values())
-        for pid in ended:
+            self._orphans = not kill_children(spared=self._numbers)
+        for pid, number in zip(ended, gone, strict=True):
             shutil.rmtree(_own_folder(self._hello, pid), ignore_errors=True)
-        for number in gone:
             self._control.send({"gone": number})
 
     def _end(self) -> NoReturn:
@@ -165,8 +151,8 @@ def _serve(number: int, channel: Channel, hello: dict[str, Any], pipes: list[int
         except ValueError as error:
             channel.send({"broken": str(error)})
         else:
-            about = {"unconfined": unconfined, "sources": sources}
-            with contextlib.suppress(EOFError, OSError):  # the driver is gone
+            about = {"pid": os.getpid(), "unconfined": unconfined, "sources": sources}
+            with contextlib.suppress(OSError):  # the driver is gone
                 _answer_jobs(channel, hello, functions, about, lines)
     except Exception:
         if lines is not None:
@@ -210,66 +196,39 @@ def _answer_jobs(
     own = children_of(os.getpid())  # started by the modules of the functions; they last as long as the worker
     waiting = [name for name, function in functions.items() if registry.waits(function)]
     channel.send({"ready": True, "cpu": time.process_time(), "waits": waiting, **about})
-    replies = Replies(channel)
 
-    async def call(job: dict[str, Any]) -> dict[str, Any]:
+    async def call(job: dict[str, Any]) -> Grade:
         running.set(job["name"])
         grade = await registry.call_waiting_function(functions[job["name"]], job, hello["wall_seconds"])
         assert lines is not None
         lines.end_line()
-        return grade.as_message(MAX_TEXT_SHOWN)
+        return grade
 
-    calls = WaitingCalls(channel, call, lambda job: job["name"] in waiting)
-    jobs: list[dict[str, Any]] = []
-    while True:
-        jobs = jobs or channel.receive_one()["jobs"]
-        if jobs[0]["name"] in waiting:
+    calls = WaitingCalls(channel, call, waiting)
+    is_open, jobs = True, []
+    while is_open:
+        if not jobs:
+            messages, is_open = channel.receive(wait=True)
+            jobs = [job for message in messages for job in message["jobs"]]
+        if jobs and jobs[0]["name"] in waiting:
             jobs = calls.run(jobs)
             kill_children(spared=own)
             continue
-        for job in jobs:
-            if job["name"] not in QUICK_REWARDS:
-                replies.flush()
+        replies, last = [], False
+        while jobs and not last:
+            job = jobs.pop(0)
             running.set(job["name"])
-            reply = _answer(job, functions)
+            try:
+                grade = registry.run(job, functions)
+            except MemoryError:  # some of the memory may be lost for good, so another worker takes over
+                grade, last = Grade(None, DIED, detail="out of memory"), True
+            replies.append({**grade.as_message(), "number": job["number"]})
             if lines is not None and job["name"] in functions:
                 lines.end_line()
                 kill_children(spared=own)
-            replies.add(reply)
-            if reply.get("last"):
-                replies.flush()
-                return
-        replies.flush()
-        jobs = []
-
-
-class Replies:
-    """Sends replies together, but all of them before a job that may take long: the driver then knows which job runs."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._waiting: list[dict[str, Any]] = []
-        self._flushed = time.monotonic()
-
-    def add(self, reply: dict[str, Any]) -> None:
-        self._waiting.append(reply)
-        if time.monotonic() - self._flushed > MAX_REPLY_DELAY_S:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._waiting:
-            self._channel.send({"replies": self._waiting, "cpu": time.process_time()})
-            self._waiting = []
-        self._flushed = time.monotonic()
-
-
-def _answer(job: dict[str, Any], functions: dict[str, Any]) -> dict[str, Any]:
-    from rlhf.rewards import registry
-
-    try:
-        return registry.run(job, functions).as_message(MAX_TEXT_SHOWN)
-    except MemoryError:
-        return {**Grade(None, DIED, detail="out of memory").as_message(MAX_TEXT_SHOWN), "last": True}
+        if replies:
+            channel.send({"replies": replies, "cpu": time.process_time(), "last": last})
+        is_open = is_open and not last
 
 
 def _close_output() -> None:
