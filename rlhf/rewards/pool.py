@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import selectors
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -34,7 +37,6 @@ from rlhf.config.reward import RewardPart
 from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import DIED, TIMEOUT, Grade
 from rlhf.rewards.jobs import Job, Queue, Worker
-from rlhf.rewards.keeper import KeeperProcess
 from rlhf.rewards.output import OutputPipe, PrintedLines, to_stderr
 from rlhf.rewards.processes import count_below
 from rlhf.rewards.protocol import Channel
@@ -42,9 +44,65 @@ from rlhf.rewards.sources import changed_sources
 
 POLL_S = 0.02  # how often deadlines are checked while jobs run
 MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
+CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
 START_S = 120.0  # for the processes to load, the modules of the user functions included
 MAX_PROCESSES = 64  # that a user function may run at once
 RELOAD_EVERY_S = 1.0  # workers are started again so long after one could not load the reward
+
+
+class KeeperProcess:
+    """A running keeper (`worker.py`); it ends with the thread that starts it.
+
+    Args:
+        hello: what its workers need to know.
+        environment: its variables, which the workers inherit.
+    """
+
+    def __init__(self, hello: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rlhf.rewards.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        theirs.close()
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(json.dumps(hello).encode())
+        self.pid, self.channel = self._process.pid, Channel(ours)
+        self._pinged = time.monotonic()
+        self._deadline = self._pinged + START_S
+
+    def send(self, command: Mapping[str, Any], *, fds: Sequence[int] = ()) -> None:
+        """Send a command; that the keeper has ended is an event of its channel."""
+        with contextlib.suppress(OSError):
+            self.channel.send(command, fds=fds)
+
+    def answered(self, *, silent_s: float) -> None:
+        """Count a message as a sign of life: it may now be silent for `silent_s`."""
+        self._deadline = time.monotonic() + silent_s
+
+    def watch(self, *, ping_s: float) -> None:
+        """Ping it every `ping_s`, and kill it when it has not answered for long."""
+        now = time.monotonic()
+        if now > self._deadline:
+            self._deadline = now + START_S
+            os.killpg(self.pid, signal.SIGKILL)
+        elif now - self._pinged > ping_s:
+            self._pinged = now
+            self.send({"ping": True})
+
+    def end(self) -> None:
+        """Have it kill every worker, and wait until it has ended; after CLOSE_S it is killed."""
+        self.channel.socket.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 class Pool:
@@ -185,7 +243,7 @@ class Pool:
             self._shut_down()
 
     def _start_keeper(self) -> None:
-        self.keeper = KeeperProcess(self._hello, self._environment, start_s=START_S)
+        self.keeper = KeeperProcess(self._hello, self._environment)
         self._selector.register(self.keeper.channel.socket, selectors.EVENT_READ, "control")
 
     def _start_workers(self) -> None:
@@ -309,7 +367,7 @@ class Pool:
                 self._kill(worker, TIMEOUT, limit)
 
     def _kill(self, worker: Worker, why: str, detail: str = "the process died") -> None:
-        """Have the keeper kill a worker. Its only job gets the status `why`; several jobs are tried again one by one."""
+        """Have the keeper kill a worker. Its only job gets the status `why`; several are tried again one by one."""
         if worker.doomed:
             return
         worker.doomed = why

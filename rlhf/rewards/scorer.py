@@ -134,8 +134,8 @@ class Scorer:
             texts = responses if part.group else responses[:1]
             metadata = [_metadata(prompt, "stop", len(text.split())) for text in texts]
             (future,) = self._submit(part, _jobs(part, texts, prompt.answer, prompt.columns, metadata))
-            failed = [_error(grade) for grade in _of_each([future.result()], 1) if grade.status in FAILURES]
-            errors |= {part.name: error for error in failed[:1]}
+            if failed := [grade for grade in _of_each([future.result()], 1) if grade.status in FAILURES]:
+                errors[part.name] = _error(failed[0])
         return errors
 
     def submit_batch(
