@@ -65,25 +65,17 @@ class Queue:
     def __init__(self, size: int, concurrency: Mapping[str, int]) -> None:
         self._size, self._concurrency = size, concurrency
         self._computed: deque[Job] = deque()
-        self._waiting: dict[str, deque[Job]] = {}
-
-    def set_waiting(self, names: Iterable[str]) -> None:
-        """Name the functions that wait; only the workers know this, because they import them."""
-        self._waiting = {name: deque() for name in names}
-
-    @property
-    def has_waiting_functions(self) -> bool:
-        return bool(self._waiting)
+        self.waiting: dict[str, deque[Job]] = {}  # by function that waits; only the workers know which do
 
     def add(self, job: Job) -> None:
-        self._waiting.get(job.request["name"], self._computed).append(job)
+        self.waiting.get(job.request["name"], self._computed).append(job)
 
     def put_back(self, jobs: Iterable[Job]) -> None:
         for job in reversed(list(jobs)):
-            self._waiting.get(job.request["name"], self._computed).appendleft(job)
+            self.waiting.get(job.request["name"], self._computed).appendleft(job)
 
     def all_jobs(self) -> list[Job]:
-        return [job for queue in (self._computed, *self._waiting.values()) for job in queue]
+        return [job for queue in (self._computed, *self.waiting.values()) for job in queue]
 
     def assign(self, workers: Iterable[Worker]) -> list[tuple[Worker, list[Job]]]:
         """Give jobs to workers that can take some; the caller sends them."""
@@ -111,7 +103,7 @@ class Queue:
     def _assign_waiting(self, holders: list[Worker], idle: list[Worker]) -> list[tuple[Worker, list[Job]]]:
         """Spread the calls of each function over the workers, at most `concurrency` calls on each of them."""
         assigned: dict[int, tuple[Worker, list[Job]]] = {}
-        for name, queue in self._waiting.items():
+        for name, queue in self.waiting.items():
             candidates = holders + idle[: max(0, self._size - len(holders))]
             held = {w.number: sum(job.request["name"] == name for job in w.jobs.values()) for w in candidates}
             while queue:

@@ -73,23 +73,19 @@ class KeeperProcess:
             stdin.write(json.dumps(hello).encode())
         self.pid, self.channel = self._process.pid, Channel(ours)
         self._pinged = time.monotonic()
-        self._deadline = self._pinged + START_S
+        self.deadline = self._pinged + START_S  # of its next sign of life
 
     def send(self, command: Mapping[str, Any], *, fds: Sequence[int] = ()) -> None:
         """Send a command; that the keeper has ended is an event of its channel."""
         with contextlib.suppress(OSError):
             self.channel.send(command, fds=fds)
 
-    def answered(self, *, silent_s: float) -> None:
-        """Count a message as a sign of life: it may now be silent for `silent_s`."""
-        self._deadline = time.monotonic() + silent_s
-
     def watch(self, *, ping_s: float) -> None:
-        """Ping it every `ping_s`, and kill it when it has not answered for long."""
+        """Ping it every `ping_s`, and kill it when it has not answered in time."""
         now = time.monotonic()
-        if now > self._deadline:
-            self._deadline = now + START_S
-            os.killpg(self.pid, signal.SIGKILL)
+        if now > self.deadline:
+            self.deadline = now + START_S
+            self._kill()
         elif now - self._pinged > ping_s:
             self._pinged = now
             self.send({"ping": True})
@@ -100,9 +96,12 @@ class KeeperProcess:
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self._kill()
             self._process.wait()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class Pool:
@@ -140,13 +139,13 @@ class Pool:
         say: Callable[[str], None] = to_stderr,
     ) -> None:
         self.size, self.full_size = workers, workers + spares
-        self._cpu_seconds, self._wall_seconds = cpu_seconds, wall_seconds
+        self._limits = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds}
         functions = [part.model_dump() for part in user_functions]
         (grants,) = {Grants.of(part) for part in user_functions} or {Grants()}
         self._environment = grants.environment()
         self._folder = tempfile.mkdtemp(prefix="rlhf-rewards-")
-        limits = {"memory_mb": memory_mb, "wall_seconds": wall_seconds, "grants": grants, "folder": self._folder}
-        self._hello = {**limits, "user_functions": functions, "path": sys.path}
+        self._hello = {**self._limits, "memory_mb": memory_mb, "grants": grants, "folder": self._folder}
+        self._hello |= {"user_functions": functions, "path": sys.path}
         self.unconfined: tuple[str, ...] = ()
         self.sources: dict[str, dict[str, str]] = {}
         self._printed = PrintedLines([part.name for part in user_functions], say) if user_functions else None
@@ -284,7 +283,7 @@ class Pool:
         elif source == "control":
             messages, is_open = self.keeper.channel.receive()
             for message in messages:
-                self.keeper.answered(silent_s=self.keeper_silent_s)
+                self.keeper.deadline = time.monotonic() + self.keeper_silent_s
                 if worker := self._workers.get(message.get("gone")):
                     self._remove(worker)
             if not is_open:
@@ -313,8 +312,8 @@ class Pool:
             self._cannot_load = ""
             worker.ready, worker.pid, worker.watch.cpu = True, int(message["pid"]), float(message["cpu"])
             self.unconfined = tuple(map(str, message["unconfined"]))
-            if message["waits"] and not self._queue.has_waiting_functions:
-                self._queue.set_waiting(message["waits"])
+            if message["waits"] and not self._queue.waiting:
+                self._queue.waiting = {name: deque() for name in message["waits"]}
                 self.full_size += self.size  # calls that wait would keep the first workers from computing
             if not self._started.done() and len(self.worker_pids()) >= self.size:
                 self._started.set_result(None)
@@ -357,13 +356,11 @@ class Pool:
             elapsed = worker.watch.elapsed()
             if not worker.ready and not worker.doomed and elapsed > START_S:
                 self._kill(worker, DIED)
-            if not worker.jobs or worker.doomed or elapsed < min(POLL_S, self._wall_seconds):
+            if not worker.jobs or worker.doomed or elapsed < min(POLL_S, self._limits["wall_seconds"]):
                 continue
             if ":" in worker.first.request["name"] and count_below(worker.pid, MAX_PROCESSES) > MAX_PROCESSES:
                 self._kill(worker, DIED, f"over {MAX_PROCESSES} processes")
-                continue
-            limits = {"cpu_seconds": self._cpu_seconds, "wall_seconds": self._wall_seconds}
-            if limit := worker.watch.exceeded(worker.pid, **limits):
+            elif limit := worker.watch.exceeded(worker.pid, **self._limits):
                 self._kill(worker, TIMEOUT, limit)
 
     def _kill(self, worker: Worker, why: str, detail: str = "the process died") -> None:

@@ -19,10 +19,9 @@ from typing import Any
 
 from rlhf.answers.extract import alternatives, gold_answer
 from rlhf.config.reward import OPTIONS_OF_REWARD
-from rlhf.rewards.confinement import NO_FILE, NO_NETWORK, NO_SHARED_MEMORY
+from rlhf.rewards.confinement import NO_FILE, NO_NETWORK, NO_SHARED_MEMORY, refusing_side_effects
 from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward
-from rlhf.rewards.sandbox import refusing_side_effects
 from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 

@@ -61,17 +61,11 @@ class Scorer:
         for grants in by_grants:
             grants.environment()  # raises ValueError, before anything is started
         self._pools: dict[Grants, Pool] = {}
+        limits = config.model_dump(include={"spares", "cpu_seconds", "wall_seconds", "memory_mb"})
+        limits["workers"] = config.workers or default_workers()
         try:
             for grants, functions in by_grants.items():
-                self._pools[grants] = Pool(
-                    workers=config.workers or default_workers(),
-                    spares=config.spares,
-                    cpu_seconds=config.cpu_seconds,
-                    wall_seconds=config.wall_seconds,
-                    memory_mb=config.memory_mb,
-                    user_functions=functions,
-                    say=say,
-                )
+                self._pools[grants] = Pool(**limits, user_functions=functions, say=say)
         except BaseException:
             self.close()
             raise
@@ -86,7 +80,7 @@ class Scorer:
         """What this kernel cannot keep the grading processes from."""
         reached = dict.fromkeys(name for pool in self._pools.values() for name in pool.unconfined)
         return tuple(
-            f"reward: this kernel cannot keep rewards from your {what} (docs/security.md)." for what in reached
+            f"reward: this kernel cannot keep rewards from your {name} (docs/security.md)." for name in reached
         )
 
     @property

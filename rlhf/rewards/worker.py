@@ -109,7 +109,7 @@ class Keeper:
         if gone or self._orphans:
             self._orphans = not kill_children(spared=self._numbers)
         for pid, number in zip(ended, gone, strict=True):
-            shutil.rmtree(_own_folder(self._hello, pid), ignore_errors=True)
+            shutil.rmtree(Path(self._hello["folder"], str(pid)), ignore_errors=True)
             self._control.send({"gone": number})
 
     def _end(self) -> NoReturn:
@@ -117,11 +117,6 @@ class Keeper:
         kill_children(spared=())
         shutil.rmtree(self._hello["folder"], ignore_errors=True)
         os._exit(0)
-
-
-def _own_folder(hello: dict[str, Any], pid: int) -> Path:
-    """The folder that a worker may write to."""
-    return Path(hello["folder"], str(pid))
 
 
 def _reap() -> list[int]:
@@ -147,7 +142,7 @@ def _serve(number: int, channel: Channel, hello: dict[str, Any], pipes: list[int
         die_with_parent(signal.SIGKILL)
         adopt_orphans()
         names = [part["name"] for part in hello["user_functions"]]
-        unconfined = Grants(*hello["grants"]).confine(names, _own_folder(hello, os.getpid()))
+        unconfined = Grants(*hello["grants"]).confine(names, Path(hello["folder"], str(os.getpid())))
         try:
             functions, sources = _load(hello["user_functions"], lines)
         except ValueError as error:
@@ -177,8 +172,8 @@ def _load(
         if lines is not None:
             lines.end_line()
     running.set("")
-    if lines is None:
-        _close_output()
+    if lines is None:  # parsers print messages about their input, which must not reach the trainer's terminal
+        redirect_output(os.open(os.devnull, os.O_RDWR), muted=True)
     else:
         lines.muted = False
     return loaded, loaded_sources(loaded, before=before)
@@ -298,14 +293,6 @@ class WaitingCalls:
             os._exit(1)  # the driver runs every call again by itself, and finds the one that takes all memory
         self._replies.append({**grade.as_message(), "number": job["number"]})
         self._news.set()
-
-
-def _close_output() -> None:
-    """Discard the output: parsers print messages about their input, which must not reach the trainer's terminal."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (1, 2):
-        os.dup2(null, fd)
-    os.close(null)
 
 
 def _limit_memory(memory_mb: int) -> None:
