@@ -202,7 +202,8 @@ def _answer_jobs(
         return grade
 
     calls = WaitingCalls(channel, call, waiting)
-    is_open, jobs = True, []
+    is_open = True
+    jobs: list[dict[str, Any]] = []
     while is_open:
         if not jobs:
             messages, is_open = channel.receive(wait=True)
@@ -211,7 +212,8 @@ def _answer_jobs(
             jobs = calls.run(jobs)
             kill_children(spared=own)
             continue
-        replies, last = [], False
+        replies: list[dict[str, Any]] = []
+        last = False
         while jobs and not last:
             job = jobs.pop(0)
             running.set(job["name"])
