@@ -181,7 +181,7 @@ def fuzz(seconds: float, seed: int, console: Console) -> int:
             cases = [random_case(rng) for _ in range(200)]
             started = time.monotonic()
             (batch,) = scorer.submit_batch(*zip(*cases, strict=True))
-            for case, grade in zip(cases, batch.result(), strict=True):
+            for case, grade in zip(cases, [future.result() for future in batch], strict=True):
                 counts[grade.status] += 1
                 if grade.status == "failed":
                     details[f"{grade.detail}  e.g. {case}"] += 1

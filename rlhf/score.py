@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rlhf.config.base import first_line
 from rlhf.config.cli import run_program, started_as
 from rlhf.config.printing import say
-from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE
+from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE, Grade
 from rlhf.rewards.protocol import as_json
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from rlhf.config.reward import RewardConfig
-    from rlhf.rewards.jobs import Batch
     from rlhf.rewards.scorer import Scorer
 
 Progress = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
@@ -153,7 +154,7 @@ def _grade(
     Returns:
         Rows by status, and the sum of the scores.
     """
-    waiting: deque[tuple[list[dict[str, Any]], list[Batch]]] = deque()
+    waiting: deque[tuple[list[dict[str, Any]], list[list[Future[Grade]]]]] = deque()
     totals: Counter[str] = Counter()
     score = 0.0
 

@@ -1,7 +1,7 @@
 r"""Mathematical answers: extracted from a response, normalized, parsed into a tree and compared by value.
 
-thoughts -> extract -> clean -> tokens -> tree -> compare (words, quantity, equations, region; value, arithmetic)
-                                               -> evaluated (numerals), copied: whether the answer is worked out
+thoughts -> extract -> clean -> tokens -> tree -> compare (words, quantity, equations, region; value)
+                                               -> evaluated, copied: whether the answer is worked out
 
 The package needs mpmath and nothing of the trainer:
 

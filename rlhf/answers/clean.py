@@ -13,8 +13,6 @@ from fractions import Fraction
 from rlhf.answers.chinese import in_digits
 from rlhf.answers.words import MONTHS, as_latex, unwrapped, with_words_marked
 
-SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni", strict=True))
-SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉ₙₖ", "0123456789nk", strict=True))
 SIGNS = {
     "\u2212": "-", "\u2013": "-", "\u2014": "-", "\u2010": "-", "\u2011": "-", "\u00d7": r"\times ",
     "\u00b7": r"\cdot ",
@@ -31,6 +29,12 @@ GREEK = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "θ": "theta", "λ": "lambda", "μ": "mu",
     "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "phi", "ω": "omega", "Δ": "Delta", "Ω": "Omega", "Σ": "Sigma",
 }  # fmt: skip
+SPELLED = {  # what a character is called in LaTeX
+    **{char: f"^{{{plain}}}" for char, plain in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni", strict=True)},
+    **{char: f"_{{{plain}}}" for char, plain in zip("₀₁₂₃₄₅₆₇₈₉ₙₖ", "0123456789nk", strict=True)},
+    **SIGNS,
+    **{char: f"\\{name} " for char, name in GREEK.items()},
+}
 
 OUTER = re.compile(
     r"\s*(?:\$\$?((?:[^$\\]|\\.)*)\$\$?|\\\(((?:[^$\\]|\\.)*)\\\)|\\\[((?:[^$\\]|\\.)*)\\\]|\*\*(.*)\*\*)\s*", re.DOTALL
@@ -171,24 +175,12 @@ def _peeled(text: str, opening: str, closing: str) -> str:
 
 
 def as_ascii(text: str) -> str:
-    out: list[str] = []
-    for char in text:
-        if char in SUPERSCRIPTS:
-            out.append(f"^{{{SUPERSCRIPTS[char]}}}")
-        elif char in SUBSCRIPTS:
-            out.append(f"_{{{SUBSCRIPTS[char]}}}")
-        elif char.isascii():
-            out.append(char)
-        else:
-            out.append(_one_character(char))
-    return re.sub(r"\}\^\{|\}_\{", "", "".join(out))
+    return re.sub(r"\}\^\{|\}_\{", "", "".join(map(_one_character, text)))
 
 
 def _one_character(char: str) -> str:
-    if char in SIGNS:
-        return SIGNS[char]
-    if char in GREEK:
-        return f"\\{GREEK[char]} "
+    if char.isascii() or char in SPELLED:
+        return SPELLED.get(char, char)
     category = unicodedata.category(char)
     if category in ("Cf", "Cs"):  # zero-width characters, halves of a character
         return ""

@@ -12,20 +12,19 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 
-from rlhf.answers.arithmetic import start_work, work
 from rlhf.answers.clean import clean, option_letter
 from rlhf.answers.equations import is_label, same_equation, unlabelled
 from rlhf.answers.evaluated import is_evaluated
 from rlhf.answers.forms import in_one_notation
-from rlhf.answers.node import Node, UndefinedError, UnsupportedError, canonical, parts
-from rlhf.answers.numbers import exact_number
+from rlhf.answers.node import Node, UndefinedError, UnsupportedError, canonical, exact_number, parts
 from rlhf.answers.quantity import Tolerance, allow, is_tolerant, same_quantity
 from rlhf.answers.region import same_region
 from rlhf.answers.tree import parse
-from rlhf.answers.value import equal, estimate_of
+from rlhf.answers.value import equal, estimate_of, start_work, work
 from rlhf.answers.words import as_words, is_prose, meaning_of, same_clock_time, same_items, unwrapped
 
 REGION_KINDS = ("setop", "numbers", "builder")
+COMPARISONS = ("<", ">", "<=", ">=", "!=", "in")
 
 TWO_FORMS = re.compile(  # 1/2 (or 0.5): both must be right
     r"([^()]{1,100}?)(?:\\[ ,;!]|\s)*(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?or(?: equivalently)?(?! about| approx)"
@@ -154,11 +153,8 @@ def _regions(gold: Node, answer: Node) -> bool | None:
 def _is_region(node: Node) -> bool:
     if node.kind == "list":
         return all(_is_region(arg) for arg in node.args)
-    return node.kind in REGION_KINDS or _is_inequality(node)
-
-
-def _is_inequality(node: Node) -> bool:
-    return node.kind == "relation" and any(op in ("<", ">", "<=", ">=", "!=", "in") for op in node.name.split())
+    is_relation = node.kind == "relation" and any(op in COMPARISONS for op in node.name.split())
+    return is_relation or node.kind in REGION_KINDS
 
 
 def _equations(gold: Node, answer: Node) -> bool | None:
@@ -297,14 +293,7 @@ def _texts(gold: Node, answer: Node) -> bool | None:
     return False if "text" in (gold.kind, answer.kind) else None
 
 
-RULES: tuple[Callable[[Node, Node], bool | None], ...] = (
-    _regions,
-    _equations,
-    _collections,
-    _tuples,
-    _ratios,
-    _texts,
-)
+RULES: tuple[Callable[[Node, Node], bool | None], ...] = (_regions, _equations, _collections, _tuples, _ratios, _texts)
 
 
 def _plus_minus_written_out(node: Node) -> Node:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlhf.answers.arithmetic import Value, as_real, mpf, same_number
 from rlhf.answers.node import Node, UndefinedError, UnsupportedError, free_symbols
-from rlhf.answers.value import POINTS, constant, estimate_of, evaluate, points, zero_and_slope
+from rlhf.answers.value import Value, as_real, constant, estimate_of, evaluate, points, same_number, zero_and_slope
 
 Same = Callable[[Node, Node], bool]
 
@@ -125,9 +124,9 @@ def proportion(left: Node, right: Node) -> Value | None:
             ratios.append(a / b)
         except UndefinedError:
             continue
-    if len(ratios) < min(2, POINTS) or not all(same_number(ratios[0], ratio) for ratio in ratios[1:]):
+    if len(ratios) < 2 or not all(same_number(ratios[0], ratio) for ratio in ratios[1:]):
         return None
-    return ratios[0] if abs(ratios[0]) > mpf(10) ** -20 else None
+    return ratios[0] if abs(ratios[0]) * 10**20 > 1 else None
 
 
 def _same_solution(left: Node, right: Node) -> bool:

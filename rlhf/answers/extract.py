@@ -85,7 +85,7 @@ BOLD_ANSWER = re.compile(  # in the last line, with a number, and no heading suc
 SEPARATOR = re.compile(r"\s*,?\s*(?:and|or)?\s*")
 AND_OR = re.compile(r"\s*,?\s*(?:and|or)\s+(?:\w+\s+)?")
 LEAD_IN = re.compile(
-    r"(?:(?:therefore|thus|so|hence|then|finally|approximately|about|roughly|exactly|equal to|simply|just|given by|"
+    r"\A(?:(?:therefore|thus|so|hence|then|finally|approximately|about|roughly|exactly|equal to|simply|just|given by|"
     r"option|choice|the (?:final )?(?:value|number|answer|result) is)\b[\s,:]*)+",
     re.IGNORECASE,
 )
@@ -228,10 +228,6 @@ def _last_joined(text: str, spans: list[Span]) -> str | None:
     return ", ".join(dict.fromkeys(contents)) if spans else None
 
 
-def _box(text: str) -> str | None:
-    return _last_joined(text, boxes(text))
-
-
 def _without_quoted_boxes(text: str, prompt: str) -> str:
     """The text without boxes that hold a placeholder or only quote the instruction."""
     kept, position = [], 0
@@ -285,13 +281,8 @@ def _clause(text: str) -> str | None:
     return _sentence(SENTENCE_END.split(text, maxsplit=1)[0])
 
 
-def _without_lead_in(text: str) -> str:
-    match = LEAD_IN.match(text)
-    return text[match.end() :] if match else text
-
-
 def _sentence(sentence: str) -> str | None:
-    sentence = _without_lead_in(sentence.strip(" \t*\"'")).rstrip(".!* ")
+    sentence = LEAD_IN.sub("", sentence.strip(" \t*\"'")).rstrip(".!* ")
     sentence = IS_CORRECT.sub("", sentence)
     main = SUBORDINATE.sub("", sentence)
     if len(main.split()) <= 2 and (option_letter(main) or any(map(str.isdigit, main))):
@@ -368,7 +359,7 @@ def _later_of_span_and_number(text: str) -> str | None:
 
 def _whole(text: str) -> str | None:
     """The response itself if it is only an answer: one short line of mathematics, or a few words without a digit."""
-    line = _without_lead_in(text.strip()).strip(" \t*")
+    line = LEAD_IN.sub("", text.strip()).strip(" \t*")
     if not line or len(line) > 200 or "\n" in line or ("," in line and line.count("=") > 1):
         return None
     words = [word for word in WORD.findall(line) if word[0] != "\\" and word not in MATH_WORDS]
@@ -382,7 +373,7 @@ def _refuses(text: str) -> bool:
 
 
 STEPS: dict[str, Callable[[str], str | None]] = {
-    "box": _box,
+    "box": lambda text: _last_joined(text, boxes(text)),
     "answer_tag": _answer_tag,
     "hash": _hash,
     "answer_is": _answer_is,

@@ -1,13 +1,14 @@
-"""The nodes of the tree into which an answer is parsed, and the two reasons why a tree or a value does not exist."""
+"""Plain decimals; the nodes of the tree of an answer; the two reasons why a tree or a value does not exist."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from rlhf.answers.numbers import MAX_DIGITS
-
+PLAIN = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
+MAX_DIGITS = 4_000  # CPython refuses to convert longer decimals; such numbers are compared as strings
 MAX_EXPONENT = 100_000  # of a number written as 1e5
 FLIPPED = {">": "<", ">=": "<="}
 MONEY = "dollar"  # the unit of every currency sign
@@ -31,6 +32,17 @@ class Node:
     value: Fraction = Fraction(0)
 
 
+def exact_number(text: str) -> Fraction | None:
+    """The value of a plain decimal, thousands separators allowed; None if the text is anything else."""
+    text = text.strip().replace("$", "")
+    if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS:
+        return Fraction(int(text))
+    text = text.rstrip(".")
+    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?", text):
+        text = text.replace(",", "")
+    return Fraction(text) if len(text) <= MAX_DIGITS and PLAIN.fullmatch(text) else None
+
+
 def number(value: int | Fraction) -> Node:
     return Node("num", value=Fraction(value))
 
@@ -39,8 +51,7 @@ INFINITY, PI, EULER, IMAGINARY = (Node("const", name=name) for name in ("inf", "
 
 
 def free_symbols(node: Node) -> frozenset[str]:
-    own = frozenset([node.name]) if node.kind == "sym" else frozenset()
-    return own.union(*(free_symbols(arg) for arg in node.args)) if node.args else own
+    return frozenset(part.name for part in parts(node) if part.kind == "sym")
 
 
 def with_symbols(node: Node, values: dict[str, Node]) -> Node:

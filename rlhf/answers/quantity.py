@@ -5,10 +5,9 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from rlhf.answers.arithmetic import as_real, mpf
 from rlhf.answers.node import MONEY, Node, UndefinedError, free_symbols, number
 from rlhf.answers.units import unit_of
-from rlhf.answers.value import constant, equal
+from rlhf.answers.value import as_real, constant, equal, mpf
 from rlhf.answers.words import SCALES, may_stand_after, may_stand_before
 
 RADIANS = unit_of("radian")

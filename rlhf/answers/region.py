@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise
 
-from rlhf.answers.arithmetic import Value, as_real, mp, mpc, mpf, same_number, work
 from rlhf.answers.node import INFINITY, Node, UnsupportedError, free_symbols
-from rlhf.answers.value import evaluate, zero_and_slope
+from rlhf.answers.value import Value, as_real, evaluate, mp, mpc, mpf, same_number, work, zero_and_slope
 
 SWAPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 HOLDS = {"<": (-1,), ">": (1,), "<=": (-1, 0), ">=": (1, 0), "!=": (-1, 1)}  # the orders of the two sides

@@ -10,12 +10,10 @@ from rlhf.answers.units import SYMBOLS
 
 MAX_TOKENS = 20_000
 
-FUNCTIONS = frozenset(
-    [
-        "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "ln",
-        "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "abs", "floor", "ceil", "det",
-    ]
-)  # fmt: skip
+FUNCTIONS = frozenset([
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "ln", "lg",
+    "exp", "sqrt", "max", "min", "gcd", "lcm", "abs", "floor", "ceil", "det",
+])  # fmt: skip
 # Spellings of a token: kind -> value -> commands, signs and words
 SPELLINGS = {
     "rel": {
@@ -36,16 +34,9 @@ MEANINGS = {
     for spelling in spellings.split()
 }
 TEXTS = {
-    "to": ("op", ":"),
-    "is": ("rel", "="),
-    "equals": ("rel", "="),
-    "and": ("sep", "and"),
-    "or": ("sep", "or"),
-    "and/or": ("sep", "or"),
-    "ou": ("sep", "or"),
-    "oder": ("sep", "or"),
-    "et": ("sep", "and"),
-    "und": ("sep", "and"),
+    **{"to": ("op", ":"), "is": ("rel", "="), "equals": ("rel", "=")},
+    **dict.fromkeys(("and", "et", "und"), ("sep", "and")),
+    **dict.fromkeys(("or", "and/or", "ou", "oder"), ("sep", "or")),
 }
 TOKEN = re.compile(
     r"""(?P<space>\s+)

@@ -11,27 +11,15 @@ factor    := primary (^ | _ | ! | ')*
 
 from __future__ import annotations
 
-import re
 from typing import NoReturn
 
-from rlhf.answers.node import (
-    EULER,
-    IMAGINARY,
-    MONEY,
-    Node,
-    UnsupportedError,
-    is_proper_fraction,
-    mixed,
-    number,
-    numeral,
-)
-from rlhf.answers.notation import COMMANDS, SYMBOLS, function, matrix
+from rlhf.answers.node import MONEY, Node, UnsupportedError, is_proper_fraction, mixed, numeral
+from rlhf.answers.notation import COMMANDS, SYMBOLS, bars, function, indexed, letter, matrix
 from rlhf.answers.tokens import FUNCTIONS, Token, tokenize
 
 END = Token("end", "", False)
 MAX_DEPTH = 60  # nested brackets; each level takes about ten Python frames
 
-CALLABLE_LETTERS = frozenset("fghFGHPQE")  # before a bracket, these are functions, not factors
 IGNORED_COMMANDS = frozenset(["$", "angle", "triangle", "ce", "#", "therefore"])
 STARTING = ({*COMMANDS, *FUNCTIONS, *SYMBOLS} | IGNORED_COMMANDS) - {"$", "vert"}  # commands that begin a factor
 MEASURES = {"pct": "percent", "degree": "degree"}  # bind weaker than a product: 33\\frac13\\% is 33 1/3 per cent
@@ -50,7 +38,7 @@ class Parser:
 
     @property
     def now(self) -> Token:
-        return self.tokens[self.position] if self.position < len(self.tokens) else END
+        return self.peek(0)
 
     def peek(self, ahead: int = 1) -> Token:
         return self.tokens[self.position + ahead] if self.position + ahead < len(self.tokens) else END
@@ -220,33 +208,13 @@ class Parser:
                 if not self.at("op", "'"):
                     node = Node("pow", (node, self.script()))
             elif self.accept("op", "_"):
-                node = self.indexed(node)
+                node = indexed(self, node)
             elif self.accept("op", "!"):
                 node = Node("call", (node,), "factorial")
             elif node.kind in ("sym", "pow", "call") and self.accept("op", "'"):
                 node = Node(node.kind, node.args, node.name + "'")
             else:
                 return node
-
-    def indexed(self, node: Node) -> Node:
-        index = self.raw_group() if self.at("op", "{") else self.take().value
-        if node.kind in ("sym", "const"):
-            return Node("sym", name=f"{node.name}_{index}")
-        if node.kind != "num" or node.value.denominator != 1 or not re.fullmatch(r"\d{1,3}", index, re.ASCII):
-            self.fail()
-        return Node("base", (node, number(int(index))))
-
-    def raw_group(self) -> str:
-        """The tokens of {...} as one string, for an index."""
-        self.expect("op", "{")
-        depth, parts = 1, ""
-        while not self.at("end"):
-            token = self.take()
-            depth += (token.value == "{") - (token.value == "}")
-            if depth == 0:
-                return parts
-            parts += token.value
-        self.fail()
 
     def script(self) -> Node:
         """An exponent: a group, or a sign and one primary."""
@@ -262,41 +230,13 @@ class Parser:
             return numeral(digits.value)
         if source := self.accept("matrix"):
             return matrix(self, source.value)
-        if letter := self.accept("let"):
-            return self.letter(letter.value)
+        if name := self.accept("let"):
+            return letter(self, name.value)
         if self.accept("op", "|"):
-            return self.bars_until("op", "|")
+            return bars(self, "op", "|")
         if name := self.accept("cmd"):
             return self.command(name.value)
         self.fail()
-
-    def letter(self, name: str) -> Node:
-        if name in CALLABLE_LETTERS and (label := self.function_of_a_letter(name)) is not None:
-            return label
-        return EULER if name == "e" else IMAGINARY if name == "i" else Node("sym", name=name)
-
-    def function_of_a_letter(self, name: str) -> Node | None:
-        """f(2), f'(2), f^{-1}(2) and P(A|B), whose inside is only a name; None if no bracket follows."""
-        start = self.position
-        while self.accept("op", "'"):
-            name += "'"
-        if [self.peek(ahead).value for ahead in range(5)] == ["^", "{", "-", "1", "}"]:
-            self.position += 5
-            name += "^-1"
-        if not self.at("op", "(") or self.now.spaced:
-            self.position = start
-            return None
-        inside = self.position
-        try:
-            return Node("call", self.group(keep=True).args, f"?{name}")
-        except UnsupportedError:
-            self.position = inside + 1
-        depth, words = 1, ""
-        while depth and not self.at("end"):
-            token = self.take()
-            depth += (token.value == "(") - (token.value == ")")
-            words += token.value
-        return Node("call", (Node("sym", name=words),), f"?{name}")
 
     def group(self, *, keep: bool = False) -> Node:
         """(a), (a, b), [a, b), {a} and {a, b}."""
@@ -324,33 +264,6 @@ class Parser:
         self.depth -= 1
         return inner
 
-    def bars_until(self, kind: str, value: str) -> Node:
-        self.bars += 1
-        inner = self.sum()
-        self.bars -= 1
-        self.expect(kind, value)
-        return Node("call", (inner,), "abs")
-
-    def braced(self) -> Node:
-        r"""\{a, b\}, or \{x : condition\}."""
-        if self.accept("cmd", "}"):
-            return Node("set")
-        inner = self.nested(bars=1, colon_ends=True)
-        if self.accept("op", ":", "|") or self.accept("cmd", "mid"):
-            inner = Node("builder", (inner, self.nested(colon_ends=True)))
-        self.expect("cmd", "}")
-        if inner.kind == "builder":
-            return inner
-        return Node("set", inner.args if inner.kind == "list" else (inner,))
-
-    def argument(self) -> Node:
-        """The argument of a LaTeX command: a group, one digit of a number, or one primary."""
-        if self.at("num") and self.now.value.isdigit() and len(self.now.value) > 1:
-            digits = self.now.value
-            self.tokens[self.position] = Token("num", digits[1:], False)
-            return numeral(digits[0])
-        return self.primary()
-
     def command(self, name: str) -> Node:
         if name in IGNORED_COMMANDS:
             return self.primary()
@@ -361,7 +274,3 @@ class Parser:
         if name in SYMBOLS:
             return Node("sym", name=name)
         raise UnsupportedError(f"at {name!r}")
-
-    def inner(self, text: str) -> Node:
-        """The tree of a cell of a matrix."""
-        return Parser(tokenize(text), self.depth + 1).answer()

@@ -65,8 +65,7 @@ FOREIGN_SCALES = re.compile(
     "[十百千万萬亿億兆半余餘多倍不至非或少超]|以上|以下|以内|左右|тысяч|миллион|миллиард|дюжин|половин"
 )
 # Words with which a phrase before a number may begin, where no sentence does: about 5, a total of 5
-LEADING_WRITTEN = "a an about approximately exactly for he her his in is it she so the there they we"
-LEADING = frozenset(LEADING_WRITTEN.split())
+LEADING = frozenset("a an about approximately exactly for he her his in is it she so the there they we".split())  # noqa: SIM905
 BOUND = re.compile(  # the square of 5, step 5
     r"\b(?:(?<!total )of|by|from|after|before|until|past|step|problem|question|exercise|page"
     r"|(?<!will )(?<!would )(?<!must )(?<!should )be)$"

@@ -24,6 +24,8 @@ import struct
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -117,17 +119,11 @@ class Grants(NamedTuple):
         Raises:
             ValueError: a named variable is not set, or a named file is not there.
         """
-        for name in self.env:
-            if name not in os.environ:
-                raise ValueError(
-                    f"reward env={name}: there is no such environment variable. Set it where the run starts, or "
-                    "remove the name."
-                )
-        for path in self.files:
-            if not os.path.exists(path):
-                raise ValueError(
-                    f"reward files={path}: there is no such file or folder. Create it, or correct the path."
-                )
+        for name in set(self.env) - set(os.environ):
+            remedy = "Set it where the run starts, or remove the name."
+            raise ValueError(f"reward env={name}: there is no such environment variable. {remedy}")
+        for path in (path for path in self.files if not os.path.exists(path)):
+            raise ValueError(f"reward files={path}: there is no such file or folder. Create it, or correct the path.")
         names = (*KEPT_VARIABLES, *(NETWORK_VARIABLES if self.network else ()), *self.env)
         kept = {name: os.environ[name] for name in names if name in os.environ}
         return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
@@ -144,16 +140,12 @@ class Grants(NamedTuple):
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
         certificates = [os.environ.get(name, "") for name in CERTIFICATES]
-        missing = []
-        if not _forbid_files(
-            [*SYSTEM, *_etc(), *_code(functions), *libraries, *certificates], [*DEVICES, str(folder), *self.files]
-        ):
-            missing.append("files")
+        readable = [*SYSTEM, *_etc(), *_code(functions), *libraries, *certificates]
+        no_files = _forbid_files(readable, [*DEVICES, str(folder), *self.files])
         if functions and not self.network:
             sys.addaudithook(_refuse_network)
-        if not _forbid_reaching_out(network=self.network, modes=bool(functions)) and not self.network:
-            missing.append("network")
-        return missing
+        no_network = _forbid_reaching_out(network=self.network, modes=bool(functions)) or self.network
+        return [name for name, forbidden in (("files", no_files), ("network", no_network)) if not forbidden]
 
 
 def _etc() -> Iterator[str]:
@@ -192,10 +184,9 @@ def _code(functions: Iterable[str]) -> Iterator[str]:
 
 
 def _holds_code(folder: os.DirEntry[str]) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return any(name.endswith(".py") for name in os.listdir(folder.path))
-    except OSError:
-        return False
+    return False
 
 
 def _forbid_files(readable: Sequence[str], writable: Sequence[str]) -> bool:
@@ -229,9 +220,9 @@ def _forbid_reaching_out(*, network: bool, modes: bool) -> bool:
         network: allow sockets. Without it, pairs of connected streams are allowed: event loops make them.
         modes: allow to change modes and times of files, as compilers and copies do; they may be any files of the user.
     """
-    if platform.machine() not in MACHINES:
+    calls = MACHINES.get(platform.machine())
+    if calls is None:
         return False
-    calls = MACHINES[platform.machine()]
     forbidden = (*calls.owners, *(() if modes else calls.modes), *(() if network else calls.socket))
     unless = {number: {0: 0} for number in calls.schedulers}  # their first argument is a process, 0 for this one
     unless[calls.setpriority] = {0: os.PRIO_PROCESS, 1: 0}
@@ -258,10 +249,7 @@ def forbid_calls(machine: int, numbers: Sequence[int], unless: Mapping[int, Mapp
             mask = 0xF if allowed else 0xFFFFFFFF
             steps += [(LOAD, 0, 0, 16 + 8 * argument), (AND, 0, 0, mask), (EQUAL, 1, 0, allowed), refuse]
         steps.append(allow)
-    return _install(b"".join(struct.pack("=HBBI", *step) for step in (*steps, allow)))
-
-
-def _install(program: bytes) -> bool:
+    program = b"".join(struct.pack("=HBBI", *step) for step in (*steps, allow))
     held = ctypes.create_string_buffer(program, len(program))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(held)))
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -286,3 +274,44 @@ def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             raise PermissionError(errno.EACCES, NO_NETWORK)  # a module may test what exists: urllib3 tests for IPv6
     raise NoNetworkError(NO_NETWORK)
+
+
+# --- built-in rewards: a further layer, in case a parser is tricked ---
+
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+REFUSED_PREFIXES = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "signal.", "urllib.", "webbrowser.")
+# Used by imports; they change nothing.
+HARMLESS = frozenset(["os.listdir", "os.scandir", "os.walk", "os.fwalk"])
+
+_refusing: ContextVar[bool] = ContextVar("refusing", default=False)
+_install = cache(sys.addaudithook)  # a hook stays for good
+
+
+class RefusedError(Exception):
+    """Grading tried to run code, write, start a process or connect."""
+
+
+@contextlib.contextmanager
+def refusing_side_effects() -> Iterator[None]:
+    """Inside this context the current thread cannot run code from strings, write files, start processes or connect."""
+    _install(_audit)
+    token = _refusing.set(True)
+    try:
+        yield
+    finally:
+        _refusing.reset(token)
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _refusing.get():
+        return
+    if event == "exec":
+        refused = not os.path.isabs(arguments[0].co_filename)
+    elif event == "compile":
+        refused = not os.path.isabs(str(arguments[1] or ""))
+    elif event == "open":
+        refused = bool((arguments[2] or 0) & WRITE_FLAGS) or any(c in str(arguments[1] or "") for c in "wax+")
+    else:
+        refused = event.startswith(REFUSED_PREFIXES) and event not in HARMLESS
+    if refused:
+        raise RefusedError(f"{event} while grading")

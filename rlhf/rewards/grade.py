@@ -18,6 +18,7 @@ DIED = "died"  # the process crashed, or ran out of memory
 UNSCORABLE = "unscorable"  # a user function returned None
 FAILED = "failed"  # an exception, or a user function returned something that is not a number
 
+MAX_TEXT = 2000  # characters of an extracted answer or a detail that are sent to the driver
 STATUSES = (OK, NO_ANSWER, BAD_GOLD, TIMEOUT, DIED, UNSCORABLE, FAILED)
 
 
@@ -50,10 +51,10 @@ class Grade(NamedTuple):
     metrics: Mapping[str, float | None] = MappingProxyType({})
     group: tuple[Grade, ...] = ()
 
-    def as_message(self, limit: int) -> dict[str, Any]:
-        """JSON for the driver; `limit` is the longest text, in characters."""
-        cut = {"extracted": self.extracted[:limit], "detail": self.detail[:limit], "metrics": dict(self.metrics)}
-        return {**self._asdict(), **cut, "group": [grade.as_message(limit) for grade in self.group]}
+    def as_message(self) -> dict[str, Any]:
+        """JSON for the driver, with bounded texts."""
+        cut = {"extracted": self.extracted[:MAX_TEXT], "detail": self.detail[:MAX_TEXT], "metrics": dict(self.metrics)}
+        return {**self._asdict(), **cut, "group": [grade.as_message() for grade in self.group]}
 
     @staticmethod
     def from_message(message: dict[str, Any]) -> Grade:

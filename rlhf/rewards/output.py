@@ -101,53 +101,48 @@ class PrintedLines:
         """Show whole lines."""
         if time.monotonic() - self._began > WINDOW_S:
             self.end_window()
-        lines = data.splitlines()
-        room = MAX_LINES - self._shown
-        self._shown += len(lines[:room])
-        self._dropped += len(lines[room:])
-        for line in lines[:room]:
-            name, _, text = line.decode(errors="replace").rpartition(NAME_SEPARATOR)
-            self._say(f"{self._who(name)}: {text[:MAX_LINE]}")
+        for line in data.splitlines():
+            if self._shown < MAX_LINES:
+                self._shown += 1
+                name, _, text = line.decode(errors="replace").rpartition(NAME_SEPARATOR)
+                self._say(name, text[:MAX_LINE])
+            else:
+                self._dropped += 1
 
     def end_window(self) -> None:
         """Say how many lines were not shown, and show lines again."""
         if self._dropped:
-            self._say(f"{self._who()}: {self._dropped} more printed lines are not shown")
+            self._say("", f"{self._dropped} more printed lines are not shown")
         self._began, self._shown, self._dropped = time.monotonic(), 0, 0
 
-    def _say(self, line: str) -> None:
+    def _say(self, name: str, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone; the grading goes on
-            self._to(line)
-
-    def _who(self, name: str = "") -> str:
-        return f"reward {name or self._sole}".rstrip()
+            self._to(f"reward {name or self._sole}".rstrip() + f": {text}")
 
 
 class OutputPipe:
-    """The driver's end of the pipe of one worker."""
+    """The driver's end of the pipe of one worker; `pipe` is the worker's end."""
 
     def __init__(self, printed: PrintedLines) -> None:
         self._printed = printed
-        self.fd, self.pipe = os.pipe()  # to read, and for the worker
-        os.set_blocking(self.fd, False)
+        self._fd, self.pipe = os.pipe()
+        os.set_blocking(self._fd, False)
         self._open = b""  # text without its line end yet
         self.ended = False  # no process has the pipe any more
-        self.closed = False
 
     def fileno(self) -> int:
-        return self.fd
+        return self._fd
 
     def read(self) -> bool:
         """Show what was printed; False if that is nothing."""
         try:
-            data = os.read(self.fd, READ_BYTES)
+            data = os.read(self._fd, READ_BYTES)
         except BlockingIOError:
             return False
         whole, end, self._open = (self._open + data).rpartition(b"\n")
         if len(self._open) > READ_BYTES or not data:
-            whole, end, self._open = whole + end + self._open, b"", b""
-        if whole:
-            self._printed.lines(whole)
+            whole, self._open = whole + end + self._open, b""
+        self._printed.lines(whole)
         self.ended = not data
         return bool(data)
 
@@ -156,5 +151,5 @@ class OutputPipe:
         for _ in range(LAST_READS):  # a process that outlives the worker may still print
             if not self.read():
                 break
-        os.close(self.fd)
-        self.closed = True
+        os.close(self._fd)
+        self.ended = True

@@ -10,31 +10,33 @@ adopts orphans (PR_SET_CHILD_SUBREAPER): a process that a worker forked, however
 when the worker dies, and is killed too. The keeper dies with the driver, even by SIGKILL, and all workers with it.
 
 Messages are JSON in both directions: unlike with pickle, a hijacked worker cannot make the driver run code.
-Deadlines are in CPU seconds of the worker; a second limit is in wall-clock seconds (`time_limit.py`).
+Deadlines are in CPU seconds of the worker; a second limit is in wall-clock seconds (`processes.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import selectors
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from rlhf.config.reward import RewardPart
 from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import DIED, TIMEOUT, Grade
-from rlhf.rewards.jobs import Batch, Job, Queue, Slot, Worker
-from rlhf.rewards.keeper import KeeperProcess
+from rlhf.rewards.jobs import Job, Queue, Worker
 from rlhf.rewards.output import OutputPipe, PrintedLines, to_stderr
 from rlhf.rewards.processes import count_below
 from rlhf.rewards.protocol import Channel
@@ -42,9 +44,64 @@ from rlhf.rewards.sources import changed_sources
 
 POLL_S = 0.02  # how often deadlines are checked while jobs run
 MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
+CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
 START_S = 120.0  # for the processes to load, the modules of the user functions included
 MAX_PROCESSES = 64  # that a user function may run at once
-RELOAD_EVERY_S = 1.0  # a worker is started again so long after it could not load the reward
+RELOAD_EVERY_S = 1.0  # workers are started again so long after one could not load the reward
+
+
+class KeeperProcess:
+    """A running keeper (`worker.py`); it ends with the thread that starts it.
+
+    Args:
+        hello: what its workers need to know.
+        environment: its variables, which the workers inherit.
+    """
+
+    def __init__(self, hello: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rlhf.rewards.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        theirs.close()
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(json.dumps(hello).encode())
+        self.pid, self.channel = self._process.pid, Channel(ours)
+        self._pinged = time.monotonic()
+        self.deadline = self._pinged + START_S  # of its next sign of life
+
+    def send(self, command: Mapping[str, Any], *, fds: Sequence[int] = ()) -> None:
+        """Send a command; that the keeper has ended is an event of its channel."""
+        with contextlib.suppress(OSError):
+            self.channel.send(command, fds=fds)
+
+    def watch(self, *, ping_s: float) -> None:
+        """Ping it every `ping_s`, and kill it when it has not answered in time."""
+        now = time.monotonic()
+        if now > self.deadline:
+            self.deadline = now + START_S
+            self._kill()
+        elif now - self._pinged > ping_s:
+            self._pinged = now
+            self.send({"ping": True})
+
+    def end(self) -> None:
+        """Have it kill every worker, and wait until it has ended; after CLOSE_S it is killed."""
+        self.channel.socket.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            self._process.wait()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class Pool:
@@ -82,25 +139,25 @@ class Pool:
         say: Callable[[str], None] = to_stderr,
     ) -> None:
         self.size, self.full_size = workers, workers + spares
-        self._cpu_seconds, self._wall_seconds = cpu_seconds, wall_seconds
+        self._limits = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds}
         functions = [part.model_dump() for part in user_functions]
         (grants,) = {Grants.of(part) for part in user_functions} or {Grants()}
         self._environment = grants.environment()
         self._folder = tempfile.mkdtemp(prefix="rlhf-rewards-")
-        limits = {"memory_mb": memory_mb, "wall_seconds": wall_seconds, "grants": grants, "folder": self._folder}
-        self._hello = {**limits, "user_functions": functions, "path": sys.path}
+        self._hello = {**self._limits, "memory_mb": memory_mb, "grants": grants, "folder": self._folder}
+        self._hello |= {"user_functions": functions, "path": sys.path}
         self.unconfined: tuple[str, ...] = ()
         self.sources: dict[str, dict[str, str]] = {}
         self._printed = PrintedLines([part.name for part in user_functions], say) if user_functions else None
         self._say = say
-        self._cannot_load, self._cannot_load_since = "", 0.0  # why new workers cannot load the reward
-        self._postponed: deque[float] = deque()  # when workers are started in place of those that could not
+        self._cannot_load = ""  # why new workers cannot load the reward
+        self._cannot_load_since = self._start_after = 0.0
         self._incoming: deque[Job] = deque()
         self._queue = Queue(workers, {part.name: part.concurrency for part in user_functions})
         self._workers: dict[int, Worker] = {}
         self._numbers = self._failed_starts = 0
         self._job_numbers = itertools.count()
-        self._closing, self._broken, self._woken = False, "", False
+        self._closing, self._broken = False, ""
         self._started: Future[None] = Future()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -120,28 +177,16 @@ class Pool:
 
     def submit(self, request: dict[str, Any]) -> Future[Grade]:
         """Queue one job; a job that fails gives a grade with the status of the failure, not an exception."""
-        self._add(request, future := Future[Grade]())
-        self._wake_up()
-        return future
+        return self.submit_many([request])[0]
 
-    def submit_many(self, requests: Sequence[dict[str, Any]]) -> Batch:
-        """Queue many jobs, whose grades are wanted together."""
-        batch = Batch(len(requests))
-        for index, request in enumerate(requests):
-            self._add(request, Slot(batch, index))
-        self._wake_up()
-        return batch
-
-    def _add(self, request: dict[str, Any], future: Future[Grade] | Slot) -> None:
+    def submit_many(self, requests: Sequence[dict[str, Any]]) -> list[Future[Grade]]:
+        """Queue jobs; the futures raise RuntimeError if the pool is closed, or has broken, before they have a grade."""
         if self._closing:
             raise RuntimeError(f"the reward pool is closed{': ' if self._broken else ''}{self._broken}")
-        request["number"] = next(self._job_numbers)
-        self._incoming.append(Job(request["number"], request, future))
-
-    def _wake_up(self) -> None:
-        if not self._woken:
-            self._woken = True
-            self._wake()
+        jobs = [Job(next(self._job_numbers), request, Future()) for request in requests]
+        self._incoming.extend(jobs)
+        self._wake()
+        return [job.future for job in jobs]
 
     def close(self) -> None:
         """Kill every process; jobs that have no grade yet raise a RuntimeError."""
@@ -168,7 +213,7 @@ class Pool:
         return len(self.worker_pids())
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # the buffer is full: the loop is awake anyway
+        with contextlib.suppress(OSError):  # the buffer is full: the loop is awake anyway
             self._wake_write.send(b"x")
 
     # --- the methods below run in the loop thread ---
@@ -179,6 +224,7 @@ class Pool:
         try:
             self._start_keeper()
             while not self._closing:
+                self._start_workers()
                 busy = any(worker.jobs for worker in self._workers.values())
                 for key, _ in self._selector.select(POLL_S if busy else 1.0):
                     self._on_event(key.data)
@@ -186,7 +232,6 @@ class Pool:
                     self._queue.add(self._incoming.popleft())
                 self._dispatch()
                 self.keeper.watch(ping_s=self.ping_s)
-                self._start_postponed()
                 self._enforce_deadlines()
         except BaseException as error:
             self._broken = str(error)
@@ -197,9 +242,23 @@ class Pool:
             self._shut_down()
 
     def _start_keeper(self) -> None:
-        self.keeper = KeeperProcess(self._hello, self._environment, start_s=START_S)
+        self.keeper = KeeperProcess(self._hello, self._environment)
         self._selector.register(self.keeper.channel.socket, selectors.EVENT_READ, "control")
-        for _ in range(self.full_size - len(self._workers)):
+
+    def _start_workers(self) -> None:
+        """Start a worker for each that is missing; later, and not for ever, while new ones cannot load the reward."""
+        if self._failed_starts > MAX_FAILED_STARTS:
+            raise RuntimeError("the grading processes die while they start; their own messages are above")
+        missing, now = self.full_size - sum(not worker.doomed for worker in self._workers.values()), time.monotonic()
+        if missing and self._cannot_load:
+            if now < self._start_after:
+                return
+            if now - self._cannot_load_since > self.reload_s:
+                raise RuntimeError(
+                    f"{self._cannot_load} New grading processes have tried for {self.reload_s:.0f} s. Put the code "
+                    "back as it was and continue with --resume, or with other code and reward.accept_changed_code=true."
+                )
+        for _ in range(missing):
             self._start_worker()
 
     def _start_worker(self) -> None:
@@ -220,38 +279,29 @@ class Pool:
 
     def _on_event(self, source: Any) -> None:
         if source == "wake":
-            with contextlib.suppress(BlockingIOError):
-                self._wake_read.recv(65536)
-            self._woken = False  # before the queue is read, so that a later job wakes the loop again
+            self._wake_read.recv(65536)
         elif source == "control":
-            messages, open_ = self.keeper.channel.receive()
+            messages, is_open = self.keeper.channel.receive()
             for message in messages:
-                self._on_keeper(message)
-            if not open_:
+                self.keeper.deadline = time.monotonic() + self.keeper_silent_s
+                if worker := self._workers.get(message.get("gone")):
+                    self._remove(worker)
+            if not is_open:
                 self._restart_keeper()
         elif isinstance(source, OutputPipe):
-            if not source.closed and not source.read() and source.ended:
+            if not source.ended and not source.read() and source.ended:
                 self._selector.unregister(source)
-        elif source.number in self._workers:
-            messages, open_ = source.channel.receive()
+        elif not source.doomed:
+            messages, is_open = source.channel.receive()
             try:
                 for message in messages:
                     self._on_worker(source, message)
             except Exception:  # not a message of our code: only this worker ends
-                open_ = False
-            if not open_ and source.number in self._workers and not source.doomed:
+                is_open = False
+            if not is_open:
                 self._kill(source, DIED)
 
-    def _on_keeper(self, message: dict[str, Any]) -> None:
-        self.keeper.answered(silent_s=self.keeper_silent_s)
-        if "forked" in message and message["forked"] in self._workers:
-            self._workers[message["forked"]].pid = message["pid"]
-        elif "gone" in message and message["gone"] in self._workers:
-            self._remove(self._workers[message["gone"]])
-
     def _on_worker(self, worker: Worker, message: dict[str, Any]) -> None:
-        if worker.doomed:
-            return
         if "ready" in message:
             if worker.ready:
                 raise ValueError("ready twice")
@@ -260,30 +310,24 @@ class Pool:
                 self._postpone(worker, f"{changed} is not what the run began with.")
                 return
             self._cannot_load = ""
-            worker.ready, worker.watch.cpu = True, float(message["cpu"])
+            worker.ready, worker.pid, worker.watch.cpu = True, int(message["pid"]), float(message["cpu"])
             self.unconfined = tuple(map(str, message["unconfined"]))
-            self._expect_waiting_calls(message["waits"])
+            if message["waits"] and not self._queue.waiting:
+                self._queue.waiting = {name: deque() for name in message["waits"]}
+                self.full_size += self.size  # calls that wait would keep the first workers from computing
             if not self._started.done() and len(self.worker_pids()) >= self.size:
                 self._started.set_result(None)
         elif "broken" in message:
             self._postpone(worker, str(message["broken"]))
         else:
             for reply in message["replies"]:
-                number = int(reply["number"]) if worker.waits else next(iter(worker.jobs))
-                self._finish(worker, number, Grade.from_message(reply))
-                if reply.get("last"):  # the worker reports that it cannot take another job
-                    self._requeue(worker)
-                    self._kill(worker, DIED)
+                grade = Grade.from_message(reply)
+                worker.jobs.pop(reply["number"]).future.set_result(grade)
             worker.watch.cpu = float(message["cpu"])
             worker.watch.start()  # a message, even without replies, shows that no call blocks the others
-
-    def _expect_waiting_calls(self, names: list[str]) -> None:
-        """Start more workers for calls that wait: such calls would keep the first workers from computing."""
-        if names and not self._queue.has_waiting_functions:
-            self._queue.set_waiting(names)
-            self.full_size += self.size
-            for _ in range(self.size):
-                self._start_worker()
+            if message["last"]:  # the worker cannot take another job
+                self._requeue(worker)
+                self._kill(worker, DIED)
 
     def _postpone(self, worker: Worker, problem: str) -> None:
         """End a worker that cannot load the reward, to be replaced later; the start of the pool fails."""
@@ -291,73 +335,51 @@ class Pool:
             self._started.set_exception(ValueError(problem))
         if self._started.exception() is not None:
             return
-        if not self._cannot_load:
-            self._cannot_load_since = time.monotonic()
-            self._say(f"{problem} New grading processes try again for {self.reload_s:.0f} s.")
-        self._cannot_load = problem
-        self._kill(worker, DIED)
-
-    def _start_postponed(self) -> None:
         now = time.monotonic()
-        while self._postponed and self._postponed[0] < now:
-            if self._cannot_load and now - self._cannot_load_since > self.reload_s:
-                raise RuntimeError(
-                    f"{self._cannot_load} New grading processes have tried for {self.reload_s:.0f} s. Put the code "
-                    "back as it was and continue with --resume, or with other code and reward.accept_changed_code=true."
-                )
-            self._postponed.popleft()
-            self._start_worker()
-
-    def _finish(self, worker: Worker, number: int, grade: Grade) -> None:
-        worker.jobs.pop(number).future.set_result(grade)
-
-    def _tell(self, worker: Worker, message: Any) -> None:
-        try:
-            worker.channel.send(message)
-        except OSError:
-            self._kill(worker, DIED)
+        if not self._cannot_load:
+            self._cannot_load_since = now
+            self._say(f"{problem} New grading processes try again for {self.reload_s:.0f} s.")
+        self._cannot_load, self._start_after = problem, now + RELOAD_EVERY_S
+        self._kill(worker, DIED)
 
     def _dispatch(self) -> None:
         for worker, jobs in self._queue.assign(self._workers.values()):
             if len(jobs) == len(worker.jobs):  # it had no job before
                 worker.watch.start()
-            self._tell(worker, {"jobs": [job.request for job in jobs]})
+            try:
+                worker.channel.send({"jobs": [{**job.request, "number": job.number} for job in jobs]})
+            except OSError:
+                self._kill(worker, DIED)
 
     def _enforce_deadlines(self) -> None:
         for worker in list(self._workers.values()):
             elapsed = worker.watch.elapsed()
             if not worker.ready and not worker.doomed and elapsed > START_S:
                 self._kill(worker, DIED)
-            if not worker.jobs or worker.doomed or elapsed < min(POLL_S, self._wall_seconds):
+            if not worker.jobs or worker.doomed or elapsed < min(POLL_S, self._limits["wall_seconds"]):
                 continue
             if ":" in worker.first.request["name"] and count_below(worker.pid, MAX_PROCESSES) > MAX_PROCESSES:
                 self._kill(worker, DIED, f"over {MAX_PROCESSES} processes")
-                continue
-            limits = {"cpu_seconds": self._cpu_seconds, "wall_seconds": self._wall_seconds}
-            if limit := worker.watch.exceeded(worker.pid, **limits):
+            elif limit := worker.watch.exceeded(worker.pid, **self._limits):
                 self._kill(worker, TIMEOUT, limit)
 
     def _kill(self, worker: Worker, why: str, detail: str = "the process died") -> None:
-        """Have the keeper kill a worker; the running job, if known, gets the status `why`, others are queued again."""
+        """Have the keeper kill a worker. Its only job gets the status `why`; several are tried again one by one."""
         if worker.doomed:
             return
         worker.doomed = why
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(worker.channel.socket)
-        if worker.is_one_of_several():
-            for job in worker.jobs.values():
-                job.alone = True
-        elif worker.jobs:
-            self._finish(worker, worker.first.number, Grade(None, why, detail=detail))
+        self._selector.unregister(worker.channel.socket)
+        if len(worker.jobs) == 1:
+            _, job = worker.jobs.popitem()
+            job.future.set_result(Grade(None, why, detail=detail))
+        for job in worker.jobs.values():
+            job.alone = True
         self._requeue(worker)
         self.keeper.send({"kill": worker.number})
-        if self._cannot_load and not worker.ready:
-            self._postponed.append(time.monotonic() + RELOAD_EVERY_S)
-            return
-        self._failed_starts = 0 if worker.ready else self._failed_starts + 1
-        if self._failed_starts > MAX_FAILED_STARTS:
-            raise RuntimeError("the grading processes die while they start; their own messages are above")
-        self._start_worker()
+        if worker.ready:
+            self._failed_starts = 0
+        elif not self._cannot_load:
+            self._failed_starts += 1
 
     def _requeue(self, worker: Worker) -> None:
         """Put the unfinished jobs of a worker back to the front of the queue."""
@@ -365,13 +387,12 @@ class Pool:
         worker.jobs.clear()
 
     def _remove(self, worker: Worker) -> None:
-        if not worker.doomed:
-            self._kill(worker, DIED)
+        self._kill(worker, DIED)
         del self._workers[worker.number]
         self._close(worker)
 
     def _close(self, worker: Worker) -> None:
-        worker.channel.close()
+        worker.channel.socket.close()
         if worker.output is not None:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(worker.output)
@@ -384,25 +405,20 @@ class Pool:
         self._selector.unregister(self.keeper.channel.socket)
         self.keeper.end()
         for worker in list(self._workers.values()):
-            worker.doomed = worker.doomed or DIED
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(worker.channel.socket)
             self._requeue(worker)
-            self._close(worker)
-        self._workers.clear()
-        self._postponed.clear()
+            self._remove(worker)
+        self._failed_starts = 0
         self._start_keeper()
 
     def _shut_down(self) -> None:
         running = [job for worker in self._workers.values() for job in worker.jobs.values()]
-        for job in [*self._incoming, *self._queue.clear(), *running]:
+        for job in [*self._incoming, *self._queue.all_jobs(), *running]:
             if job.begin():
                 job.future.set_exception(RuntimeError(self._broken or "the reward pool was closed"))
         if hasattr(self, "keeper"):
             self.keeper.end()
         for worker in self._workers.values():
             self._close(worker)
-        self._workers.clear()
         if self._printed is not None:
             self._printed.end_window()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,4 +1,8 @@
-"""The processes below a worker: they are counted, and killed when their job ends."""
+"""Processes seen from outside: those below a worker are counted and killed, and the time of its job is measured.
+
+A reward must not depend on the load of the machine, so the first limit of a job is in CPU seconds. The second one is
+for a process that sleeps; it is in seconds by the clock, without those in which the process waited for a core.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import time
 from collections.abc import Collection
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+CPUCLOCK_SCHED = 2  # linux: the clock id of a process's CPU time is (~pid << 3) | 2
 KILL_S = 4.0  # time limit for killing processes that keep starting others
 
 prctl = ctypes.CDLL(None).prctl
@@ -28,6 +33,12 @@ def children_of(pid: int) -> set[int]:
     return children
 
 
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+    return 0
+
+
 def count_below(pid: int, limit: int) -> int:
     """How many processes are below a process; counting stops above the limit."""
     count, frontier = 0, {pid}
@@ -41,12 +52,10 @@ def kill_children(*, spared: Collection[int]) -> bool:
     """Kill every child except `spared`; a subreaper adopts the children of those it killed. False if some are left."""
     deadline = time.monotonic() + KILL_S
     while (doomed := children_of(os.getpid()) - set(spared)) and time.monotonic() < deadline:
-        for pid in doomed:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)  # a fork bomb must not outrun the killing
-        for pid in doomed:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: a fork bomb must not outrun the killing
+            for pid in doomed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         for pid in doomed:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
@@ -68,7 +77,34 @@ def die_with_parent(number: int) -> None:
     prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-def _parent(pid: int) -> int:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
-    return 0
+class Stopwatch:
+    """Measures one process, and is restarted for each of its jobs.
+
+    Attributes:
+        cpu: CPU seconds of the process when the job began, as the process reported them.
+    """
+
+    def __init__(self) -> None:
+        self.cpu = 0.0
+        self.start()
+
+    def start(self) -> None:
+        self._started = time.monotonic()
+        self._waited: float | None = None  # seconds waiting for a core until the job was first checked
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    def exceeded(self, pid: int, *, cpu_seconds: float, wall_seconds: float) -> str:
+        """The limit that the job has used up, as text for a message; "" while it is within both."""
+        try:
+            if time.clock_gettime((~pid << 3) | CPUCLOCK_SCHED) - self.cpu > cpu_seconds:
+                return f"over {cpu_seconds:g} CPU seconds"
+            with open(f"/proc/{pid}/schedstat") as file:
+                waited = int(file.read().split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):  # the process is gone, or the kernel has no CONFIG_SCHEDSTATS
+            waited = self._waited or 0.0
+        if self._waited is None:
+            self._waited = waited
+        over_wall = self.elapsed() - (waited - self._waited) > wall_seconds
+        return f"over {wall_seconds:g} seconds by the clock" if over_wall else ""

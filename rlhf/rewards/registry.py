@@ -13,15 +13,15 @@ import sys
 import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 from rlhf.answers.extract import alternatives, gold_answer
 from rlhf.config.reward import OPTIONS_OF_REWARD
-from rlhf.rewards.confinement import NO_FILE, NO_NETWORK, NO_SHARED_MEMORY
+from rlhf.rewards.confinement import NO_FILE, NO_NETWORK, NO_SHARED_MEMORY, refusing_side_effects
 from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward
-from rlhf.rewards.sandbox import refusing_side_effects
 from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
 
@@ -54,17 +54,16 @@ def run(job: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> Grade:
     name = job["name"]
     if name in functions:
         return call_user_function(functions[name], job)
-    options = _options(name, job["options"])
-    if job.get("in_thought"):
-        job = {**job, "response": f"<think>{job['response']}"}
+    options = _options(name, json.dumps(job["options"]))
+    response = f"<think>{job['response']}" if job.get("in_thought") else job["response"]
     try:
         with refusing_side_effects():
-            jobs = [{**job, "answer": answer} for answer in alternatives(job["answer"])]
-            if job.get("check"):
-                check = check_gold if name == "math" else None
-                grades = [check(j["answer"]) if check else REWARDS[name](as_if_answered(j), options) for j in jobs]
-                return min(grades, key=_worth)
-            return max((REWARDS[name](one, options) for one in jobs), key=_worth)
+            jobs = [{**job, "response": response, "answer": answer} for answer in alternatives(job["answer"])]
+            if not job.get("check"):
+                return max((REWARDS[name](one, options) for one in jobs), key=_worth)
+            if name == "math":
+                return min((check_gold(one["answer"]) for one in jobs), key=_worth)
+            return min((REWARDS[name](as_if_answered(one), options) for one in jobs), key=_worth)
     except MemoryError:
         raise
     except Exception as error:  # the text of the response caused it: only this response fails
@@ -76,14 +75,9 @@ def _worth(grade: Grade) -> float:
     return -math.inf if grade.value is None else grade.value
 
 
-_parsed: dict[str, tuple[dict[str, Any], Any]] = {}  # by reward: the options of the last job, as written and as parsed
-
-
-def _options(name: str, written: dict[str, Any]) -> Any:
-    known = _parsed.get(name)
-    if known is None or known[0] != written:
-        known = _parsed[name] = (written, OPTIONS_OF_REWARD[name].model_validate_json(json.dumps(written)))
-    return known[1]
+@lru_cache(maxsize=64)
+def _options(name: str, written: str) -> Any:
+    return OPTIONS_OF_REWARD[name].model_validate_json(written)
 
 
 def as_if_answered(job: dict[str, Any]) -> dict[str, Any]:
@@ -106,9 +100,9 @@ def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
     try:
         module = _module_of_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except BaseException as error:  # a module may raise anything, SystemExit too
-        problem = f"reward name={name!r}: {module_name} cannot be imported: {type(error).__name__}: {error}. "
         remedy = _remedy(error, otherwise="Install the package, or start the run from the folder that holds it")
-        raise ValueError(f"{problem}{remedy}".removesuffix(". ") + ".") from None
+        problem = f"{module_name} cannot be imported: {type(error).__name__}: {error}. {remedy}".removesuffix(". ")
+        raise ValueError(f"reward name={name!r}: {problem}.") from None
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"reward name={name!r}: {module_name} has no function {attribute}. Correct the name.")
@@ -154,20 +148,18 @@ def waits(function: Callable[..., Any]) -> bool:
 
 
 def _start(function: Callable[..., Any], job: dict[str, Any]) -> Any:
-    response = job["responses"] if "responses" in job else job["response"]
-    options = job["options"]
-    return function(response, answer=job["answer"], columns=job["columns"], metadata=job["metadata"], **options)
+    given = {name: job[name] for name in ("answer", "columns", "metadata")}
+    return function(job["responses"] if "responses" in job else job["response"], **given, **job["options"])
 
 
 def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Grade:
     """Call `function(response, answer=, columns=, metadata=, **options)` and check what it returns."""
     try:
-        result = _start(function, job)
+        return _grade(function, _start(function, job), job)
     except MemoryError:
         raise
     except BaseException as error:
-        return _failed(function, _described(error), error)
-    return _grade(function, result, job)
+        return _failed(function, error)
 
 
 async def call_waiting_function(function: Callable[..., Any], job: dict[str, Any], wall_seconds: float) -> Grade:
@@ -179,15 +171,13 @@ async def call_waiting_function(function: Callable[..., Any], job: dict[str, Any
         except (asyncio.CancelledError, MemoryError):
             raise
         except BaseException as error:
-            return _failed(function, _described(error), error)
+            return _failed(function, error)
 
     task = asyncio.ensure_future(call())
     if not (await asyncio.wait({task}, timeout=wall_seconds))[0]:
         task.cancel()
         return Grade(None, TIMEOUT, detail=f"over {wall_seconds:g} seconds by the clock")
-    if task.cancelled():
-        return _failed(function, "CancelledError: it cancelled its own call")
-    return task.result()
+    return _failed(function, "CancelledError: it cancelled its own call") if task.cancelled() else task.result()
 
 
 def _grade(function: Callable[..., Any], result: Any, job: dict[str, Any]) -> Grade:
@@ -230,9 +220,9 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _remedy(error: BaseException | None, *, otherwise: str = "") -> str:
+def _remedy(error: BaseException, *, otherwise: str = "") -> str:
     """How to get what the confinement of a worker refused; "" if the error says it, `otherwise` for other errors."""
-    frames = list(traceback.walk_tb(error.__traceback__)) if error else []
+    frames = list(traceback.walk_tb(error.__traceback__))
     raised_in = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
     match error:
         case _ if NO_NETWORK in str(error):
@@ -246,22 +236,18 @@ def _remedy(error: BaseException | None, *, otherwise: str = "") -> str:
     return otherwise
 
 
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
-
-
-def _failed(function: Callable[..., Any], problem: str, error: BaseException | None = None) -> Grade:
+def _failed(function: Callable[..., Any], problem: str | BaseException) -> Grade:
     """`file:line: problem`, with the innermost line in the package of the function, or the line of its definition."""
-    if remedy := _remedy(error):
-        problem += f". {remedy}"
     locations = []
-    if error is not None:
+    if isinstance(problem, BaseException):
         package = str(function.__module__).partition(".")[0]
         locations = [
             f"{frame.f_code.co_filename}:{line}: "
-            for frame, line in list(traceback.walk_tb(error.__traceback__))[1:]  # the first frame is in this file
+            for frame, line in list(traceback.walk_tb(problem.__traceback__))[1:]  # the first frame is in this file
             if str(frame.f_globals.get("__name__")).partition(".")[0] == package
         ]
+        text, remedy = f"{type(problem).__name__}: {problem}".removesuffix(": "), _remedy(problem)
+        problem = f"{text}. {remedy}" if remedy else text
     unwrapped = inspect.unwrap(function)
     if not locations and inspect.isfunction(unwrapped):
         locations = [f"{unwrapped.__code__.co_filename}:{unwrapped.__code__.co_firstlineno}: "]

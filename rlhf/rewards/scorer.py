@@ -18,7 +18,6 @@ from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS
 from rlhf.config.reward import RewardConfig, RewardPart
 from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import BAD_GOLD, DIED, FAILED, NO_ANSWER, OK, STATUSES, TIMEOUT, UNSCORABLE, Grade
-from rlhf.rewards.jobs import Batch
 from rlhf.rewards.output import to_stderr
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.processes import default_workers
@@ -28,7 +27,6 @@ MAX_CHECKS_AT_ONCE = 4096  # gold answers in the pool at the same time: a data s
 MAX_ERRORS_KEPT, MAX_ERRORS_SHOWN = 1000, 5  # distinct errors of a part: a message may contain the response
 FAILURES = (FAILED, TIMEOUT, DIED)
 GRADED_AGAINST_GOLD = ("math", "gsm8k", "multiple_choice", "exact", "f1")
-READS_ANSWERS = (*GRADED_AGAINST_GOLD, "format")
 
 
 class BadGold(NamedTuple):
@@ -63,17 +61,11 @@ class Scorer:
         for grants in by_grants:
             grants.environment()  # raises ValueError, before anything is started
         self._pools: dict[Grants, Pool] = {}
+        limits = config.model_dump(include={"spares", "cpu_seconds", "wall_seconds", "memory_mb"})
+        limits["workers"] = config.workers or default_workers()
         try:
             for grants, functions in by_grants.items():
-                self._pools[grants] = Pool(
-                    workers=config.workers or default_workers(),
-                    spares=config.spares,
-                    cpu_seconds=config.cpu_seconds,
-                    wall_seconds=config.wall_seconds,
-                    memory_mb=config.memory_mb,
-                    user_functions=functions,
-                    say=say,
-                )
+                self._pools[grants] = Pool(**limits, user_functions=functions, say=say)
         except BaseException:
             self.close()
             raise
@@ -88,7 +80,7 @@ class Scorer:
         """What this kernel cannot keep the grading processes from."""
         reached = dict.fromkeys(name for pool in self._pools.values() for name in pool.unconfined)
         return tuple(
-            f"reward: this kernel cannot keep rewards from your {what} (docs/security.md)." for what in reached
+            f"reward: this kernel cannot keep rewards from your {name} (docs/security.md)." for name in reached
         )
 
     @property
@@ -107,9 +99,6 @@ class Scorer:
         for pool in self._pools.values():
             pool.close()
 
-    def _pool_of(self, part: RewardPart) -> Pool:
-        return self._pools[Grants.of(part)]
-
     def __enter__(self) -> Scorer:
         return self
 
@@ -122,11 +111,10 @@ class Scorer:
         """Grade the responses to one prompt: each by itself, or, where a part says `group`, all in one call."""
         parts = self.config.parts_of(prompt.source)
         metadata = [_metadata(prompt, rollout.finish_reason, rollout.response_length) for rollout in rollouts]
-        futures = [self._submit(part, texts, prompt.answer, prompt.columns, metadata) for part in parts]
-        columns = [[await asyncio.wrap_future(future) for future in many] for many in futures]
-        by_part = [_of_each(column, len(texts)) for column in columns]
+        futures = [self._submit(part, _jobs(part, texts, prompt.answer, prompt.columns, metadata)) for part in parts]
+        columns = [_of_each([await asyncio.wrap_future(future) for future in many], len(texts)) for many in futures]
         before = self.counters.copy()
-        grades = [self._combine(parts, [column[row] for column in by_part], prompt.id) for row in range(len(texts))]
+        grades = [self._combine(parts, [column[row] for column in columns], prompt.id) for row in range(len(texts))]
         self._counted[prompt.epoch, prompt.id] = self.counters - before
         return tuple(
             ScoredRollout(rollout, text, grade.extracted, grade.value, dict(grade.metrics), grade.status)
@@ -136,42 +124,36 @@ class Scorer:
     def try_functions(self, prompt: Prompt, responses: Sequence[str]) -> dict[str, str]:
         """Grade the first response, or all as a group, by each user function; its error by its name. Counts nothing."""
         errors = {}
-        for part in self.config.parts_of(prompt.source):
+        for part in filter(lambda part: part.is_user_function, self.config.parts_of(prompt.source)):
             texts = responses if part.group else responses[:1]
             metadata = [_metadata(prompt, "stop", len(text.split())) for text in texts]
-            if part.is_user_function:
-                (future,) = self._submit(part, texts, prompt.answer, prompt.columns, metadata)
-                errors[part.name] = [_error(g) for g in _of_each([future.result()], 1) if g.status in FAILURES]
-        return {name: failed[0] for name, failed in errors.items() if failed}
+            (future,) = self._submit(part, _jobs(part, texts, prompt.answer, prompt.columns, metadata))
+            if failed := [grade for grade in _of_each([future.result()], 1) if grade.status in FAILURES]:
+                errors[part.name] = _error(failed[0])
+        return errors
 
     def submit_batch(
         self,
         responses: Sequence[str],
         golds: Sequence[str | Sequence[str]],
         columns: Sequence[dict[str, Any]] | None = None,
-    ) -> list[Batch]:
-        """Start to grade responses by every part, a batch for each part; `graded_batch` waits for the results.
+    ) -> list[list[Future[Grade]]]:
+        """Start to grade responses by every part, a list for each part; `graded_batch` waits for the results.
 
         Args:
             golds: of each response the answer, or a list of acceptable answers.
         """
-        if self._over_budget:
-            raise RuntimeError(self._over_budget)
         rows = [
             ([text], gold if isinstance(gold, str) else json.dumps(list(gold)), row, [_no_metadata(text, row)])
             for text, gold, row in zip(responses, golds, columns or [{}] * len(golds), strict=True)
         ]
-        return [
-            self._pool_of(part).submit_many([job for row in rows for job in _jobs(part, *row)])
-            for part in self.config.parts
-        ]
+        return [self._submit(part, [job for row in rows for job in _jobs(part, *row)]) for part in self.config.parts]
 
-    def graded_batch(self, batches: Sequence[Batch], *, first_row: int = 0) -> list[Grade]:
+    def graded_batch(self, batches: Sequence[Sequence[Future[Grade]]], *, first_row: int = 0) -> list[Grade]:
         """Wait for the results of `submit_batch`, in order. An error names the row on which a user function failed."""
-        columns = [batch.result() for batch in batches]
         return [
-            self._combine(self.config.parts, [_of_each([grade], 1)[0] for grade in grades], f"row {row}")
-            for row, grades in enumerate(zip(*columns, strict=True), first_row)
+            self._combine(self.config.parts, [_of_each([future.result()], 1)[0] for future in futures], f"row {row}")
+            for row, futures in enumerate(zip(*batches, strict=True), first_row)
         ]
 
     def check_gold(self, prompts: Iterable[Prompt]) -> list[BadGold]:
@@ -185,8 +167,9 @@ class Scorer:
         bad = []
         while some := list(itertools.islice(asked, MAX_CHECKS_AT_ONCE)):
             jobs = [_jobs(part, [""], prompt.answer, {}, [_no_metadata("", {})])[0] for prompt, part in some]
-            batch = self.pool.submit_many([{**job, "check": True} for job in jobs])
-            for (prompt, part), grade in zip(some, batch.result(), strict=True):
+            futures = self.pool.submit_many([{**job, "check": True} for job in jobs])
+            for (prompt, part), future in zip(some, futures, strict=True):
+                grade = future.result()
                 if grade.status != OK or grade.value != 1.0:
                     reason = grade.detail or f"{grade.status}, graded {grade.value} against itself"
                     bad.append(BadGold(prompt.id, prompt.answer, f"{part.name}: {reason}"))
@@ -205,13 +188,12 @@ class Scorer:
     def failures(self, part: RewardPart) -> str:
         """How many calls of a part failed, then its most frequent errors, one per line; "" if no call failed."""
         failed = self._calls(part, FAILURES)
-        if not failed:
-            return ""
         shown = self._errors[part.name].most_common(MAX_ERRORS_SHOWN)
-        more = failed - sum(count for _, count in shown)
         lines = [f"reward {part.name}: {failed} of {self._calls(part)} calls failed"]
         lines += [f"  {count} x {error}" for error, count in shown]
-        return "\n".join([*lines, *([f"  {more} x other errors"] if more else [])])
+        if more := failed - sum(count for _, count in shown):
+            lines.append(f"  {more} x other errors")
+        return "\n".join(lines) if failed else ""
 
     def failed_always(self, part: RewardPart) -> bool:
         """Whether a part was called, and every call failed."""
@@ -231,18 +213,10 @@ class Scorer:
     def _calls(self, part: RewardPart, statuses: Sequence[str] = STATUSES) -> int:
         return sum(self.counters[f"{part.name}/{status}"] for status in statuses)
 
-    def _submit(
-        self,
-        part: RewardPart,
-        texts: Sequence[str],
-        answer: str,
-        columns: dict[str, Any],
-        metadata: Sequence[dict[str, Any]],
-    ) -> list[Future[Grade]]:
-        """Start to grade responses by one part: a future for each, or one for all of them."""
+    def _submit(self, part: RewardPart, jobs: Sequence[dict[str, Any]]) -> list[Future[Grade]]:
         if self._over_budget:
             raise RuntimeError(self._over_budget)
-        return [self._pool_of(part).submit(job) for job in _jobs(part, texts, answer, columns, metadata)]
+        return self._pools[Grants.of(part)].submit_many(jobs)
 
     def _combine(self, parts: Sequence[RewardPart], grades: Sequence[Grade], row: str) -> Grade:
         """The grade of one response by the whole reward, from those by its parts."""
@@ -251,8 +225,7 @@ class Scorer:
         status, extracted, total = OK, "", 0.0
         for part, grade in zip(parts, grades, strict=True):
             self._count(part, grade, row)
-            value = _value(part, grade)
-            values[part.name] = value
+            values[part.name] = value = _value(part, grade)
             metrics |= {f"{part.name}/{name}": number for name, number in grade.metrics.items()}
             total += part.weight * (value or 0.0)
             status = status if status != OK else grade.status
@@ -303,9 +276,8 @@ def _jobs(
     job = {"name": part.name, "options": part.options, "answer": answer}
     if part.group:
         return [{**job, "columns": columns, "metadata": metadata, "responses": texts}]
-    return [
-        {**job, "response": text, **_known(part, columns, about)} for text, about in zip(texts, metadata, strict=True)
-    ]
+    pairs = zip(texts, metadata, strict=True)
+    return [{**job, "response": text, **_known(part, columns, about)} for text, about in pairs]
 
 
 def _known(part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
@@ -314,7 +286,7 @@ def _known(part: RewardPart, columns: dict[str, Any], metadata: dict[str, Any]) 
         return {"columns": columns, "metadata": metadata}
     if part.name == "length":
         return {"metadata": {"response_length": metadata["response_length"]}}
-    if part.name not in READS_ANSWERS:
+    if part.name == "repetition":
         return {}
     asked = [str(turn.get("content")) for turn in metadata["messages"] if turn.get("role") == "user"]
     return {"in_thought": metadata["in_thought"]} | ({"prompt": "".join(asked[-1:])} if part.name == "math" else {})

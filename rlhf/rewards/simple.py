@@ -8,7 +8,7 @@ from collections import Counter
 
 from rlhf.answers.clean import clean, option_letter
 from rlhf.answers.extract import boxes, extract, gold_answer
-from rlhf.answers.numbers import exact_number
+from rlhf.answers.node import exact_number
 from rlhf.answers.thoughts import after_thinking
 from rlhf.config.reward import ExactOptions, F1Options, FormatOptions, MultipleChoiceOptions
 from rlhf.rewards.grade import BAD_GOLD, NO_ANSWER, Grade

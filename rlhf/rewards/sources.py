@@ -17,7 +17,7 @@ from pathlib import Path
 Sources = Mapping[str, Mapping[str, str]]  # name of a user function -> file, relative to its folder -> digest
 
 OURS = Path(__file__).resolve().parents[1]
-INSTALLED = ("site-packages", "dist-packages")
+INSTALLED = {"site-packages", "dist-packages"}
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
 
@@ -36,7 +36,8 @@ def loaded_sources(names: Iterable[str], *, before: Collection[str]) -> dict[str
         if own is not None:
             folder = _folder(module, own)
             files = [own, *sorted(file for file in new - {own} if _belongs(file, folder))]
-            sources[name] = {str(file.relative_to(folder)): _digest(file) for file in files}
+            digests = [hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() for file in files]
+            sources[name] = {str(file.relative_to(folder)): digest for file, digest in zip(files, digests, strict=True)}
     return sources
 
 
@@ -62,19 +63,14 @@ def _file(module: str) -> Path | None:
 
 def _folder(module: str, file: Path) -> Path:
     """The folder of the top package of a module, or of its file."""
-    package = sys.modules.get(module.partition(".")[0])
-    paths = list(getattr(package, "__path__", ())) if not module.endswith(".py") else []
-    return Path(paths[0]).resolve() if paths and file.is_relative_to(Path(paths[0]).resolve()) else file.parent
+    package = None if module.endswith(".py") else sys.modules.get(module.partition(".")[0])
+    folders = (Path(path).resolve() for path in getattr(package, "__path__", ()))
+    return next((folder for folder in folders if file.is_relative_to(folder)), file.parent)
 
 
 def _belongs(file: Path, folder: Path) -> bool:
     """Whether a file is below the folder, and neither installed there nor part of Python or of this trainer."""
     if not file.is_relative_to(folder) or file.is_relative_to(STANDARD_LIBRARY):
         return False
-    if file.is_relative_to(OURS) and not folder.is_relative_to(OURS):
-        return False
-    return folder.name not in INSTALLED and not set(INSTALLED) & set(file.relative_to(folder).parts)
-
-
-def _digest(file: Path) -> str:
-    return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    is_ours = file.is_relative_to(OURS) and not folder.is_relative_to(OURS)
+    return not is_ours and not {folder.name, *file.relative_to(folder).parts} & INSTALLED

@@ -6,6 +6,7 @@ thread, so forking it is safe, and never reads a response, so no response can ta
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -18,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections import deque
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,14 +27,12 @@ from rlhf.rewards.confinement import Grants
 from rlhf.rewards.grade import DIED, Grade
 from rlhf.rewards.output import WorkerStdout, redirect_output, running
 from rlhf.rewards.processes import adopt_orphans, children_of, die_with_parent, kill_children
-from rlhf.rewards.protocol import QUICK_REWARDS, Channel
+from rlhf.rewards.protocol import Channel, encoded
 from rlhf.rewards.sources import loaded_sources
-from rlhf.rewards.waiting import WaitingCalls
 
-MAX_REPLY_DELAY_S = 0.01  # replies wait for others at most this long, to save system calls
+BEAT_S = 0.2  # how often a worker tells the driver that no call blocks the others
 RETRY_S = 0.1  # between attempts to kill processes that do not die at once
 RECURSION_LIMIT = 3000  # enough for every answer within the limits of the parser; that many C frames fit the stack
-MAX_TEXT_SHOWN = 2000  # characters of an extracted answer or a message that are sent to the driver
 
 
 def main() -> None:
@@ -55,8 +54,8 @@ class Keeper:
 
     def __init__(self, control: Channel, hello: dict[str, Any]) -> None:
         self._control, self._hello = control, hello
-        self._fds: deque[int] = deque()  # of the fork commands, in the order of the commands
-        self._pids: dict[int, int] = {}  # number of the worker -> process
+        self._fds: list[int] = []  # of the fork commands, in the order of the commands
+        self._numbers: dict[int, int] = {}  # process -> number of the worker
         self._orphans = False  # some processes that a worker left behind are not dead yet
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -64,35 +63,31 @@ class Keeper:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._end())
-        sources: list[Any] = [self._control.socket, self._wake_read]
         try:
             while True:
-                readable = select.select(sources, [], [], RETRY_S if self._orphans else None)[0]
-                if self._wake_read in readable:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake_read, 4096)
-                if self._control.socket in readable and not self._execute_commands():
+                select.select([self._control.socket, self._wake_read], [], [], RETRY_S if self._orphans else None)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                commands, is_open = self._control.receive(fds=self._fds)
+                for command in commands:
+                    self._execute(command)
+                if not is_open:
                     self._end()
                 self._reap_workers()
         except OSError:
             self._end()
 
-    def _execute_commands(self) -> bool:
-        """Execute the commands that have arrived; False when the driver is gone."""
-        try:
-            data, fds, _, _ = socket.recv_fds(self._control.socket, 1 << 18, 64)
-        except OSError:
-            return False
-        self._fds.extend(fds)
-        for command in self._control.feed(data):
-            if "fork" in command:
-                self._fork(command["fork"], [self._fds.popleft() for _ in range(command["fds"])])
-            elif "ping" in command:
-                self._control.send({"pong": True})
-            elif command["kill"] in self._pids:
+    def _execute(self, command: dict[str, Any]) -> None:
+        if "fork" in command:
+            count = command["fds"]
+            fds, self._fds = self._fds[:count], self._fds[count:]
+            self._fork(command["fork"], fds)
+        elif "ping" in command:
+            self._control.send({"pong": True})
+        else:
+            for pid in [pid for pid, number in self._numbers.items() if number == command["kill"]]:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pids[command["kill"]], signal.SIGKILL)
-        return bool(data)
+                    os.kill(pid, signal.SIGKILL)
 
     def _fork(self, number: int, fds: list[int]) -> None:
         pid = os.fork()
@@ -100,28 +95,21 @@ class Keeper:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._control.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-            for other in self._fds:
+            self._control.socket.close()
+            for other in (self._wake_read, self._wake_write, *self._fds):
                 os.close(other)
             _serve(number, Channel(socket.socket(fileno=fds[0])), self._hello, fds[1:])
         for fd in fds:
             os.close(fd)
-        self._pids[number] = pid
-        self._control.send({"forked": number, "pid": pid})
+        self._numbers[pid] = number
 
     def _reap_workers(self) -> None:
-        numbers = {pid: number for number, pid in self._pids.items()}
-        ended = [pid for pid in _reap() if pid in numbers]
-        gone = [numbers[pid] for pid in ended]
-        for number in gone:
-            del self._pids[number]
+        ended = [pid for pid in _reap() if pid in self._numbers]
+        gone = [self._numbers.pop(pid) for pid in ended]
         if gone or self._orphans:
-            self._orphans = not kill_children(spared=self._pids.values())
-        for pid in ended:
-            shutil.rmtree(_own_folder(self._hello, pid), ignore_errors=True)
-        for number in gone:
+            self._orphans = not kill_children(spared=self._numbers)
+        for pid, number in zip(ended, gone, strict=True):
+            shutil.rmtree(Path(self._hello["folder"], str(pid)), ignore_errors=True)
             self._control.send({"gone": number})
 
     def _end(self) -> NoReturn:
@@ -129,11 +117,6 @@ class Keeper:
         kill_children(spared=())
         shutil.rmtree(self._hello["folder"], ignore_errors=True)
         os._exit(0)
-
-
-def _own_folder(hello: dict[str, Any], pid: int) -> Path:
-    """The folder that a worker may write to."""
-    return Path(hello["folder"], str(pid))
 
 
 def _reap() -> list[int]:
@@ -159,14 +142,14 @@ def _serve(number: int, channel: Channel, hello: dict[str, Any], pipes: list[int
         die_with_parent(signal.SIGKILL)
         adopt_orphans()
         names = [part["name"] for part in hello["user_functions"]]
-        unconfined = Grants(*hello["grants"]).confine(names, _own_folder(hello, os.getpid()))
+        unconfined = Grants(*hello["grants"]).confine(names, Path(hello["folder"], str(os.getpid())))
         try:
             functions, sources = _load(hello["user_functions"], lines)
         except ValueError as error:
             channel.send({"broken": str(error)})
         else:
-            about = {"unconfined": unconfined, "sources": sources}
-            with contextlib.suppress(EOFError, OSError):  # the driver is gone
+            about = {"pid": os.getpid(), "unconfined": unconfined, "sources": sources}
+            with contextlib.suppress(OSError):  # the driver is gone
                 _answer_jobs(channel, hello, functions, about, lines)
     except Exception:
         if lines is not None:
@@ -189,8 +172,8 @@ def _load(
         if lines is not None:
             lines.end_line()
     running.set("")
-    if lines is None:
-        _close_output()
+    if lines is None:  # parsers print messages about their input, which must not reach the trainer's terminal
+        redirect_output(os.open(os.devnull, os.O_RDWR), muted=True)
     else:
         lines.muted = False
     return loaded, loaded_sources(loaded, before=before)
@@ -210,74 +193,108 @@ def _answer_jobs(
     own = children_of(os.getpid())  # started by the modules of the functions; they last as long as the worker
     waiting = [name for name, function in functions.items() if registry.waits(function)]
     channel.send({"ready": True, "cpu": time.process_time(), "waits": waiting, **about})
-    replies = Replies(channel)
 
-    async def call(job: dict[str, Any]) -> dict[str, Any]:
+    async def call(job: dict[str, Any]) -> Grade:
         running.set(job["name"])
         grade = await registry.call_waiting_function(functions[job["name"]], job, hello["wall_seconds"])
         assert lines is not None
         lines.end_line()
-        return grade.as_message(MAX_TEXT_SHOWN)
+        return grade
 
-    calls = WaitingCalls(channel, call, lambda job: job["name"] in waiting)
+    calls = WaitingCalls(channel, call, waiting)
+    is_open = True
     jobs: list[dict[str, Any]] = []
-    while True:
-        jobs = jobs or channel.receive_one()["jobs"]
-        if jobs[0]["name"] in waiting:
+    while is_open:
+        if not jobs:
+            messages, is_open = channel.receive(wait=True)
+            jobs = [job for message in messages for job in message["jobs"]]
+        if jobs and jobs[0]["name"] in waiting:
             jobs = calls.run(jobs)
             kill_children(spared=own)
             continue
-        for job in jobs:
-            if job["name"] not in QUICK_REWARDS:
-                replies.flush()
+        replies: list[dict[str, Any]] = []
+        last = False
+        while jobs and not last:
+            job = jobs.pop(0)
             running.set(job["name"])
-            reply = _answer(job, functions)
+            try:
+                grade = registry.run(job, functions)
+            except MemoryError:  # some of the memory may be lost for good, so another worker takes over
+                grade, last = Grade(None, DIED, detail="out of memory"), True
+            replies.append({**grade.as_message(), "number": job["number"]})
             if lines is not None and job["name"] in functions:
                 lines.end_line()
                 kill_children(spared=own)
-            replies.add(reply)
-            if reply.get("last"):
-                replies.flush()
-                return
-        replies.flush()
-        jobs = []
+        if replies:
+            channel.send({"replies": replies, "cpu": time.process_time(), "last": last})
+        is_open = is_open and not last
 
 
-class Replies:
-    """Sends replies together, but all of them before a job that may take long: the driver then knows which job runs."""
+class WaitingCalls:
+    """Calls of functions that wait (`async def`), all at once, each with a deadline from its own start.
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._waiting: list[dict[str, Any]] = []
-        self._flushed = time.monotonic()
+    They run in one event loop, so that a client in the user's module can be used by several calls.
 
-    def add(self, reply: dict[str, Any]) -> None:
-        self._waiting.append(reply)
-        if time.monotonic() - self._flushed > MAX_REPLY_DELAY_S:
-            self.flush()
+    Args:
+        call: job -> its grade; raises nothing but MemoryError.
+        names: the functions that wait; a job of any other ends the loop and is left to the caller.
+    """
 
-    def flush(self) -> None:
-        if self._waiting:
-            self._channel.send({"replies": self._waiting, "cpu": time.process_time()})
-            self._waiting = []
-        self._flushed = time.monotonic()
+    def __init__(
+        self, channel: Channel, call: Callable[[dict[str, Any]], Awaitable[Grade]], names: Collection[str]
+    ) -> None:
+        self._channel, self._call, self._names = channel, call, names
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._replies: list[dict[str, Any]] = []
+        self._left: list[dict[str, Any]] = []
+        self._news = asyncio.Event()
 
+    def run(self, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Run these calls and those that arrive meanwhile until none is left; returns jobs that do not wait."""
+        self._left = []
+        self._loop.run_until_complete(self._run(jobs))
+        return self._left
 
-def _answer(job: dict[str, Any], functions: dict[str, Any]) -> dict[str, Any]:
-    from rlhf.rewards import registry
+    async def _run(self, jobs: list[dict[str, Any]]) -> None:
+        self._channel.socket.setblocking(False)
+        self._start(jobs)
+        self._loop.add_reader(self._channel.socket, self._read)
+        try:
+            while self._tasks or self._replies:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), BEAT_S)
+                self._news.clear()
+                replies, self._replies = self._replies, []
+                message = {"replies": replies, "cpu": time.process_time(), "last": False}
+                await self._loop.sock_sendall(self._channel.socket, encoded(message))
+        finally:
+            self._loop.remove_reader(self._channel.socket)
 
-    try:
-        return registry.run(job, functions).as_message(MAX_TEXT_SHOWN)
-    except MemoryError:
-        return {**Grade(None, DIED, detail="out of memory").as_message(MAX_TEXT_SHOWN), "last": True}
+    def _read(self) -> None:
+        messages, is_open = self._channel.receive()
+        for message in messages:
+            self._start(message["jobs"])
+        if not is_open:
+            os._exit(0)
 
+    def _start(self, jobs: list[dict[str, Any]]) -> None:
+        for job in jobs:
+            if job["name"] not in self._names:
+                self._left.append(job)
+                continue
+            task = self._loop.create_task(self._answer(job))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-def _close_output() -> None:
-    """Discard the output: parsers print messages about their input, which must not reach the trainer's terminal."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (1, 2):
-        os.dup2(null, fd)
-    os.close(null)
+    async def _answer(self, job: dict[str, Any]) -> None:
+        try:
+            grade = await self._call(job)
+        except MemoryError:
+            os._exit(1)  # the driver runs every call again by itself, and finds the one that takes all memory
+        self._replies.append({**grade.as_message(), "number": job["number"]})
+        self._news.set()
 
 
 def _limit_memory(memory_mb: int) -> None:

@@ -6,12 +6,11 @@ import time
 
 import pytest
 
-from rlhf.answers.arithmetic import start_work
 from rlhf.answers.compare import compare
 from rlhf.answers.extract import STEPS, extract
 from rlhf.answers.node import UndefinedError
 from rlhf.answers.tree import parse
-from rlhf.answers.value import evaluate
+from rlhf.answers.value import evaluate, start_work
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def look(pool: Pool, action: str, target: object, name: str = LOOKS) -> Grade:
 
 
 def look_with_grants(scorer: Scorer, action: str, target: object) -> Grade:
-    (batch,) = scorer.submit_batch([str(target)], [action])
-    return batch.result()[0]
+    ((future,),) = scorer.submit_batch([str(target)], [action])
+    return future.result(timeout=WAIT_S)
 
 
 def test_this_kernel_confines(plain: Pool) -> None:

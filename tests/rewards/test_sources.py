@@ -78,10 +78,9 @@ def test_a_reward_that_stays_away_ends_every_wait_with_the_reason(folder: Path) 
         lose_worker(pool)
         one, many = pool.submit(job(folder)), pool.submit_many([job(folder) for _ in range(3)])
         reason = r"mine\.py .*FileNotFoundError.*\b2 s\b"
-        with pytest.raises(RuntimeError, match=reason):
-            one.result(timeout=WAIT_S)
-        with pytest.raises(RuntimeError, match=reason):
-            many.result()
+        for future in (one, *many):
+            with pytest.raises(RuntimeError, match=reason):
+                future.result(timeout=WAIT_S)
         with pytest.raises(RuntimeError, match=reason):
             pool.submit(job(folder))
 
