@@ -20,8 +20,8 @@ from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
 from rlhf.log.sinks import read_summary
 from rlhf.rewards.sources import Sources, changed_sources
+from rlhf.run.checkpoint_files import LATEST, read_line, step_of
 from rlhf.run.folder import RunFolder
-from rlhf.run.manifest import LATEST, read_line, step_of
 from rlhf.run.state import RunState
 
 # Keys and sections that change where, how fast and how watched the run is, not what it learns.

@@ -22,17 +22,14 @@ from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, groups_at_engines
 from rlhf.rollout.sampler import Sampler
 from rlhf.run.evaluation import evaluate, evaluation_metrics
-from rlhf.run.folder import rollout_rows
 from rlhf.run.grading import Grading, normalize_scores, reward_model_client
-from rlhf.run.prompts import PromptTickets
+from rlhf.run.prompts import PromptTickets, RunData, read_data, show_data, without_bad_gold
 from rlhf.run.resume import check_reward_code
-from rlhf.run.rollout_metrics import rollout_metrics
+from rlhf.run.rollout_log import rollout_metrics, rollout_rows, token_values
 from rlhf.run.run import Run
-from rlhf.run.skipped import SkippedBatches
+from rlhf.run.skipped_updates import SkippedUpdates
 from rlhf.run.speed import LearnerSpeed
-from rlhf.run.startup import RunData, check_prompts_suffice, read_data, show_data, without_bad_gold
 from rlhf.run.threads import in_thread
-from rlhf.run.token_values import token_values
 from rlhf.run.useless_steps import UselessSteps, updates_taken
 from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
@@ -85,13 +82,8 @@ async def _prepare(run: Run[C], exit_stack: contextlib.AsyncExitStack) -> tuple[
         scorer.restore(run.state.reward_status)
         for warning in (*scorer.warnings, *check_reward_code(config, run.state, scorer.sources)):
             run.log.warn(warning)
-
-        def checked() -> RunData:
-            train = without_bad_gold("train", data.train, config, scorer, say)
-            return RunData(train, without_bad_gold("eval", data.evaluation, config, scorer, say))
-
-        data = await in_thread(checked)  # takes minutes for a large data set; SIGTERM must still be handled
-    check_prompts_suffice(config, data.train)
+        # takes minutes for a large data set; SIGTERM must still be handled
+        data = await in_thread(without_bad_gold, data, config, scorer, say)
     restored = None if run.restored is None else run.state
     return scorer, data, PromptTickets(data.train, seed=config.run.seed, restored=restored)
 
@@ -131,7 +123,7 @@ class RolloutLoop(Generic[C]):
             deadline_s=2 * config.cluster.step_deadline_s,
         )
         self.useless_steps = UselessSteps(config.run, run.diagnosis)
-        self.skipped = SkippedBatches(lambda: run.folder.path / "skipped", run.log.warn)
+        self.skipped_updates = SkippedUpdates(lambda: run.folder.path / "skipped", run.log.warn)
         self.speed = LearnerSpeed(config, device_name)
         self._run = run
         run.progress = self.progress

@@ -5,28 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from rlhf.cluster.checkpoints import Checkpoints
 from rlhf.cluster.cluster import Cluster
-from rlhf.cluster.heartbeat import Heartbeat
-from rlhf.cluster.rank_group import RankGroup
 from rlhf.config.load import flat_keys
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.model_files import load_tokenizer
 from rlhf.log.clock import Clock
 from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.sinks import NO_DETAILS, Details, evaluation_table
+from rlhf.run.checkpoint_files import PARTIAL
+from rlhf.run.checkpoint_mirror import Mirror
+from rlhf.run.checkpoint_saver import CheckpointSaver
 from rlhf.run.folder import RunFolder, best_step
-from rlhf.run.manifest import PARTIAL
-from rlhf.run.mirror import Mirror
 from rlhf.run.model_card import model_card
-from rlhf.run.outputs import RunLog
 from rlhf.run.resume import check_not_finished, check_resumed_state, model_fingerprints, resume_warnings
-from rlhf.run.saving import CheckpointSaver
+from rlhf.run.run_log import RunLog
 from rlhf.run.state import RunState, code_state
 from rlhf.run.stop import Stop
 
@@ -34,28 +30,6 @@ SAVE_S = 60.0  # that a failed run waits for the checkpoint that is being writte
 LOST_SAVE_S = 15.0  # where Ray has ended: learners that still live may complete it
 
 C = TypeVar("C", bound=TrainingProgramConfig)
-
-
-class RunCluster(Protocol):
-    """What a run asks of its cluster; tests drive a run with one that starts nothing."""
-
-    checkpoints: Checkpoints
-    heartbeat: Heartbeat
-    lost: str
-
-    @property
-    def learners(self) -> RankGroup: ...
-
-    @property
-    def critics(self) -> RankGroup: ...
-
-    async def together(self, calls: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]: ...
-
-    async def load(self, folder: Path) -> None: ...
-
-    async def __aenter__(self) -> Any: ...
-
-    async def __aexit__(self, *failure: Any) -> None: ...
 
 
 class Run(Generic[C]):
@@ -66,7 +40,7 @@ class Run(Generic[C]):
     Args:
         resume: go on from a checkpoint of the folder.
         start_at: the name of that checkpoint; None: the newest.
-        make_cluster: a Cluster, or in tests another RunCluster.
+        make_cluster: tests drive a run with one that starts nothing.
 
     Raises:
         ValueError: the folder cannot be used, or what it holds does not fit the config.
@@ -79,7 +53,7 @@ class Run(Generic[C]):
     """
 
     def __init__(
-        self, config: C, *, resume: bool, start_at: str | None = None, make_cluster: Callable[..., RunCluster] = Cluster
+        self, config: C, *, resume: bool, start_at: str | None = None, make_cluster: Callable[..., Any] = Cluster
     ) -> None:
         self.config = config
         if resume and start_at is None:
@@ -95,7 +69,7 @@ class Run(Generic[C]):
         self.diagnosis = Diagnosis(flat_keys(config.shown()))
         self.stop = Stop(config.run.grace_s, self.log.print)
         self.tokenizer = load_tokenizer(config.model)
-        self.cluster = make_cluster(config, first_step=self.first_step, watch_stage=self.log.terminal.stage)
+        self.cluster: Cluster = make_cluster(config, first_step=self.first_step, watch_stage=self.log.terminal.stage)
         self.saver = CheckpointSaver(
             config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, mirror, self.log.warn,
             self.log.files.check,

@@ -70,7 +70,7 @@ def supervise(main: Callable[[], None]) -> int:
     with lossy_output():
         restarts, newest = 0, ""
         while (ended := _run_driver(main, takes_over=restarts > 0)).lost is not None:
-            from rlhf.run.manifest import complete_checkpoints  # here, because numpy starts threads
+            from rlhf.run.checkpoint_files import complete_checkpoints  # here, because numpy starts threads
 
             training, before = ended.lost, newest
             newest = "".join(path.name for path in complete_checkpoints(Path(training.folder) / "checkpoints")[-1:])

@@ -206,7 +206,7 @@ from rlhf.config.cli import run_program
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.run.folder import RunFolder
-from rlhf.run.outputs import RunLog
+from rlhf.run.run_log import RunLog
 from rlhf.run.state import RunState
 
 def main():

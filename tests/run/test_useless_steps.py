@@ -14,7 +14,7 @@ from worlds import make_config, make_groups
 from rlhf.config.load import flat_keys
 from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.reductions import to_values
-from rlhf.run.rollout_metrics import rollout_metrics
+from rlhf.run.rollout_log import rollout_metrics
 from rlhf.run.useless_steps import UselessRunError, UselessSteps
 from rlhf.types import RolloutGroup, ScoredRollout
 

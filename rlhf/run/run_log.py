@@ -101,16 +101,15 @@ class RunLog:
 def _check_packages(config: TrainingProgramConfig) -> None:
     """Raise a ValueError if a package of a sink that the config asks for is not installed."""
     uri = config.logging.mlflow.uri
-    wanted: dict[str, tuple[str, ...]] = {"tensorboard": ("tensorboard",)} if config.logging.tensorboard else {}
-    if uri is not None:
-        wanted["mlflow"] = ("mlflow", "sqlalchemy", "alembic") if MLFLOW_DATABASE.match(uri) else ("mlflow",)
-    for key, packages in wanted.items():
-        for package in packages:
-            if find_spec(package) is None:
-                raise ValueError(
-                    f"logging.{key}: the package {package} is not installed. pip install -e '.[{key}]', or leave this "
-                    "key at its default."
-                )
+    wanted = [("tensorboard", "tensorboard")] if config.logging.tensorboard else []
+    wanted += [] if uri is None else [("mlflow", "mlflow")]
+    wanted += [("mlflow", name) for name in ("sqlalchemy", "alembic") if uri and MLFLOW_DATABASE.match(uri)]
+    for key, package in wanted:
+        if find_spec(package) is None:
+            raise ValueError(
+                f"logging.{key}: the package {package} is not installed. pip install -e '.[{key}]', or leave this "
+                "key at its default."
+            )
 
 
 def about() -> dict[str, Any]:

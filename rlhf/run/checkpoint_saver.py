@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf.cluster.checkpoints import Checkpoints
+from rlhf.cluster.role_checkpoints import RoleCheckpoints
 from rlhf.config.sections import CheckpointConfig
-from rlhf.learner.checkpoint import MODEL_FOLDER
+from rlhf.learner.rank_checkpoint import MODEL_FOLDER
+from rlhf.run.checkpoint_files import BEST, LATEST, read_line, reason
+from rlhf.run.checkpoint_mirror import Mirror
 from rlhf.run.folder import RunFolder
-from rlhf.run.manifest import BEST, LATEST, read_line, reason
-from rlhf.run.mirror import Mirror
 from rlhf.run.state import RunState
 
 
@@ -34,7 +34,7 @@ class CheckpointSaver:
         self,
         config: CheckpointConfig,
         folder: RunFolder,
-        checkpoints: Checkpoints,
+        checkpoints: RoleCheckpoints,
         tokenizer: Any,
         mirror: Mirror | None,
         warn: Callable[[str], None],
@@ -58,7 +58,9 @@ class CheckpointSaver:
         try:
             partial = await asyncio.to_thread(self._folder.begin_checkpoint, state.step)
             self._write_log()  # a resumed run does not write rows from before its checkpoint again
-            self._check_space(await self._checkpoints.bytes())
+            needed, free = await self._checkpoints.bytes(), shutil.disk_usage(self._folder.checkpoints).free
+            if free < needed:
+                raise OSError(f"{self._folder.checkpoints}: it takes {needed:,} bytes, and {free:,} are free")
             (partial / MODEL_FOLDER).mkdir()
             for name, content in self._tokenizer.items():
                 (partial / MODEL_FOLDER / name).write_bytes(content)
@@ -110,11 +112,6 @@ class CheckpointSaver:
             self._warn(f"{checkpoint.name} was not copied: {error}. The next checkpoint will be.")
         finally:
             self._folder.being_copied = ""
-
-    def _check_space(self, needed: int) -> None:
-        free = shutil.disk_usage(self._folder.checkpoints).free
-        if free < needed:
-            raise OSError(f"{self._folder.checkpoints}: it takes {needed:,} bytes, and {free:,} are free")
 
     def _fail(self, step: int, partial: Path | None, error: OSError) -> None:
         self.writing_step = 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from worlds import make_config
 
-from rlhf.run.outputs import RunLog, about
+from rlhf.run.run_log import RunLog, about
 from rlhf.run.state import RunState, code_state
 
 ROOT = Path(__file__).parent.parent.parent

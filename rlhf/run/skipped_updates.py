@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from rlhf.log.reductions import UpdateOutcome
-from rlhf.run.manifest import reason
+from rlhf.run.checkpoint_files import reason
 from rlhf.types import StepBatch
 
 MAX_KEPT = 10  # files of one process; a run that skips for days would fill the disk
 MAX_SHOWN = 5
 
 
-class SkippedBatches:
+class SkippedUpdates:
     """Writes `skipped/step-000012.npz` in the run folder, and warns.
 
     A file has the columns of tokens of the step (`token_ids`, `response_mask`, `rollout_logprobs` and those that the
