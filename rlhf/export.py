@@ -95,7 +95,7 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
                 shutil.copyfile(checkpoint / file, partial / Path(file).name)
         if is_reward_model:  # the scores of a checkpoint were never measured
             (partial / RECORD_FILE).write_text(json.dumps({"template": state.config["data"]["template"]}) + "\n")
-        (partial / "README.md").write_text(model_card(state, checkpoint.parent.parent / "metrics.jsonl"))
+        (partial / "README.md").write_text(model_card(state))
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)

@@ -32,8 +32,7 @@ READERS = 8  # threads; a checksum is faster than one disk, and slower than seve
 
 def step_of(name: str) -> int:
     """The step of the checkpoint with this name; -1 if no checkpoint has such a name."""
-    match = CHECKPOINT.fullmatch(name)
-    return -1 if match is None else int(match[1])
+    return int(match[1]) if (match := CHECKPOINT.fullmatch(name)) else -1
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -177,11 +176,7 @@ def replace_synced(file: Path, text: str) -> None:
 def remove(checkpoint: Path) -> str:
     """Remove a checkpoint, renamed first, so that a remainder does not count as one; "" or why it is still there."""
     try:
-        doomed = checkpoint
-        if checkpoint.suffix != PARTIAL:
-            doomed = checkpoint.with_suffix(PARTIAL)
-            checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+        shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(PARTIAL)))
     except OSError as error:
         return reason(error)
     return ""

@@ -22,7 +22,7 @@ class CheckpointSaver:
     """Saves one checkpoint at a time.
 
     Args:
-        write_log: writes the rows of the log that wait for room on the disk; raises OSError if there is none.
+        write_log: writes the rows that wait for room on the disk; raises OSError if there is none.
 
     Attributes:
         failure: why the newest checkpoint could not be written; "" if it was. The run goes on and tries again after
@@ -40,8 +40,7 @@ class CheckpointSaver:
         warn: Callable[[str], None],
         write_log: Callable[[], None] = lambda: None,
     ) -> None:
-        self.failure = ""
-        self.writing_step = 0
+        self.failure, self.writing_step = "", 0
         self._tokenizer = _files_of(tokenizer)
         self._config, self._folder, self._mirror, self._warn = config, folder, mirror, warn
         self._checkpoints, self._write_log = checkpoints, write_log
@@ -97,25 +96,24 @@ class CheckpointSaver:
 
     async def _send_named(self, mirror: Mirror, pointer: str) -> None:
         """Copy the checkpoint that the file `pointer` names, unless the mirror has it."""
-        file = self._folder.checkpoints / pointer
         async with self._removing:
-            checkpoint = file.with_name(read_line(file)) if file.is_file() else None
-            if checkpoint is None or not checkpoint.is_dir():
+            name = read_line(self._folder.checkpoints / pointer)
+            checkpoint = self._folder.checkpoints / name
+            if not name or not checkpoint.is_dir():
                 return
-            self._folder.being_copied = checkpoint.name
+            self._folder.being_copied = name
         others = [self._folder.path / "config.yaml", self._folder.metrics]
         try:
             await asyncio.to_thread(
                 mirror.send, checkpoint, others, pointer=pointer, keep=self._config.keep, run_id=self._folder.id
             )
         except OSError as error:
-            self._warn(f"{checkpoint.name} was not copied: {error}. The next checkpoint will be.")
+            self._warn(f"{name} was not copied: {error}. The next checkpoint will be.")
         finally:
             self._folder.being_copied = ""
 
     def _fail(self, step: int, partial: Path | None, error: OSError) -> None:
-        self.writing_step = 0
-        self.failure = f"the checkpoint of step {step} could not be written: {reason(error)}."
+        self.failure, self.writing_step = f"the checkpoint of step {step} could not be written: {reason(error)}.", 0
         self._warn(f"{self.failure} It is tried again after the next step; make room meanwhile.")
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)

@@ -6,7 +6,6 @@ And two evaluations of the same problems: how many problems changed, and could c
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -53,10 +52,9 @@ async def evaluate(
 
 
 def evaluation_metrics(groups: Mapping[str, Sequence[RolloutGroup]]) -> dict[str, float]:
-    """Metrics of `group_metrics` for each data set, named eval/<data set>/<metric>@<k>."""
-    return {
-        f"eval/{source}/{name}": value for source, rows in groups.items() for name, value in group_metrics(rows).items()
-    }
+    """Those of each data set, named eval/<data set>/<metric>@<k>."""
+    by_source = {source: group_metrics(rows) for source, rows in groups.items()}
+    return {f"eval/{source}/{name}": value for source, metrics in by_source.items() for name, value in metrics.items()}
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -64,10 +62,10 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
     Each with its interval, named with /low and /high.
     """
-    k = len(groups[0].samples)
+    k, samples = len(groups[0].samples), [sample for group in groups for sample in group.samples]
     scores = np.array([[score_of(sample) for sample in group.samples] for group in groups])
-    lengths = [sample.rollout.response_length for group in groups for sample in group.samples]
-    stopped = [sample.rollout.finish_reason == "stop" for group in groups for sample in group.samples]
+    lengths = [sample.rollout.response_length for sample in samples]
+    stopped = [sample.rollout.finish_reason == "stop" for sample in samples]
     by_problem = {"avg": scores.mean(axis=1)}
     if k > 1:
         by_problem["pass"] = (scores.max(axis=1) > RIGHT).astype(float)
@@ -76,7 +74,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     for name, values in by_problem.items():
         low, high = bootstrap_interval(values)
         metrics |= {f"{name}@{k}": float(values.mean()), f"{name}@{k}/low": low, f"{name}@{k}/high": high}
-    answered, asked = count_answers(sample for group in groups for sample in group.samples)
+    answered, asked = count_answers(samples)
     if asked:
         metrics["answered_fraction"] = answered / asked
     return metrics | {"response_length": float(np.mean(lengths)), "stopped_fraction": float(np.mean(stopped))}
@@ -96,17 +94,14 @@ def bootstrap_interval(values: np.ndarray) -> tuple[float, float]:
 
 def score_of(sample: ScoredRollout) -> float:
     """The first part of the reward (the grader), without format or length terms."""
-    first = next(iter(sample.reward_parts.values()), None)
-    return first or 0.0
+    return next(iter(sample.reward_parts.values()), None) or 0.0
 
 
 def _majority(group: RolloutGroup) -> float:
     """Score of the most frequent answer; ties go to the first."""
     answers = Counter(sample.extracted for sample in group.samples if sample.extracted)
-    if not answers:
-        return 0.0
-    winner, _ = answers.most_common(1)[0]
-    return next(score_of(sample) for sample in group.samples if sample.extracted == winner)
+    winners = [winner for winner, _ in answers.most_common(1)]
+    return next((score_of(sample) for sample in group.samples if sample.extracted in winners), 0.0)
 
 
 # --- two evaluations ---
@@ -133,11 +128,8 @@ class Comparison:
 
 def graded_responses(groups: Mapping[str, Sequence[RolloutGroup]]) -> Rows:
     """A row per response: prompt, gold answer, text, extracted answer, and whether it is right."""
-    return [
-        rollout_row(group, sample) | {"right": score_of(sample) > RIGHT}
-        for group in itertools.chain.from_iterable(groups.values())
-        for sample in group.samples
-    ]
+    samples = [(group, sample) for rows in groups.values() for group in rows for sample in group.samples]
+    return [rollout_row(group, sample) | {"right": score_of(sample) > RIGHT} for group, sample in samples]
 
 
 def read_responses(file: Path, *, samples_per_prompt: Collection[int]) -> Rows:

@@ -7,29 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+from omegaconf import OmegaConf
+
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.secrets import with_references
-from rlhf.log.sinks import read_rows
 from rlhf.run.state import RunState
 
 NEW_TOKENS = 512  # in the example, where the config says none
 LICENSE_KEYS = ("license", "license_name", "license_link")  # of the hub's front matter
-SHOWN = (
-    "reward/mean", "policy/kl_k3", "policy/entropy", "rollout/response_length/mean", "train/loss", "train/accuracy",
-    "learner/lr",
-)  # fmt: skip
 METHODS = {"grpo": "GRPO", "ppo": "PPO", "sft": "supervised fine-tuning", "reward_model": "training on preferences"}
 SCORES = (
     "A reward model (one label): `reward_model: {path: FOLDER}` in the config of a run adds its score to the reward."
 )
 
 
-def model_card(state: RunState, metrics: Path) -> str:
-    """Markdown with the hub's front matter.
-
-    Args:
-        metrics: metrics.jsonl of the run; without it the numbers of the last step are left out.
-    """
+def model_card(state: RunState) -> str:
+    """Markdown with the hub's front matter."""
     config = state.config
     base, program = config["model"]["path"], state.program
     task = "text-classification" if program == "reward_model" else "text-generation"
@@ -50,19 +44,16 @@ def model_card(state: RunState, metrics: Path) -> str:
         "## Use\n\n" + (SCORES if program == "reward_model" else _usage(config)),
         f"## License\n\nThat of the base model, `{base}`: {named}.",
         "## Evaluation\n\n" + _table("step", {str(step): values for step, values in state.evaluations.items()}),
-        "## Training\n\n" + _table("step", _row_of(metrics, state.step)),
         "## Data\n\n" + _table("source", {name: {"rows": of["rows"], "fingerprint": of["fingerprint"]}
                                           for name, of in sources.items()}),
         "## Code\n\n" + _table("", {"value": state.code}),
-        "## Config\n\n```yaml\n" + _yaml(config) + "```",
+        "## Config\n\n```yaml\n" + OmegaConf.to_yaml(OmegaConf.create(with_references(config))) + "```",
     ]  # fmt: skip
     return "\n\n".join(section for section in sections if not section.endswith("\n\n")) + "\n"
 
 
 def _license(base: str) -> dict[str, str]:
     """What the front matter of the base model's README says of its license; empty without one."""
-    import yaml
-
     readme = local_model_folder(base) / "README.md"
     _, *rest = readme.read_text(errors="replace").split("---\n") if readme.is_file() else [""]
     try:
@@ -114,16 +105,3 @@ def _table(corner: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _row_of(metrics: Path, step: int) -> dict[str, dict[str, Any]]:
-    """The main metrics of a training step, if the file has them."""
-    rows = read_rows(metrics) if metrics.is_file() else ()
-    row = next((row for row in rows if row["step"] == step and "time/step" in row), {})
-    return {str(step): {name: row[name] for name in SHOWN if name in row}}
-
-
-def _yaml(config: dict[str, Any]) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(with_references(config)))

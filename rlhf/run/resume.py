@@ -161,15 +161,11 @@ def _other_models(config: TrainingProgramConfig, state: RunState) -> Iterator[st
     if not state.models:
         return
     fingerprints = model_fingerprints(config)
-    keys = {}
-    for role in config.roles():
-        before, now = state.models.get(role.name), fingerprints[role.name]
-        parts = before or dict.fromkeys(now, "none")
-        different = [part for part in parts if parts[part] and now.get(part) and parts[part] != now[part]]
-        if different:
-            part = different[0]
-            keys[role.model_key] = (
+    for role in {role.model_key: role for role in config.roles()}.values():
+        now = fingerprints[role.name]
+        before = state.models.get(role.name) or dict.fromkeys(now, "none")
+        for part in [part for part in before if before[part] and now.get(part) and before[part] != now[part]][:1]:
+            yield (
                 f"{role.model_key}={role.model}: the fingerprint of its {part} is {now[part]}, and the run began with "
-                f"{parts[part]}. Resume with the same model, or start another run.dir."
+                f"{before[part]}. Resume with the same model, or start another run.dir."
             )
-    yield from keys.values()

@@ -30,7 +30,7 @@ from rlhf.run.run import Run
 from rlhf.run.skipped_updates import SkippedUpdates
 from rlhf.run.speed import LearnerSpeed
 from rlhf.run.threads import in_thread
-from rlhf.run.useless_steps import UselessSteps, updates_taken
+from rlhf.run.useless_steps import UselessSteps
 from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
 SAY_FRACTION = 0.1  # of cluster.step_deadline_s, after which a step says which groups it waits for
@@ -231,8 +231,7 @@ class RolloutLoop(Generic[C]):
             run.folder.write_rollouts(step, rows, run.log.files)
         for error in self.scorer.new_errors():
             run.log.warn(error)
-        trained = int(batch.trained.sum())
-        self.useless_steps.after_step(groups, advantages, trained=trained, updates_taken=updates_taken(updates))
+        self.useless_steps.after_step(groups, advantages, updates, trained=int(batch.trained.sum()))
 
     # --- evaluation ---
 

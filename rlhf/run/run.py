@@ -38,8 +38,7 @@ class Run(Generic[C]):
     `shown` and then `started` are the contexts of the run, from its first line to the end of its last process.
 
     Args:
-        resume: go on from a checkpoint of the folder.
-        start_at: the name of that checkpoint; None: the newest.
+        resume: go on from the checkpoint with the name `start_at`, or the newest.
         make_cluster: tests drive a run with one that starts nothing.
 
     Raises:
@@ -92,10 +91,10 @@ class Run(Generic[C]):
     @contextlib.asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
         """The run folder, every log and the cluster; at the end a save that is under way is completed first."""
-        cluster = self.config.cluster
         self.folder.create(self.config)
         async with contextlib.AsyncExitStack() as exit_stack:
             self.log.open(self.folder, exit_stack)
+            cluster = self.config.cluster
             engines = f"{cluster.engines} engine(s) and " if hasattr(cluster, "engines") else ""
             self.log.print(f"starting {engines}{cluster.learners} learner(s) on {cluster.device} ...")
             async with self.cluster:
@@ -137,10 +136,8 @@ class Run(Generic[C]):
         evaluation = self.config.evaluation
         if step in self.state.evaluations:
             return False
-        if step == 0:
-            return evaluation.at_start and self.first_step == 0
-        if step == self.config.steps:
-            return evaluation.at_end
+        if step in (0, self.config.steps):
+            return evaluation.at_end if step else evaluation.at_start and self.first_step == 0
         return evaluation.every is not None and step % evaluation.every == 0
 
     def log_evaluation(self, step: int, values: dict[str, float]) -> None:
@@ -192,11 +189,11 @@ class Run(Generic[C]):
         if not (self.stop.requested or self.lost_folder):
             return
         self.stop.close()
+        where = f" run.dir={self.folder.path}" if self.lost_folder else ""
         saved = self.folder.saved_step
+        kept = f"Go on from step {saved} with --resume{where}." if saved else "Nothing was saved."
         if self.lost_folder:
-            kept = f"Go on from step {saved} with --resume run.dir={self.folder.path}" if saved else "Nothing was saved"
-            raise RuntimeError(f"{self.lost_folder} The run ends after step {step}. {kept}.")
-        kept = f"Go on from step {saved} with --resume." if saved else "Nothing was saved."
+            raise RuntimeError(f"{self.lost_folder} The run ends after step {step}. {kept}")
         self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
         raise asyncio.CancelledError
 
@@ -223,10 +220,7 @@ class Run(Generic[C]):
         )
 
     async def finish(self, counted: Mapping[str, Any]) -> None:
-        """Export the model and write the summary.
-
-        Args:
-            counted: what the program adds to the summary.
+        """Export the model and write the summary, to which `counted` is added.
 
         Raises:
             OSError: the end of the log could not be written.
@@ -240,13 +234,11 @@ class Run(Generic[C]):
                 exported = self.folder.model.with_suffix(PARTIAL)
                 shutil.rmtree(exported, ignore_errors=True)
                 await self.cluster.learners.call("export", str(exported.resolve()), config.model.path)
-                card = model_card(await self._state_after(steps), self.folder.metrics)
-                (exported / "README.md").write_text(card)
+                (exported / "README.md").write_text(model_card(await self._state_after(steps)))
                 shutil.rmtree(self.folder.model, ignore_errors=True)  # of an earlier end, before run.steps grew
                 exported.rename(self.folder.model)
         end = await self._state_after(steps)
-        planned = {"updates_planned": config.training.total_updates}
-        self.folder.write_summary({**end.summary(), **planned, **counted})
+        self.folder.write_summary({**end.summary(), "updates_planned": config.training.total_updates, **counted})
         if after := end.evaluations.get(steps):
             training_s = sum(spent for phase, spent in end.seconds.items() if phase not in ("start", "evaluation"))
             table = {"before": end.evaluations.get(0, {}), "after": after}

@@ -25,21 +25,19 @@ class RunState:
         step: completed training steps.
         program: that wrote it, such as grpo.
         config: the resolved config.
-        models: a fingerprint of the start model of each role, by the role's name.
-        rewards: a fingerprint of each file of the code of each user function, by the function's name.
+        models: fingerprints of the parts of each start model, by role.
+        rewards: fingerprints of the files of the code of each user function, by the function's name.
         code: version and git state of the program.
         updates: the config keys that set the number of optimizer steps; a resumed run must have the same values.
         stream: the position in the order of the prompts, and a fingerprint of the data.
         outstanding: positions of prompts that were dispatched and not trained on; a resumed run samples them again.
-        account: every rollout since the run began, by its use.
         replacements: groups that dynamic sampling has replaced for the next training step.
-        updates_taken: optimizer steps of the policy. updates_skipped: those with a non-finite gradient.
-        tokens: prompt and response tokens that were trained on.
+        updates_skipped: those with a non-finite gradient.
+        tokens: that were trained on.
         reward_status: how often each part of the reward ended with each status.
-        evaluations: metrics by training step.
-        seconds: by phase of the run.
-        reward_scale: mean and std of the reward model's scores over responses of the start policy, if it was measured.
+        evaluations: metrics by training step. seconds: by phase of the run.
         kl_controller: `coef`, the coefficient of the KL in PPO; empty in GRPO.
+        reward_scale: mean and std of the reward model's scores over responses of the start policy, if it was measured.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
