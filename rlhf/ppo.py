@@ -86,12 +86,11 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
 
     with clock.phase("update"):
         targets = PolicyTargets(credit.advantages, old, ref)
-        if non_finite:  # one NaN would reach every weight
-            changes = {CRITIC: critics.skip_updates()} | ({LEARNER: learners.skip_updates()} if policy_learns else {})
-        else:
-            changes = {CRITIC: critics.update(ValueTargets(values, credit.returns))}
-            if policy_learns:
-                changes[LEARNER] = learners.update(targets)
+        returns = ValueTargets(values, credit.returns)
+        # one NaN would reach every weight
+        changes = {CRITIC: critics.skip_updates() if non_finite else critics.update(returns)}
+        if policy_learns:
+            changes[LEARNER] = learners.skip_updates() if non_finite else learners.update(targets)
         updates = [update for of_module in await run.cluster.together(changes) for update in of_module]
     advantages = mean_over_responses(batch, credit.advantages)
     loop.skipped_updates.keep(step + 1, batch, updates, non_finite, advantages=advantages, **columns)

@@ -79,11 +79,7 @@ class RunFiles:
 
 
 def read_run(folder: str | Path) -> RunFiles:
-    """Read the config and the metrics of a run; a line that a running program has half written is left out.
-
-    Raises:
-        ValueError: the folder holds no run.
-    """
+    """A run folder, without a line that a running program has half written; ValueError if the folder holds no run."""
     path = Path(folder)
     if not (path / "metrics.jsonl").is_file() or not _config_file(path).is_file():
         raise ValueError(

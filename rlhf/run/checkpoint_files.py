@@ -94,11 +94,7 @@ def write_manifest(folder: Path, written: Mapping[str, WrittenFile]) -> None:
 
 
 def manifest_files(content: bytes) -> dict[str, WrittenFile]:
-    """The files that a manifest names.
-
-    Raises:
-        ValueError: it is no manifest of this format.
-    """
+    """The files that a manifest names; ValueError if it is no manifest of this format."""
     try:
         manifest = json.loads(content)
         files = {name: WrittenFile(int(file["bytes"]), str(file["crc32"])) for name, file in manifest["files"].items()}

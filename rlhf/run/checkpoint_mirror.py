@@ -63,11 +63,7 @@ class Mirror:
         return in_order(path.split("/")[-2] for path in self._glob(f"step-*/{MANIFEST}"))
 
     def check_empty(self) -> None:
-        """Check, before a new run, that the place can be read and holds no run.
-
-        Raises:
-            ValueError: it does not answer, or another run would be mixed with this one.
-        """
+        """Before a new run: ValueError unless the place can be read and holds no run."""
         try:
             found = self.checkpoints()
         except OSError as error:
@@ -79,13 +75,9 @@ class Mirror:
             )
 
     def claim(self, run_id: str, *, anew: bool = False) -> None:
-        """Make the place this run's.
+        """Make the place this run's; OSError if it is another run's.
 
-        Args:
-            anew: also where another run has claimed it and has no checkpoint there, as one that ended in start-up.
-
-        Raises:
-            OSError: it is another run's.
+        With `anew` also where another run has claimed it and has no checkpoint there, as one that ended in start-up.
         """
         owner = self._line(RUN_ID)
         if not owner or (anew and owner != run_id and not self.checkpoints()):
@@ -99,10 +91,7 @@ class Mirror:
         """Copy a checkpoint and other files of the run, unless the mirror has it; name it in the file `pointer`.
 
         If `pointer` is `latest`, older checkpoints beyond `keep` and older incomplete copies are then removed; the one
-        that `best` names stays.
-
-        Raises:
-            OSError: the place does not take them, or is another run's.
+        that `best` names stays. OSError if the place does not take them, or is another run's.
         """
         self.claim(run_id)
         manifest = (checkpoint / MANIFEST).read_bytes()
@@ -120,11 +109,7 @@ class Mirror:
             self._remove(name for name in older if name not in kept)
 
     def remove_newer(self, than: str, run_id: str) -> None:
-        """Remove the checkpoints that are newer, and `latest` and `best` if they name one of those.
-
-        Raises:
-            OSError: the place is another run's.
-        """
+        """Remove this run's newer checkpoints, and `latest` and `best` if they name one of those."""
         self.claim(run_id)
         step = step_of(than)
         self._remove(file for file in (LATEST, BEST) if step_of(self._line(file)) > step)
@@ -207,7 +192,7 @@ class Mirror:
             size: bytes that the request moves.
 
         Raises:
-            FileNotFoundError: it is not there. OSError: any other failure, after the last try.
+            OSError: after the last try, or FileNotFoundError at once.
         """
         seconds = self._answer_s + size / SLOWEST  # not every client has a limit of its own
         for wait_s in (*self._waits_s, None):

@@ -119,11 +119,7 @@ class CheckpointSaver:
             shutil.rmtree(partial, ignore_errors=True)
 
     async def finish(self) -> None:
-        """Wait until the save that is under way is complete, and copied.
-
-        Raises:
-            ClusterError: a learner is lost, or does not finish writing in time.
-        """
+        """Wait until the save that is under way is complete, and copied; ClusterError if a learner does not end it."""
         await self._finish_writing()
         if self._sending is not None:
             await asyncio.shield(self._sending)
@@ -147,8 +143,7 @@ class CheckpointSaver:
             done, _ = await asyncio.wait({task}, timeout=within_s)
         finally:
             task.cancel()
-        error = task.exception() if done else f"it took longer than {within_s:g} s"
-        if error is not None:
+        if error := task.exception() if done else f"it took longer than {within_s:g} s":
             self._warn(f"the last checkpoint was not {what}: {error}")
 
 

@@ -32,11 +32,10 @@ async def evaluate(
     at_once: int,
     count: Callable[[], None] = lambda: None,
 ) -> dict[str, list[RolloutGroup]]:
-    """Sample and grade all prompts of each data set, in their order.
+    """Sample and grade all prompts of each data set, in their order; `count` is called after each group.
 
     Args:
         at_once: groups in progress at the same time; a group's deadline must not run while it is queued.
-        count: called after each group.
     """
     slots = asyncio.Semaphore(at_once)
 
@@ -135,11 +134,8 @@ def graded_responses(groups: Mapping[str, Sequence[RolloutGroup]]) -> Rows:
 def read_responses(file: Path, *, samples_per_prompt: Collection[int]) -> Rows:
     """Rows of `graded_responses`, one per line.
 
-    Args:
-        samples_per_prompt: the numbers that the data sets have in the config.
-
     Raises:
-        ValueError: the file does not hold such rows, or has other numbers of responses per problem.
+        ValueError: it holds no such rows, or not as many per problem as the config's data sets, `samples_per_prompt`.
     """
     try:
         rows: Rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -158,11 +154,7 @@ def read_responses(file: Path, *, samples_per_prompt: Collection[int]) -> Rows:
 
 
 def compare(earlier: Rows, later: Rows) -> Comparison:
-    """Compare the graded responses of two evaluations problem by problem.
-
-    Raises:
-        ValueError: they differ in their problems, or in the number of responses per problem.
-    """
+    """Compare graded responses problem by problem; ValueError if they are not equally many to the same problems."""
     before, after = _right_counts(earlier), _right_counts(later)
     if not before or {key: n for key, (_, n) in before.items()} != {key: n for key, (_, n) in after.items()}:
         raise ValueError(

@@ -58,12 +58,11 @@ class RunFolder:
 
     Attributes:
         id: of the run; its checkpoints and its mirror hold it too. A run on a bare node takes that of its checkpoint.
-        restored: the checkpoint that a resumed run goes on from, its files verified: the newest undamaged one, or the
-            one that `start_at` names.
+        restored: the verified checkpoint that a resumed run goes on from, the newest or the one named `start_at`.
         damaged: newer checkpoints that are damaged or incomplete, with the reason.
         saved_step: the step of the newest complete checkpoint; 0 if there is none.
         not_removed: why older checkpoints are still there after the last save.
-        being_copied: the name of a checkpoint that saves do not remove; "" if there is none.
+        being_copied: the name of a checkpoint that saves do not remove, or "".
 
     Raises:
         ValueError: the folder already holds a run and `resume` is False, or there is nothing to resume.
@@ -74,13 +73,11 @@ class RunFolder:
     ) -> None:
         self._use(Path(path))
         self.id = read_line(self.path / RUN_ID)
-        self.resume = resume
         self.restored: Path | None = None
         self.damaged: dict[str, str] = {}
-        self.saved_step = 0
+        self.saved_step, self.being_copied = 0, ""
         self.not_removed: tuple[str, ...] = ()
-        self.being_copied = ""
-        self._start_at, self._mirror = start_at, mirror
+        self._resume, self._start_at, self._mirror = resume, start_at, mirror
         self._lock_file: TextIO | None = None
         if resume:
             self._find_undamaged()
@@ -101,15 +98,14 @@ class RunFolder:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for a resumed run."""
-        warnings = []
-        if self.damaged:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.damaged.items())
-            warnings.append(f"checkpoints passed over as damaged or not complete in {self.checkpoints}: {reasons}.")
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.damaged.items())
+        damaged = f"checkpoints passed over as damaged or not complete in {self.checkpoints}: {reasons}."
+        warnings = (damaged,) if reasons else ()
         try:
             read_summary(self.path)
         except ValueError as error:
-            warnings.append(f"{error} The run counts as not finished.")
-        return tuple(warnings)
+            return (*warnings, f"{error} The run counts as not finished.")
+        return warnings
 
     def create(self, config: Section) -> None:
         """Make the folders and save the resolved config; a resumed run saves its config next to the first one.
@@ -125,7 +121,7 @@ class RunFolder:
             self._fill(config)
         except OSError as error:
             raise ValueError(f"run.dir={self.path}: {reason(error)}. Name a folder that can be written.") from None
-        if self._mirror is not None and not self.resume:
+        if self._mirror is not None and not self._resume:
             try:
                 self._mirror.claim(self.id, anew=True)
             except OSError as error:
@@ -148,10 +144,10 @@ class RunFolder:
                 self._remove_newer(self.restored.name)
         replace_synced(self.path / RUN_ID, f"{self.id}\n")
         text = resolved_yaml(config)
-        file = self.path / ("config.resumed.yaml" if self.resume else "config.yaml")
+        file = self.path / ("config.resumed.yaml" if self._resume else "config.yaml")
         if file.exists() and file.read_bytes() != text.encode():
             _set_aside(file)
-        if not self.resume and self.metrics.exists() and self.metrics.stat().st_size:
+        if not self._resume and self.metrics.exists() and self.metrics.stat().st_size:
             _set_aside(self.metrics)
         replace_synced(file, text)
 
@@ -195,11 +191,7 @@ class RunFolder:
             self._lock_file.close()
 
     def follow(self) -> str:
-        """Find the folder again if it was renamed or removed meanwhile: all paths are then those of where it is now.
-
-        Returns:
-            What happened; "" if it is where it was.
-        """
+        """Find a folder that was renamed or removed meanwhile, and use its new paths; returns what happened, or ""."""
         if self._lock_file is None:
             return ""
         before, lock = self.path, Path(f"/proc/self/fd/{self._lock_file.fileno()}")
@@ -275,17 +267,12 @@ class RunFolder:
         return damage and f"{mirror.url}: {damage}"
 
     def begin_checkpoint(self, step: int) -> Path:
-        """Make the folder that `finish_checkpoint` renames.
-
-        Raises:
-            OSError: the disk takes no more, or a folder that is not of this run has the name already.
-        """
+        """Make the folder that `finish_checkpoint` renames; OSError if the disk or another folder there forbids it."""
         folder = self.checkpoints / f"step-{step:06d}{PARTIAL}"
         final = folder.with_suffix("")
         if final.exists() and not is_of_run(final, self.id):
             raise OSError(f"{final} is there and not of this run; rename it, or move it away")
-        if folder.exists():
-            shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         if self._lock_file is not None:  # a renamed folder is not made again; in an emptied one, what is missing is
             self.checkpoints.mkdir(exist_ok=True)
         folder.mkdir(parents=self._lock_file is None)
@@ -344,11 +331,7 @@ class RunFolder:
 
     @staticmethod
     def read_state(checkpoint: Path) -> RunState:
-        """The driver's state.
-
-        Raises:
-            ValueError: this version cannot read it.
-        """
+        """The driver's state; ValueError if this version cannot read it."""
         file = checkpoint / STATE_FILE
         try:
             return RunState.from_json(file.read_text())

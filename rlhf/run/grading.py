@@ -67,10 +67,7 @@ def reward_model_client(config: GRPOConfig, cluster: Any) -> RewardModelClient |
 async def normalize_scores(
     grading: Grading, sampler: Sampler, prompts: LoadedPrompts, config: GRPOConfig, state: RunState
 ) -> None:
-    """Set mean and std of the reward model's scores: those of the run, or measured now on sampled responses.
-
-    A resumed run keeps the scale that it began with.
-    """
+    """Set mean and std of the reward model's scores: those of the run, or measured now on sampled responses."""
     client = grading.reward_model
     if client is None or config.reward_model is None or config.reward_model.reference_samples is None:
         return

@@ -31,11 +31,7 @@ class RunData:
 
 
 def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
-    """Read and tokenize all prompts, and check what can be checked without grading.
-
-    Raises:
-        ValueError: a row, the tokenizer or the reward model's template does not fit the config.
-    """
+    """Read and tokenize all prompts; ValueError if a row, the tokenizer or the reward model's template does not fit."""
     truncate_token_id(config.rollout, tokenizer)  # must be one token
     train = load_prompts(config.data, "train", tokenizer, gold_answer)
     _check_prompts_suffice(config, train)
@@ -88,11 +84,7 @@ def without_bad_gold(data: RunData, config: GRPOConfig, scorer: Scorer, say: Cal
 
 
 class PromptTickets:
-    """Draws prompts in their seeded order; a resumed run first repeats those that were dispatched and not trained on.
-
-    Args:
-        restored: the state of the checkpoint to go on from; None for a new run.
-    """
+    """Draws prompts in order; a resumed run first repeats those that were dispatched and not trained on."""
 
     def __init__(self, loaded: LoadedPrompts, *, seed: int, restored: RunState | None) -> None:
         self.stream = PromptStream(loaded.prompts, rows_per_epoch=loaded.rows_per_epoch, seed=seed)

@@ -138,11 +138,7 @@ def resume_warnings(config: TrainingProgramConfig, state: RunState) -> Iterator[
 
 
 def check_reward_code(config: GRPOConfig, state: RunState, sources: Sources) -> Iterator[str]:
-    """Compare the code of the user functions with that of the run; a warning for each that has changed and may.
-
-    Raises:
-        ValueError: it is other code, and `reward.accept_changed_code` is false.
-    """
+    """A warning for each changed user function; ValueError unless `reward.accept_changed_code` is true."""
     changed = [f"{name} is not what the run began with." for name in changed_sources(state.rewards, sources)]
     if changed and not config.reward.accept_changed_code:
         remedy = "Resume with the same code, set reward.accept_changed_code=true, or start another run.dir."

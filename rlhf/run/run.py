@@ -167,8 +167,7 @@ class Run(Generic[C]):
     async def checkpoint_if_due(self, step: int) -> None:
         """Write a checkpoint if one is due or the last save failed. If a signal asks the run to end, then end it.
 
-        Raises:
-            RuntimeError: the run folder was renamed or removed; the run is saved and ends, or it would go on in two.
+        RuntimeError if the run folder was renamed or removed: the run is saved and ends, or it would go on in two.
         """
         self.follow_folder()
         is_due = self.checkpoint_is_due(step)

@@ -13,25 +13,10 @@ from rlhf.types import Minibatch, StepBatch
 
 # Dense bf16 TFLOP/s from NVIDIA's data sheets. The first entry whose words are all in the device name is used.
 PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "A40": 149.7,
-    "A10G": 70.0,
-    "A10": 125.0,
-    "RTX 6000 Ada": 364.0,
-    "RTX 4090": 165.0,
-    "RTX 3090": 71.0,
-}
+    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H800": 989.0, "H20": 148.0,
+    "A100": 312.0, "A800": 312.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0, "A40": 149.7, "A10G": 70.0, "A10": 125.0,
+    "RTX 6000 Ada": 364.0, "RTX 4090": 165.0, "RTX 3090": 71.0,
+}  # fmt: skip
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import subprocess
@@ -81,11 +82,9 @@ class RunState:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The state that `to_json` wrote.
+        """The state that `to_json` wrote; ValueError if a key is missing, is unknown or has another type.
 
-        Raises:
-            ValueError: a key is missing, is unknown or has another type. Only `program`, `reward_scale` and
-                `rewards` may be missing: earlier versions did not write them.
+        Only `program`, `reward_scale` and `rewards` may be missing: earlier versions did not write them.
         """
         optional = {"program", "reward_scale", "rewards"}
         if missing := [f.name for f in fields(cls) if f.name not in optional | json.loads(text).keys()]:
@@ -96,16 +95,14 @@ class RunState:
 @cache
 def code_state() -> dict[str, str]:
     """The version of this program and, where it runs from its git repository, the commit and whether files differ."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()
+
     state = {"rlhf": importlib.metadata.version("rlhf")}
-    try:
-        if _git("ls-files", Path(__file__).name):  # not a package installed inside another project's repository
-            changed = "yes" if _git("status", "--porcelain", "-uno") else "no"
-            state |= {"commit": _git("rev-parse", "HEAD"), "uncommitted changes": changed}
-    except (OSError, subprocess.SubprocessError):
-        pass
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if git("ls-files", Path(__file__).name):  # not a package installed inside another project's repository
+            changed = "yes" if git("status", "--porcelain", "-uno") else "no"
+            state |= {"commit": git("rev-parse", "HEAD"), "uncommitted changes": changed}
     return state
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()

@@ -26,9 +26,6 @@ MAX_SKIPPED = 20  # updates in a row, after which a training that diverged ends
 async def train(run: Run[Any], data: TrainEval) -> None:
     """The run: evaluate, take the steps, evaluate, export. A training step is one optimizer step.
 
-    Args:
-        run: its config, a SupervisedConfig, has the number of steps.
-
     Raises:
         ValueError: the run began with other examples.
         RuntimeError: too many updates in a row were skipped.

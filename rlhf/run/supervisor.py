@@ -89,11 +89,7 @@ def supervise(main: Callable[[], None]) -> int:
 
 
 def _run_driver(main: Callable[[], None], *, takes_over: bool) -> tuple[int, Training | None]:
-    """Run one driver to its end; signals meanwhile are passed on to it.
-
-    Returns:
-        Its exit status, and its training if it was ended by another's code.
-    """
+    """Run one driver, passing on signals: its exit status, and its training if another's code ended it."""
     command, (report, to_command) = os.getpid(), os.pipe()
     sys.stdout.flush()
     before = {number: signal.getsignal(number) for number in cli.end_signals()}

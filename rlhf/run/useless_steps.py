@@ -29,11 +29,7 @@ class UselessSteps:
     def after_step(
         self, groups: Sequence[RolloutGroup], advantages: np.ndarray, updates: Sequence[UpdateOutcome], *, trained: int
     ) -> None:
-        """Count a step.
-
-        Args:
-            trained: rollouts of the step that count in the loss.
-        """
+        """Count a step, of which `trained` rollouts count in the loss."""
         policy = [update for update in updates if update.module == LEARNER]
         if not trained:
             self._useless.append("no rollout was trained on")
@@ -46,11 +42,7 @@ class UselessSteps:
             self._useless.clear()
 
     def check(self) -> None:
-        """End the run if its last `run.max_useless_steps` steps taught the policy nothing.
-
-        Raises:
-            UselessRunError: how many, why, and what to change.
-        """
+        """Raise a UselessRunError if the last `run.max_useless_steps` steps taught the policy nothing."""
         if self._budget is None or len(self._useless) < self._budget:
             return
         reasons = ", ".join(f"{reason} ({count})" for reason, count in Counter(self._useless).most_common())
