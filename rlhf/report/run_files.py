@@ -58,9 +58,8 @@ class RunFiles:
     @cached_property
     def metrics(self) -> list[str]:
         """Names of all metrics, in the order in which they first appear."""
-        return [
-            name for name in dict.fromkeys(itertools.chain.from_iterable(self.rows)) if name not in ("step", "time")
-        ]
+        names = dict.fromkeys(itertools.chain.from_iterable(self.rows))
+        return [name for name in names if name not in ("step", "time")]
 
     def rollout_files(self) -> dict[int, Path]:
         """The file of each training step whose rollouts were written, by step."""

@@ -41,7 +41,9 @@ class CheckpointSaver:
         write_log: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure, self.writing_step = "", 0
-        self._tokenizer = _files_of(tokenizer)
+        with tempfile.TemporaryDirectory(prefix="rlhf-tokenizer-") as files:  # its errors on a full disk have any type
+            tokenizer.save_pretrained(files)
+            self._tokenizer = {path.name: path.read_bytes() for path in Path(files).iterdir() if path.is_file()}
         self._config, self._folder, self._mirror, self._warn = config, folder, mirror, warn
         self._checkpoints, self._write_log = checkpoints, write_log
         self._writing: asyncio.Task[None] | None = None
@@ -145,10 +147,3 @@ class CheckpointSaver:
             task.cancel()
         if error := task.exception() if done else f"it took longer than {within_s:g} s":
             self._warn(f"the last checkpoint was not {what}: {error}")
-
-
-def _files_of(tokenizer: Any) -> dict[str, bytes]:
-    """The files that a tokenizer is saved as; on a full disk its own writer raises errors of no known type."""
-    with tempfile.TemporaryDirectory(prefix="rlhf-tokenizer-") as folder:
-        tokenizer.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}

@@ -9,9 +9,8 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -106,8 +105,7 @@ def _majority(group: RolloutGroup) -> float:
 # --- two evaluations ---
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Accuracy before and after on the same problems; `better` and `worse` count the problems that changed."""
 
     problems: int

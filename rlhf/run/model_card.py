@@ -30,9 +30,9 @@ def model_card(state: RunState) -> str:
     head = ["library_name: transformers", f"pipeline_tag: {task}", f"tags: [rlhf, {program}]"]
     if not looks_local(base):
         head.append(f"base_model: {base}")
-    license_of_base = _license(base)
-    head += [f"{key}: {value}" for key, value in license_of_base.items()]
-    named = license_of_base.get("license_name") or license_of_base.get("license") or "its folder does not name it"
+    stated = _license(base)
+    head += [f"{key}: {value}" for key, value in stated.items()]
+    named = stated.get("license_name") or stated.get("license") or "its folder does not name it"
     sources = state.stream.get("sources", {})
     rows = sum(source["rows"] for source in sources.values())
     trained = f"{state.account.trained:,} responses" if "rollout" in config else f"{rows:,} rows"
@@ -67,13 +67,10 @@ def _usage(config: Mapping[str, Any]) -> str:
     """How to load and serve the model, with the prompt that it was trained with."""
     data, rollout = config["data"], config.get("rollout", {})
     content = "\n".join(filter(None, ["What is 17 + 25?", data.get("prompt_suffix")]))
-    system = data.get("system_prompt")
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": content})
-    sampling = {
-        "max_new_tokens": rollout.get("max_response_tokens", NEW_TOKENS),
-        "temperature": rollout.get("temperature", 1.0),
-    }
+    texts = {"system": data.get("system_prompt"), "user": content}
+    messages = [{"role": role, "content": text} for role, text in texts.items() if text]
+    longest, temperature = rollout.get("max_response_tokens", NEW_TOKENS), rollout.get("temperature", 1.0)
+    sampling = {"max_new_tokens": longest, "temperature": temperature}
     notes = "`vllm serve FOLDER` answers at an OpenAI endpoint."
     if data["template"] not in ("model", None):
         notes += f" Prompts were written with `data.template: {data['template']}`, not with the chat template."
@@ -99,9 +96,7 @@ def _table(corner: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
     if not columns:
         return ""
     lines = [[corner, *columns], ["---"] * (1 + len(columns))]
-    lines += [[name, *(_shown(row.get(column, "")) for column in columns)] for name, row in rows.items()]
+    for name, row in rows.items():
+        cells = [row.get(column, "") for column in columns]
+        lines.append([name, *(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rlhf.answers.extract import gold_answer
 from rlhf.config.grpo import GRPOConfig
@@ -22,8 +21,7 @@ from rlhf.run.state import RunState
 MAX_ROWS_SHOWN = 5
 
 
-@dataclass(frozen=True)
-class RunData:
+class RunData(NamedTuple):
     """The prompts to train on, and those to evaluate on."""
 
     train: LoadedPrompts

@@ -25,31 +25,27 @@ from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState
 
 # Keys and sections that change where, how fast and how watched the run is, not what it learns.
-FREE = frozenset(
-    (
-        "run", "cluster", "checkpoint", "evaluation", "logging", "plan",
-        "model.path", "model.gradient_checkpointing", "model.trust_remote_code",
-        "data.train", "data.eval", "data.eval_rows",
-        "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.max_concurrent_sequences",
-        "rollout.enforce_eager",
-        "reward.workers", "reward.spares", "reward.cpu_seconds", "reward.wall_seconds", "reward.memory_mb",
-        "reward.failure_fraction", "reward.failures_always_allowed", "reward.accept_changed_code",
-        "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
-        "reward_model.retries",
-        "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
-        "critic.path", "critic.zero_stage", "critic.offload_optimizer",
-    )
-)  # fmt: skip
+FREE = frozenset((
+    "run", "cluster", "checkpoint", "evaluation", "logging", "plan",
+    "model.path", "model.gradient_checkpointing", "model.trust_remote_code",
+    "data.train", "data.eval", "data.eval_rows",
+    "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.max_concurrent_sequences",
+    "rollout.enforce_eager",
+    "reward.workers", "reward.spares", "reward.cpu_seconds", "reward.wall_seconds", "reward.memory_mb",
+    "reward.failure_fraction", "reward.failures_always_allowed", "reward.accept_changed_code",
+    "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
+    "reward_model.retries",
+    "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
+    "critic.path", "critic.zero_stage", "critic.offload_optimizer",
+))  # fmt: skip
 KEPT = frozenset(("run.seed",))  # keys of the sections in FREE that may not change
 # Keys in FREE that change how sums are rounded: they may not change if the run was deterministic and still is.
-ROUNDING = frozenset(
-    (
-        "cluster.device", "cluster.learners", "cluster.threads_per_learner", "cluster.tensor_parallel",
-        "model.gradient_checkpointing", "rollout.enforce_eager",
-        "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
-        "critic.zero_stage", "critic.offload_optimizer", "reward_model.max_tokens_per_batch",
-    )
-)  # fmt: skip
+ROUNDING = frozenset((
+    "cluster.device", "cluster.learners", "cluster.threads_per_learner", "cluster.tensor_parallel",
+    "model.gradient_checkpointing", "rollout.enforce_eager",
+    "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
+    "critic.zero_stage", "critic.offload_optimizer", "reward_model.max_tokens_per_batch",
+))  # fmt: skip
 
 
 def is_free(key: str, *, deterministic: bool = False) -> bool:

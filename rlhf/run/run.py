@@ -63,7 +63,7 @@ class Run(Generic[C]):
         self.state = RunState() if self.restored is None else RunFolder.read_state(self.restored)
         check_resumed_state(config, self.folder, self.state)
         self.first_step = self.state.step
-        self.log = RunLog(config, first_step=self.first_step, state=self.state)
+        self.log = RunLog(config, self.state)
         self.clock = Clock(self.state.seconds, self.log.terminal.phase)
         self.diagnosis = Diagnosis(flat_keys(config.shown()))
         self.stop = Stop(config.run.grace_s, self.log.print)

@@ -32,12 +32,12 @@ class RunLog:
         wandb_run_id, mlflow_run_id: ids of the run there, which a resumed run continues; None without one.
     """
 
-    def __init__(self, config: TrainingProgramConfig, *, first_step: int, state: RunState) -> None:
+    def __init__(self, config: TrainingProgramConfig, state: RunState) -> None:
         self.console = Console()
         self.terminal = Terminal(
             self.console,
             total_steps=config.steps,
-            first_step=first_step,
+            first_step=state.step,
             warmup_steps=config.training.idle_steps,
             title=config.run.dir,
         )
@@ -45,7 +45,7 @@ class RunLog:
         self.files = PatientFiles(self.warn)
         self.wandb_run_id, self.mlflow_run_id = state.wandb_run_id, state.mlflow_run_id
         _check_packages(config)
-        self._config, self._first_step = config, first_step
+        self._config, self._first_step = config, state.step
         self._sinks: list[Sink] = []
         self._wandb: WandbSink | None = None
 

@@ -46,15 +46,10 @@ def takes_over() -> bool:
     return _takes_over
 
 
-def tell_command(training: Training) -> None:
-    """In a driver: what the command has to know to start another one."""
+def tell_command(what: Training | int) -> None:
+    """In a driver: what the command has to know to start another one, or the exit status."""
     if _to_command is not None:
-        _tell(training)
-
-
-def _tell(what: Any) -> None:
-    assert _to_command is not None
-    os.write(_to_command, json.dumps(what).encode() + b"\n")
+        os.write(_to_command, json.dumps(what).encode() + b"\n")
 
 
 def supervise(main: Callable[[], None]) -> int:
@@ -131,7 +126,7 @@ def _drive(main: Callable[[], None], command: int, to_command: int, *, takes_ove
     if os.getppid() != command:
         os._exit(cli.RUN_ERROR)
     status = cli.run_program(main)
-    _tell(status)
+    tell_command(status)
     sys.exit(status)
 
 

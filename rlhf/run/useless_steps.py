@@ -14,10 +14,6 @@ from rlhf.log.reductions import UpdateOutcome
 from rlhf.types import RolloutGroup
 
 
-class UselessRunError(RuntimeError):
-    """The last steps taught the policy nothing, and more of them would not either."""
-
-
 class UselessSteps:
     """Counts steps in a row that taught the policy nothing; the diagnosis says what to change."""
 
@@ -42,12 +38,12 @@ class UselessSteps:
             self._useless.clear()
 
     def check(self) -> None:
-        """Raise a UselessRunError if the last `run.max_useless_steps` steps taught the policy nothing."""
+        """Raise a RuntimeError if the last `run.max_useless_steps` steps taught the policy nothing."""
         if self._budget is None or len(self._useless) < self._budget:
             return
         reasons = ", ".join(f"{reason} ({count})" for reason, count in Counter(self._useless).most_common())
         advice = [finding.text for finding in self._diagnosis.now()]
-        raise UselessRunError(
+        raise RuntimeError(
             f"run.max_useless_steps={self._allowed}: the last {len(self._useless)} steps taught the policy nothing: "
             f"{reasons}. {' '.join(advice) or 'rollouts/ in the run folder has the responses.'}"
         )

@@ -212,7 +212,7 @@ from rlhf.run.state import RunState
 def main():
     config = load_config(GRPOConfig, [sys.argv[1]], sys.argv[2:])
     folder = RunFolder(config.run.dir, resume=False)
-    log = RunLog(config, first_step=0, state=RunState())
+    log = RunLog(config, RunState())
     folder.create(config)
 
     async def run():

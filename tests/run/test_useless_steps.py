@@ -15,7 +15,7 @@ from rlhf.config.load import flat_keys
 from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.reductions import UpdateOutcome, to_values
 from rlhf.run.rollout_log import rollout_metrics
-from rlhf.run.useless_steps import UselessRunError, UselessSteps
+from rlhf.run.useless_steps import UselessSteps
 from rlhf.types import RolloutGroup, ScoredRollout
 
 Step = tuple[list[RolloutGroup], np.ndarray, int, int]  # groups, advantages, rollouts trained, updates taken
@@ -57,7 +57,7 @@ def end_of(*steps: Step, budget: int | None = 4, planned: int = 10, **sections: 
         diagnosis.after_step(number, values)
         try:
             watch.check()
-        except UselessRunError as error:
+        except RuntimeError as error:
             return number, str(error)
     return 0, ""
 
