@@ -15,8 +15,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from rlhf.config.base import with_home
-from rlhf.run.manifest import complete_checkpoints
-from rlhf.run.mirror import Mirror
+from rlhf.run.checkpoint_files import complete_checkpoints
+from rlhf.run.checkpoint_mirror import Mirror
 
 RESUME = "--resume"
 

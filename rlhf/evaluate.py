@@ -113,8 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rich.console import Console
 
     from rlhf.log.sinks import evaluation_table
-    from rlhf.run.comparison import compare, graded_responses, read_responses
-    from rlhf.run.evaluation import evaluation_metrics
+    from rlhf.run.evaluation import compare, evaluation_metrics, graded_responses, read_responses
 
     also = {path: with_model(config, path) for path in arguments.also or ()}
     unfit = [input_problems(each, trains=False, with_data=False) for each in also.values()]

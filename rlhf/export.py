@@ -43,8 +43,8 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         ValueError: it is damaged, or the run has none.
     """
+    from rlhf.run.checkpoint_files import BEST, MANIFEST, find_damage
     from rlhf.run.folder import RunFolder
-    from rlhf.run.manifest import BEST, MANIFEST, find_damage
 
     if (path / "checkpoints").is_dir():
         folder = RunFolder(path, resume=True)
@@ -67,10 +67,10 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
     Raises:
         ValueError: the folder is not empty, or the checkpoint is of another version.
     """
-    from rlhf.learner.checkpoint import MODEL_FOLDER, WEIGHTS, LearnerIndex, SliceReader, check_shapes
     from rlhf.learner.hub_format import HubWriter, empty_model, model_tensors
+    from rlhf.learner.rank_checkpoint import MODEL_FOLDER, WEIGHTS, LearnerIndex, SliceReader, check_shapes
+    from rlhf.run.checkpoint_files import MANIFEST, manifest_files
     from rlhf.run.folder import RunFolder
-    from rlhf.run.manifest import MANIFEST, manifest_files
     from rlhf.run.model_card import model_card
 
     cli.check_new_folder(folder)
@@ -95,7 +95,7 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
                 shutil.copyfile(checkpoint / file, partial / Path(file).name)
         if is_reward_model:  # the scores of a checkpoint were never measured
             (partial / RECORD_FILE).write_text(json.dumps({"template": state.config["data"]["template"]}) + "\n")
-        (partial / "README.md").write_text(model_card(state, checkpoint.parent.parent / "metrics.jsonl"))
+        (partial / "README.md").write_text(model_card(state))
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)

@@ -74,7 +74,8 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
     with clock.phase("logprobs"):
         await learners.start_step(batch, epochs)
         old, ref = await learners.compute("logprobs")  # each None if the config does not use it
-    non_finite = non_finite_rollouts(batch, rows_to_compute, old_logprobs=old, ref_logprobs=ref)
+    columns = {"old_logprobs": old, "ref_logprobs": ref}
+    non_finite = non_finite_rollouts(batch, rows_to_compute, **columns)
     if config.kl_in_reward:  # rewards of rollouts without log-probs become NaN, which the baseline leaves out
         rewards = penalize_kl(batch, rows_to_compute, old, ref, algo)
         advantages = step_advantages(batch, rewards, algo.advantage, algo.normalize_over)
@@ -83,7 +84,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
         targets = PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref)
         # one NaN would reach every weight
         updates = await (learners.skip_updates() if non_finite else learners.update(targets))
-    loop.skipped.keep(step + 1, batch, updates, non_finite, advantages=advantages, old_logprobs=old, ref_logprobs=ref)
+    loop.skipped_updates.keep(step + 1, batch, updates, non_finite, advantages=advantages, **columns)
 
     loop.count(batch)
     await loop.update_reference(step + 1)
@@ -102,10 +103,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.plan or arguments.print_config:
         print_plan(config, plan=arguments.plan, whole_config=arguments.print_config)
         return
-    from rlhf.run.restarts import Restarts
+    from rlhf.run.restarts import train_with_restarts
 
-    restarts = Restarts(config, resume=arguments.resume, start_at=arguments.resume_from)
-    cli.run_async(restarts.train(train), on_signal=restarts.on_signal)
+    train_with_restarts(config, arguments, train)
 
 
 if __name__ == "__main__":

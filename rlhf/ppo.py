@@ -86,15 +86,14 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
 
     with clock.phase("update"):
         targets = PolicyTargets(credit.advantages, old, ref)
-        if non_finite:  # one NaN would reach every weight
-            changes = {CRITIC: critics.skip_updates()} | ({LEARNER: learners.skip_updates()} if policy_learns else {})
-        else:
-            changes = {CRITIC: critics.update(ValueTargets(values, credit.returns))}
-            if policy_learns:
-                changes[LEARNER] = learners.update(targets)
+        returns = ValueTargets(values, credit.returns)
+        # one NaN would reach every weight
+        changes = {CRITIC: critics.skip_updates() if non_finite else critics.update(returns)}
+        if policy_learns:
+            changes[LEARNER] = learners.skip_updates() if non_finite else learners.update(targets)
         updates = [update for of_module in await run.cluster.together(changes) for update in of_module]
     advantages = mean_over_responses(batch, credit.advantages)
-    loop.skipped.keep(step + 1, batch, updates, non_finite, advantages=advantages, **columns)
+    loop.skipped_updates.keep(step + 1, batch, updates, non_finite, advantages=advantages, **columns)
 
     loop.count(batch)
     await loop.update_reference(step + 1)
@@ -112,10 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.plan or arguments.print_config:
         print_plan(config, plan=arguments.plan, whole_config=arguments.print_config)
         return
-    from rlhf.run.restarts import Restarts
+    from rlhf.run.restarts import train_with_restarts
 
-    restarts = Restarts(config, resume=arguments.resume, start_at=arguments.resume_from)
-    cli.run_async(restarts.train(train), on_signal=restarts.on_signal)
+    train_with_restarts(config, arguments, train)
 
 
 if __name__ == "__main__":

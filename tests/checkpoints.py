@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlhf.learner.checkpoint import (
+from rlhf.learner.rank_checkpoint import (
     MODEL_FOLDER,
     MOMENTS,
     WEIGHTS,

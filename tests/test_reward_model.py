@@ -30,7 +30,7 @@ from rlhf.learner.reward_trainer import pair_loss, pair_metrics
 from rlhf.plan.start_checks import input_problems
 from rlhf.reward_model import main
 from rlhf.rewards.model_client import PART, RewardModelClient, endpoint_scorer
-from rlhf.run.startup import read_data
+from rlhf.run.prompts import read_data
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout, VersionSpan
 
 

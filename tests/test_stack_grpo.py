@@ -23,7 +23,7 @@ from processes import Process, below, outliving, running
 from waiting import STACK_WAIT_S, eventually
 
 from rlhf import export
-from rlhf.run.comparison import read_responses
+from rlhf.run.evaluation import read_responses
 from rlhf.run.folder import RunFolder
 
 pytestmark = pytest.mark.stack
@@ -225,7 +225,7 @@ def exported_model_agrees_in_transformers(run: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rlhf.learner.checkpoint import WEIGHTS, LearnerIndex, SliceReader
+    from rlhf.learner.rank_checkpoint import WEIGHTS, LearnerIndex, SliceReader
 
     model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")

@@ -22,11 +22,11 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from rlhf.cluster.actors import ActorGroup
-from rlhf.cluster.checkpoints import Checkpoints
 from rlhf.cluster.env_vars import environment_of
 from rlhf.cluster.heartbeat import Heartbeat
 from rlhf.cluster.placement import Placed, create, new_actor, rank_places, shared_gpus
 from rlhf.cluster.rank_group import RankGroup
+from rlhf.cluster.role_checkpoints import RoleCheckpoints
 from rlhf.cluster.session import RaySession
 from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
@@ -67,7 +67,7 @@ class Cluster:
         self.roles = config.roles(trains=trains)
         self.shares_gpus = trains and getattr(config.cluster, "placement", "separate") == "colocated"
         self.watch_stage = watch_stage
-        self.checkpoints = Checkpoints(self.trained)
+        self.checkpoints = RoleCheckpoints(self.trained)
         self.lost = ""
         self._compare_nodes = compare_nodes
         self._placed: dict[str, Placed] = {}  # by role

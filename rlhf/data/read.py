@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +50,12 @@ class BadRows:
             if not self.skip:
                 raise
             self.reasons.append(str(error))
+
+
+def left_out_text(too_long: int, longest: int, bad: Sequence[str]) -> str:
+    """How many rows of a source are left out, and why; "" if none is."""
+    text = f", {too_long} left out as longer than {longest} tokens" if too_long else ""
+    return text + (f", {len(bad)} left out as bad rows, the first: {bad[0]}" if bad else "")
 
 
 def config_sources(config: DatasetsConfig[S], which: str) -> dict[str, S]:

@@ -17,7 +17,7 @@ from rlhf.log.diagnosis import RULES, View
 from rlhf.log.reductions import to_values
 from rlhf.rewards.grade import TIMEOUT
 from rlhf.rewards.scorer import Scorer
-from rlhf.run.rollout_metrics import rollout_metrics
+from rlhf.run.rollout_log import rollout_metrics
 from rlhf.run.threads import in_thread
 from rlhf.types import RolloutGroup
 

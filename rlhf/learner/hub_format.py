@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from rlhf.learner.checkpoint import save_tensors
+from rlhf.learner.rank_checkpoint import save_tensors
 
 FILE_BYTES = 5 * 10**9  # the size at which the hub's own tools begin another file
 INDEX = "model.safetensors.index.json"

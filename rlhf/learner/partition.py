@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rlhf.learner.checkpoint import WEIGHTS, share
+from rlhf.learner.rank_checkpoint import WEIGHTS, share
 from rlhf.types import Place
 
 

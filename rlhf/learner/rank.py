@@ -26,7 +26,13 @@ from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
-from rlhf.learner.checkpoint import (
+from rlhf.learner.deepspeed_settings import frozen_settings, join_world, loading, training_settings
+from rlhf.learner.fused import account
+from rlhf.learner.hub_format import HubWriter, state_buffers, write_model_config
+from rlhf.learner.offload import Offload, gradient_buffers, optimizer_tensors
+from rlhf.learner.partition import Partition
+from rlhf.learner.policy_model import DeviceTokens
+from rlhf.learner.rank_checkpoint import (
     MODEL_FOLDER,
     MOMENTS,
     RNG,
@@ -39,12 +45,6 @@ from rlhf.learner.checkpoint import (
     state_bytes,
     write_rank,
 )
-from rlhf.learner.deepspeed_settings import frozen_settings, join_world, loading, training_settings
-from rlhf.learner.fused import account
-from rlhf.learner.hub_format import HubWriter, state_buffers, write_model_config
-from rlhf.learner.offload import Offload, gradient_buffers, optimizer_tensors
-from rlhf.learner.partition import Partition
-from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.update import on_host
 from rlhf.log.reductions import Last, Mean, StepMetrics, UpdateOutcome, merge_metrics
 from rlhf.types import GPUMemory, Place, SaveReport

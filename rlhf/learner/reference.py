@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.learner.checkpoint import REFERENCE, LearnerIndex, Slice, SliceReader, file_name, share
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.rank import TrainedRank
+from rlhf.learner.rank_checkpoint import REFERENCE, LearnerIndex, Slice, SliceReader, file_name, share
 
 
 class Reference(Protocol):

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
-from rlhf.learner.checkpoint import REFERENCE, Slice
 from rlhf.learner.hub_format import hub_shapes, hub_tensors
 from rlhf.learner.perturbation import bits_to_flip, flip
 from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
+from rlhf.learner.rank_checkpoint import REFERENCE, Slice
 from rlhf.learner.reference import ReplacedCopy, make_reference
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch

@@ -1,6 +1,6 @@
 """Metrics of a step; the type of a metric says how it merges over microbatches, ranks and updates.
 
-The values come from run/rollout_metrics.py (rollouts), learner/update.py (losses) and run/speed.py (throughput).
+The values come from run/rollout_log.py (rollouts), learner/update.py (losses) and run/speed.py (throughput).
 """
 
 from __future__ import annotations

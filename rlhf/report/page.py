@@ -25,6 +25,7 @@ from rlhf.report.run_files import RunFiles, conversation, differing_keys, sample
 
 ROLLOUT_BYTES = 96 * 2**20  # of rollout files that a page holds; 100,000 rollouts of the quickstart are 35 MB
 MAX_POINTS = 2000  # of one curve
+TEXT_KEYS = ("prompt_id", "prompt", "answer", "text", "extracted", "status", "finish_reason")
 TOKEN_KEYS = ("tokens", "token_advantages", "token_differences")
 
 
@@ -54,9 +55,7 @@ def _packed(text: str) -> str:
 def _names(runs: Sequence[RunFiles]) -> list[str]:
     """The names of the folders; their paths if two names are equal."""
     short = [run.name for run in runs]
-    if len(set(short)) == len(runs):
-        return short
-    return [str(run.path) for run in runs]
+    return short if len(set(short)) == len(runs) else [str(run.path) for run in runs]
 
 
 def _metrics(runs: Sequence[RunFiles]) -> dict[str, Any]:
@@ -137,15 +136,12 @@ def _rollouts(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """The rollouts in columns; a text that several rows have is stored once, in `texts`."""
     texts: dict[str, int] = {}
     columns: dict[str, list[Any]] = defaultdict(list)
-    shares, groups_before = [], 0
-    for number, run in enumerate(runs):
-        groups, share = sample_groups(run, ROLLOUT_BYTES // len(runs))
-        shares.append(round(share, 4))
-        for group in groups:
-            for row in group:
-                _add_row(columns, row, texts, run=number, group=groups_before)
-            groups_before += 1
-    return {"columns": columns, "texts": list(texts), "shares": shares}
+    samples = [sample_groups(run, ROLLOUT_BYTES // len(runs)) for run in runs]
+    groups = [(number, group) for number, (of_run, _) in enumerate(samples) for group in of_run]
+    for count, (number, group) in enumerate(groups):
+        for row in group:
+            _add_row(columns, row, texts, run=number, group=count)
+    return {"columns": columns, "texts": list(texts), "shares": [round(share, 4) for _, share in samples]}
 
 
 def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, run: int, group: int) -> None:
@@ -155,8 +151,7 @@ def _add_row(columns: dict[str, list[Any]], row: Row, texts: dict[str, int], *, 
     cells: dict[str, Any] = {"run": run, "group": group}
     cells |= {key: row[key] for key in ("step", "sample", "response_tokens")}
     cells |= {key: _number(row[key]) for key in ("reward", "advantage")}
-    cells |= {key: text(row[key]) for key in ("prompt_id", "prompt", "answer", "text", "extracted")}
-    cells |= {key: text(row[key]) for key in ("status", "finish_reason")}
+    cells |= {key: text(row[key]) for key in TEXT_KEYS}
     cells |= {"conversation": text(conversation(row)), "no_answer": states_no_answer(row)}
     cells["parts"] = text(json.dumps(row["reward_parts"]))
     cells["version"] = min((span[2] for span in row["versions"]), default=None)

@@ -58,9 +58,8 @@ class RunFiles:
     @cached_property
     def metrics(self) -> list[str]:
         """Names of all metrics, in the order in which they first appear."""
-        return [
-            name for name in dict.fromkeys(itertools.chain.from_iterable(self.rows)) if name not in ("step", "time")
-        ]
+        names = dict.fromkeys(itertools.chain.from_iterable(self.rows))
+        return [name for name in names if name not in ("step", "time")]
 
     def rollout_files(self) -> dict[int, Path]:
         """The file of each training step whose rollouts were written, by step."""
@@ -79,11 +78,7 @@ class RunFiles:
 
 
 def read_run(folder: str | Path) -> RunFiles:
-    """Read the config and the metrics of a run; a line that a running program has half written is left out.
-
-    Raises:
-        ValueError: the folder holds no run.
-    """
+    """A run folder, without a line that a running program has half written; ValueError if the folder holds no run."""
     path = Path(folder)
     if not (path / "metrics.jsonl").is_file() or not _config_file(path).is_file():
         raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +20,7 @@ from rlhf.config.base import Section
 from rlhf.config.load import resolved_yaml
 from rlhf.log.patient_files import NEW, PatientFiles
 from rlhf.log.sinks import SUMMARY, read_summary
-from rlhf.run.manifest import (
+from rlhf.run.checkpoint_files import (
     BEST,
     LATEST,
     PARTIAL,
@@ -29,7 +30,6 @@ from rlhf.run.manifest import (
     find_damage,
     in_order,
     is_of_run,
-    partial_checkpoints,
     read_line,
     reason,
     remove,
@@ -39,13 +39,18 @@ from rlhf.run.manifest import (
     write_manifest,
     write_synced,
 )
-from rlhf.run.mirror import OTHER_MIRROR, Mirror
+from rlhf.run.checkpoint_mirror import OTHER_MIRROR, Mirror
 from rlhf.run.state import RunState
-from rlhf.run.used_folder import why_taken
-from rlhf.types import RolloutGroup, ScoredRollout, WrittenFile
+from rlhf.types import WrittenFile
 
 STATE_FILE = "driver.json"
 LOCK = ".lock"
+# Names in the folder of a run that has not finished a step.
+FIRST_NAMES = re.compile(
+    r"(config\.yaml|run_id)(\.new)?|(config|metrics)\.earlier-\d+\.\w+|wandb|tensorboard|logs|report\.html|\.lock|"
+    r"rollouts|checkpoints|metrics\.jsonl"
+)
+NAMES_SHOWN = 3  # of the files in a folder that cannot be used
 
 
 class RunFolder:
@@ -53,12 +58,11 @@ class RunFolder:
 
     Attributes:
         id: of the run; its checkpoints and its mirror hold it too. A run on a bare node takes that of its checkpoint.
-        restored: the checkpoint that a resumed run goes on from, its files verified: the newest undamaged one, or the
-            one that `start_at` names.
+        restored: the verified checkpoint that a resumed run goes on from, the newest or the one named `start_at`.
         damaged: newer checkpoints that are damaged or incomplete, with the reason.
         saved_step: the step of the newest complete checkpoint; 0 if there is none.
         not_removed: why older checkpoints are still there after the last save.
-        being_copied: the name of a checkpoint that saves do not remove; "" if there is none.
+        being_copied: the name of a checkpoint that saves do not remove, or "".
 
     Raises:
         ValueError: the folder already holds a run and `resume` is False, or there is nothing to resume.
@@ -69,16 +73,14 @@ class RunFolder:
     ) -> None:
         self._use(Path(path))
         self.id = read_line(self.path / RUN_ID)
-        self.resume = resume
         self.restored: Path | None = None
         self.damaged: dict[str, str] = {}
-        self.saved_step = 0
+        self.saved_step, self.being_copied = 0, ""
         self.not_removed: tuple[str, ...] = ()
-        self.being_copied = ""
-        self._start_at, self._mirror = start_at, mirror
+        self._resume, self._start_at, self._mirror = resume, start_at, mirror
         self._lock_file: TextIO | None = None
         if resume:
-            self._find_undamaged(mirror)
+            self._find_undamaged()
         elif taken := why_taken(self.path):
             raise ValueError(taken)
         elif mirror is not None:
@@ -96,15 +98,14 @@ class RunFolder:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings for a resumed run."""
-        warnings = []
-        if self.damaged:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.damaged.items())
-            warnings.append(f"checkpoints passed over as damaged or not complete in {self.checkpoints}: {reasons}.")
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.damaged.items())
+        damaged = f"checkpoints passed over as damaged or not complete in {self.checkpoints}: {reasons}."
+        warnings = (damaged,) if reasons else ()
         try:
             read_summary(self.path)
         except ValueError as error:
-            warnings.append(f"{error} The run counts as not finished.")
-        return tuple(warnings)
+            return (*warnings, f"{error} The run counts as not finished.")
+        return warnings
 
     def create(self, config: Section) -> None:
         """Make the folders and save the resolved config; a resumed run saves its config next to the first one.
@@ -115,31 +116,38 @@ class RunFolder:
             ValueError: another run is using the folder, or it cannot be written.
         """
         try:
-            for folder in (self.path, self.rollouts, self.checkpoints):
-                folder.mkdir(parents=True, exist_ok=True)
+            self._make_folders(self.path)
             self._lock()
             self._fill(config)
         except OSError as error:
             raise ValueError(f"run.dir={self.path}: {reason(error)}. Name a folder that can be written.") from None
-        if self._mirror is not None and not self.resume:
+        if self._mirror is not None and not self._resume:
             try:
                 self._mirror.claim(self.id, anew=True)
             except OSError as error:
                 raise ValueError(f"{error}. {OTHER_MIRROR}") from None
 
+    def _make_folders(self, *more: Path) -> None:
+        for folder in (*more, self.rollouts, self.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+
     def _fill(self, config: Section) -> None:
-        for left in partial_checkpoints(self.checkpoints):
-            remove(left)
+        for left in self.checkpoints.glob(f"step-*{PARTIAL}"):
+            if step_of(left.stem) >= 0:
+                remove(left)
         if self.restored is not None:
-            self._remove_rollouts_after(self.saved_step)
-        if self.restored is not None and self._start_at is not None:
-            self._remove_newer(self.restored.name)
+            for path in self.rollouts.iterdir():  # steps that are run again, and what a killed run left incomplete
+                of_step = step_of(path.stem)
+                if of_step >= 0 and (path.suffix == NEW or (path.suffix == ".jsonl" and of_step > self.saved_step)):
+                    path.unlink()
+            if self._start_at is not None:
+                self._remove_newer(self.restored.name)
         replace_synced(self.path / RUN_ID, f"{self.id}\n")
         text = resolved_yaml(config)
-        file = self.path / ("config.resumed.yaml" if self.resume else "config.yaml")
+        file = self.path / ("config.resumed.yaml" if self._resume else "config.yaml")
         if file.exists() and file.read_bytes() != text.encode():
             _set_aside(file)
-        if not self.resume and self.metrics.exists() and self.metrics.stat().st_size:
+        if not self._resume and self.metrics.exists() and self.metrics.stat().st_size:
             _set_aside(self.metrics)
         replace_synced(file, text)
 
@@ -164,13 +172,6 @@ class RunFolder:
                     "hand: a later --resume would take it."
                 )
 
-    def _remove_rollouts_after(self, step: int) -> None:
-        """Remove the rollouts of later steps, which will be run again, and files that a killed run left incomplete."""
-        for path in self.rollouts.iterdir():
-            of_step = step_of(path.stem)
-            if of_step >= 0 and (path.suffix == NEW or (path.suffix == ".jsonl" and of_step > step)):
-                path.unlink()
-
     def _lock(self) -> None:
         """Keep other runs out until this process ends; its child processes do not inherit the lock."""
         self._lock_file = (self.path / LOCK).open("a")
@@ -190,11 +191,7 @@ class RunFolder:
             self._lock_file.close()
 
     def follow(self) -> str:
-        """Find the folder again if it was renamed or removed meanwhile: all paths are then those of where it is now.
-
-        Returns:
-            What happened; "" if it is where it was.
-        """
+        """Find a folder that was renamed or removed meanwhile, and use its new paths; returns what happened, or ""."""
         if self._lock_file is None:
             return ""
         before, lock = self.path, Path(f"/proc/self/fd/{self._lock_file.fileno()}")
@@ -207,31 +204,27 @@ class RunFolder:
             return ""
         now = Path(os.readlink(lock)).parent
         if read_line(now / RUN_ID) != self.id:
-            for folder in (self.rollouts, self.checkpoints):
-                folder.mkdir(parents=True, exist_ok=True)
+            self._make_folders()
             return f"run.dir={before}: the folder was removed while the run used it."
         self._use(now)
         return f"run.dir={before}: the folder was renamed to {now} while the run used it."
 
     # --- checkpoints ---
 
-    def _find_undamaged(self, mirror: Mirror | None) -> None:
+    def _find_undamaged(self) -> None:
         """Find the newest undamaged checkpoint, here or in the mirror; one from the mirror is copied here."""
-        here = {path.name for path in all_checkpoints(self.checkpoints)}
-        there: set[str] = set()
+        mirror, there = self._mirror, set[str]()
         if mirror is not None:
             try:
                 there = set(mirror.checkpoints())
             except OSError as error:
                 self.damaged["the mirror"] = str(error)
-        for name in self._candidates(in_order(here | there)[::-1]):
+        for name in self._candidates(there.union(path.name for path in all_checkpoints(self.checkpoints))):
             path = self.checkpoints / name
             owner = read_line(path / RUN_ID)
-            is_foreign = bool(self.id and owner and owner != self.id)
-            damage = find_damage(path) if name in here else ""
-            if is_foreign:
+            if self.id and owner and owner != self.id:
                 damage = f"it is of another run, {owner}"
-            elif mirror is not None and name in there and (damage or name not in here):
+            elif (damage := find_damage(path)) and mirror is not None and name in there:
                 damage = self._fetch(mirror, name)
             if not damage:
                 self.restored, self.saved_step = path, self.read_state(path).step
@@ -245,10 +238,10 @@ class RunFolder:
             f"{remedy}, or start anew without --resume in another folder."
         )
 
-    def _candidates(self, names: list[str]) -> list[str]:
+    def _candidates(self, names: Collection[str]) -> list[str]:
         """The checkpoints to try: all, newest first, or the one that `start_at` names."""
         if self._start_at is None:
-            return names
+            return in_order(names)[::-1]
         file = self.checkpoints / self._start_at
         if self._start_at == BEST and self._mirror is not None and not file.is_file():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -256,7 +249,7 @@ class RunFolder:
         name = read_line(file) if file.is_file() else self._start_at
         if name not in names:
             raise ValueError(
-                f"--resume-from {self._start_at}: {self.checkpoints} has {', '.join(reversed(names)) or 'none'}. Name "
+                f"--resume-from {self._start_at}: {self.checkpoints} has {', '.join(in_order(names)) or 'none'}. Name "
                 "one of them; `best` needs a run with checkpoint.best."
             )
         return [name]
@@ -274,17 +267,12 @@ class RunFolder:
         return damage and f"{mirror.url}: {damage}"
 
     def begin_checkpoint(self, step: int) -> Path:
-        """Make the folder that `finish_checkpoint` renames.
-
-        Raises:
-            OSError: the disk takes no more, or a folder that is not of this run has the name already.
-        """
+        """Make the folder that `finish_checkpoint` renames; OSError if the disk or another folder there forbids it."""
         folder = self.checkpoints / f"step-{step:06d}{PARTIAL}"
         final = folder.with_suffix("")
         if final.exists() and not is_of_run(final, self.id):
             raise OSError(f"{final} is there and not of this run; rename it, or move it away")
-        if folder.exists():
-            shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         if self._lock_file is not None:  # a renamed folder is not made again; in an emptied one, what is missing is
             self.checkpoints.mkdir(exist_ok=True)
         folder.mkdir(parents=self._lock_file is None)
@@ -335,8 +323,7 @@ class RunFolder:
         ]
         kept = [*complete[-keep:], self.checkpoints / self.being_copied]
         steps = [step_of(path.name) for path in complete]
-        step = None if best is None else best_step(state.evaluations, best, among=steps)
-        if step is not None:
+        if best is not None and (step := best_step(state.evaluations, best, among=steps)) is not None:
             kept.append(self.checkpoints / f"step-{step:06d}")
             replace_synced(self.checkpoints / BEST, f"{kept[-1].name}\n")
         self.not_removed = tuple(filter(None, (remove(path) for path in complete if path not in kept)))
@@ -344,11 +331,7 @@ class RunFolder:
 
     @staticmethod
     def read_state(checkpoint: Path) -> RunState:
-        """The driver's state.
-
-        Raises:
-            ValueError: this version cannot read it.
-        """
+        """The driver's state; ValueError if this version cannot read it."""
         file = checkpoint / STATE_FILE
         try:
             return RunState.from_json(file.read_text())
@@ -360,7 +343,9 @@ class RunFolder:
     def write_rollouts(self, step: int, rows: Sequence[dict[str, Any]], files: PatientFiles) -> None:
         """One file per step and one line per rollout."""
         encode = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
-        lines = _escape_line_ends("".join(encode(row) + "\n" for row in rows))
+        lines = "".join(encode(row) + "\n" for row in rows)
+        for separator in ("\x85", "\u2028", "\u2029"):  # which many readers take for the end of a line
+            lines = lines.replace(separator, f"\\u{ord(separator):04x}")
         files.replace(self.rollouts / f"step-{step:06d}.jsonl", lines)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -380,38 +365,6 @@ def best_step(
     return max(scored, key=scored.__getitem__, default=None)
 
 
-def rollout_rows(step: int, groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> list[dict[str, Any]]:
-    """The graded rollouts of a step as rows of a JSON file, in the order of the advantages."""
-    rows = [rollout_row(group, sample) for group in groups for sample in group.samples]
-    return [{"step": step, **row, "advantage": advantage} for row, advantage in zip(rows, advantages, strict=True)]
-
-
-def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
-    """A graded rollout as a row of a JSON file; `context` has the messages before `prompt`, the last one.
-
-    `turns` and `facts` are there if the rollout has any.
-    """
-    rollout, messages = sample.rollout, group.prompt.messages
-    optional = {"turns": list(rollout.turns), "facts": rollout.facts}
-    return {
-        "prompt_id": rollout.prompt_id,
-        "epoch": rollout.epoch,
-        "sample": rollout.sample,
-        "context": list(messages[:-1]),
-        "prompt": messages[-1]["content"] if messages else "",
-        "answer": group.prompt.answer,
-        "text": sample.text,
-        "extracted": sample.extracted,
-        "reward": sample.reward,
-        "reward_parts": sample.reward_parts,
-        "status": sample.status,
-        "finish_reason": rollout.finish_reason,
-        "response_tokens": rollout.response_length,
-        "versions": [list(span) for span in rollout.version_spans],
-        **{name: value for name, value in optional.items() if value},
-    }
-
-
 def _set_aside(file: Path) -> None:
     """Rename `config.yaml` to `config.earlier-N.yaml`, with the first N that is free."""
     number = 1
@@ -420,8 +373,35 @@ def _set_aside(file: Path) -> None:
     file.rename(aside)
 
 
-def _escape_line_ends(text: str) -> str:
-    """Escape characters that JSON does not escape and many readers take for the end of a line."""
-    for separator in ("\x85", "\u2028", "\u2029"):
-        text = text.replace(separator, f"\\u{ord(separator):04x}")
-    return text
+def why_taken(folder: Path) -> str:
+    """Why a new run cannot use this folder, "" if it can. To remove it is advised only if a run made it."""
+    if not folder.is_dir() or not any(folder.iterdir()) or _has_no_finished_step(folder):
+        return ""
+    named = folder if folder.name not in ("", "..") else folder.resolve()
+    complete = complete_checkpoints(folder / "checkpoints")
+    is_run = (folder / RUN_ID).is_file() or all((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
+    if complete or is_run:
+        advice = "Go on with it (--resume), write" if complete else "Write"
+        return (
+            f"run.dir={folder}: already holds a run. {advice} to another folder (run.dir={named}-2), or remove it "
+            f"(rm -r {named})."
+        )
+    names = sorted(path.name for path in folder.iterdir())
+    more = ", ..." if len(names) > NAMES_SHOWN else ""
+    return (
+        f"run.dir={folder}: already holds other files ({', '.join(names[:NAMES_SHOWN])}{more}), and no run. Name a "
+        f"new folder, such as run.dir={named / 'run'}."
+    )
+
+
+def _has_no_finished_step(folder: Path) -> bool:
+    """Whether the folder holds nothing but what a run writes before it finishes its first step."""
+    rollouts, checkpoints, metrics = folder / "rollouts", folder / "checkpoints", folder / "metrics.jsonl"
+    if not (rollouts.is_dir() and checkpoints.is_dir()) or any((*rollouts.iterdir(), *checkpoints.iterdir())):
+        return False  # no run began here, or it has finished a step
+    try:
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        first = all(json.loads(line)["step"] == 0 for line in lines)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False
+    return first and all(FIRST_NAMES.fullmatch(path.name) for path in folder.iterdir())

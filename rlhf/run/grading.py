@@ -29,15 +29,14 @@ class Grading:
     ) -> None:
         self.reward_model = reward_model
         self._config, self._scorer, self._tokenizer = config, scorer, tokenizer
-        # without these marks no thought could be told
-        self._plain = not CHANNEL_MARKS & set(tokenizer.all_special_tokens)
+        self._plain = not CHANNEL_MARKS & set(tokenizer.all_special_tokens)  # without them no thought could be told
 
     async def __call__(
         self, prompt: Prompt, rollouts: Sequence[Rollout], settings: SamplingSettings, *, trains: bool
     ) -> tuple[ScoredRollout, ...]:
         texts = [self.text(rollout, settings) for rollout in rollouts]
         graded = await self._scorer.score_group(prompt, rollouts, texts)
-        if self.reward_model is None or not (trains or not self._config.reward.parts_of(prompt.source)):
+        if self.reward_model is None or (not trains and self._config.reward.parts_of(prompt.source)):
             return graded
         return (await self.reward_model.add_to(RolloutGroup(prompt, graded))).samples
 
@@ -68,10 +67,7 @@ def reward_model_client(config: GRPOConfig, cluster: Any) -> RewardModelClient |
 async def normalize_scores(
     grading: Grading, sampler: Sampler, prompts: LoadedPrompts, config: GRPOConfig, state: RunState
 ) -> None:
-    """Set mean and std of the reward model's scores: those of the run, or measured now on sampled responses.
-
-    A resumed run keeps the scale that it began with.
-    """
+    """Set mean and std of the reward model's scores: those of the run, or measured now on sampled responses."""
     client = grading.reward_model
     if client is None or config.reward_model is None or config.reward_model.reference_samples is None:
         return

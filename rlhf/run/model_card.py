@@ -7,38 +7,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+from omegaconf import OmegaConf
+
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.secrets import with_references
-from rlhf.log.sinks import read_rows
 from rlhf.run.state import RunState
 
 NEW_TOKENS = 512  # in the example, where the config says none
 LICENSE_KEYS = ("license", "license_name", "license_link")  # of the hub's front matter
-SHOWN = (
-    "reward/mean", "policy/kl_k3", "policy/entropy", "rollout/response_length/mean", "train/loss", "train/accuracy",
-    "learner/lr",
-)  # fmt: skip
 METHODS = {"grpo": "GRPO", "ppo": "PPO", "sft": "supervised fine-tuning", "reward_model": "training on preferences"}
 SCORES = (
     "A reward model (one label): `reward_model: {path: FOLDER}` in the config of a run adds its score to the reward."
 )
 
 
-def model_card(state: RunState, metrics: Path) -> str:
-    """Markdown with the hub's front matter.
-
-    Args:
-        metrics: metrics.jsonl of the run; without it the numbers of the last step are left out.
-    """
+def model_card(state: RunState) -> str:
+    """Markdown with the hub's front matter."""
     config = state.config
     base, program = config["model"]["path"], state.program
     task = "text-classification" if program == "reward_model" else "text-generation"
     head = ["library_name: transformers", f"pipeline_tag: {task}", f"tags: [rlhf, {program}]"]
     if not looks_local(base):
         head.append(f"base_model: {base}")
-    license_of_base = _license(base)
-    head += [f"{key}: {value}" for key, value in license_of_base.items()]
-    named = license_of_base.get("license_name") or license_of_base.get("license") or "its folder does not name it"
+    stated = _license(base)
+    head += [f"{key}: {value}" for key, value in stated.items()]
+    named = stated.get("license_name") or stated.get("license") or "its folder does not name it"
     sources = state.stream.get("sources", {})
     rows = sum(source["rows"] for source in sources.values())
     trained = f"{state.account.trained:,} responses" if "rollout" in config else f"{rows:,} rows"
@@ -50,19 +44,16 @@ def model_card(state: RunState, metrics: Path) -> str:
         "## Use\n\n" + (SCORES if program == "reward_model" else _usage(config)),
         f"## License\n\nThat of the base model, `{base}`: {named}.",
         "## Evaluation\n\n" + _table("step", {str(step): values for step, values in state.evaluations.items()}),
-        "## Training\n\n" + _table("step", _row_of(metrics, state.step)),
         "## Data\n\n" + _table("source", {name: {"rows": of["rows"], "fingerprint": of["fingerprint"]}
                                           for name, of in sources.items()}),
         "## Code\n\n" + _table("", {"value": state.code}),
-        "## Config\n\n```yaml\n" + _yaml(config) + "```",
+        "## Config\n\n```yaml\n" + OmegaConf.to_yaml(OmegaConf.create(with_references(config))) + "```",
     ]  # fmt: skip
     return "\n\n".join(section for section in sections if not section.endswith("\n\n")) + "\n"
 
 
 def _license(base: str) -> dict[str, str]:
     """What the front matter of the base model's README says of its license; empty without one."""
-    import yaml
-
     readme = local_model_folder(base) / "README.md"
     _, *rest = readme.read_text(errors="replace").split("---\n") if readme.is_file() else [""]
     try:
@@ -76,13 +67,10 @@ def _usage(config: Mapping[str, Any]) -> str:
     """How to load and serve the model, with the prompt that it was trained with."""
     data, rollout = config["data"], config.get("rollout", {})
     content = "\n".join(filter(None, ["What is 17 + 25?", data.get("prompt_suffix")]))
-    system = data.get("system_prompt")
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": content})
-    sampling = {
-        "max_new_tokens": rollout.get("max_response_tokens", NEW_TOKENS),
-        "temperature": rollout.get("temperature", 1.0),
-    }
+    texts = {"system": data.get("system_prompt"), "user": content}
+    messages = [{"role": role, "content": text} for role, text in texts.items() if text]
+    longest, temperature = rollout.get("max_response_tokens", NEW_TOKENS), rollout.get("temperature", 1.0)
+    sampling = {"max_new_tokens": longest, "temperature": temperature}
     notes = "`vllm serve FOLDER` answers at an OpenAI endpoint."
     if data["template"] not in ("model", None):
         notes += f" Prompts were written with `data.template: {data['template']}`, not with the chat template."
@@ -108,22 +96,7 @@ def _table(corner: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
     if not columns:
         return ""
     lines = [[corner, *columns], ["---"] * (1 + len(columns))]
-    lines += [[name, *(_shown(row.get(column, "")) for column in columns)] for name, row in rows.items()]
+    for name, row in rows.items():
+        cells = [row.get(column, "") for column in columns]
+        lines.append([name, *(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _row_of(metrics: Path, step: int) -> dict[str, dict[str, Any]]:
-    """The main metrics of a training step, if the file has them."""
-    rows = read_rows(metrics) if metrics.is_file() else ()
-    row = next((row for row in rows if row["step"] == step and "time/step" in row), {})
-    return {str(step): {name: row[name] for name in SHOWN if name in row}}
-
-
-def _yaml(config: dict[str, Any]) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(with_references(config)))

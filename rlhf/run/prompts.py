@@ -1,21 +1,88 @@
-"""The prompts of a run in their order; a resumed run first repeats those that were dispatched and not trained on."""
+"""The prompts of a run: read, checked and shown before anything is started, then drawn in their order."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
-from rlhf.data.load import LoadedPrompts
+from rlhf.answers.extract import gold_answer
+from rlhf.config.grpo import GRPOConfig
+from rlhf.config.sections import ModelConfig
+from rlhf.data.load import LoadedPrompts, first_prompt, leave_out, load_prompts, show_prompt
+from rlhf.data.model_files import load_tokenizer, truncate_token_id
 from rlhf.data.order import PromptStream
+from rlhf.data.read import left_out_text, too_few_prompts
+from rlhf.data.templates import reward_input
+from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import Ticket
 from rlhf.run.state import RunState
 
+MAX_ROWS_SHOWN = 5
+
+
+class RunData(NamedTuple):
+    """The prompts to train on, and those to evaluate on."""
+
+    train: LoadedPrompts
+    evaluation: LoadedPrompts
+
+
+def read_data(config: GRPOConfig, tokenizer: Any) -> RunData:
+    """Read and tokenize all prompts; ValueError if a row, the tokenizer or the reward model's template does not fit."""
+    truncate_token_id(config.rollout, tokenizer)  # must be one token
+    train = load_prompts(config.data, "train", tokenizer, gold_answer)
+    _check_prompts_suffice(config, train)
+    if config.reward_model is not None and config.reward_model.path is not None:
+        token_ids = reward_input(config)
+        reads = load_tokenizer(ModelConfig(path=config.reward_model.path), key="reward_model.path")
+        for rows in train.prompts.values():  # a template may not take the messages of one source
+            token_ids([*rows[0].messages, {"role": "assistant", "content": ""}], reads)
+    return RunData(train, load_prompts(config.data, "eval", tokenizer, gold_answer))
+
+
+def _check_prompts_suffice(config: GRPOConfig, prompts: LoadedPrompts) -> None:
+    if problem := too_few_prompts(sum(prompts.rows_per_epoch.values()), config.rollout.prompts_per_step):
+        raise ValueError(problem)
+
+
+def show_data(say: Callable[..., None], prompts: LoadedPrompts, tokenizer: Any, *, max_prompt_tokens: int) -> None:
+    """Print how many prompts each source has, and the first prompt as the model receives it."""
+    for source, rows in prompts.prompts.items():
+        left_out = left_out_text(prompts.dropped_too_long[source], max_prompt_tokens, prompts.bad_rows.get(source, ()))
+        say(f"data {source}: {len(rows)} prompts{left_out}")
+    say("first prompt, as the model is given it:")
+    say(show_prompt(first_prompt(prompts), tokenizer), wrap=False)
+
+
+def without_bad_gold(data: RunData, config: GRPOConfig, scorer: Scorer, say: Callable[[str], None]) -> RunData:
+    """Grade every gold answer against itself, and leave out the rows whose answer cannot be graded.
+
+    Raises:
+        ValueError: there are such rows, and reward.bad_gold is `fail`; or too few are left.
+    """
+
+    def checked(which: Literal["train", "eval"], loaded: LoadedPrompts) -> LoadedPrompts:
+        bad = scorer.check_gold(prompt for rows in loaded.prompts.values() for prompt in rows)
+        if not bad:
+            return loaded
+        named = "\n".join(f"  {row.row}: {row.answer!r} ({row.reason})" for row in bad[:MAX_ROWS_SHOWN])
+        named += f"\n  and {len(bad) - MAX_ROWS_SHOWN} more" if len(bad) > MAX_ROWS_SHOWN else ""
+        if config.reward.bad_gold == "fail":
+            raise ValueError(
+                f"{len(bad)} gold answers cannot be graded:\n{named}\n"
+                "Repair these rows, or set reward.bad_gold=skip to leave them out."
+            )
+        say(f"left out {len(bad)} rows whose gold answer cannot be graded:\n{named}")
+        return leave_out(config.data, which, loaded, {row.row for row in bad})
+
+    left = RunData(checked("train", data.train), checked("eval", data.evaluation))
+    _check_prompts_suffice(config, left.train)
+    return left
+
 
 class PromptTickets:
-    """Draws prompts in their seeded order.
-
-    Args:
-        restored: the state of the checkpoint to go on from; None for a new run.
-    """
+    """Draws prompts in order; a resumed run first repeats those that were dispatched and not trained on."""
 
     def __init__(self, loaded: LoadedPrompts, *, seed: int, restored: RunState | None) -> None:
         self.stream = PromptStream(loaded.prompts, rows_per_epoch=loaded.rows_per_epoch, seed=seed)

@@ -20,36 +20,32 @@ from rlhf.config.secrets import hidden
 from rlhf.data.model_files import model_fingerprint
 from rlhf.log.sinks import read_summary
 from rlhf.rewards.sources import Sources, changed_sources
+from rlhf.run.checkpoint_files import LATEST, read_line, step_of
 from rlhf.run.folder import RunFolder
-from rlhf.run.manifest import LATEST, read_line, step_of
 from rlhf.run.state import RunState
 
 # Keys and sections that change where, how fast and how watched the run is, not what it learns.
-FREE = frozenset(
-    (
-        "run", "cluster", "checkpoint", "evaluation", "logging", "plan",
-        "model.path", "model.gradient_checkpointing", "model.trust_remote_code",
-        "data.train", "data.eval", "data.eval_rows",
-        "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.max_concurrent_sequences",
-        "rollout.enforce_eager",
-        "reward.workers", "reward.spares", "reward.cpu_seconds", "reward.wall_seconds", "reward.memory_mb",
-        "reward.failure_fraction", "reward.failures_always_allowed", "reward.accept_changed_code",
-        "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
-        "reward_model.retries",
-        "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
-        "critic.path", "critic.zero_stage", "critic.offload_optimizer",
-    )
-)  # fmt: skip
+FREE = frozenset((
+    "run", "cluster", "checkpoint", "evaluation", "logging", "plan",
+    "model.path", "model.gradient_checkpointing", "model.trust_remote_code",
+    "data.train", "data.eval", "data.eval_rows",
+    "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.max_concurrent_sequences",
+    "rollout.enforce_eager",
+    "reward.workers", "reward.spares", "reward.cpu_seconds", "reward.wall_seconds", "reward.memory_mb",
+    "reward.failure_fraction", "reward.failures_always_allowed", "reward.accept_changed_code",
+    "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
+    "reward_model.retries",
+    "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
+    "critic.path", "critic.zero_stage", "critic.offload_optimizer",
+))  # fmt: skip
 KEPT = frozenset(("run.seed",))  # keys of the sections in FREE that may not change
 # Keys in FREE that change how sums are rounded: they may not change if the run was deterministic and still is.
-ROUNDING = frozenset(
-    (
-        "cluster.device", "cluster.learners", "cluster.threads_per_learner", "cluster.tensor_parallel",
-        "model.gradient_checkpointing", "rollout.enforce_eager",
-        "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
-        "critic.zero_stage", "critic.offload_optimizer", "reward_model.max_tokens_per_batch",
-    )
-)  # fmt: skip
+ROUNDING = frozenset((
+    "cluster.device", "cluster.learners", "cluster.threads_per_learner", "cluster.tensor_parallel",
+    "model.gradient_checkpointing", "rollout.enforce_eager",
+    "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
+    "critic.zero_stage", "critic.offload_optimizer", "reward_model.max_tokens_per_batch",
+))  # fmt: skip
 
 
 def is_free(key: str, *, deterministic: bool = False) -> bool:
@@ -138,11 +134,7 @@ def resume_warnings(config: TrainingProgramConfig, state: RunState) -> Iterator[
 
 
 def check_reward_code(config: GRPOConfig, state: RunState, sources: Sources) -> Iterator[str]:
-    """Compare the code of the user functions with that of the run; a warning for each that has changed and may.
-
-    Raises:
-        ValueError: it is other code, and `reward.accept_changed_code` is false.
-    """
+    """A warning for each changed user function; ValueError unless `reward.accept_changed_code` is true."""
     changed = [f"{name} is not what the run began with." for name in changed_sources(state.rewards, sources)]
     if changed and not config.reward.accept_changed_code:
         remedy = "Resume with the same code, set reward.accept_changed_code=true, or start another run.dir."
@@ -161,15 +153,11 @@ def _other_models(config: TrainingProgramConfig, state: RunState) -> Iterator[st
     if not state.models:
         return
     fingerprints = model_fingerprints(config)
-    keys = {}
-    for role in config.roles():
-        before, now = state.models.get(role.name), fingerprints[role.name]
-        parts = before or dict.fromkeys(now, "none")
-        different = [part for part in parts if parts[part] and now.get(part) and parts[part] != now[part]]
-        if different:
-            part = different[0]
-            keys[role.model_key] = (
+    for role in {role.model_key: role for role in config.roles()}.values():
+        now = fingerprints[role.name]
+        before = state.models.get(role.name) or dict.fromkeys(now, "none")
+        for part in [part for part in before if before[part] and now.get(part) and before[part] != now[part]][:1]:
+            yield (
                 f"{role.model_key}={role.model}: the fingerprint of its {part} is {now[part]}, and the run began with "
-                f"{parts[part]}. Resume with the same model, or start another run.dir."
+                f"{before[part]}. Resume with the same model, or start another run.dir."
             )
-    yield from keys.values()

@@ -22,18 +22,15 @@ from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.buffer import RolloutBuffer, Staleness, groups_at_engines
 from rlhf.rollout.sampler import Sampler
 from rlhf.run.evaluation import evaluate, evaluation_metrics
-from rlhf.run.folder import rollout_rows
 from rlhf.run.grading import Grading, normalize_scores, reward_model_client
-from rlhf.run.prompts import PromptTickets
+from rlhf.run.prompts import PromptTickets, RunData, read_data, show_data, without_bad_gold
 from rlhf.run.resume import check_reward_code
-from rlhf.run.rollout_metrics import rollout_metrics
+from rlhf.run.rollout_log import rollout_metrics, rollout_rows, token_values
 from rlhf.run.run import Run
-from rlhf.run.skipped import SkippedBatches
+from rlhf.run.skipped_updates import SkippedUpdates
 from rlhf.run.speed import LearnerSpeed
-from rlhf.run.startup import RunData, check_prompts_suffice, read_data, show_data, without_bad_gold
 from rlhf.run.threads import in_thread
-from rlhf.run.token_values import token_values
-from rlhf.run.useless_steps import UselessSteps, updates_taken
+from rlhf.run.useless_steps import UselessSteps
 from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch
 
 SAY_FRACTION = 0.1  # of cluster.step_deadline_s, after which a step says which groups it waits for
@@ -44,23 +41,32 @@ C = TypeVar("C", bound=GRPOConfig)
 
 @contextlib.asynccontextmanager
 async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = Engines) -> AsyncIterator[RolloutLoop[C]]:
-    """Start a run and its rollout side: the gold answers are graded first, then engines and learners start.
-
-    Args:
-        make_engines: from the cluster and the config; tests give others.
-
-    Raises:
-        ValueError: a row of the data, or the tokenizer, does not fit the config.
-    """
+    """Start a run and its rollout side: the gold answers are graded first, then engines and learners start."""
+    config, say = run.config, run.log.print
     async with contextlib.AsyncExitStack() as exit_stack:
         with run.clock.phase("start"):
             exit_stack.enter_context(run.shown())
-            scorer, data, tickets = await _prepare(run, exit_stack)
+            with run.log.terminal.stage("data"):
+                data = await in_thread(read_data, config, run.tokenizer)
+            show_data(say, data.train, run.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+            with run.log.terminal.stage("grader"):
+                scorer = Scorer(config.reward, say=partial(say, wrap=False))
+                exit_stack.callback(scorer.close)
+                run.cluster.heartbeat.others = lambda: scorer.processes  # before its first look at the memory
+                scorer.restore(run.state.reward_status)
+                for warning in (*scorer.warnings, *check_reward_code(config, run.state, scorer.sources)):
+                    run.log.warn(warning)
+                # takes minutes for a large data set; SIGTERM must still be handled
+                data = await in_thread(without_bad_gold, data, config, scorer, say)
+            # a resumed run whose prompts have changed is refused here, before its folder is touched
+            restored = None if run.restored is None else run.state
+            tickets = PromptTickets(data.train, seed=config.run.seed, restored=restored)
             await exit_stack.enter_async_context(run.started())
-            engines = await exit_stack.enter_async_context(make_engines(run.cluster, run.config))
+            engines = await exit_stack.enter_async_context(make_engines(run.cluster, config))
             if kernels := (await run.cluster.learners.call("kernels"))[0]:
-                run.log.print(kernels)
-            loop = RolloutLoop(run, data, tickets, scorer, engines, (await run.cluster.learners.call("device_name"))[0])
+                say(kernels)
+            speed = LearnerSpeed(config, (await run.cluster.learners.call("device_name"))[0])
+            loop = RolloutLoop(run, data, tickets, scorer, engines, speed)
             exit_stack.push_async_callback(loop.buffer.close)
             with run.log.terminal.stage("check"):
                 await loop.check_start()
@@ -69,41 +75,14 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
         yield loop
 
 
-async def _prepare(run: Run[C], exit_stack: contextlib.AsyncExitStack) -> tuple[Scorer, RunData, PromptTickets]:
-    """Read the data, start the scorer, and check the gold answers with it, before anything else is started.
-
-    The run folder is not touched: a resumed run whose prompts have changed is refused, and keeps what it has.
-    """
-    config, say = run.config, run.log.print
-    with run.log.terminal.stage("data"):
-        data = await in_thread(read_data, config, run.tokenizer)
-    show_data(say, data.train, run.tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
-    with run.log.terminal.stage("grader"):
-        scorer = Scorer(config.reward, say=partial(say, wrap=False))
-        exit_stack.callback(scorer.close)
-        run.cluster.heartbeat.others = lambda: scorer.processes  # before its first look at the memory
-        scorer.restore(run.state.reward_status)
-        for warning in (*scorer.warnings, *check_reward_code(config, run.state, scorer.sources)):
-            run.log.warn(warning)
-
-        def checked() -> RunData:
-            train = without_bad_gold("train", data.train, config, scorer, say)
-            return RunData(train, without_bad_gold("eval", data.evaluation, config, scorer, say))
-
-        data = await in_thread(checked)  # takes minutes for a large data set; SIGTERM must still be handled
-    check_prompts_suffice(config, data.train)
-    restored = None if run.restored is None else run.state
-    return scorer, data, PromptTickets(data.train, seed=config.run.seed, restored=restored)
-
-
 class RolloutLoop(Generic[C]):
     """What a run with engines has besides `Run`; made by `rollout_loop`, when everything has started."""
 
     def __init__(
-        self, run: Run[C], data: RunData, tickets: PromptTickets, scorer: Scorer, engines: Engines, device_name: str
+        self, run: Run[C], data: RunData, tickets: PromptTickets, scorer: Scorer, engines: Engines, speed: LearnerSpeed
     ) -> None:
         config = run.config
-        self.engines, self.scorer, self.data, self.tickets = engines, scorer, data, tickets
+        self.engines, self.scorer, self.data, self.tickets, self.speed = engines, scorer, data, tickets, speed
         self.grading = Grading(config, scorer, run.tokenizer, reward_model_client(config, run.cluster))
         truncate_token = truncate_token_id(config.rollout, run.tokenizer)
         self.sampler = Sampler(config, truncate_token, engines.generate, self.grading)
@@ -131,8 +110,7 @@ class RolloutLoop(Generic[C]):
             deadline_s=2 * config.cluster.step_deadline_s,
         )
         self.useless_steps = UselessSteps(config.run, run.diagnosis)
-        self.skipped = SkippedBatches(lambda: run.folder.path / "skipped", run.log.warn)
-        self.speed = LearnerSpeed(config, device_name)
+        self.skipped_updates = SkippedUpdates(lambda: run.folder.path / "skipped", run.log.warn)
         self._run = run
         run.progress = self.progress
         run.log.terminal.sampling_waits_for = self.buffer.waits_for
@@ -150,7 +128,7 @@ class RolloutLoop(Generic[C]):
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint holds of the rollout side."""
-        account, buffer = self.buffer.account, self.buffer
+        buffer, account = self.buffer, self.buffer.account
         return {
             "rewards": self.scorer.sources,
             "stream": self.tickets.stream.state(),
@@ -210,13 +188,11 @@ class RolloutLoop(Generic[C]):
             epochs: minibatches of the policy; empty while a critic warms up.
             measured: metrics that are logged as they are.
         """
-        run = self._run
-        config, rollout = run.config, run.config.rollout
-        sampled = rollout_metrics(groups, advantages, version=step - 1, asynchronous=rollout.max_policy_lag > 0)
+        run, config, rollout = self._run, self._run.config, self._run.config.rollout
         learned = mean_over_updates(updates)
-        metrics = sampled | learned
-        values = to_values(metrics)
-        values |= measured | self.buffer.account_metrics() | run.cluster.heartbeat.memory
+        metrics = rollout_metrics(groups, advantages, version=step - 1, asynchronous=rollout.max_policy_lag > 0)
+        metrics |= learned
+        values = to_values(metrics) | measured | self.buffer.account_metrics() | run.cluster.heartbeat.memory
         values["time/step"] = run.clock.step_seconds()
         phases, window_s = run.clock.take()
         rate, engines_busy_s = self.engines.meter.take()
@@ -229,18 +205,17 @@ class RolloutLoop(Generic[C]):
         counted = self.scorer.counted_besides(self.buffer.outstanding_prompts())
         values |= {f"reward/status/{name}": count for name, count in counted.items()}
         rows = rollout_rows(step, groups, advantages.tolist())
-        every = -(-config.run.steps // TABLES)
-        shown = [] if step % every else rows[: sum(len(group.samples) for group in groups[:GROUPS_IN_TABLE])]
+        in_table = sum(len(group.samples) for group in groups[:GROUPS_IN_TABLE])
+        shown = [] if step % -(-config.run.steps // TABLES) else rows[:in_table]
         run.log_step(step, values, Details(to_histograms(metrics), shown))
         if config.logging.rollouts:
             if config.logging.token_values:
                 of_tokens = token_values(batch, targets, run.tokenizer)
-                rows = [row | values for row, values in zip(rows, of_tokens, strict=True)]
+                rows = [row | more for row, more in zip(rows, of_tokens, strict=True)]
             run.folder.write_rollouts(step, rows, run.log.files)
         for error in self.scorer.new_errors():
             run.log.warn(error)
-        trained = int(batch.trained.sum())
-        self.useless_steps.after_step(groups, advantages, trained=trained, updates_taken=updates_taken(updates))
+        self.useless_steps.after_step(groups, advantages, updates, trained=int(batch.trained.sum()))
 
     # --- evaluation ---
 

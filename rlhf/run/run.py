@@ -5,28 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from rlhf.cluster.checkpoints import Checkpoints
 from rlhf.cluster.cluster import Cluster
-from rlhf.cluster.heartbeat import Heartbeat
-from rlhf.cluster.rank_group import RankGroup
 from rlhf.config.load import flat_keys
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.model_files import load_tokenizer
 from rlhf.log.clock import Clock
 from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.sinks import NO_DETAILS, Details, evaluation_table
+from rlhf.run.checkpoint_files import PARTIAL
+from rlhf.run.checkpoint_mirror import Mirror
+from rlhf.run.checkpoint_saver import CheckpointSaver
 from rlhf.run.folder import RunFolder, best_step
-from rlhf.run.manifest import PARTIAL
-from rlhf.run.mirror import Mirror
 from rlhf.run.model_card import model_card
-from rlhf.run.outputs import RunLog
 from rlhf.run.resume import check_not_finished, check_resumed_state, model_fingerprints, resume_warnings
-from rlhf.run.saving import CheckpointSaver
+from rlhf.run.run_log import RunLog
 from rlhf.run.state import RunState, code_state
 from rlhf.run.stop import Stop
 
@@ -36,37 +32,14 @@ LOST_SAVE_S = 15.0  # where Ray has ended: learners that still live may complete
 C = TypeVar("C", bound=TrainingProgramConfig)
 
 
-class RunCluster(Protocol):
-    """What a run asks of its cluster; tests drive a run with one that starts nothing."""
-
-    checkpoints: Checkpoints
-    heartbeat: Heartbeat
-    lost: str
-
-    @property
-    def learners(self) -> RankGroup: ...
-
-    @property
-    def critics(self) -> RankGroup: ...
-
-    async def together(self, calls: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]: ...
-
-    async def load(self, folder: Path) -> None: ...
-
-    async def __aenter__(self) -> Any: ...
-
-    async def __aexit__(self, *failure: Any) -> None: ...
-
-
 class Run(Generic[C]):
     """What any training has. The constructor checks the run folder and the tokenizer; nothing is started yet.
 
     `shown` and then `started` are the contexts of the run, from its first line to the end of its last process.
 
     Args:
-        resume: go on from a checkpoint of the folder.
-        start_at: the name of that checkpoint; None: the newest.
-        make_cluster: a Cluster, or in tests another RunCluster.
+        resume: go on from the checkpoint with the name `start_at`, or the newest.
+        make_cluster: tests drive a run with one that starts nothing.
 
     Raises:
         ValueError: the folder cannot be used, or what it holds does not fit the config.
@@ -79,7 +52,7 @@ class Run(Generic[C]):
     """
 
     def __init__(
-        self, config: C, *, resume: bool, start_at: str | None = None, make_cluster: Callable[..., RunCluster] = Cluster
+        self, config: C, *, resume: bool, start_at: str | None = None, make_cluster: Callable[..., Any] = Cluster
     ) -> None:
         self.config = config
         if resume and start_at is None:
@@ -90,12 +63,12 @@ class Run(Generic[C]):
         self.state = RunState() if self.restored is None else RunFolder.read_state(self.restored)
         check_resumed_state(config, self.folder, self.state)
         self.first_step = self.state.step
-        self.log = RunLog(config, first_step=self.first_step, state=self.state)
+        self.log = RunLog(config, self.state)
         self.clock = Clock(self.state.seconds, self.log.terminal.phase)
         self.diagnosis = Diagnosis(flat_keys(config.shown()))
         self.stop = Stop(config.run.grace_s, self.log.print)
         self.tokenizer = load_tokenizer(config.model)
-        self.cluster = make_cluster(config, first_step=self.first_step, watch_stage=self.log.terminal.stage)
+        self.cluster: Cluster = make_cluster(config, first_step=self.first_step, watch_stage=self.log.terminal.stage)
         self.saver = CheckpointSaver(
             config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, mirror, self.log.warn,
             self.log.files.check,
@@ -118,10 +91,10 @@ class Run(Generic[C]):
     @contextlib.asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
         """The run folder, every log and the cluster; at the end a save that is under way is completed first."""
-        cluster = self.config.cluster
         self.folder.create(self.config)
         async with contextlib.AsyncExitStack() as exit_stack:
             self.log.open(self.folder, exit_stack)
+            cluster = self.config.cluster
             engines = f"{cluster.engines} engine(s) and " if hasattr(cluster, "engines") else ""
             self.log.print(f"starting {engines}{cluster.learners} learner(s) on {cluster.device} ...")
             async with self.cluster:
@@ -163,10 +136,8 @@ class Run(Generic[C]):
         evaluation = self.config.evaluation
         if step in self.state.evaluations:
             return False
-        if step == 0:
-            return evaluation.at_start and self.first_step == 0
-        if step == self.config.steps:
-            return evaluation.at_end
+        if step in (0, self.config.steps):
+            return evaluation.at_end if step else evaluation.at_start and self.first_step == 0
         return evaluation.every is not None and step % evaluation.every == 0
 
     def log_evaluation(self, step: int, values: dict[str, float]) -> None:
@@ -196,8 +167,7 @@ class Run(Generic[C]):
     async def checkpoint_if_due(self, step: int) -> None:
         """Write a checkpoint if one is due or the last save failed. If a signal asks the run to end, then end it.
 
-        Raises:
-            RuntimeError: the run folder was renamed or removed; the run is saved and ends, or it would go on in two.
+        RuntimeError if the run folder was renamed or removed: the run is saved and ends, or it would go on in two.
         """
         self.follow_folder()
         is_due = self.checkpoint_is_due(step)
@@ -218,11 +188,11 @@ class Run(Generic[C]):
         if not (self.stop.requested or self.lost_folder):
             return
         self.stop.close()
+        where = f" run.dir={self.folder.path}" if self.lost_folder else ""
         saved = self.folder.saved_step
+        kept = f"Go on from step {saved} with --resume{where}." if saved else "Nothing was saved."
         if self.lost_folder:
-            kept = f"Go on from step {saved} with --resume run.dir={self.folder.path}" if saved else "Nothing was saved"
-            raise RuntimeError(f"{self.lost_folder} The run ends after step {step}. {kept}.")
-        kept = f"Go on from step {saved} with --resume." if saved else "Nothing was saved."
+            raise RuntimeError(f"{self.lost_folder} The run ends after step {step}. {kept}")
         self.log.print(f"the run ends after step {step}, as it was asked to. {kept}")
         raise asyncio.CancelledError
 
@@ -249,10 +219,7 @@ class Run(Generic[C]):
         )
 
     async def finish(self, counted: Mapping[str, Any]) -> None:
-        """Export the model and write the summary.
-
-        Args:
-            counted: what the program adds to the summary.
+        """Export the model and write the summary, to which `counted` is added.
 
         Raises:
             OSError: the end of the log could not be written.
@@ -266,13 +233,11 @@ class Run(Generic[C]):
                 exported = self.folder.model.with_suffix(PARTIAL)
                 shutil.rmtree(exported, ignore_errors=True)
                 await self.cluster.learners.call("export", str(exported.resolve()), config.model.path)
-                card = model_card(await self._state_after(steps), self.folder.metrics)
-                (exported / "README.md").write_text(card)
+                (exported / "README.md").write_text(model_card(await self._state_after(steps)))
                 shutil.rmtree(self.folder.model, ignore_errors=True)  # of an earlier end, before run.steps grew
                 exported.rename(self.folder.model)
         end = await self._state_after(steps)
-        planned = {"updates_planned": config.training.total_updates}
-        self.folder.write_summary({**end.summary(), **planned, **counted})
+        self.folder.write_summary({**end.summary(), "updates_planned": config.training.total_updates, **counted})
         if after := end.evaluations.get(steps):
             training_s = sum(spent for phase, spent in end.seconds.items() if phase not in ("start", "evaluation"))
             table = {"before": end.evaluations.get(0, {}), "after": after}

@@ -13,25 +13,10 @@ from rlhf.types import Minibatch, StepBatch
 
 # Dense bf16 TFLOP/s from NVIDIA's data sheets. The first entry whose words are all in the device name is used.
 PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "A40": 149.7,
-    "A10G": 70.0,
-    "A10": 125.0,
-    "RTX 6000 Ada": 364.0,
-    "RTX 4090": 165.0,
-    "RTX 3090": 71.0,
-}
+    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H800": 989.0, "H20": 148.0,
+    "A100": 312.0, "A800": 312.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0, "A40": 149.7, "A10G": 70.0, "A10": 125.0,
+    "RTX 6000 Ada": 364.0, "RTX 4090": 165.0, "RTX 3090": 71.0,
+}  # fmt: skip
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -41,18 +26,17 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 class LearnerSpeed:
-    """Speed of the learners, and how full their microbatches are."""
+    """Metrics of the policy's updates."""
 
     def __init__(self, config: GRPOConfig, device_name: str) -> None:
-        self._budget = config.learner.max_tokens_per_microbatch
-        self._learners = config.cluster.learners
+        self._budget, self._learners = config.learner.max_tokens_per_microbatch, config.cluster.learners
         self._peak_tflops = config.cluster.peak_tflops or peak_tflops(device_name)
         self._shape = shape_at(config.model.path)
 
     def of_step(
         self, batch: StepBatch, epochs: Sequence[Sequence[Minibatch]], shared: np.ndarray, update_s: float
     ) -> dict[str, float]:
-        """Metrics of the policy's updates in one step; empty if it had none, for example while a critic warms up.
+        """Those of one step; empty if it had none, for example while a critic warms up.
 
         learner/mfu: forward and backward FLOPs of the computed tokens over the peak of the learners; left out if the
             peak or the shape of the model is not known. A critic is not counted.
@@ -65,19 +49,15 @@ class LearnerSpeed:
         """
         if not epochs:
             return {}
+        minibatches = [minibatch for epoch in epochs for minibatch in epoch]
         microbatches = [
-            rows
-            for rank in range(self._learners)
-            for epoch in epochs
-            for minibatch in epoch
-            for rows in minibatch.microbatches[rank]
+            rows for rank in range(self._learners) for minibatch in minibatches for rows in minibatch.microbatches[rank]
         ]
         rows = np.concatenate(microbatches)
         lengths = batch.tokens.lengths[rows]
         tokens = int(lengths.sum())
         computed = tokens - int(shared.sum())
-        fillers = FILLER_TOKENS * sum(not len(rows) for rows in microbatches)
-        update_s = max(update_s, 1e-9)
+        fillers, update_s = FILLER_TOKENS * sum(not len(rows) for rows in microbatches), max(update_s, 1e-9)
         values = {
             "learner/tokens_per_second": tokens / update_s,
             "learner/packing_efficiency": computed / (self._budget * len(microbatches)),

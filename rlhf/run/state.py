@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import subprocess
@@ -25,21 +26,19 @@ class RunState:
         step: completed training steps.
         program: that wrote it, such as grpo.
         config: the resolved config.
-        models: a fingerprint of the start model of each role, by the role's name.
-        rewards: a fingerprint of each file of the code of each user function, by the function's name.
+        models: fingerprints of the parts of each start model, by role.
+        rewards: fingerprints of the files of the code of each user function, by the function's name.
         code: version and git state of the program.
         updates: the config keys that set the number of optimizer steps; a resumed run must have the same values.
         stream: the position in the order of the prompts, and a fingerprint of the data.
         outstanding: positions of prompts that were dispatched and not trained on; a resumed run samples them again.
-        account: every rollout since the run began, by its use.
         replacements: groups that dynamic sampling has replaced for the next training step.
-        updates_taken: optimizer steps of the policy. updates_skipped: those with a non-finite gradient.
-        tokens: prompt and response tokens that were trained on.
+        updates_skipped: those with a non-finite gradient.
+        tokens: that were trained on.
         reward_status: how often each part of the reward ended with each status.
-        evaluations: metrics by training step.
-        seconds: by phase of the run.
-        reward_scale: mean and std of the reward model's scores over responses of the start policy, if it was measured.
+        evaluations: metrics by training step. seconds: by phase of the run.
         kl_controller: `coef`, the coefficient of the KL in PPO; empty in GRPO.
+        reward_scale: mean and std of the reward model's scores over responses of the start policy, if it was measured.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
@@ -83,11 +82,9 @@ class RunState:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The state that `to_json` wrote.
+        """The state that `to_json` wrote; ValueError if a key is missing, is unknown or has another type.
 
-        Raises:
-            ValueError: a key is missing, is unknown or has another type. Only `program`, `reward_scale` and
-                `rewards` may be missing: earlier versions did not write them.
+        Only `program`, `reward_scale` and `rewards` may be missing: earlier versions did not write them.
         """
         optional = {"program", "reward_scale", "rewards"}
         if missing := [f.name for f in fields(cls) if f.name not in optional | json.loads(text).keys()]:
@@ -98,16 +95,14 @@ class RunState:
 @cache
 def code_state() -> dict[str, str]:
     """The version of this program and, where it runs from its git repository, the commit and whether files differ."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()
+
     state = {"rlhf": importlib.metadata.version("rlhf")}
-    try:
-        if _git("ls-files", Path(__file__).name):  # not a package installed inside another project's repository
-            changed = "yes" if _git("status", "--porcelain", "-uno") else "no"
-            state |= {"commit": _git("rev-parse", "HEAD"), "uncommitted changes": changed}
-    except (OSError, subprocess.SubprocessError):
-        pass
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if git("ls-files", Path(__file__).name):  # not a package installed inside another project's repository
+            changed = "yes" if git("status", "--porcelain", "-uno") else "no"
+            state |= {"commit": git("rev-parse", "HEAD"), "uncommitted changes": changed}
     return state
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()

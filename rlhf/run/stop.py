@@ -18,13 +18,11 @@ class Stop:
     Args:
         grace_s: seconds from the signal to the step boundary; when they are over, the run is cancelled. A save that is
             under way then may still finish.
-        say: prints a line for the user.
     """
 
     def __init__(self, grace_s: float, say: Callable[[str], None]) -> None:
         self.can_save = False
-        self._grace_s = grace_s
-        self._say = say
+        self._grace_s, self._say = grace_s, say
         self._requested = asyncio.Event()
         self._saving = False
         self._timer: asyncio.TimerHandle | None = None

@@ -1,13 +1,14 @@
-"""The side of a run that learns from fixed examples: its data, its evaluations, and what is logged."""
+"""A run that learns from fixed examples, as rlhf.sft and rlhf.reward_model do: its loop, evaluations and metrics."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from rlhf.config.supervised import SupervisedConfig
 from rlhf.data.examples import TrainEval
+from rlhf.data.read import left_out_text
 from rlhf.log.reductions import UpdateOutcome, to_values
 from rlhf.run.run import Run
 
@@ -21,15 +22,13 @@ COLUMNS = (
 )
 MAX_SKIPPED = 20  # updates in a row, after which a training that diverged ends
 
-C = TypeVar("C", bound=SupervisedConfig)
 
-
-@contextlib.asynccontextmanager
-async def supervised_loop(run: Run[C], data: TrainEval) -> AsyncIterator[SupervisedLoop[C]]:
-    """Start a run and give its learners the examples; `run.config` has the number of steps.
+async def train(run: Run[Any], data: TrainEval) -> None:
+    """The run: evaluate, take the steps, evaluate, export. A training step is one optimizer step.
 
     Raises:
         ValueError: the run began with other examples.
+        RuntimeError: too many updates in a row were skipped.
     """
     async with contextlib.AsyncExitStack() as exit_stack:
         with run.clock.phase("start"):
@@ -41,41 +40,41 @@ async def supervised_loop(run: Run[C], data: TrainEval) -> AsyncIterator[Supervi
                 if run.restored is not None:
                     await run.cluster.load(run.restored)
         run.begin()
-        yield loop
+        await loop.evaluate_if_due(run.first_step)
+        for step in range(run.first_step, run.config.steps):
+            run.clock.start_step()
+            async with run.profiled(step + 1):
+                with run.clock.phase("update"):
+                    outcome = await run.cluster.learners.train(step)
+            loop.log_step(step + 1, outcome)
+            await loop.evaluate_if_due(step + 1)
+            await run.checkpoint_if_due(step + 1)  # SIGTERM ends the run here, saved
+        await run.finish({})
 
 
-class SupervisedLoop(Generic[C]):
+class SupervisedLoop:
     """What such a run has besides `Run`."""
 
-    def __init__(self, run: Run[C], data: TrainEval) -> None:
+    def __init__(self, run: Run[SupervisedConfig], data: TrainEval) -> None:
         self._run, self._data = run, data
         self._skipped = 0  # updates in a row
         run.log.terminal.columns = COLUMNS
-        run.progress = self._progress
         for name, examples in {"train": data.train, "eval": data.held_out}.items():
             if examples is not None:
-                longest, bad = run.config.data.max_tokens, examples.bad_rows
-                left_out = f", {examples.too_long} left out as longer than {longest} tokens" * bool(examples.too_long)
-                left_out += f", {len(bad)} left out as bad rows, the first: {bad[0]}" if bad else ""
+                left_out = left_out_text(examples.too_long, run.config.data.max_tokens, examples.bad_rows)
                 tokens = len(examples.tokens.token_ids)
                 run.log.print(f"data {name}: {examples.rows} examples, {tokens:,} tokens{left_out}")
-        now = self._progress()["stream"]
-        if run.state.stream not in ({}, now):
+        now: dict[str, Any] = {"rows": data.train.rows, "fingerprint": data.train.fingerprint}
+        stream: Mapping[str, Any] = {"sources": {"train": now}}
+        if run.state.stream not in ({}, stream):
             raise ValueError(
-                f"data.train: the run began with {run.state.stream['sources']} and would go on with {now['sources']}. "
-                "Resume with the same rows, tokenizer and template, or start another run.dir."
+                f"data.train: the run began with {run.state.stream['sources']} and would go on with "
+                f"{stream['sources']}. Resume with the same rows, tokenizer and template, or start another run.dir."
             )
-
-    def _progress(self) -> Mapping[str, Any]:
-        train = self._data.train
-        return {"stream": {"sources": {"train": {"rows": train.rows, "fingerprint": train.fingerprint}}}}
+        run.progress = lambda: {"stream": stream}
 
     def log_step(self, step: int, outcome: UpdateOutcome) -> None:
-        """Write the metrics of a finished step.
-
-        Raises:
-            RuntimeError: too many updates in a row were skipped.
-        """
+        """Write the metrics of a finished step; too many skipped updates in a row end the run."""
         run, values = self._run, to_values(outcome.metrics)
         values |= run.cluster.heartbeat.memory
         values["time/step"] = run.clock.step_seconds()

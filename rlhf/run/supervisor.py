@@ -37,13 +37,6 @@ class Training(NamedTuple):
     max_restarts: int
 
 
-class Ended(NamedTuple):
-    """How a driver ended: its exit status, and its training if it was ended by another's code."""
-
-    returncode: int
-    lost: Training | None
-
-
 _to_command: int | None = None  # in the driver: a pipe
 _takes_over = False  # in the driver
 
@@ -53,15 +46,10 @@ def takes_over() -> bool:
     return _takes_over
 
 
-def tell_command(training: Training) -> None:
-    """In a driver: what the command has to know to start another one."""
+def tell_command(what: Training | int) -> None:
+    """In a driver: what the command has to know to start another one, or the exit status."""
     if _to_command is not None:
-        _tell(training)
-
-
-def _tell(what: Any) -> None:
-    assert _to_command is not None
-    os.write(_to_command, json.dumps(what).encode() + b"\n")
+        os.write(_to_command, json.dumps(what).encode() + b"\n")
 
 
 def supervise(main: Callable[[], None]) -> int:
@@ -69,10 +57,13 @@ def supervise(main: Callable[[], None]) -> int:
     adopt_orphans()  # those of a lost driver, to see when they have ended
     with lossy_output():
         restarts, newest = 0, ""
-        while (ended := _run_driver(main, takes_over=restarts > 0)).lost is not None:
-            from rlhf.run.manifest import complete_checkpoints  # here, because numpy starts threads
+        while True:
+            returncode, training = _run_driver(main, takes_over=restarts > 0)
+            if training is None:
+                break
+            from rlhf.run.checkpoint_files import complete_checkpoints  # here, because numpy starts threads
 
-            training, before = ended.lost, newest
+            before = newest
             newest = "".join(path.name for path in complete_checkpoints(Path(training.folder) / "checkpoints")[-1:])
             restarts = restarts + 1 if newest == before else 1
             if not training.has_own_ray:
@@ -87,26 +78,28 @@ def supervise(main: Callable[[], None]) -> int:
                 _wait_for_orphans()
             except KeyboardInterrupt:
                 return cli.INTERRUPTED
-    if ended.returncode == -signal.SIGKILL:
+    if returncode == -signal.SIGKILL:
         os.kill(os.getpid(), signal.SIGKILL)
-    return cli.exit_status(ended.returncode)
+    return cli.exit_status(returncode)
 
 
-def _run_driver(main: Callable[[], None], *, takes_over: bool) -> Ended:
-    """Run one driver to its end; signals meanwhile are passed on to it."""
+def _run_driver(main: Callable[[], None], *, takes_over: bool) -> tuple[int, Training | None]:
+    """Run one driver, passing on signals: its exit status, and its training if another's code ended it."""
     command, (report, to_command) = os.getpid(), os.pipe()
     sys.stdout.flush()
-    numbers = cli.end_signals()
-    before = {number: signal.getsignal(number) for number in numbers}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until both know what to do with one
+    before = {number: signal.getsignal(number) for number in cli.end_signals()}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, before)  # until both know what to do with one
     driver = os.fork()
-    if driver:
-        handler = PassOn(driver)
-        handlers: dict[signal.Signals, Any] = dict.fromkeys(numbers, handler)
-    else:
-        handlers = before
-    for number in numbers:
-        signal.signal(number, handlers[number])
+    passed_on = False
+
+    def pass_on(number: int, _frame: object) -> None:
+        nonlocal passed_on
+        passed_on = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(driver, number)
+
+    for number in before if driver else ():
+        signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if not driver:
         os.close(report)
@@ -114,27 +107,14 @@ def _run_driver(main: Callable[[], None], *, takes_over: bool) -> Ended:
     os.close(to_command)
     while (ended := os.waitpid(-1, 0))[0] != driver:
         pass  # an orphan that was adopted
-    for number in numbers:
-        signal.signal(number, before[number])
+    for number, handler in before.items():
+        signal.signal(number, handler)
     told = _read(report)
     returncode = os.waitstatus_to_exitcode(ended[1])
     if told and isinstance(told[-1], int):  # it ended by itself
-        return Ended(told[-1], None)
-    was_ended = returncode in (1, -signal.SIGABRT) and told and not handler.passed_on
-    return Ended(returncode, Training(*told[-1]) if was_ended else None)
-
-
-class PassOn:
-    """A signal handler that passes signals on to another process."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self.passed_on = False
-
-    def __call__(self, number: int, _frame: object) -> None:
-        self.passed_on = True
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, number)
+        return told[-1], None
+    was_ended = returncode in (1, -signal.SIGABRT) and told and not passed_on
+    return returncode, Training(*told[-1]) if was_ended else None
 
 
 def _drive(main: Callable[[], None], command: int, to_command: int, *, takes_over: bool) -> NoReturn:
@@ -146,7 +126,7 @@ def _drive(main: Callable[[], None], command: int, to_command: int, *, takes_ove
     if os.getppid() != command:
         os._exit(cli.RUN_ERROR)
     status = cli.run_program(main)
-    _tell(status)
+    tell_command(status)
     sys.exit(status)
 
 

@@ -1,4 +1,4 @@
-"""Blocking calls beside the event loop."""
+"""Blocking calls next to the event loop."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a blocking function in a thread, so that deadlines and signals still count.
-
-    The thread does not keep the program alive, as one of `asyncio.to_thread` would.
-    """
+def future_of(function: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Call a function in a thread that, unlike one of `asyncio.to_thread`, does not keep the program alive."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so that its result can always be set
 
@@ -26,4 +23,9 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return future
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a blocking function in a thread, so that deadlines and signals still count."""
+    return await asyncio.wrap_future(future_of(function, *arguments))

@@ -13,29 +13,6 @@ from rlhf.log.diagnosis import Diagnosis
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.types import RolloutGroup
 
-NOTHING_TRAINED = "no rollout was trained on"
-ALL_SKIPPED = "every optimizer step was skipped"
-NO_SIGNAL = "no group had a signal"
-
-
-class UselessRunError(RuntimeError):
-    """The last steps taught the policy nothing, and more of them would not either."""
-
-
-def no_group_has_a_signal(groups: Sequence[RolloutGroup], advantages: np.ndarray) -> bool:
-    """Whether the rewards of a step give the policy nothing to learn from.
-
-    PPO's advantages also depend on the critic, and others on a KL in the reward: there a step has no signal if all of
-    its rewards are equal.
-    """
-    return not advantages.any() or len(set[float]().union(*(group.distinct_rewards() for group in groups))) < 2
-
-
-def updates_taken(updates: Sequence[UpdateOutcome]) -> int:
-    """How many optimizer steps were taken: those of the policy, or of a critic that learns alone."""
-    policy = [update for update in updates if update.module == LEARNER]
-    return sum(update.taken for update in policy or updates)
-
 
 class UselessSteps:
     """Counts steps in a row that taught the policy nothing; the diagnosis says what to change."""
@@ -46,34 +23,27 @@ class UselessSteps:
         self._useless: list[str] = []  # the reason of each
 
     def after_step(
-        self, groups: Sequence[RolloutGroup], advantages: np.ndarray, *, trained: int, updates_taken: int
+        self, groups: Sequence[RolloutGroup], advantages: np.ndarray, updates: Sequence[UpdateOutcome], *, trained: int
     ) -> None:
-        """Count a step.
-
-        Args:
-            trained: rollouts of the step that count in the loss.
-            updates_taken: optimizer steps of the step, without those skipped as not finite.
-        """
+        """Count a step, of which `trained` rollouts count in the loss."""
+        policy = [update for update in updates if update.module == LEARNER]
         if not trained:
-            self._useless.append(NOTHING_TRAINED)
-        elif not updates_taken:
-            self._useless.append(ALL_SKIPPED)
-        elif no_group_has_a_signal(groups, advantages):
-            self._useless.append(NO_SIGNAL)
+            self._useless.append("no rollout was trained on")
+        elif not any(update.taken for update in policy or updates):  # a critic may learn alone
+            self._useless.append("every optimizer step was skipped")
+        # PPO's advantages also depend on the critic, and others on a KL in the reward, which are no signal
+        elif not advantages.any() or len(set[float]().union(*(group.distinct_rewards() for group in groups))) < 2:
+            self._useless.append("no group had a signal")
         else:
             self._useless.clear()
 
     def check(self) -> None:
-        """End the run if its last `run.max_useless_steps` steps taught the policy nothing.
-
-        Raises:
-            UselessRunError: how many, why, and what to change.
-        """
+        """Raise a RuntimeError if the last `run.max_useless_steps` steps taught the policy nothing."""
         if self._budget is None or len(self._useless) < self._budget:
             return
         reasons = ", ".join(f"{reason} ({count})" for reason, count in Counter(self._useless).most_common())
         advice = [finding.text for finding in self._diagnosis.now()]
-        raise UselessRunError(
+        raise RuntimeError(
             f"run.max_useless_steps={self._allowed}: the last {len(self._useless)} steps taught the policy nothing: "
             f"{reasons}. {' '.join(advice) or 'rollouts/ in the run folder has the responses.'}"
         )

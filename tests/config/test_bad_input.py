@@ -19,8 +19,8 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.plan import start_problems
 from rlhf.run.folder import RunFolder
+from rlhf.run.prompts import read_data
 from rlhf.run.run import Run
-from rlhf.run.startup import read_data
 from rlhf.run.state import RunState
 
 

@@ -13,8 +13,8 @@ from rlhf import command, export, grpo, quickstart, score, show
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
 from rlhf.report.__main__ import main as report
+from rlhf.run.prompts import read_data
 from rlhf.run.run import Run
-from rlhf.run.startup import read_data
 
 # the argument -> the key or flag, the value as it is shown, the remedy
 ARGUMENTS: dict[str, tuple[str, str, str]] = {

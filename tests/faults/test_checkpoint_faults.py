@@ -29,11 +29,11 @@ from waiting import WAIT_S
 from worlds import make_config
 
 from rlhf.config.sections import CheckpointConfig
-from rlhf.learner.checkpoint import WEIGHTS, SliceReader
+from rlhf.learner.rank_checkpoint import WEIGHTS, SliceReader
+from rlhf.run.checkpoint_files import find_damage, manifest_files
+from rlhf.run.checkpoint_mirror import Mirror
+from rlhf.run.checkpoint_saver import CheckpointSaver
 from rlhf.run.folder import RunFolder
-from rlhf.run.manifest import find_damage, manifest_files
-from rlhf.run.mirror import Mirror
-from rlhf.run.saving import CheckpointSaver
 from rlhf.run.state import RunState
 
 TENSORS = {"w": torch.arange(60_000.0), "b": torch.ones(3)}
@@ -108,7 +108,7 @@ def test_a_pickle_that_the_manifest_vouches_for_is_refused_and_never_run(tmp_pat
     shard = checkpoint / "weights-00000.safetensors"
     put_a_pickle(shard)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    from rlhf.run.manifest import checksum
+    from rlhf.run.checkpoint_files import checksum
 
     manifest["files"][shard.name] = {"bytes": shard.stat().st_size, "crc32": checksum(shard)}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))

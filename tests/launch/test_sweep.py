@@ -37,7 +37,7 @@ folder = pathlib.Path(values["run.dir"])
 with open(os.environ["RECORD"], "a") as file:
     file.write(json.dumps([sys.argv[1:], os.environ["RAY_AUTH_TOKEN"]]) + "\\n")
 (folder / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
-from rlhf.run.manifest import write_manifest
+from rlhf.run.checkpoint_files import write_manifest
 write_manifest(folder / "checkpoints" / "step-000001", {})
 print("working on", folder.name, flush=True)
 time.sleep(float(os.environ.get("PROGRAM_SLEEPS", "0")))

@@ -359,7 +359,7 @@ def weights_after_loading(place: Place, model: Path, folder: Path, stage: int) -
 def test_after_a_load_in_bf16_the_model_computes_with_the_rounded_master_weights(
     tiny_model_dir: Path, tmp_path: Path, stage: int
 ) -> None:
-    from rlhf.learner.checkpoint import WEIGHTS, SliceReader
+    from rlhf.learner.rank_checkpoint import WEIGHTS, SliceReader
 
     by_rank = run_world(weights_after_loading, 2, tiny_model_dir / "model", tmp_path, stage)
     reader = SliceReader(tmp_path, WEIGHTS, ranks=range(2))
@@ -372,7 +372,7 @@ def test_after_a_load_in_bf16_the_model_computes_with_the_rounded_master_weights
 
 def check_same_state(first: Path, second: Path) -> None:
     """Weights and moments of two checkpoints are equal bit for bit, whatever ranks hold them at whatever stage."""
-    from rlhf.learner.checkpoint import MOMENTS, WEIGHTS, LearnerIndex, SliceReader
+    from rlhf.learner.rank_checkpoint import MOMENTS, WEIGHTS, LearnerIndex, SliceReader
 
     indices = [LearnerIndex.read(folder) for folder in (first, second)]
     assert indices[0].shapes == indices[1].shapes

@@ -14,7 +14,7 @@ from worlds import make_groups
 from rlhf.log.clock import Clock, waiting_seconds
 from rlhf.log.reductions import Last, Mean, Sum, UpdateOutcome, mean_over_updates, to_values
 from rlhf.log.terminal import Terminal
-from rlhf.run.rollout_metrics import rollout_metrics
+from rlhf.run.rollout_log import rollout_metrics
 from rlhf.types import RolloutGroup, VersionSpan
 
 

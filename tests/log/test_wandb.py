@@ -207,13 +207,13 @@ from rlhf.config.cli import run_program
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.run.folder import RunFolder
-from rlhf.run.outputs import RunLog
+from rlhf.run.run_log import RunLog
 from rlhf.run.state import RunState
 
 def main():
     config = load_config(GRPOConfig, [sys.argv[1]], sys.argv[2:])
     folder = RunFolder(config.run.dir, resume=False)
-    log = RunLog(config, first_step=0, state=RunState())
+    log = RunLog(config, RunState())
     folder.create(config)
 
     async def run():

@@ -23,7 +23,8 @@ from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import JsonlSink
 from rlhf.report.page import write_page
 from rlhf.report.run_files import RunFiles, differing_keys, read_groups, read_run, sample_groups
-from rlhf.run.folder import RunFolder, rollout_rows
+from rlhf.run.folder import RunFolder
+from rlhf.run.rollout_log import rollout_rows
 from rlhf.types import RolloutGroup
 
 HOSTILE = "</script><img src=x onerror=boom()>\x1b[2J\u202e"

@@ -12,7 +12,7 @@ import pytest
 from worlds import rollout_of
 
 from rlhf import evaluate
-from rlhf.run.comparison import compare, read_responses, sign_flip_p_value
+from rlhf.run.evaluation import compare, read_responses, sign_flip_p_value
 from rlhf.types import Prompt, RolloutGroup, ScoredRollout
 
 

@@ -17,8 +17,9 @@ from worlds import group_of, joined, make_config, make_groups, rollout_of
 
 from rlhf.export import find_checkpoint
 from rlhf.log.patient_files import PatientFiles
-from rlhf.run.folder import RunFolder, rollout_rows
-from rlhf.run.mirror import Mirror
+from rlhf.run.checkpoint_mirror import Mirror
+from rlhf.run.folder import RunFolder
+from rlhf.run.rollout_log import rollout_rows
 from rlhf.run.state import RunState
 from rlhf.types import RolloutGroup, VersionSpan
 

@@ -1,4 +1,4 @@
-"""The README of an exported model, from the state of a checkpoint and the metrics of its run."""
+"""The README of an exported model, from the state of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,26 +14,18 @@ from rlhf.run.model_card import model_card
 from rlhf.run.state import RunState
 
 
-def test_a_killed_run_whose_last_line_of_metrics_is_cut_short_has_its_card(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"step": 2, "time/step": 1.0, "reward/mean": 0.75}\n{"step": 3, "time/st')
-    config = make_config(tmp_path / "model").model_dump(mode="json")
-    assert "| 2 | 0.75 |" in model_card(RunState(step=2, program="grpo", config=config), metrics)
-    assert "## Training" not in model_card(RunState(step=3, program="grpo", config=config), metrics)
-
-
 def test_the_license_is_that_which_the_folder_of_the_base_model_states(tmp_path: Path) -> None:
     base = tmp_path / "model"
     base.mkdir()
     state = RunState(step=2, program="grpo", config=make_config(base).model_dump(mode="json"))
-    assert f"`{base}`: its folder does not name it." in model_card(state, tmp_path / "none")
+    assert f"`{base}`: its folder does not name it." in model_card(state)
     (base / "README.md").write_text("---\nlicense: other\nlicense_name: qwen\ntags: [a]\n---\n# Base\n---\n")
-    card = model_card(state, tmp_path / "none")
+    card = model_card(state)
     head = yaml.safe_load(card.split("---\n")[1])
     assert (head["license"], head["license_name"]) == ("other", "qwen")
     assert f"That of the base model, `{base}`: qwen." in card
     (base / "README.md").write_text("---\n{ no yaml\n---\n")
-    assert "license" not in model_card(state, tmp_path / "none").split("---\n")[1]
+    assert "license" not in model_card(state).split("---\n")[1]
 
 
 @pytest.mark.slow
@@ -43,7 +35,7 @@ def test_the_code_of_the_card_loads_the_model_and_asks_it_as_it_was_trained(
     folder = tiny_model_dir / "model"
     asked = {"system_prompt": "Be brief.", "prompt_suffix": "Use \\boxed{}."}
     config = make_config(folder, data=asked, rollout={"max_response_tokens": 8, "stop": ["#"]})
-    card = model_card(RunState(step=2, program="grpo", config=config.model_dump(mode="json")), tmp_path / "none")
+    card = model_card(RunState(step=2, program="grpo", config=config.model_dump(mode="json")))
     assert "`vllm serve FOLDER`" in card
     assert 'the stop strings ["#"]' in card
     (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)

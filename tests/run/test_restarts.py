@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from argparse import Namespace
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from rlhf.cluster.actors import ClusterError, LostError
 from rlhf.run import restarts
-from rlhf.run.restarts import Restarts
+from rlhf.run.restarts import train_with_restarts
 
 
 def config_of(*, max_restarts: int) -> Any:
@@ -49,7 +50,7 @@ def play(
 
     monkeypatch.setattr(restarts, "Run", make)
     config: Any = config_of(max_restarts=allowed)
-    asyncio.run(Restarts(config, resume=False, start_at=start_at).train(train))
+    train_with_restarts(config, Namespace(resume=False, resume_from=start_at), train)
     return made
 
 
@@ -71,7 +72,7 @@ def test_the_lost_run_has_left_memory_before_the_next_one_is_read(monkeypatch: p
     made: list[weakref.ref[Run]] = []
     monkeypatch.setattr(restarts, "Run", Run)
     config: Any = config_of(max_restarts=2)
-    asyncio.run(Restarts(config, resume=False).train(train))
+    train_with_restarts(config, Namespace(resume=False, resume_from=None), train)
     assert len(made) == 3
 
 

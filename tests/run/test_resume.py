@@ -6,12 +6,14 @@ import asyncio
 import json
 import re
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from worlds import make_config, make_ppo_config
 
+from rlhf import grpo
 from rlhf.config.cli import NothingToDoError, run_program
 from rlhf.config.describe import describe_keys
 from rlhf.config.grpo import GRPOConfig
@@ -20,7 +22,7 @@ from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import JsonlSink
 from rlhf.rewards.scorer import Scorer
 from rlhf.run.folder import RunFolder
-from rlhf.run.restarts import Restarts
+from rlhf.run.restarts import train_with_restarts
 from rlhf.run.resume import (
     FREE,
     KEPT,
@@ -34,6 +36,8 @@ from rlhf.run.resume import (
 from rlhf.run.rollout_loop import rollout_loop
 from rlhf.run.run import Run
 from rlhf.run.state import RunState
+
+RESUME = Namespace(resume=True, resume_from=None)
 
 
 @pytest.fixture
@@ -183,7 +187,7 @@ def test_resuming_a_finished_run_ends_with_status_0_and_says_so(
 ) -> None:
     config = make_config(model, run={"dir": str(tmp_path / "run")})
     finished(tmp_path / "run", config, step=10)
-    assert run_program(lambda: Restarts(config, resume=True) and None) == 0
+    assert run_program(lambda: train_with_restarts(config, RESUME, grpo.train)) == 0
     assert capsys.readouterr().out == (
         f"run.dir={tmp_path / 'run'}: the run is finished, all 10 steps of it. Raise run.steps to train on.\n"
     )
@@ -191,7 +195,7 @@ def test_resuming_a_finished_run_ends_with_status_0_and_says_so(
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "summary.json").write_text('{"steps": 10}')
     with pytest.raises(NothingToDoError):
-        Restarts(without, resume=True)
+        train_with_restarts(without, RESUME, grpo.train)
     longer = make_config(model, run={"dir": str(tmp_path / "run"), "steps": 11})
     assert Run(longer, resume=True).first_step == 10
     assert Run(config, resume=True, start_at="step-000010").first_step == 10  # asked for by name

@@ -54,7 +54,7 @@ def test_every_rollout_of_a_run_is_counted_by_its_use_and_so_are_its_tokens(
 
 
 def prompts_of(run: Any) -> list[Any]:
-    from rlhf.run.startup import read_data
+    from rlhf.run.prompts import read_data
 
     return [prompt for rows in read_data(run.config, run.tokenizer).train.prompts.values() for prompt in rows]
 

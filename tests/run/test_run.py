@@ -10,8 +10,8 @@ from worlds import make_config
 
 from rlhf.data.model_files import load_tokenizer
 from rlhf.run.folder import RunFolder
+from rlhf.run.prompts import read_data
 from rlhf.run.run import Run
-from rlhf.run.startup import read_data
 from rlhf.run.state import RunState
 
 

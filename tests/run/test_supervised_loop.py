@@ -11,7 +11,6 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from fake_run import FakeCluster, FakeLearners
 
-from rlhf import reward_model, sft
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.sft import SFTConfig
 from rlhf.config.supervised import SupervisedConfig
@@ -19,7 +18,7 @@ from rlhf.data.conversations import SFTEncoder, pair_encoder
 from rlhf.data.examples import TrainEval, read_examples
 from rlhf.log.reductions import Last, Mean, StepMetrics, Sum, UpdateOutcome
 from rlhf.run.run import Run
-from rlhf.run.supervised_loop import MAX_SKIPPED
+from rlhf.run.supervised_loop import MAX_SKIPPED, train
 
 ROWS, STEPS = 10, 6  # two epochs of ceil(10 / 4) steps
 TOKENS, TRAINED = 40, 30
@@ -82,7 +81,7 @@ def prepared(schema: type[SupervisedConfig], model: Path, folder: Path, **sectio
 
 
 def drive(config: Any, data: TrainEval, *, resume: bool = False, until: int | None = None) -> Run[Any]:
-    """The whole of a program's `train`; a signal comes in training step `until`."""
+    """The whole of a run; a signal comes in training step `until`."""
     run = Run(config, resume=resume, make_cluster=Cluster)
     learners: Any = run.cluster.learners
     train_step = learners.train
@@ -93,9 +92,8 @@ def drive(config: Any, data: TrainEval, *, resume: bool = False, until: int | No
         return await train_step(step)
 
     learners.train = step_until
-    program: Any = sft if isinstance(config, SFTConfig) else reward_model
     try:
-        asyncio.run(program.train(run, data))
+        asyncio.run(train(run, data))
     except asyncio.CancelledError:
         assert until is not None
     run.folder.unlock()

@@ -21,7 +21,7 @@ import asyncio, os, sys
 from pathlib import Path
 from rlhf.config import cli
 from rlhf.run import supervisor
-from rlhf.run.manifest import write_manifest
+from rlhf.run.checkpoint_files import write_manifest
 
 folder, acts = Path(sys.argv[1]), sys.argv[2:]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from worlds import group_of, joined, make_groups, rollout_of
 
-from rlhf.run.token_values import token_values
+from rlhf.run.rollout_log import token_values
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.types import PolicyTargets
 

@@ -13,9 +13,9 @@ from worlds import make_config, make_groups
 
 from rlhf.config.load import flat_keys
 from rlhf.log.diagnosis import Diagnosis
-from rlhf.log.reductions import to_values
-from rlhf.run.rollout_metrics import rollout_metrics
-from rlhf.run.useless_steps import UselessRunError, UselessSteps
+from rlhf.log.reductions import UpdateOutcome, to_values
+from rlhf.run.rollout_log import rollout_metrics
+from rlhf.run.useless_steps import UselessSteps
 from rlhf.types import RolloutGroup, ScoredRollout
 
 Step = tuple[list[RolloutGroup], np.ndarray, int, int]  # groups, advantages, rollouts trained, updates taken
@@ -53,11 +53,11 @@ def end_of(*steps: Step, budget: int | None = 4, planned: int = 10, **sections: 
         skipped += not taken
         statuses.update(f"reward/status/math/{sample.status}" for sample in samples)
         values = to_values(metrics) | statuses | {"learner/updates_skipped": skipped}
-        watch.after_step(groups, advantages, trained=trained, updates_taken=taken)
+        watch.after_step(groups, advantages, [UpdateOutcome("learner", bool(taken), {})], trained=trained)
         diagnosis.after_step(number, values)
         try:
             watch.check()
-        except UselessRunError as error:
+        except RuntimeError as error:
             return number, str(error)
     return 0, ""
 

@@ -10,7 +10,7 @@ import pytest
 from worlds import make_groups, random_column
 
 from rlhf.log.reductions import UpdateOutcome
-from rlhf.run.skipped import MAX_KEPT, SkippedBatches
+from rlhf.run.skipped_updates import MAX_KEPT, SkippedUpdates
 from rlhf.step.batch import make_batch
 from rlhf.step.finite import non_finite_rollouts
 from rlhf.types import StepBatch
@@ -47,7 +47,7 @@ def test_a_skipped_step_is_named_and_its_batch_kept_in_a_bounded_number_of_files
     batch: StepBatch, tmp_path: Path
 ) -> None:
     warnings: list[str] = []
-    skipped = SkippedBatches(lambda: tmp_path / "skipped", warnings.append)
+    skipped = SkippedUpdates(lambda: tmp_path / "skipped", warnings.append)
     taken, not_taken = UpdateOutcome("learner", True, {}), UpdateOutcome("learner", False, {})
     skipped.keep(1, batch, [UpdateOutcome("critic", True, {}), taken], {})
     assert warnings == []
@@ -68,7 +68,7 @@ def test_a_skipped_step_is_named_and_its_batch_kept_in_a_bounded_number_of_files
 def test_a_batch_that_the_disk_does_not_take_costs_no_run(batch: StepBatch, tmp_path: Path) -> None:
     warnings: list[str] = []
     (tmp_path / "skipped").write_text("no folder")
-    SkippedBatches(lambda: tmp_path / "skipped", warnings.append).keep(
+    SkippedUpdates(lambda: tmp_path / "skipped", warnings.append).keep(
         2, batch, [UpdateOutcome("learner", False, {})], {}
     )
     assert warnings[0].endswith(f"({tmp_path / 'skipped'}: File exists)")

@@ -28,7 +28,7 @@ from rlhf.learner.policy_model import DeviceTokens, PolicyOutput
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import to_values
 from rlhf.rollout.buffer import Account
-from rlhf.run.rollout_metrics import rollout_metrics
+from rlhf.run.rollout_log import rollout_metrics
 from rlhf.step.batch import broadcast_to_tokens, make_batch, sum_over_responses
 from rlhf.step.finite import non_finite_rollouts
 from rlhf.step.minibatches import plan_epochs, rows_with_gradient

@@ -32,12 +32,12 @@ class RunLog:
         wandb_run_id, mlflow_run_id: ids of the run there, which a resumed run continues; None without one.
     """
 
-    def __init__(self, config: TrainingProgramConfig, *, first_step: int, state: RunState) -> None:
+    def __init__(self, config: TrainingProgramConfig, state: RunState) -> None:
         self.console = Console()
         self.terminal = Terminal(
             self.console,
             total_steps=config.steps,
-            first_step=first_step,
+            first_step=state.step,
             warmup_steps=config.training.idle_steps,
             title=config.run.dir,
         )
@@ -45,8 +45,7 @@ class RunLog:
         self.files = PatientFiles(self.warn)
         self.wandb_run_id, self.mlflow_run_id = state.wandb_run_id, state.mlflow_run_id
         _check_packages(config)
-        self._config = config
-        self._first_step = first_step
+        self._config, self._first_step = config, state.step
         self._sinks: list[Sink] = []
         self._wandb: WandbSink | None = None
 
@@ -59,27 +58,23 @@ class RunLog:
         if logging.wandb.mode != "disabled":
             run_id = self.wandb_run_id
             resume = None if run_id is None or resume_step is None else (run_id, resume_step)
-            wandb = WandbSink(logging.wandb, folder.path, resolved, about(), resume=resume, warn=self.warn)
-            exit_stack.push(lambda kind, *_: wandb.close(failed=kind is not None))
-            self.wandb_run_id = wandb.run_id
-            self._sinks.append(wandb)
-            self._wandb = wandb
+            self._wandb = WandbSink(logging.wandb, folder.path, resolved, about(), resume=resume, warn=self.warn)
+            self._add(self._wandb, exit_stack)
+            self.wandb_run_id = self._wandb.run_id
             exit_stack.enter_context(hide_in_output())  # wandb now stores what is printed
         if logging.tensorboard:
-            self._add_in_background(
-                TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step), "logging.tensorboard", exit_stack
-            )
+            tensorboard = TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step)
+            self._add(BackgroundSink(tensorboard, "logging.tensorboard", self.warn), exit_stack)
         if logging.mlflow.uri is not None:
             name, run_id = folder.path.name, self.mlflow_run_id
             mlflow = MlflowSink(logging.mlflow.uri, logging.mlflow.experiment, name, resolved, run_id=run_id)
             self.mlflow_run_id = mlflow.run_id
-            self._add_in_background(mlflow, "logging.mlflow", exit_stack)
+            self._add(BackgroundSink(mlflow, "logging.mlflow", self.warn), exit_stack)
         self._sinks.append(self.terminal)
 
-    def _add_in_background(self, sink: ClosingSink, key: str, exit_stack: contextlib.AsyncExitStack) -> None:
-        background = BackgroundSink(sink, key, self.warn)
-        exit_stack.push(lambda kind, *_: background.close(failed=kind is not None))
-        self._sinks.append(background)
+    def _add(self, sink: ClosingSink, exit_stack: contextlib.AsyncExitStack) -> None:
+        exit_stack.push(lambda kind, *_: sink.close(failed=kind is not None))
+        self._sinks.append(sink)
 
     def _write_what_waits(self, *failure: Any) -> None:
         try:
@@ -101,16 +96,15 @@ class RunLog:
 def _check_packages(config: TrainingProgramConfig) -> None:
     """Raise a ValueError if a package of a sink that the config asks for is not installed."""
     uri = config.logging.mlflow.uri
-    wanted: dict[str, tuple[str, ...]] = {"tensorboard": ("tensorboard",)} if config.logging.tensorboard else {}
-    if uri is not None:
-        wanted["mlflow"] = ("mlflow", "sqlalchemy", "alembic") if MLFLOW_DATABASE.match(uri) else ("mlflow",)
-    for key, packages in wanted.items():
-        for package in packages:
-            if find_spec(package) is None:
-                raise ValueError(
-                    f"logging.{key}: the package {package} is not installed. pip install -e '.[{key}]', or leave this "
-                    "key at its default."
-                )
+    wanted = [("tensorboard", "tensorboard")] if config.logging.tensorboard else []
+    wanted += [] if uri is None else [("mlflow", "mlflow")]
+    wanted += [("mlflow", name) for name in ("sqlalchemy", "alembic") if uri and MLFLOW_DATABASE.match(uri)]
+    for key, package in wanted:
+        if find_spec(package) is None:
+            raise ValueError(
+                f"logging.{key}: the package {package} is not installed. pip install -e '.[{key}]', or leave this "
+                "key at its default."
+            )
 
 
 def about() -> dict[str, Any]:

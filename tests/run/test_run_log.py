@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from worlds import make_config
 
-from rlhf.run.outputs import RunLog, about
+from rlhf.run.run_log import RunLog, about
 from rlhf.run.state import RunState, code_state
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,7 +31,7 @@ def test_a_sink_whose_package_is_missing_is_refused_with_the_remedy(
     monkeypatch.setitem(sys.modules, package, None)
     refusal = rf"logging\.{key}: the package {package} is not installed\. pip install -e '\.\[{key}\]'"
     with pytest.raises(ValueError, match=refusal):
-        RunLog(make_config(Path("x/model"), logging=logging), first_step=0, state=RunState())
+        RunLog(make_config(Path("x/model"), logging=logging), RunState())
 
 
 def test_versions_and_the_commit_of_the_source_are_told() -> None:

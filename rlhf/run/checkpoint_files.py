@@ -32,8 +32,7 @@ READERS = 8  # threads; a checksum is faster than one disk, and slower than seve
 
 def step_of(name: str) -> int:
     """The step of the checkpoint with this name; -1 if no checkpoint has such a name."""
-    match = CHECKPOINT.fullmatch(name)
-    return -1 if match is None else int(match[1])
+    return int(match[1]) if (match := CHECKPOINT.fullmatch(name)) else -1
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -49,11 +48,6 @@ def all_checkpoints(folder: Path) -> list[Path]:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in this folder that are complete, judged by the sizes of their files; oldest first."""
     return [path for path in all_checkpoints(folder) if not find_damage(path, contents=False)]
-
-
-def partial_checkpoints(folder: Path) -> list[Path]:
-    """The folders that unfinished saves left."""
-    return sorted(path for path in folder.glob(f"step-*{PARTIAL}") if step_of(path.stem) >= 0)
 
 
 def read_line(file: Path) -> str:
@@ -100,11 +94,7 @@ def write_manifest(folder: Path, written: Mapping[str, WrittenFile]) -> None:
 
 
 def manifest_files(content: bytes) -> dict[str, WrittenFile]:
-    """The files that a manifest names.
-
-    Raises:
-        ValueError: it is no manifest of this format.
-    """
+    """The files that a manifest names; ValueError if it is no manifest of this format."""
     try:
         manifest = json.loads(content)
         files = {name: WrittenFile(int(file["bytes"]), str(file["crc32"])) for name, file in manifest["files"].items()}
@@ -149,10 +139,7 @@ def find_damage(folder: Path, *, contents: bool = True) -> str:
 
 
 def checksum(file: Path) -> str:
-    """CRC-32 of a file: any flipped bit changes it, and it is faster than most disks (4 GiB/s and more on one core).
-
-    A cryptographic hash takes 3 to 8 times as long and protects against forgery, which is no risk here.
-    """
+    """CRC-32 of a file: any flipped bit changes it, and it is faster than most disks (4 GiB/s and more on one core)."""
     crc, chunk = 0, bytearray(CHUNK_BYTES)
     with file.open("rb", buffering=0) as stream:
         while count := stream.readinto(chunk):
@@ -185,11 +172,7 @@ def replace_synced(file: Path, text: str) -> None:
 def remove(checkpoint: Path) -> str:
     """Remove a checkpoint, renamed first, so that a remainder does not count as one; "" or why it is still there."""
     try:
-        doomed = checkpoint
-        if checkpoint.suffix != PARTIAL:
-            doomed = checkpoint.with_suffix(PARTIAL)
-            checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+        shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(PARTIAL)))
     except OSError as error:
         return reason(error)
     return ""

@@ -15,7 +15,7 @@ from rlhf.types import WrittenFile
 FIRST_POLL_S, LAST_POLL_S = 0.05, 2.0  # seconds between two checks whether the ranks have written their files
 
 
-class Checkpoints:
+class RoleCheckpoints:
     """One save at a time.
 
     Args:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rlhf.log.reductions import UpdateOutcome
-from rlhf.run.manifest import reason
+from rlhf.run.checkpoint_files import reason
 from rlhf.types import StepBatch
 
 MAX_KEPT = 10  # files of one process; a run that skips for days would fill the disk
 MAX_SHOWN = 5
 
 
-class SkippedBatches:
+class SkippedUpdates:
     """Writes `skipped/step-000012.npz` in the run folder, and warns.
 
     A file has the columns of tokens of the step (`token_ids`, `response_mask`, `rollout_logprobs` and those that the
@@ -36,30 +35,26 @@ class SkippedBatches:
         non_finite: Mapping[str, np.ndarray],
         **columns: np.ndarray | None,
     ) -> None:
-        """Write the batch if an optimizer step of it was skipped.
+        """Write the batch and these columns if an optimizer step of it was skipped.
 
         Args:
             non_finite: column -> its rollouts that were not finite, if the whole step was skipped for them; else {}.
-            columns: further columns of the file.
         """
         skipped = sum(not update.taken for update in updates)
         if not skipped:
             return
-        reasons = [
-            f"{name} of {len(rollouts)} rollouts ({', '.join(map(str, rollouts[:MAX_SHOWN]))}"
-            f"{', ...' if len(rollouts) > MAX_SHOWN else ''})"
-            for name, rollouts in non_finite.items()
-        ]
+        reasons = []
+        for name, rollouts in non_finite.items():
+            shown = ", ".join([*map(str, rollouts[:MAX_SHOWN])] + ["..."] * (len(rollouts) > MAX_SHOWN))
+            reasons.append(f"{name} of {len(rollouts)} rollouts ({shown})")
         text = f"step {step}: {skipped} of {len(updates)} optimizer steps were skipped: NaN or inf in "
-        text += " and ".join(reasons) if reasons else "a gradient"
+        text += " and ".join(reasons) or "a gradient"
         if self._kept < MAX_KEPT:
             self._kept += 1
-            folder = self._folder()
-            file = folder / f"step-{step:06d}.npz"
-            by_batch = {"rollouts": batch.rollouts, "rewards": batch.rewards}
-            arrays: dict[str, Any] = {**vars(batch.tokens), **by_batch, **columns}
+            file = self._folder() / f"step-{step:06d}.npz"
+            arrays = {**vars(batch.tokens), "rollouts": batch.rollouts, "rewards": batch.rewards, **columns}
             try:
-                folder.mkdir(exist_ok=True)
+                file.parent.mkdir(exist_ok=True)
                 np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
                 text += f"; the batch is in {file}"
             except OSError as error:

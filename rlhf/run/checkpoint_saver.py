@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf.cluster.checkpoints import Checkpoints
+from rlhf.cluster.role_checkpoints import RoleCheckpoints
 from rlhf.config.sections import CheckpointConfig
-from rlhf.learner.checkpoint import MODEL_FOLDER
+from rlhf.learner.rank_checkpoint import MODEL_FOLDER
+from rlhf.run.checkpoint_files import BEST, LATEST, read_line, reason
+from rlhf.run.checkpoint_mirror import Mirror
 from rlhf.run.folder import RunFolder
-from rlhf.run.manifest import BEST, LATEST, read_line, reason
-from rlhf.run.mirror import Mirror
 from rlhf.run.state import RunState
 
 
@@ -22,7 +22,7 @@ class CheckpointSaver:
     """Saves one checkpoint at a time.
 
     Args:
-        write_log: writes the rows of the log that wait for room on the disk; raises OSError if there is none.
+        write_log: writes the rows that wait for room on the disk; raises OSError if there is none.
 
     Attributes:
         failure: why the newest checkpoint could not be written; "" if it was. The run goes on and tries again after
@@ -34,15 +34,16 @@ class CheckpointSaver:
         self,
         config: CheckpointConfig,
         folder: RunFolder,
-        checkpoints: Checkpoints,
+        checkpoints: RoleCheckpoints,
         tokenizer: Any,
         mirror: Mirror | None,
         warn: Callable[[str], None],
         write_log: Callable[[], None] = lambda: None,
     ) -> None:
-        self.failure = ""
-        self.writing_step = 0
-        self._tokenizer = _files_of(tokenizer)
+        self.failure, self.writing_step = "", 0
+        with tempfile.TemporaryDirectory(prefix="rlhf-tokenizer-") as files:  # its errors on a full disk have any type
+            tokenizer.save_pretrained(files)
+            self._tokenizer = {path.name: path.read_bytes() for path in Path(files).iterdir() if path.is_file()}
         self._config, self._folder, self._mirror, self._warn = config, folder, mirror, warn
         self._checkpoints, self._write_log = checkpoints, write_log
         self._writing: asyncio.Task[None] | None = None
@@ -58,7 +59,9 @@ class CheckpointSaver:
         try:
             partial = await asyncio.to_thread(self._folder.begin_checkpoint, state.step)
             self._write_log()  # a resumed run does not write rows from before its checkpoint again
-            self._check_space(await self._checkpoints.bytes())
+            needed, free = await self._checkpoints.bytes(), shutil.disk_usage(self._folder.checkpoints).free
+            if free < needed:
+                raise OSError(f"{self._folder.checkpoints}: it takes {needed:,} bytes, and {free:,} are free")
             (partial / MODEL_FOLDER).mkdir()
             for name, content in self._tokenizer.items():
                 (partial / MODEL_FOLDER / name).write_bytes(content)
@@ -95,40 +98,30 @@ class CheckpointSaver:
 
     async def _send_named(self, mirror: Mirror, pointer: str) -> None:
         """Copy the checkpoint that the file `pointer` names, unless the mirror has it."""
-        file = self._folder.checkpoints / pointer
         async with self._removing:
-            checkpoint = file.with_name(read_line(file)) if file.is_file() else None
-            if checkpoint is None or not checkpoint.is_dir():
+            name = read_line(self._folder.checkpoints / pointer)
+            checkpoint = self._folder.checkpoints / name
+            if not name or not checkpoint.is_dir():
                 return
-            self._folder.being_copied = checkpoint.name
+            self._folder.being_copied = name
         others = [self._folder.path / "config.yaml", self._folder.metrics]
         try:
             await asyncio.to_thread(
                 mirror.send, checkpoint, others, pointer=pointer, keep=self._config.keep, run_id=self._folder.id
             )
         except OSError as error:
-            self._warn(f"{checkpoint.name} was not copied: {error}. The next checkpoint will be.")
+            self._warn(f"{name} was not copied: {error}. The next checkpoint will be.")
         finally:
             self._folder.being_copied = ""
 
-    def _check_space(self, needed: int) -> None:
-        free = shutil.disk_usage(self._folder.checkpoints).free
-        if free < needed:
-            raise OSError(f"{self._folder.checkpoints}: it takes {needed:,} bytes, and {free:,} are free")
-
     def _fail(self, step: int, partial: Path | None, error: OSError) -> None:
-        self.writing_step = 0
-        self.failure = f"the checkpoint of step {step} could not be written: {reason(error)}."
+        self.failure, self.writing_step = f"the checkpoint of step {step} could not be written: {reason(error)}.", 0
         self._warn(f"{self.failure} It is tried again after the next step; make room meanwhile.")
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
 
     async def finish(self) -> None:
-        """Wait until the save that is under way is complete, and copied.
-
-        Raises:
-            ClusterError: a learner is lost, or does not finish writing in time.
-        """
+        """Wait until the save that is under way is complete, and copied; ClusterError if a learner does not end it."""
         await self._finish_writing()
         if self._sending is not None:
             await asyncio.shield(self._sending)
@@ -152,13 +145,5 @@ class CheckpointSaver:
             done, _ = await asyncio.wait({task}, timeout=within_s)
         finally:
             task.cancel()
-        error = task.exception() if done else f"it took longer than {within_s:g} s"
-        if error is not None:
+        if error := task.exception() if done else f"it took longer than {within_s:g} s":
             self._warn(f"the last checkpoint was not {what}: {error}")
-
-
-def _files_of(tokenizer: Any) -> dict[str, bytes]:
-    """The files that a tokenizer is saved as; on a full disk its own writer raises errors of no known type."""
-    with tempfile.TemporaryDirectory(prefix="rlhf-tokenizer-") as folder:
-        tokenizer.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}

@@ -13,7 +13,8 @@ from checkpoints import state_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rlhf.learner.checkpoint import (
+from rlhf.learner.host_memory import free_host_memory
+from rlhf.learner.rank_checkpoint import (
     LearnerIndex,
     Slice,
     SliceReader,
@@ -23,7 +24,6 @@ from rlhf.learner.checkpoint import (
     write_rank,
     write_slices,
 )
-from rlhf.learner.host_memory import free_host_memory
 
 TENSORS = {"a.weight": torch.randn(7, 5), "b": torch.randn(3), "scale": torch.tensor(2.5)}
 

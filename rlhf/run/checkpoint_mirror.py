@@ -10,15 +10,14 @@ checkpoint that is sent, and nothing is removed in which the id of the run is no
 from __future__ import annotations
 
 import contextlib
-import queue
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.secrets import hide
-from rlhf.run.manifest import (
+from rlhf.run.checkpoint_files import (
     BEST,
     LATEST,
     MANIFEST,
@@ -30,6 +29,7 @@ from rlhf.run.manifest import (
     manifest_files,
     step_of,
 )
+from rlhf.run.threads import future_of
 
 WAITS_S = (1.0, 5.0, 25.0)  # before each further try of a failed request
 ANSWER_S = 60.0  # that a request may take; one that moves a file may take longer, by the file's size
@@ -38,7 +38,7 @@ OTHER_MIRROR = "Name another address, correct the access to it, or set it to nul
 
 
 class Mirror:
-    """Checkpoints at an address such as s3://bucket/run.
+    """Checkpoints at an address such as s3://bucket/run. Its methods raise OSError where it does not answer.
 
     Raises:
         ValueError: the address is of a kind that fsspec does not know, or whose package is not installed.
@@ -49,8 +49,7 @@ class Mirror:
 
         self.url = url
         self._waits_s, self._answer_s = waits_s, answer_s
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._closed = threading.Event()
+        self._closed: Future[None] = Future()
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -60,21 +59,11 @@ class Mirror:
             ) from None
 
     def checkpoints(self) -> list[str]:
-        """Names of the complete checkpoints in the mirror, oldest first.
-
-        Raises:
-            OSError: the place cannot be read.
-        """
-        self._fs.invalidate_cache()
-        found = self._tries(self._fs.glob, f"{self._root}/step-*/{MANIFEST}")
-        return in_order(path.split("/")[-2] for path in found)
+        """Names of the complete checkpoints in the mirror, oldest first."""
+        return in_order(path.split("/")[-2] for path in self._glob(f"step-*/{MANIFEST}"))
 
     def check_empty(self) -> None:
-        """Check, before a new run, that the place can be read and holds no run.
-
-        Raises:
-            ValueError: it does not answer, or another run would be mixed with this one.
-        """
+        """Before a new run: ValueError unless the place can be read and holds no run."""
         try:
             found = self.checkpoints()
         except OSError as error:
@@ -86,18 +75,14 @@ class Mirror:
             )
 
     def claim(self, run_id: str, *, anew: bool = False) -> None:
-        """Make the place this run's.
+        """Make the place this run's; OSError if it is another run's.
 
-        Args:
-            anew: also where another run has claimed it and has no checkpoint there, as one that ended in start-up.
-
-        Raises:
-            OSError: it is another run's, or does not answer.
+        With `anew` also where another run has claimed it and has no checkpoint there, as one that ended in start-up.
         """
         owner = self._line(RUN_ID)
         if not owner or (anew and owner != run_id and not self.checkpoints()):
             self._tries(self._fs.makedirs, self._root, True)
-            self._tries(self._fs.pipe_file, f"{self._root}/{RUN_ID}", f"{run_id}\n".encode())
+            self._write(RUN_ID, run_id)
             owner = self._line(RUN_ID)  # two runs may have begun at the same time
         if owner != run_id:
             raise OSError(f"checkpoint.mirror={hide(self.url)}: it is the mirror of another run, {owner}")
@@ -106,10 +91,7 @@ class Mirror:
         """Copy a checkpoint and other files of the run, unless the mirror has it; name it in the file `pointer`.
 
         If `pointer` is `latest`, older checkpoints beyond `keep` and older incomplete copies are then removed; the one
-        that `best` names stays.
-
-        Raises:
-            OSError: the place does not take them, or is another run's.
+        that `best` names stays. OSError if the place does not take them, or is another run's.
         """
         self.claim(run_id)
         manifest = (checkpoint / MANIFEST).read_bytes()
@@ -119,7 +101,7 @@ class Mirror:
             pairs += [(checkpoint / name, f"{checkpoint.name}/{name}") for name in files]
             for local, name in pairs:
                 self._tries(self._put, local, f"{self._root}/{name}", size=local.stat().st_size)
-        self._tries(self._fs.pipe_file, f"{self._root}/{pointer}", f"{checkpoint.name}\n".encode())
+        self._write(pointer, checkpoint.name)
         if pointer == LATEST:
             older = [name for name in self._folders(run_id) if step_of(name) < step_of(checkpoint.name)]
             whole = [name for name in self.checkpoints() if name in (*older, checkpoint.name)]
@@ -127,57 +109,22 @@ class Mirror:
             self._remove(name for name in older if name not in kept)
 
     def remove_newer(self, than: str, run_id: str) -> None:
-        """Remove the checkpoints that are newer, and `latest` and `best` if they name one of those.
-
-        Raises:
-            OSError: the place does not answer, or is another run's.
-        """
+        """Remove this run's newer checkpoints, and `latest` and `best` if they name one of those."""
         self.claim(run_id)
         step = step_of(than)
         self._remove(file for file in (LATEST, BEST) if step_of(self._line(file)) > step)
         self._remove(name for name in self._folders(run_id) if step_of(name) > step)
 
-    def _folders(self, run_id: str) -> list[str]:
-        """Names of this run's checkpoints in the mirror, including incomplete ones; earlier versions sent no id."""
-        self._fs.invalidate_cache()
-        names = in_order(path.rpartition("/")[2] for path in self._tries(self._fs.glob, f"{self._root}/step-*"))
-        owners = {name: self._line(f"{name}/{RUN_ID}") for name in names}
-        return [name for name in names if (owners[name] or (self._read(f"{name}/{MANIFEST}") and run_id)) == run_id]
-
-    def _line(self, file: str) -> str:
-        return self._read(file).decode(errors="replace").strip()
-
-    def _read(self, file: str) -> bytes:
-        """A small file; empty if it is not there."""
-        try:
-            content: bytes = self._tries(self._fs.cat_file, f"{self._root}/{file}")
-        except FileNotFoundError:
-            return b""
-        return content
-
-    def _remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # a request that took too long was carried out after all
-                self._tries(self._fs.rm, f"{self._root}/{name}", True)
-
-    def _put(self, local: Path, remote: str) -> None:
-        self._fs.makedirs(remote.rpartition("/")[0], exist_ok=True)
-        self._fs.put_file(str(local), remote)
-
     def fetch(self, name: str, checkpoints: Path, run_id: str) -> str:
-        """Copy a checkpoint into a folder; "" or how it is damaged, or that it is not of this run ("": of any).
-
-        Raises:
-            OSError: the place cannot be read, or the disk is full.
-        """
-        partial = checkpoints / f"{name}{PARTIAL}"
+        """Copy a checkpoint into a folder; "" or how it is damaged, or that it is not of this run ("": of any)."""
+        partial, final = checkpoints / f"{name}{PARTIAL}", checkpoints / name
         owner = self._line(f"{name}/{RUN_ID}")
         if run_id and owner and owner != run_id:
             return f"it is of another run, {owner}"
-        if partial.with_suffix("").exists() and not is_of_run(partial.with_suffix(""), run_id or owner):
+        if final.exists() and not is_of_run(final, run_id or owner):
             return f"{name} is there and not of this run"
-        manifest: bytes = self._tries(self._fs.cat_file, f"{self._root}/{name}/{MANIFEST}")
         try:
+            manifest: bytes = self._tries(self._fs.cat_file, f"{self._root}/{name}/{MANIFEST}")
             files = manifest_files(manifest)
         except ValueError as error:
             return str(error)
@@ -190,7 +137,6 @@ class Mirror:
         (partial / MANIFEST).write_bytes(manifest)
         if damage := find_damage(partial):
             return damage
-        final = partial.with_suffix("")
         shutil.rmtree(final, ignore_errors=True)  # a damaged one
         partial.rename(final)
         return ""
@@ -203,8 +149,41 @@ class Mirror:
 
     def close(self) -> None:
         """Make a request in progress fail at once, because the run ends."""
-        self._closed.set()
-        self._answers.put(OSError("the run ended"))
+        self._closed.set_result(None)
+
+    def _folders(self, run_id: str) -> list[str]:
+        """Names of this run's checkpoints in the mirror, including incomplete ones; earlier versions sent no id."""
+        names = in_order(path.rpartition("/")[2] for path in self._glob("step-*"))
+        owners = {name: self._line(f"{name}/{RUN_ID}") for name in names}
+        return [name for name in names if (owners[name] or (self._read(f"{name}/{MANIFEST}") and run_id)) == run_id]
+
+    def _glob(self, pattern: str) -> list[str]:
+        self._fs.invalidate_cache()
+        paths: list[str] = self._tries(self._fs.glob, f"{self._root}/{pattern}")
+        return paths
+
+    def _line(self, file: str) -> str:
+        return self._read(file).decode(errors="replace").strip()
+
+    def _read(self, file: str) -> bytes:
+        """A small file; empty if it is not there."""
+        try:
+            content: bytes = self._tries(self._fs.cat_file, f"{self._root}/{file}")
+        except FileNotFoundError:
+            return b""
+        return content
+
+    def _write(self, file: str, line: str) -> None:
+        self._tries(self._fs.pipe_file, f"{self._root}/{file}", f"{line}\n".encode())
+
+    def _put(self, local: Path, remote: str) -> None:
+        self._fs.makedirs(remote.rpartition("/")[0], exist_ok=True)
+        self._fs.put_file(str(local), remote)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a request that took too long was carried out after all
+                self._tries(self._fs.rm, f"{self._root}/{name}", True)
 
     def _tries(self, request: Callable[..., Any], *arguments: Any, size: int = 0) -> Any:
         """The answer to a request; a failed one is tried again after growing waits. Clients raise many types of error.
@@ -213,32 +192,19 @@ class Mirror:
             size: bytes that the request moves.
 
         Raises:
-            FileNotFoundError: it is not there. OSError: any other failure, after the last try.
+            OSError: after the last try, or FileNotFoundError at once.
         """
+        seconds = self._answer_s + size / SLOWEST  # not every client has a limit of its own
         for wait_s in (*self._waits_s, None):
-            answer = self._answer(lambda: request(*arguments), self._answer_s + size / SLOWEST)
-            if not isinstance(answer, Exception):
-                return answer
-            if isinstance(answer, FileNotFoundError):
-                raise answer
-            if wait_s is None or self._closed.wait(wait_s):
-                raise OSError(f"checkpoint.mirror={hide(self.url)}: {' '.join(str(answer).split())}") from answer
+            answer = future_of(request, *arguments)
+            done, _ = wait({answer, self._closed}, seconds, FIRST_COMPLETED)
+            error: BaseException | None = TimeoutError(f"no answer within {seconds:.0f} s")
+            if done:
+                error = OSError("the run ended") if self._closed.done() else answer.exception()
+            if error is None:
+                return answer.result()
+            if isinstance(error, FileNotFoundError):
+                raise error
+            if wait_s is None or wait({self._closed}, wait_s).done:
+                raise OSError(f"checkpoint.mirror={hide(self.url)}: {' '.join(str(error).split())}") from error
         raise AssertionError
-
-    def _answer(self, request: Callable[[], Any], seconds: float) -> Any:
-        """What a request returns or raises, with a time limit, because not every client has its own."""
-        if self._closed.is_set():
-            return OSError("the run ended")
-        answers = self._answers = queue.SimpleQueue()
-
-        def ask() -> None:
-            try:
-                answers.put(request())
-            except Exception as error:
-                answers.put(error)
-
-        threading.Thread(target=ask, daemon=True).start()
-        try:
-            return answers.get(timeout=seconds)
-        except queue.Empty:
-            return TimeoutError(f"no answer within {seconds:.0f} s")

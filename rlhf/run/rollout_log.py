@@ -1,0 +1,101 @@
+"""What is logged of the rollouts of a step: their metrics before any update, and their rows in rollouts/."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf.log.reductions import HISTOGRAM_BINS, Binned, Histogram, Mean, StepMetrics
+from rlhf.rewards.grade import count_answers
+from rlhf.types import PolicyTargets, RolloutGroup, ScoredRollout, StepBatch
+
+DIGITS = 4  # of the values of a token
+
+
+def rollout_metrics(
+    groups: Sequence[RolloutGroup], advantages: np.ndarray, *, version: int, asynchronous: bool
+) -> StepMetrics:
+    """Metrics of the rollouts of a step, before any update.
+
+    Args:
+        version: the version of the weights that the step trains; a token's lag is counted from it.
+        asynchronous: whether there can be a lag; otherwise it is not logged.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    several = [group for group in groups if len(group.samples) > 1]
+    metrics: StepMetrics = {
+        "reward": Histogram(tuple(s.reward for s in samples if s.reward is not None)),
+        "reward/equal_group_fraction": _share([len(group.distinct_rewards()) < 2 for group in several]),
+        "reward/answered_fraction": Mean(*count_answers(samples)),
+        "rollout/response_length": Histogram(tuple(float(s.rollout.response_length) for s in samples)),
+        "rollout/stopped_fraction": _share([s.rollout.finish_reason == "stop" for s in samples]),
+        "policy/advantage/histogram": Binned(*np.histogram(advantages, bins=HISTOGRAM_BINS)),
+        "policy/advantage_abs": Mean(float(np.abs(advantages).sum()), float(len(advantages))),
+    }
+    if asynchronous:
+        metrics["rollout/lag"] = Histogram(tuple(float(version - s.rollout.oldest_version) for s in samples))
+        lags = Counter[int]()  # sampled tokens by the age of their weights, in training steps
+        for span in itertools.chain.from_iterable(sample.rollout.version_spans for sample in samples):
+            lags[version - span.version] += span.end - span.start
+        for lag, tokens in sorted(lags.items()):
+            metrics[f"rollout/tokens_at_lag/{lag}"] = Mean(float(tokens), float(lags.total()))
+    for name in dict.fromkeys(name for sample in samples for name in sample.reward_parts):
+        known = [value for s in samples if (value := s.reward_parts.get(name)) is not None]
+        metrics[f"reward/part/{name}"] = Mean(float(sum(known)), float(len(known)))
+    return metrics
+
+
+def _share(flags: Collection[bool]) -> Mean:
+    return Mean(float(sum(flags)), float(len(flags)))
+
+
+def rollout_rows(step: int, groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> list[dict[str, Any]]:
+    """The graded rollouts of a step as rows of a JSON file, in the order of the advantages."""
+    rows = [rollout_row(group, sample) for group in groups for sample in group.samples]
+    return [{"step": step, **row, "advantage": advantage} for row, advantage in zip(rows, advantages, strict=True)]
+
+
+def rollout_row(group: RolloutGroup, sample: ScoredRollout) -> dict[str, Any]:
+    """A graded rollout as a row of a JSON file; `context` has the messages before `prompt`, the last one.
+
+    `turns` and `facts` are there if the rollout has any.
+    """
+    rollout, messages = sample.rollout, group.prompt.messages
+    optional = {"turns": list(rollout.turns), "facts": rollout.facts}
+    return {
+        "prompt_id": rollout.prompt_id,
+        "epoch": rollout.epoch,
+        "sample": rollout.sample,
+        "context": list(messages[:-1]),
+        "prompt": messages[-1]["content"] if messages else "",
+        "answer": group.prompt.answer,
+        "text": sample.text,
+        "extracted": sample.extracted,
+        "reward": sample.reward,
+        "reward_parts": sample.reward_parts,
+        "status": sample.status,
+        "finish_reason": rollout.finish_reason,
+        "response_tokens": rollout.response_length,
+        "versions": [list(span) for span in rollout.version_spans],
+        **{name: value for name, value in optional.items() if value},
+    }
+
+
+def token_values(batch: StepBatch, targets: PolicyTargets, tokenizer: Any) -> list[dict[str, list[Any]]]:
+    """For each rollout of the step: its sampled tokens as text, their advantages, learner minus engine log-probs.
+
+    The difference is left out of rollouts whose old log-probs were not computed.
+    """
+    tokens, rows = batch.tokens, []
+    for start, end in itertools.pairwise(tokens.cu_seqlens[batch.row_bounds]):
+        mask = tokens.response_mask[start:end]
+        texts = [tokenizer.decode([token]) for token in tokens.token_ids[start:end][mask].tolist()]
+        row = {"tokens": texts, "token_advantages": targets.advantages[start:end][mask].round(DIGITS).tolist()}
+        if targets.old_logprobs is not None and (old := targets.old_logprobs[start:end][mask]).any():
+            row["token_differences"] = (old - tokens.rollout_logprobs[start:end][mask]).round(DIGITS).tolist()
+        rows.append(row)
+    return rows
