@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
 
 from rlhf.learner.port import free_port
 
@@ -33,7 +34,7 @@ class LostError(ClusterError):
 
 @dataclass(frozen=True)
 class Location:
-    """An actor by Ray's id, and its place: node by id and address, process, a free port, the GPUs that Ray gave it."""
+    """Where an actor runs: its id, its node by id and address, its process, a free port, the GPUs that Ray gave it."""
 
     actor: str
     node: str
@@ -47,7 +48,7 @@ class HostedActor:
     """A Ray actor around a class that is imported in the actor's process only.
 
     The driver names it by module and class, and so does not import torch, DeepSpeed or vLLM itself. The object is built
-    in a second call, when the places of all actors of the group are known.
+    in a second call, when all actors of the group are located.
     """
 
     _hosted: Any = None
@@ -81,9 +82,6 @@ class HostedAsyncActor(HostedActor):
     The object is built in a thread, so that `end_children` can be called during start-up.
     """
 
-    async def locate(self) -> Location:  # type: ignore[override]
-        return super().locate()
-
     async def build(self, environment: Mapping[str, str], *arguments: Any) -> None:  # type: ignore[override]
         await asyncio.to_thread(super().build, environment, *arguments)
 
@@ -108,7 +106,7 @@ async def wait_for(
         homes: actor id -> the actor's name and node, for the message when it is gone; Ray often names neither.
     """
     try:
-        return await asyncio.wait_for(_as_coroutine(awaitable), deadline_s)
+        return await asyncio.wait_for(awaitable, deadline_s)
     except RayTaskError as error:  # before TimeoutError: Ray's wrapper of an actor's own time-out is one too
         cause = error.cause if isinstance(error.cause, Exception) else error
         if isinstance(cause, ValueError):
@@ -127,21 +125,31 @@ def _message(cause: Exception) -> str:
     return " ".join(dict.fromkeys(str(argument) for argument in cause.args)) or str(cause)
 
 
-async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
-
-
 class ActorGroup:
-    """Actors of one kind, called together; the order of `actors` is the order of ranks."""
+    """Actors of one kind, called together; the order of `actors` is the order of ranks.
+
+    Attributes:
+        locations: of each actor; empty until they are located.
+        bundles: the bundle of each actor, by its number in a placement group of Ray.
+        reservation: that placement group; None if it is another group's.
+        absent: ranks whose actors are lost and not replaced yet.
+    """
 
     def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
         self.name = name
         self.actors = actors
         self.deadline_s = deadline_s
-        self.homes: dict[str, str] = {}  # by actor id; known once they are located
-        self.locations: list[Location] = []  # by rank
-        self.absent: set[int] = set()  # ranks whose actors are lost and not replaced yet
+        self.locations: list[Location] = []
+        self.bundles: list[int] = []
+        self.reservation: PlacementGroup | None = None
+        self.absent: set[int] = set()
         self.built = False
+
+    @property
+    def homes(self) -> dict[str, str]:
+        """The name and node of each located actor by its id, in the order of ranks."""
+        homes = enumerate(self.locations)
+        return {home.actor: f"{self.name} {rank} on node {home.host} ({home.node[:8]})" for rank, home in homes}
 
     @property
     def present(self) -> list[Any]:
@@ -162,31 +170,23 @@ class ActorGroup:
         )
 
     async def locate(self, *, deadline_s: float) -> list[Location]:
-        locations: list[Location] = await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
-        self._name_homes(locations)
-        return locations
+        self.locations = await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
+        return self.locations
 
-    def _name_homes(self, locations: Sequence[Location]) -> None:
-        self.locations = list(locations)
-        for rank, location in enumerate(locations):
-            self.homes[location.actor] = f"{self.name} {rank} on node {location.host} ({location.node[:8]})"
-
-    def reorder(self, order: Sequence[int], locations: Sequence[Location]) -> None:
-        """Give the actors other ranks: rank r becomes the actor that was `order[r]`, at `locations[order[r]]`."""
+    def reorder(self, order: Sequence[int]) -> None:
+        """Give the actors other ranks: rank r becomes the actor that was `order[r]`."""
         self.actors = [self.actors[i] for i in order]
-        self._name_homes([locations[i] for i in order])
+        self.locations = [self.locations[i] for i in order]
+        self.bundles = [self.bundles[i] for i in order]
 
     def replace(self, rank: int, new: ActorGroup) -> None:
         """Put the only actor of another group at a rank."""
         self.actors[rank], self.locations[rank] = new.actors[0], new.locations[0]
-        self._name_homes(self.locations)
 
-    async def build(
-        self, environments: Sequence[Mapping[str, str]], arguments: Sequence[tuple[Any, ...]], *, deadline_s: float
-    ) -> None:
-        """Construct the hosted objects, all at once."""
-        triples = zip(self.actors, environments, arguments, strict=True)
-        await self._gather([a.build.remote(env, *args) for a, env, args in triples], "start-up", deadline_s)
+    async def build(self, arguments: Sequence[tuple[Any, ...]], *, deadline_s: float) -> None:
+        """Construct the hosted objects, all at once; `arguments` are those of `HostedActor.build`, by rank."""
+        built = [actor.build.remote(*own) for actor, own in zip(self.actors, arguments, strict=True)]
+        await self._gather(built, "start-up", deadline_s)
         self.built = True
 
     async def _gather(self, refs: list[Any], what: str, deadline_s: float | None) -> list[Any]:
@@ -205,13 +205,12 @@ class ActorGroup:
 
     async def _lost(self) -> list[str]:
         """The names of dead actors: when a rank dies, a broken connection of another rank often fails first."""
-        answers = [asyncio.ensure_future(_as_coroutine(actor.locate.remote())) for actor in self.actors]
+        answers = [asyncio.ensure_future(actor.locate.remote()) for actor in self.actors]
         done, waiting = await asyncio.wait(answers, timeout=DEATH_NOTICE_S)
         for task in waiting:  # no answer yet: busy, so alive
             task.cancel()
-        located = zip(answers, self.locations, strict=False)  # none before they are located
-        gone = [where.actor for task, where in located if task in done and isinstance(task.exception(), RayActorError)]
-        return [self.homes[actor] for actor in gone]
+        named = zip(answers, self.homes.values(), strict=False)  # none before they are located
+        return [home for task, home in named if task in done and isinstance(task.exception(), RayActorError)]
 
     async def end(self) -> None:
         """Let each actor close, then kill it; during start-up, kill it with its child processes."""

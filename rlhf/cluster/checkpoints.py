@@ -34,7 +34,9 @@ class Checkpoints:
         """Begin to write weights and optimizer state of every trained role; `saved` waits for the end."""
         self._saving = folder
         for name, ranks in self._trained().items():
-            await ranks.call("save", str(_folder_of(name, folder, make=True)))
+            part = folder_of(name, folder)
+            part.mkdir(exist_ok=True)
+            await ranks.call("save", str(part))
 
     async def saved(self) -> dict[str, WrittenFile]:
         """Wait until every rank has written what `save` began.
@@ -55,7 +57,7 @@ class Checkpoints:
                     raise ClusterError(f"{self._saving}: not written within {deadline_s:.0f} s. Does the disk hang?")
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, LAST_POLL_S)
-            below = _folder_of(name, self._saving).relative_to(self._saving.resolve())
+            below = folder_of(name, self._saving).relative_to(self._saving.resolve())
             for report in reports:
                 files |= {(below / file).as_posix(): written for file, written in report.files.items()}
                 errors += [report.error] if report.error else []
@@ -63,14 +65,7 @@ class Checkpoints:
             raise OSError(errors[0])
         return files
 
-    async def load(self, role: str, folder: Path) -> None:
-        """Load what `save` wrote for a role."""
-        await self._trained()[role].call("load", str(_folder_of(role, folder)))
 
-
-def _folder_of(role: str, checkpoint: Path, *, make: bool = False) -> Path:
+def folder_of(role: str, checkpoint: Path) -> Path:
     """The policy's files are in the checkpoint itself, those of another role in a folder of its name."""
-    folder = checkpoint.resolve() if role == LEARNER else checkpoint.resolve() / role
-    if make:
-        folder.mkdir(exist_ok=True)
-    return folder
+    return checkpoint.resolve() if role == LEARNER else checkpoint.resolve() / role

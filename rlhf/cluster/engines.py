@@ -44,13 +44,16 @@ class Engines:
         self.meter = BusyMeter()
         self.cluster = cluster
         self._config = config.cluster
-        self._limits = config.run.max_restarts
+        self._max_restarts = config.run.max_restarts
         self._in_flight = [0] * len(self.group.actors)
         self._asleep = False
         self._version = cluster.first_step  # of the weights that they have
         self._connected: list[Any] = []  # those that the learners can send to
         self._transfer_lock = asyncio.Lock()
-        self._replacements: Replacements | None = None
+        self._replacements = Replacements(
+            self.group, start=self._start_another, join=self._join, fewest=config.cluster.min_engines
+        )
+        self._check_joined: Callable[[], Awaitable[Any]] | None = None
         self._watching: list[asyncio.Task[None]] = []
 
     @property
@@ -71,9 +74,8 @@ class Engines:
     async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         for task in self._watching:
             task.cancel()
-        if self._replacements is not None:
-            lost = self.cluster.why_lost(error)
-            await self._replacements.close(kill=not lost and ray.is_initialized())
+        lost = self.cluster.why_lost(error)
+        await self._replacements.close(kill=not lost and ray.is_initialized())
 
     # --- sampling ---
 
@@ -98,7 +100,7 @@ class Engines:
         arguments = token_ids, settings, samples, seed
         while True:
             with contextlib.suppress(EngineLostError) if engine is None else contextlib.nullcontext():
-                chosen = await self._least_busy() if engine is None else engine
+                chosen = await self._replacements.next_engine(self._in_flight) if engine is None else engine
                 self._in_flight[chosen] += 1
                 self.meter.begin()
                 try:
@@ -112,19 +114,12 @@ class Engines:
     async def _request(self, engine: int, method: str, *arguments: Any, what: str) -> Any:
         """A call on one engine; raises EngineLostError if it is lost and being replaced."""
         call = self.group.call_one(engine, method, *arguments, what=what)
-        try:
-            if self._replacements is not None:  # a failed replacement may have left this engine paused
-                call = self._replacements.unless_failed(call)
-            return await call
+        try:  # a failed replacement may have left this engine paused
+            return await self._replacements.unless_failed(call)
         except LostError as error:
-            if self._replaces(engine, error):
+            if self._replacements.take_over(engine, error):
                 raise EngineLostError(str(error)) from error
             raise
-
-    async def _least_busy(self) -> int:
-        if self._replacements is None:
-            return min(range(len(self._in_flight)), key=self._in_flight.__getitem__)
-        return await self._replacements.next_engine(self._in_flight)
 
     # --- weights ---
 
@@ -134,15 +129,13 @@ class Engines:
         Colocated engines have no requests then; they sleep until the weights come, to leave memory for the buffers.
         """
         await self.sleep_if_colocated()
-        if self._replacements is not None:
-            await self._replacements.enough()
+        await self._replacements.enough()
         async with self._transfer_lock:
             if self._asleep:
                 await self.cluster.leave_gpus()
                 await self.group.call("wake_up", ["weights"])
             await self._transfer(version)
-        if self._replacements is not None:
-            self._replacements.ready()
+        self._replacements.ready()
 
     async def sleep_if_colocated(self) -> None:
         """Before the learners work: engines on the same GPUs free their memory until the next weights arrive."""
@@ -156,7 +149,7 @@ class Engines:
         Args:
             unless_changed: send nothing if an update has begun; the result says whether the weights were sent.
         """
-        joining = {} if self._replacements is None else self._replacements.admit()
+        joining = self._replacements.admit()
         await self._pause()
         connection = await self._connection() if self.group.present != self._connected else None
         may_send = not (unless_changed and self.learners.changed)
@@ -170,7 +163,7 @@ class Engines:
                 await self.group.call("wake_up", ["kv_cache"])
                 self._asleep = False
         await self.group.call("resume")
-        if self._replacements is not None and not may_send:
+        if not may_send:
             self._replacements.send_back(joining)
         return may_send
 
@@ -180,7 +173,7 @@ class Engines:
             *(self.group.call_one(rank, "pause", what="pausing") for rank in ranks), return_exceptions=True
         )
         for rank, outcome in zip(ranks, outcomes, strict=True):
-            replaced = isinstance(outcome, LostError) and self._replaces(rank, outcome)
+            replaced = isinstance(outcome, LostError) and self._replacements.take_over(rank, outcome)
             if isinstance(outcome, BaseException) and not replaced:
                 raise outcome
         if not self.group.present:
@@ -210,24 +203,18 @@ class Engines:
 
     def replace_lost(self, check: Callable[[], Awaitable[Any]]) -> None:
         """From now on replace lost engines, except on shared GPUs; `check` is called when a new one has joined."""
-        if self.cluster.shares_gpus:
-            return
+        if not self.cluster.shares_gpus:
+            self._check_joined, self._replacements.allowed = check, self._max_restarts
+            self._watching.append(asyncio.ensure_future(self._replacements.watch()))
 
-        async def join(rank: int) -> None:
-            async with self._transfer_lock:
-                assert self._replacements is not None
-                waits = rank in self._replacements.built and not self.learners.changed
-                if waits and await self._transfer(self._version, unless_changed=True):
-                    await check()
-                    self._replacements.ready()
+    async def _start_another(self, rank: int) -> ActorGroup:
+        return await self.cluster.start_another(ENGINE, rank, version=self._version)
 
-        async def start(rank: int) -> ActorGroup:
-            return await self.cluster.start_another(ENGINE, rank, version=self._version)
-
-        self._replacements = Replacements(
-            self.group, start=start, join=join, fewest=self._config.min_engines, allowed=self._limits
-        )
-        self._watching.append(asyncio.ensure_future(self._replacements.watch()))
-
-    def _replaces(self, rank: int, error: LostError) -> bool:
-        return self._replacements is not None and self._replacements.take_over(rank, error)
+    async def _join(self, rank: int) -> None:
+        """Give a new engine the current weights at once, if the learners still hold them."""
+        async with self._transfer_lock:
+            waits = rank in self._replacements.built and not self.learners.changed
+            if waits and await self._transfer(self._version, unless_changed=True):
+                assert self._check_joined is not None, "only `replace_lost` lets engines be replaced"
+                await self._check_joined()
+                self._replacements.ready()
