@@ -53,15 +53,11 @@ def _members(folder: str, spared: set[int]) -> set[int]:
             if state == "Z":
                 continue
             parents[int(entry)] = int(parent)
-            if _belongs(entry, folder):
+            if f"{MARK}={folder}".encode() in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
                 members.add(int(entry))
     while below := {process for process, parent in parents.items() if parent in members} - members:
         members |= below
     return members
-
-
-def _belongs(process: str, folder: str) -> bool:
-    return f"{MARK}={folder}".encode() in Path("/proc", process, "environ").read_bytes().split(b"\0")
 
 
 def _shared_memory(process: int) -> set[str]:

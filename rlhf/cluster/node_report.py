@@ -86,38 +86,41 @@ def node_names(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {key: f"{place}, {key[:8]})" if place in shared else f"{place})" for key, place in places.items()}
 
 
+async def call_on_node(node_id: str, function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:
+    """Call a function on a node of the Ray cluster that this process has joined.
+
+    Raises:
+        TimeoutError, ray.exceptions.RayError: there is no answer.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there: Any = ray.remote(function).options(
+        num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+    )
+    return await asyncio.wait_for(there.remote(*arguments), deadline_s)
+
+
 async def ask_nodes(
     nodes: Sequence[Mapping[str, Any]], function: Callable[[], Any], *, deadline_s: float
 ) -> dict[str, tuple[Any, str]]:
-    """Call a function on each of these nodes of the Ray cluster that this process has joined.
-
-    Args:
-        nodes: as `ray.nodes()` gives them.
-        deadline_s: seconds for all answers; the nodes are asked at the same time.
+    """Call a function on each of these nodes, as `ray.nodes()` gives them, at the same time.
 
     Returns:
         Ray's id of each node -> the answer and "", or None and why there is none.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     for module in (__name__, function.__module__):  # the package may be missing where the function runs
         ray.cloudpickle.register_pickle_by_value(sys.modules[module])
-    task = ray.remote(function)
-    references = [
-        task.options(
-            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote()
-        for node in nodes
-    ]
 
-    async def answer(reference: Any) -> tuple[Any, str]:
+    async def answer(node_id: str) -> tuple[Any, str]:
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), deadline_s), ""
+            return await call_on_node(node_id, function, deadline_s=deadline_s), ""
         except TimeoutError:
             return None, f"no answer within {deadline_s:.0f} s"
         except ray.exceptions.RayError as error:
             return None, (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
-    answers = await asyncio.gather(*map(answer, references))
-    return {node["NodeID"]: answer for node, answer in zip(nodes, answers, strict=True)}
+    ids = [node["NodeID"] for node in nodes]
+    return dict(zip(ids, await asyncio.gather(*map(answer, ids)), strict=True))

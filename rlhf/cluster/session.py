@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +78,13 @@ class RaySession:
         logging.getLogger("ray").setLevel(logging.ERROR)
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         try:
-            with _keep_sigterm_handler():
+            with _own_sigterm_handler():
                 if address:
                     check_address(address)
                     ray.init(address=address, **common)
                 else:
                     self._start_here(common)
-                    started = [p for p in psutil.process_iter(["name", "ppid"]) if p.info["ppid"] == os.getpid()]
-                    self._watched = {p.info["name"]: p for p in started if p.info["name"] in PARTS}
+                    self._watched = {p.name(): p for p in psutil.Process().children() if p.name() in PARTS}
         except ConnectionError as error:
             raise ValueError(
                 f"cluster.ray_address={address}: no Ray cluster answers there ({error}). Start one with `ray start "
@@ -105,7 +104,7 @@ class RaySession:
             self._start_guard(private)
             local: dict[str, Any] = {"include_dashboard": False, "num_cpus": os.cpu_count()}
             try:
-                with _on_loopback(), _marked(private), _in_sessions_of_their_own():
+                with _own_cluster(private):
                     ray.init(address="local", _temp_dir=self.temp, **local, **options)
                 return
             except Exception as error:  # Ray has no own type for it
@@ -180,7 +179,7 @@ class RaySession:
         say(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}")
 
     def keep_logs(self, error: BaseException | None, run: Path, actors: Mapping[str, str]) -> None:
-        """After a failure: copy the actors' output from the temporary folder; add notes with its cause and the copy.
+        """After a failure: copy what the actors printed from Ray's folder; add notes with its cause and the copy.
 
         Args:
             actors: names such as `engine 0` by process; the copied files get these names.
@@ -188,16 +187,22 @@ class RaySession:
         if not (isinstance(error, ClusterError) and self.temp):
             return
         found = sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.lstat().st_mtime)
-        texts = {log: text for log in found if (text := _own_text(log))}
+        texts: dict[str, str] = {}  # by the name of the copy
+        for log in found:
+            if text := _own_text(log):
+                name = actors.get(log.stem.rpartition("-")[2], log.stem).replace(" ", "-")
+                texts[f"{name}.log"] = texts.get(f"{name}.log", "") + hide(text)
         if not texts:
             return
         # an evaluation need not have a run folder
-        saved, logs = run / "logs" if run.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-logs-")), list[Path]()
+        saved = run / "logs" if run.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-logs-"))
         saved.mkdir(exist_ok=True)
-        for log, text in texts.items():
-            name = actors.get(log.stem.rpartition("-")[2], log.stem).replace(" ", "-")
-            logs.append(_append(text, saved / f"{name}.log", anew=saved / f"{name}.log" not in logs))
-        if cause := error_in_logs(sorted(logs, key=lambda log: log.stem.replace("-", " ") not in str(error))):
+        for name, text in texts.items():
+            if (saved / name).exists():  # of an earlier failure
+                (saved / name).replace((saved / name).with_suffix(".old"))
+            (saved / name).write_text(text)
+        failed_first = sorted(texts, key=lambda name: name.removesuffix(".log").replace("-", " ") not in str(error))
+        if cause := error_in_logs({name: texts[name] for name in failed_first}):
             error.add_note(cause)
         error.add_note(f"What the actors printed is in {saved}.")
 
@@ -231,64 +236,57 @@ def _own_text(log: Path) -> str:
         return ""
 
 
-def _append(text: str, file: Path, *, anew: bool) -> Path:
-    """Append a log to a file. With `anew`, an existing file is from an earlier failure, and is kept as .old."""
-    if anew and file.exists():
-        file.replace(file.with_suffix(".old"))
-    with file.open("a") as output:
-        output.write(hide(text))
-    return file
-
-
-def error_in_logs(logs: Iterable[Path]) -> str:
-    """The first error in the logs that does not follow from the death of another process; "" if there is none.
-
-    Args:
-        logs: in the order in which they are read; those of the actors that failed come first.
-    """
-    for log in dict.fromkeys(logs):
-        for line in log.read_text(errors="replace").splitlines():
+def error_in_logs(texts: Mapping[str, str]) -> str:
+    """The first error that does not follow from the death of another process, and its log; "" if there is none."""
+    for name, text in texts.items():
+        for line in text.splitlines():
             if found := ERROR_LINE.search(line):
-                return f"{log.name}: {found[0][:MAX_ERROR_SHOWN]}"
+                return f"{name}: {found[0][:MAX_ERROR_SHOWN]}"
     return ""
 
 
 @contextlib.contextmanager
-def _keep_sigterm_handler() -> Iterator[None]:
-    """A context for ray.init, which sets handlers (Python, C++) that end the program before it can clean up."""
-    set_handler, ours = ray._private.utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
-    ray._private.utils.set_sigterm_handler = lambda _: None
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which an attribute of a module has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        ray._private.utils.set_sigterm_handler = set_handler
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """A context for ray.init, which sets handlers (Python, C++) that end the program before it can clean up."""
+    ours = signal.getsignal(signal.SIGTERM)
+    try:
+        with _replaced(ray._private.utils, "set_sigterm_handler", lambda _: None):
+            yield
+    finally:
         signal.signal(signal.SIGTERM, ours)
 
 
 @contextlib.contextmanager
-def _marked(folder: str) -> Iterator[None]:
-    """A context in which new processes get the mark by which the guard knows them."""
+def _own_cluster(folder: str) -> Iterator[None]:
+    """A context for ray.init, in which a new cluster is of this run alone.
+
+    It listens on 127.0.0.1; Ray itself does so only on macOS and Windows. Its processes have the mark by which the
+    guard knows them. They are in sessions of their own: `timeout`, Ctrl-C and schedulers signal the driver's whole
+    process group, and without Ray the driver could not save.
+    """
     variables = {guard.MARK: folder, "SPT_NOENV": "1"}  # the latter: a process's new title leaves its environment whole
+    new_session = functools.partial(services.ConsolePopen, start_new_session=True)
     os.environ.update(variables)
     try:
-        yield
+        with (
+            _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
+            _replaced(services, "ConsolePopen", new_session),
+        ):
+            yield
     finally:
         for name in variables:
             del os.environ[name]
-
-
-@contextlib.contextmanager
-def _in_sessions_of_their_own() -> Iterator[None]:
-    """A context in which Ray's processes are out of reach of a signal to the driver's process group, or its terminal.
-
-    `timeout`, Ctrl-C and schedulers signal the whole group; without Ray the driver could not save.
-    """
-    before, new_session = services.ConsolePopen, functools.partial(services.ConsolePopen, start_new_session=True)
-    setattr(services, "ConsolePopen", new_session)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(services, "ConsolePopen", before)  # noqa: B010
 
 
 def _has_ended(process: psutil.Process) -> bool:
@@ -305,13 +303,3 @@ def _process_of(socket_name: str) -> psutil.Process | None:
         if words and words[0].endswith("/raylet") and any(socket_name in word for word in words):
             return process
     return None
-
-
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """A context in which a new cluster listens on 127.0.0.1; Ray itself does so only on macOS and Windows."""
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before

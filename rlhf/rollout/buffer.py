@@ -182,14 +182,18 @@ class RolloutBuffer:
             self._running[asyncio.ensure_future(self._run(ticket))] = ticket, self._step
 
     async def _run(self, ticket: Ticket) -> None:
+        task, failure = asyncio.current_task(), None
+        assert task is not None
         try:
             group = await self._sample(ticket.prompt)
         except Exception as error:
-            self._fail(error)
+            failure = error
         except asyncio.CancelledError:  # by `close`, or because something that the group waited for was cancelled
-            self._fail(RuntimeError(f"the sampling of prompt {ticket.prompt.id} was cancelled."))
+            failure = RuntimeError(f"the sampling of prompt {ticket.prompt.id} was cancelled.")
+        del self._running[task]  # before anyone is woken: no group is counted both as running and as ready
+        if failure is not None:
+            self._failure = self._failure or failure  # the first one; `take` raises it
         else:
-            self._remove_task()
             self.account.sampled += len(group.samples)
             self._ready.append((ticket, group))
             self._ready.sort(key=lambda pair: pair[0].position)
@@ -200,30 +204,25 @@ class RolloutBuffer:
                 self._replace_equal({ticket.position for ticket, _ in self._ready})
         self._changed.set()
 
-    def _fail(self, error: Exception) -> None:
-        """Keep the first failure; `take` raises it."""
-        self._remove_task()
-        self._failure = self._failure or error
-
     def _replace_equal(self, positions: Set[int]) -> None:
         """Filter the groups at these positions whose rewards are all equal, and dispatch others, as far as allowed."""
-        kept = []
-        for ticket, group in self._ready:
-            can_replace = self.replacements < self._max_replacements and ticket.position in positions
-            if can_replace and len(group.distinct_rewards(self._deciding_part)) < 2:
-                self.replacements += 1
-                self.account.filtered += len(group.samples)
-                self._dispatched -= 1
-            else:
-                kept.append((ticket, group))
-        self._ready = kept
+
+        def is_replaced(ticket: Ticket, group: RolloutGroup) -> bool:
+            if self.replacements == self._max_replacements or ticket.position not in positions:
+                return False
+            equal = len(group.distinct_rewards(self._deciding_part)) < 2
+            self.replacements += equal
+            return equal
+
+        self.account.filtered += self._discard(is_replaced)
         self.dispatch()
 
-    def _remove_task(self) -> None:
-        """Remove the running task before anyone is woken, so that no group is counted both as running and as ready."""
-        task = asyncio.current_task()
-        assert task is not None
-        del self._running[task]
+    def _discard(self, unwanted: Callable[[Ticket, RolloutGroup], bool]) -> int:
+        """Discard ready groups, so that others may be dispatched; the number of their rollouts."""
+        discarded = {ticket.position: group for ticket, group in self._ready if unwanted(ticket, group)}
+        self._ready = [pair for pair in self._ready if pair[0].position not in discarded]
+        self._dispatched -= len(discarded)
+        return _rollouts(discarded.values())
 
     # --- a training step ---
 
@@ -238,7 +237,7 @@ class RolloutBuffer:
             if self._failure is not None:
                 raise self._failure
             if self._staleness.on_stale == "drop":
-                self._drop_stale()
+                self.account.stale += self._discard(lambda _, group: not self._admits(group))
             self.dispatch()
             enough = len(self._ready) >= self._groups_per_step  # asked first: the rest looks at every token span
             if enough and not self._must_wait():
@@ -246,10 +245,13 @@ class RolloutBuffer:
                 taken, left = oldest_first[: self._groups_per_step], oldest_first[self._groups_per_step :]
                 self._ready = sorted(left, key=lambda pair: pair[0].position)
                 groups = [group for _, group in sorted(taken, key=lambda pair: pair[0].position)]
-                assert all(self._staleness.admits(group.oldest_version, step=self._step) for group in groups)
+                assert all(map(self._admits, groups))
                 self._rollouts_taken += _rollouts(groups)
                 return groups
             await self._next_group()
+
+    def _admits(self, group: RolloutGroup) -> bool:
+        return self._staleness.admits(group.oldest_version, step=self._step)
 
     def _must_wait(self) -> bool:
         return self._staleness.must_wait(
@@ -281,17 +283,6 @@ class RolloutBuffer:
         oldest = ", ".join(prompt for _, _, prompt in running[:SHOWN_PROMPTS])
         return f"Step {self._step + 1} waits for groups: {missing} of {len(running)} running (oldest prompts: {oldest})"
 
-    def _drop_stale(self) -> None:
-        """Discard groups that have become too old."""
-        fresh = []
-        for ticket, group in self._ready:
-            if self._staleness.admits(group.oldest_version, step=self._step):
-                fresh.append((ticket, group))
-            else:
-                self.account.stale += len(group.samples)
-                self._dispatched -= 1
-        self._ready = fresh
-
     def count(self, batch: StepBatch) -> None:
         """Count the rollouts of the training step, `batch`, by their use."""
         assert len(batch.rewards) == self._rollouts_taken, "the batch of a step holds what `take` gave"
@@ -318,15 +309,8 @@ class RolloutBuffer:
         assert account.sampled == used + waiting, f"{account} with {waiting} waiting does not add up"
         return account.metrics() | {"account/waiting": waiting}
 
-    def outstanding(self) -> list[int]:
-        """Stream positions of prompts that were dispatched and not trained on; a resumed run samples them again."""
-        return sorted(ticket.position for ticket in self._waiting_tickets())
-
-    def outstanding_prompts(self) -> list[Prompt]:
-        """The prompts at these positions."""
-        return [ticket.prompt for ticket in self._waiting_tickets()]
-
-    def _waiting_tickets(self) -> list[Ticket]:
+    def outstanding(self) -> list[Ticket]:
+        """Prompts that were dispatched and not trained on; a resumed run samples them again."""
         return [*(ticket for ticket, _ in self._running.values()), *(ticket for ticket, _ in self._ready)]
 
     async def close(self) -> None:
