@@ -57,10 +57,9 @@ class HostedActor:
         self._module, self._name = module, name
 
     def locate(self) -> Location:
-        gpu_ids = tuple(str(i) for i in ray.get_gpu_ids())
-        context = ray.get_runtime_context()
-        actor, node = str(context.get_actor_id()), context.get_node_id()
-        return Location(actor, node, ray.util.get_node_ip_address(), os.getpid(), free_port(), gpu_ids)
+        context, gpu_ids = ray.get_runtime_context(), tuple(map(str, ray.get_gpu_ids()))
+        actor, host = str(context.get_actor_id()), ray.util.get_node_ip_address()
+        return Location(actor, context.get_node_id(), host, os.getpid(), free_port(), gpu_ids)
 
     def build(self, environment: Mapping[str, str], *arguments: Any) -> None:
         """Set the environment that the libraries read when they are imported, then import and construct."""
@@ -111,18 +110,15 @@ async def wait_for(
         cause = error.cause if isinstance(error.cause, Exception) else error
         if isinstance(cause, ValueError):
             raise cause from None
-        raise LostError(f"{what} failed: {type(cause).__name__}: {_message(cause)}") from error
+        # some exceptions hold their arguments twice after pickling
+        message = " ".join(dict.fromkeys(str(argument) for argument in cause.args)) or str(cause)
+        raise LostError(f"{what} failed: {type(cause).__name__}: {message}") from error
     except RayActorError as error:
-        home = (homes or {}).get(str(error.actor_id), "")
+        home = (homes or {}).get(str(error.actor_id))
         lost = f"{home} is lost: " if home else ""
         raise LostError(f"{what} failed: {lost}{' '.join(str(error).split())}") from error
     except TimeoutError:
         raise LostError(f"{what}: no answer within {deadline_s:.0f} s.") from None
-
-
-def _message(cause: Exception) -> str:
-    """The text of an exception; some hold their arguments twice after pickling."""
-    return " ".join(dict.fromkeys(str(argument) for argument in cause.args)) or str(cause)
 
 
 class ActorGroup:
@@ -136,9 +132,7 @@ class ActorGroup:
     """
 
     def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
-        self.name = name
-        self.actors = actors
-        self.deadline_s = deadline_s
+        self.name, self.actors, self.deadline_s = name, actors, deadline_s
         self.locations: list[Location] = []
         self.bundles: list[int] = []
         self.reservation: PlacementGroup | None = None
@@ -162,12 +156,8 @@ class ActorGroup:
 
     async def call_one(self, rank: int, method: str, *arguments: Any, what: str) -> Any:
         """A call on one actor; `what` names the call in error messages."""
-        return await wait_for(
-            self.actors[rank].call.remote(method, *arguments),
-            what=f"{self.name} {rank}, {what}",
-            deadline_s=self.deadline_s,
-            homes=self.homes,
-        )
+        answer, what = self.actors[rank].call.remote(method, *arguments), f"{self.name} {rank}, {what}"
+        return await wait_for(answer, what=what, deadline_s=self.deadline_s, homes=self.homes)
 
     async def locate(self, *, deadline_s: float) -> list[Location]:
         self.locations = await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
@@ -189,17 +179,15 @@ class ActorGroup:
         await self._gather(built, "start-up", deadline_s)
         self.built = True
 
-    async def _gather(self, refs: list[Any], what: str, deadline_s: float | None) -> list[Any]:
+    async def _gather(self, answers: list[Any], what: str, deadline_s: float | None) -> list[Any]:
+        what, deadline_s = f"{self.name}.{what}", deadline_s or self.deadline_s
         try:
             results: list[Any] = await wait_for(
-                asyncio.gather(*refs),
-                what=f"{self.name}.{what}",
-                deadline_s=deadline_s or self.deadline_s,
-                homes=self.homes,
+                asyncio.gather(*answers), what=what, deadline_s=deadline_s, homes=self.homes
             )
         except ClusterError as error:
             if " is lost: " not in str(error) and (lost := await self._lost()):
-                raise LostError(f"{self.name}.{what} failed: {', '.join(lost)} is lost: {error}") from error
+                raise LostError(f"{what} failed: {', '.join(lost)} is lost: {error}") from error
             raise
         return results
 
@@ -230,11 +218,7 @@ def start_call(actors: Sequence[Any], rank: int, method: str, *arguments: Any) -
 
 
 def check_address(address: str) -> None:
-    """Check that something listens at a cluster's `host:port`; Ray itself would try for many minutes.
-
-    Raises:
-        ConnectionError: nothing listens there.
-    """
+    """Raise ConnectionError if nothing listens at a cluster's `host:port`; Ray itself would try for many minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or not port.isdigit():  # a Ray client's address, or auto
         return

@@ -52,21 +52,18 @@ Logprobs = Sequence[np.ndarray]
 class Canary:
     """Fixed sequences, judged by the mean absolute log-prob difference between learner and each engine.
 
-    Call `measure_noise` first, then `check_start`. `tolerance` is the bound of the checks after transfers, `kl_bound`
-    the bound for rollouts at temperature 1.
+    Call `measure_noise` first, then `check_start`.
     """
 
     def __init__(
         self, engines: Engines, prompts: Sequence[Prompt], *, dtype: str, max_tokens: int, noise_seed: int | None = None
     ) -> None:
-        self._engines = engines
         self.sequences: list[np.ndarray] = []
-        self.tolerance = TOLERANCE
-        self.kl_bound = TOLERANCE**2
+        self.tolerance = TOLERANCE  # after transfers
+        self.kl_bound = TOLERANCE**2  # of rollouts at temperature 1
+        self._engines, self._rounds, self._noise_seed = engines, dtype != "float32", noise_seed
         self._expected: Logprobs = []
         self._rollouts: StepMetrics = {}  # KL by position, collected until there are MIN_TOKENS
-        self._rounds = dtype != "float32"
-        self._noise_seed = noise_seed
         self._max_tokens = max_tokens - 1  # an engine scores a sequence while it samples one more token
         self._prompts = sorted(prompts[:CANDIDATES], key=lambda prompt: len(prompt.token_ids))[:SEQUENCES]
 
@@ -89,11 +86,7 @@ class Canary:
         self.kl_bound = max(TOLERANCE**2, KL_FACTOR * _kl(exact, own))
 
     async def check_start(self, version: int) -> dict[str, float]:
-        """Send perturbed weights, see the engines follow, and send the true ones back.
-
-        Raises:
-            ClusterError: an engine does not hold what it was sent.
-        """
+        """Send perturbed weights, see the engines follow, and send the true ones back; raises as `check`."""
         true = await self._by_learner()
         names = (await self._engines.learners.call("tensor_names"))[0]
         blocks = np.array_split(np.arange(len(names)), -(-len(names) // BLOCK_TENSORS))
@@ -121,22 +114,14 @@ class Canary:
             await self._engines.learners.call("restore_weights")
 
     async def check(self, version: int) -> dict[str, float]:
-        """Compare after a transfer; metrics of the difference and its bound.
-
-        Raises:
-            ClusterError: naming the worst token and both values.
-        """
+        """Compare after a transfer, for metrics; raises ClusterError that names the worst token and both values."""
         self._expected, by_engine = await asyncio.gather(self._by_learner(), self._by_engine())
         problem = f"does not hold the weights of version {version}"
         difference = _compare(self._expected, by_engine, problem, self.tolerance)
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
     async def check_joined(self) -> None:
-        """Compare the engines, with one that has just joined, with the learner's log-probs after the last transfer.
-
-        Raises:
-            ClusterError: as `check`.
-        """
+        """As `check`, when a new engine has joined: with the learner's log-probs after the last transfer."""
         problem = "has joined and does not hold the current weights"
         _compare(self._expected, await self._by_engine(), problem, self.tolerance)
 

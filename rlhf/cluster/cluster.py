@@ -22,11 +22,9 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from rlhf.cluster.actors import ActorGroup
-from rlhf.cluster.checkpoints import Checkpoints, folder_of
-from rlhf.cluster.env_vars import environment_of
 from rlhf.cluster.heartbeat import Heartbeat
-from rlhf.cluster.placement import create, create_guest, new_actor, shared_gpus
-from rlhf.cluster.rank_group import RankGroup
+from rlhf.cluster.placement import create, create_guest, environment_of, new_actor, shared_gpus
+from rlhf.cluster.rank_group import Checkpoints, RankGroup, folder_of
 from rlhf.cluster.session import RaySession
 from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
@@ -61,12 +59,9 @@ class Cluster:
         compare_nodes: bool = True,
         watch_stage: Watch = unwatched,
     ) -> None:
-        self.config = config
-        self.first_step = first_step
-        self.trains = trains
+        self.config, self.first_step, self.trains, self.watch_stage = config, first_step, trains, watch_stage
         self.roles = config.roles(trains=trains)
         self.shares_gpus = trains and getattr(config.cluster, "placement", "separate") == "colocated"
-        self.watch_stage = watch_stage
         self.checkpoints = Checkpoints(self.trained)
         self.lost = ""
         self._compare_nodes = compare_nodes

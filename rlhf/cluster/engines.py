@@ -14,7 +14,7 @@ import ray
 from rlhf.cluster.actors import ActorGroup, LostError, start_call
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.rank_group import RankGroup
-from rlhf.cluster.replacement import EngineLostError, Replacements, while_healthy
+from rlhf.cluster.replacement import Replacements, while_healthy
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import ENGINE
 from rlhf.log.clock import BusyMeter
@@ -33,16 +33,12 @@ async def started_engines(config: GRPOConfig, *, trains: bool = True) -> AsyncIt
 class Engines:
     """The engines of a cluster that has started; an async context, which connects learners and engines.
 
-    Attributes:
-        group: their actors; the doctor and the canary call them.
-        cluster: that they belong to.
-        meter: tokens that they have sampled, and their busy seconds.
+    `group` has their actors, `meter` counts the tokens that they have sampled and their busy seconds.
     """
 
     def __init__(self, cluster: Cluster, config: GRPOConfig) -> None:
+        self.cluster, self.meter = cluster, BusyMeter()
         self.group: ActorGroup = cluster.group(ENGINE)
-        self.meter = BusyMeter()
-        self.cluster = cluster
         self._config = config.cluster
         self._max_restarts = config.run.max_restarts
         self._in_flight = [0] * len(self.group.actors)
@@ -95,31 +91,23 @@ class Engines:
 
         Args:
             seed: of the first sample's noise; that of sample i is i more. None: the engine's own generator.
-            engine: take this one.
         """
-        arguments = token_ids, settings, samples, seed
         while True:
-            with contextlib.suppress(EngineLostError) if engine is None else contextlib.nullcontext():
-                chosen = await self._replacements.next_engine(self._in_flight) if engine is None else engine
-                self._in_flight[chosen] += 1
-                self.meter.begin()
-                try:
-                    completions = await self._request(chosen, "generate", *arguments, what=f"sampling {what}")
-                finally:
-                    self._in_flight[chosen] -= 1
-                    self.meter.end()
+            chosen = await self._replacements.next_engine(self._in_flight) if engine is None else engine
+            call = self.group.call_one(chosen, "generate", token_ids, settings, samples, seed, what=f"sampling {what}")
+            self._in_flight[chosen] += 1
+            self.meter.begin()
+            try:  # a failed replacement may have left this engine paused
+                completions: list[Completion] = await self._replacements.unless_failed(call)
+            except LostError as error:
+                if engine is not None or not self._replacements.take_over(chosen, error):
+                    raise
+            else:
                 self.meter.tokens += sum(len(completion.token_ids) for completion in completions)
                 return completions
-
-    async def _request(self, engine: int, method: str, *arguments: Any, what: str) -> Any:
-        """A call on one engine; raises EngineLostError if it is lost and being replaced."""
-        call = self.group.call_one(engine, method, *arguments, what=what)
-        try:  # a failed replacement may have left this engine paused
-            return await self._replacements.unless_failed(call)
-        except LostError as error:
-            if self._replacements.take_over(engine, error):
-                raise EngineLostError(str(error)) from error
-            raise
+            finally:
+                self._in_flight[chosen] -= 1
+                self.meter.end()
 
     # --- weights ---
 

@@ -36,11 +36,9 @@ class Look(NamedTuple):
 
 
 def look(actors: Sequence[int], kill: Sequence[int] = (), *, others: Sequence[int] = ()) -> Look:
-    """Look at this node, and kill the processes in `kill` that are still stopped.
+    """Look at these actors of this node and all processes below them; kill those in `kill` that are still stopped.
 
-    Args:
-        actors: process ids of actors; the processes below them are looked at too.
-        others: further processes, of which only the memory is measured.
+    Of the processes `others` only the memory is measured.
     """
     processes = {process.pid: process for process in psutil.process_iter(["ppid", "status"])}
     below = defaultdict(list)
@@ -81,9 +79,7 @@ def memory_metrics(
 ) -> dict[str, float]:
     """memory/<role>/<rank> and, of actors with GPUs, memory/<role>/<rank>/gpu, in GiB.
 
-    Args:
-        looks: by node.
-        others: bytes of further processes, by name.
+    `looks` are by node; `others` are bytes of further processes, by name.
     """
     sizes = dict(others)
     for group in groups:
@@ -98,16 +94,11 @@ def memory_metrics(
 
 
 class Heartbeat:
-    """Watches the processes of all actors until it is cancelled.
-
-    Attributes:
-        memory: metrics of `memory_metrics`, as of the last look.
-        others: names and ids of further processes of the driver, whose memory is measured.
-    """
+    """Watches the processes of all actors until it is cancelled."""
 
     def __init__(self, groups: Sequence[ActorGroup]) -> None:
-        self.memory: dict[str, float] = {}
-        self.others: Callable[[], Mapping[str, int]] = dict
+        self.memory: dict[str, float] = {}  # metrics of the last look
+        self.others: Callable[[], Mapping[str, int]] = dict  # further processes of the driver, of which to measure it
         self._groups = groups
         self._seen: dict[tuple[str, int], int] = {}  # (node, process) -> looks in a row that found it stopped
 

@@ -27,12 +27,7 @@ HEALTH_DEADLINE_S = 120.0
 ENGINE_DEATH_NOTICE_S = 30  # after a failed transfer; vLLM hears of a dead worker within 5 s, later on busy cores
 LOOK_EVERY_S = 0.1
 
-
 R = TypeVar("R")
-
-
-class EngineLostError(LostError):
-    """An engine was lost in a call, and is being replaced: make the call on another one."""
 
 
 class Replacements:
@@ -99,15 +94,11 @@ class Replacements:
         ray.kill(actor)
 
     async def next_engine(self, in_flight: Sequence[int]) -> int:
-        """The least busy engine that can sample; waits while too few are left.
-
-        Raises:
-            ClusterError: a replacement failed.
-        """
+        """The engine that can sample and has the fewest requests; waits while too few are left."""
         while True:
             self.raise_failure()
             ranks = set(range(len(in_flight))) - self._engines.absent - self._joining
-            if len(ranks) >= min(self._fewest, len(in_flight)):
+            if len(ranks) >= self._fewest:
                 return min(sorted(ranks), key=in_flight.__getitem__)
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -177,8 +168,7 @@ class Replacements:
 
 
 async def while_healthy(engines: ActorGroup, sending: Awaitable[Any]) -> None:
-    """Wait for a transfer, and stop waiting when an engine is dead or has failed to load: the sender alone would wait
-    for its deadline.
+    """Wait for a transfer until an engine is dead or has failed to load; the sender alone would wait for its deadline.
 
     If the transfer fails, the engines are checked first: a dead engine is the cause, not the learner's error.
 

@@ -36,7 +36,11 @@ MAX_ERROR_SHOWN = 300
 PARTS = {"gcs_server": "control service", "raylet": "node manager"}  # nothing works without them
 LOOK_EVERY_S = 0.5
 CONTROL_PATIENCE_S = 30.0  # a joined cluster may start its control service again
-RAY_PATIENCE_S = 180  # without a control service Ray's C++ ends this process, by default after 60 s
+VARIABLES = {
+    "RAY_worker_niceness": "0",  # by default 15: any other process would starve the actors
+    "RAY_task_events_report_interval_ms": "0",  # a record of calls for Ray's dashboard, which is off: 0.2 MB per step
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "180",  # then Ray's C++ ends a process without a control service: 60
+}
 
 
 class RayLostError(ClusterError, ResumableError):
@@ -64,17 +68,14 @@ class RaySession:
         Raises:
             ValueError: no cluster answers there, or the environment switches Ray's authentication off.
         """
-        if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        if (mode := os.environ.get("RAY_AUTH_MODE", "token")).lower() != "token":
             raise ValueError(
-                f"RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}: whoever reaches Ray's ports could run programs as you. "
+                f"RAY_AUTH_MODE={mode}: whoever reaches Ray's ports could run programs as you. "
                 "Remove the variable; Ray then makes a token and asks for it."
             )
         address = address or os.environ.get("RAY_ADDRESS")
-        # Ray's default is nice 15: any other process would starve the workers.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        # Ray keeps a record of every call for its dashboard, which is off: 0.2 MB more at each step.
-        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_PATIENCE_S))
+        for variable, value in VARIABLES.items():
+            os.environ.setdefault(variable, value)
         logging.getLogger("ray").setLevel(logging.ERROR)
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         try:
@@ -102,10 +103,10 @@ class RaySession:
             private = tempfile.mkdtemp(prefix="rlhf-")
             self.temp = f"{private}/ray"
             self._start_guard(private)
-            local: dict[str, Any] = {"include_dashboard": False, "num_cpus": os.cpu_count()}
+            options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
             try:
                 with _own_cluster(private):
-                    ray.init(address="local", _temp_dir=self.temp, **local, **options)
+                    ray.init(address="local", _temp_dir=self.temp, **options)
                 return
             except Exception as error:  # Ray has no own type for it
                 if "timed out during startup" not in str(error):
@@ -120,10 +121,12 @@ class RaySession:
     def lost(self) -> str:
         """Which of Ray's own processes on this machine has ended, and how; "" if they run."""
         for kind, process in self._watched.items():
-            if _has_ended(process):
-                if self.temp is None:
-                    return f"Ray's {PARTS[kind]} on this machine ({kind}) has ended."
-                return f"Ray's {PARTS[kind]} ({kind}) has ended with status {exit_status(process.wait(0))}."
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    continue
+            if self.temp is None:
+                return f"Ray's {PARTS[kind]} on this machine ({kind}) has ended."
+            return f"Ray's {PARTS[kind]} ({kind}) has ended with status {exit_status(process.wait(0))}."
         return ""
 
     async def wait_until_lost(self) -> str:
@@ -131,17 +134,16 @@ class RaySession:
         context = ray.get_runtime_context()
         if self.temp is None:
             (here,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
-            if raylet := _process_of(here["RayletSocketName"]):
-                self._watched = {"raylet": raylet}
+            self._watched = _raylet(here["RayletSocketName"])
         answered = time.monotonic()
         while not (lost := self.lost()):
-            if self.temp is None:
-                try:
+            try:
+                if self.temp is None:
                     await asyncio.to_thread(check_address, context.gcs_address)
-                    answered = time.monotonic()
-                except ConnectionError as error:
-                    if time.monotonic() - answered > CONTROL_PATIENCE_S:
-                        return f"Ray's {PARTS['gcs_server']} does not answer ({error})."
+                answered = time.monotonic()
+            except ConnectionError as error:
+                if time.monotonic() - answered > CONTROL_PATIENCE_S:
+                    return f"Ray's {PARTS['gcs_server']} does not answer ({error})."
             await asyncio.sleep(LOOK_EVERY_S)
         return lost
 
@@ -182,7 +184,7 @@ class RaySession:
         """After a failure: copy what the actors printed from Ray's folder; add notes with its cause and the copy.
 
         Args:
-            actors: names such as `engine 0` by process; the copied files get these names.
+            actors: names by process, such as `engine 0`, for the copies.
         """
         if not (isinstance(error, ClusterError) and self.temp):
             return
@@ -208,10 +210,13 @@ class RaySession:
 
     def _start_guard(self, folder: str) -> None:
         """Start the process that ends this cluster and removes its folder when the driver has ended."""
-        command = [sys.executable, "-I", "-S", guard.__file__, folder]
-        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        # a session of its own: neither Ctrl-C nor a kill of the driver's process group may reach it
-        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # neither Ctrl-C nor a kill of the driver's process group may reach it
+        )
 
     def stop(self) -> None:
         self._watched = {}
@@ -223,12 +228,8 @@ class RaySession:
 
 def _own_text(log: Path) -> str:
     """What a log holds; "" for anything but an ordinary file of this user that has no other name: it may be planted."""
-
-    def without_following(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
     try:
-        with open(log, errors="replace", opener=without_following) as opened:
+        with open(os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="replace") as opened:
             found = os.fstat(opened.fileno())
             is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
             return opened.read() if is_own else ""
@@ -289,17 +290,10 @@ def _own_cluster(folder: str) -> Iterator[None]:
             del os.environ[name]
 
 
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _process_of(socket_name: str) -> psutil.Process | None:
-    """The raylet that listens on this socket; None if its command line cannot be read."""
+def _raylet(socket_name: str) -> dict[str, psutil.Process]:
+    """The raylet that listens on this socket, by the name of its kind; {} if its command line cannot be read."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or ()
         if words and words[0].endswith("/raylet") and any(socket_name in word for word in words):
-            return process
-    return None
+            return {"raylet": process}
+    return {}

@@ -62,15 +62,10 @@ class Account:
 
 @dataclass(frozen=True)
 class Staleness:
-    """Train a group at step s only if s - (version of its oldest token) <= max_policy_lag.
-
-    Attributes:
-        on_stale: `wait`: a step waits for running groups that would become too old. `drop`: it does not, and groups
-            that are too old are discarded.
-    """
+    """Train a group at step s only if s - (version of its oldest token) <= max_policy_lag."""
 
     max_policy_lag: int
-    on_stale: Literal["wait", "drop"] = "wait"
+    on_stale: Literal["wait", "drop"] = "wait"  # wait for running groups that would become too old, or drop them then
 
     def admits(self, oldest_version: int, *, step: int) -> bool:
         return step - oldest_version <= self.max_policy_lag
@@ -115,19 +110,18 @@ class RolloutBuffer:
     """Keeps engines busy in the background and gives whole groups to the loop.
 
     Args:
-        sample: one prompt -> its graded group, on the engine with the fewest groups in progress.
+        sample: one prompt -> its graded group, on the engine with the fewest requests.
         next_ticket: draws the next prompt of the stream.
         groups_per_step: groups that one training step takes.
-        replacements: groups that an earlier start of the run has replaced for the current step.
         total_steps: training steps of the run; no group is dispatched beyond them.
+        replacements: groups that an earlier start of the run has replaced for the current step.
         max_replacements: before each training step, at most this many groups of equal rewards are filtered and replaced
-            by groups of other prompts; further ones are trained on. 0 replaces none. (Dynamic sampling, DAPO,
-            arXiv:2503.14476, sec. 3.2.)
+            by groups of other prompts; further ones are trained on. (DAPO, arXiv:2503.14476, sec. 3.2.)
         deciding_part: the part of the reward that must differ within a group; None: the whole reward.
         in_order: replace groups only when all have arrived, in the order of their prompts. Otherwise the groups that
             arrive first would use up `max_replacements`.
-        max_running: at most so many groups are with the engines. A group that only waits there for its turn already has
-            the version at which it was dispatched, and steps would wait for it too early. None: no limit.
+        max_running: groups that are with the engines at most; None: no limit. One that only waits there for its turn
+            already has the version at which it was dispatched, and steps would wait for it too early.
         deadline_s: seconds that `take` waits for the next group to end.
 
     Attributes:

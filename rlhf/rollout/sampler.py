@@ -30,11 +30,7 @@ class Grade(Protocol):
 
 
 class Sampler:
-    """Samples and grades the groups of a run.
-
-    Args:
-        truncate_token: the id of rollout.truncate_token; None without one.
-    """
+    """Samples and grades the groups of a run; `truncate_token` is the id of rollout.truncate_token, if there is one."""
 
     def __init__(self, config: GRPOConfig, truncate_token: int | None, generate: Generate, grade: Grade) -> None:
         self._config, self._truncate_token = config, truncate_token

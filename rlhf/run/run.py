@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from rlhf.cluster.checkpoints import Checkpoints
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.heartbeat import Heartbeat
-from rlhf.cluster.rank_group import RankGroup
+from rlhf.cluster.rank_group import Checkpoints, RankGroup
 from rlhf.config.load import flat_keys
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.model_files import load_tokenizer

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf.cluster.checkpoints import Checkpoints
+from rlhf.cluster.rank_group import Checkpoints
 from rlhf.config.sections import CheckpointConfig
 from rlhf.learner.checkpoint import MODEL_FOLDER
 from rlhf.run.folder import RunFolder
