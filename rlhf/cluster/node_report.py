@@ -53,8 +53,7 @@ def plugin_is_installed() -> bool:
 
 def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
     """One line for each entry that a node lacks, or in which it differs from the first node."""
-    first = reports[0]
-    lines = []
+    first, lines = reports[0], []
     for node in reports:
         for name, value in node.items():
             if name in NEEDED and value == "missing":
@@ -87,11 +86,7 @@ def node_names(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 async def call_on_node(node_id: str, function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:
-    """Call a function on a node of the Ray cluster that this process has joined.
-
-    Raises:
-        TimeoutError, ray.exceptions.RayError: there is no answer.
-    """
+    """Call a function on a node of this Ray cluster; raises TimeoutError or Ray's RayError if there is no answer."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -104,11 +99,7 @@ async def call_on_node(node_id: str, function: Callable[..., Any], *arguments: A
 async def ask_nodes(
     nodes: Sequence[Mapping[str, Any]], function: Callable[[], Any], *, deadline_s: float
 ) -> dict[str, tuple[Any, str]]:
-    """Call a function on each of these nodes, as `ray.nodes()` gives them, at the same time.
-
-    Returns:
-        Ray's id of each node -> the answer and "", or None and why there is none.
-    """
+    """Call a function on each node of `ray.nodes()` -> by its id, the answer or why there is none."""
     import ray
 
     for module in (__name__, function.__module__):  # the package may be missing where the function runs

@@ -149,12 +149,12 @@ class RaySession:
 
     def lost_error(self, what: str) -> ClusterError:
         """What a run ends with when Ray is lost; one that started its Ray itself can start another."""
-        if self.temp:
-            return LostError(what)
-        return RayLostError(f"{what} Start the cluster again, and go on with --resume.")
+        return (
+            LostError(what) if self.temp else RayLostError(f"{what} Start the cluster again, and go on with --resume.")
+        )
 
     async def compare_nodes(self, *, deadline_s: float) -> None:
-        """Check that every node of a running cluster has the same versions installed as this process.
+        """Check that every node of a cluster that was joined has the same versions installed as this process.
 
         Raises:
             ValueError: a node lacks something or has another version.
@@ -165,9 +165,8 @@ class RaySession:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = node_names(nodes)
         answers = await ask_nodes(nodes, report, deadline_s=deadline_s)
-        # Every node unpacks the working directory of a job before it answers. If several nodes share a machine, each of
-        # them removes that directory first. So its path now names another folder than the one in which this process
-        # began, and until now that folder may have been incomplete.
+        # Every node unpacks the working directory of a job before it answers; of several nodes on one machine, each
+        # removes that directory first. So its path now names another folder than that in which this process began.
         os.chdir(self._folder)
         reports = [report()]
         reports[0]["node"] += " (driver)"
@@ -181,11 +180,7 @@ class RaySession:
         say(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}")
 
     def keep_logs(self, error: BaseException | None, run: Path, actors: Mapping[str, str]) -> None:
-        """After a failure: copy what the actors printed from Ray's folder; add notes with its cause and the copy.
-
-        Args:
-            actors: names by process, such as `engine 0`, for the copies.
-        """
+        """After a failure: copy what the actors, named by process, have printed; add notes with its cause and the copy."""
         if not (isinstance(error, ClusterError) and self.temp):
             return
         found = sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.lstat().st_mtime)

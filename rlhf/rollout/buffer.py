@@ -147,8 +147,7 @@ class RolloutBuffer:
     ) -> None:
         self.account = account or Account()
         self.slow_wait_s = 0.0
-        self._sample = sample
-        self._next_ticket = next_ticket
+        self._sample, self._next_ticket = sample, next_ticket
         self._groups_per_step = groups_per_step
         self._total_groups = total_steps * groups_per_step
         self._staleness = staleness
@@ -158,10 +157,8 @@ class RolloutBuffer:
         self._ready: list[tuple[Ticket, RolloutGroup]] = []  # in the order of their positions
         self._rollouts_taken = 0  # by the training step in progress
         self._failure: Exception | None = None
-        self._max_replacements = max_replacements
-        self.replacements = replacements
-        self._deciding_part = deciding_part
-        self._in_order = in_order
+        self.replacements, self._max_replacements = replacements, max_replacements
+        self._deciding_part, self._in_order = deciding_part, in_order
         self._max_running = max_running or self._total_groups
         self._deadline_s = deadline_s
         self._changed = asyncio.Event()

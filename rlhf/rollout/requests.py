@@ -28,8 +28,7 @@ class SamplingSettings:
 
     Attributes:
         stop: strings that end a response, in addition to the eos ids of the generation config.
-        truncate_token: id of the token after which responses are cut; None: they are not.
-        truncate_after: position in the response before which it cuts nothing.
+        truncate_token: id of the token after which responses are cut, from position `truncate_after` on; None: never.
         whole: nothing ends a response before max_tokens, and nothing is cut: the token only says whether it stopped.
         top_p: probability of the most probable tokens that are sampled from; below 1 in evaluations alone, because the
             learner's log-probs are those of all tokens.
