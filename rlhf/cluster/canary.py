@@ -81,7 +81,7 @@ class Canary:
         exact, own = await self._exact()
         noise = _difference(exact, own)[0]
         problem = "and the learner disagree on the untouched weights of model.path: one of them computes another model"
-        _compare(exact, by_engine, problem, _bound(noise))
+        _compare(exact, by_engine, problem, max(TOLERANCE, NOISE_FACTOR * noise))
         self.tolerance = max(TOLERANCE, LATER_FACTOR * noise)
         self.kl_bound = max(TOLERANCE**2, KL_FACTOR * _kl(exact, own))
 
@@ -100,7 +100,7 @@ class Canary:
         await self._engines.learners.call("perturb_weights", start, stop)
         try:
             exact, own = await self._exact()
-            bound = _bound(_difference(exact, own)[0])
+            bound = max(TOLERANCE, NOISE_FACTOR * _difference(exact, own)[0])
             moved, _ = _difference(true, exact)
             if not moved >= MOVED * bound:
                 raise ClusterError(
@@ -189,11 +189,6 @@ def _check_alike(together: Completion, alone: Completion) -> None:
             "noise, and got other tokens or log-probs. What it computes for this model depends on the batch, so two "
             "runs would differ. Set run.deterministic=false."
         )
-
-
-def _bound(noise: float) -> float:
-    """How far an engine may be from the float32 pass."""
-    return max(TOLERANCE, NOISE_FACTOR * noise)
 
 
 def _compare(expected: Logprobs, by_engine: Sequence[Logprobs], problem: str, bound: float) -> float:

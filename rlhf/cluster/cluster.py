@@ -103,11 +103,19 @@ class Cluster:
             LostError: Ray itself has ended; RayLostError if it was not started here.
         """
         lost = self.why_lost(error)
-        if self.lost and (task := asyncio.current_task()):
-            task.uncancel()
+        if self.lost and (current := asyncio.current_task()):
+            current.uncancel()
+        groups = self._by_role.items()
         if not lost:
-            self._session.keep_logs(error, Path(self.config.run.dir), self._names())
-        await self._stop(polite=not lost)
+            names = {str(x.process): f"{name} {i}" for name, group in groups for i, x in enumerate(group.locations)}
+            self._session.keep_logs(error, Path(self.config.run.dir), names)
+        for task in self._watching:
+            task.cancel()
+        if ray.is_initialized() and not lost:  # actors close; a cluster that goes on gets back what they hold of it
+            await asyncio.gather(*(group.end() for _, group in groups))
+            for reservation in filter(None, (group.reservation for _, group in groups)):
+                remove_placement_group(reservation)
+        self._session.stop()
         if lost:
             raise self._session.lost_error(lost) from None
 
@@ -202,7 +210,7 @@ class Cluster:
         return arguments
 
     async def start_another(self, role_name: str, rank: int, *, version: int) -> ActorGroup:
-        """A new actor in the place of another one of its role: a group of one, with the weights of model.path.
+        """A new actor instead of another one of its role: a group of one, with the weights of model.path.
 
         Args:
             version: of the weights that the others have.
@@ -246,21 +254,3 @@ class Cluster:
             await ranks.call("load", str(folder_of(name, folder)))
             if self.shares_gpus:
                 await self.leave_gpus(name)
-
-    # --- end ---
-
-    def _names(self) -> dict[str, str]:
-        """The names of the actors by process."""
-        groups = self._by_role.items()
-        return {str(at.process): f"{name} {rank}" for name, group in groups for rank, at in enumerate(group.locations)}
-
-    async def _stop(self, *, polite: bool) -> None:
-        """End everything; `polite` lets the actors close, and frees what they hold of a cluster that goes on."""
-        for task in self._watching:
-            task.cancel()
-        if ray.is_initialized() and polite:
-            groups = self._by_role.values()
-            await asyncio.gather(*(group.end() for group in groups))
-            for reservation in filter(None, (group.reservation for group in groups)):
-                remove_placement_group(reservation)
-        self._session.stop()

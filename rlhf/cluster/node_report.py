@@ -12,6 +12,7 @@ import importlib.util
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -80,9 +81,9 @@ def gpus() -> list[str]:
 
 def node_names(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Ray's id -> `host (address)`, with the beginning of the id if several nodes share an address."""
-    places = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}" for node in nodes}
-    shared = {place for place in places.values() if list(places.values()).count(place) > 1}
-    return {key: f"{place}, {key[:8]})" if place in shared else f"{place})" for key, place in places.items()}
+    hosts = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}" for node in nodes}
+    count = Counter(hosts.values())
+    return {key: f"{host}, {key[:8]})" if count[host] > 1 else f"{host})" for key, host in hosts.items()}
 
 
 async def call_on_node(node_id: str, function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:

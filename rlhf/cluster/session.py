@@ -180,7 +180,7 @@ class RaySession:
         say(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}")
 
     def keep_logs(self, error: BaseException | None, run: Path, actors: Mapping[str, str]) -> None:
-        """After a failure: copy what the actors, named by process, have printed; add notes with its cause and the copy."""
+        """After a failure: copy what the `actors` (names by process) printed; add notes with its cause and the copy."""
         if not (isinstance(error, ClusterError) and self.temp):
             return
         found = sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.lstat().st_mtime)

@@ -27,16 +27,16 @@ import numpy as np
 from rlhf.config.grpo import GRPOConfig
 from rlhf.types import Prompt, RolloutGroup, StepBatch
 
-# Groups with an engine, in multiples of those that fit in its batch. The samples of a group end one after the other, so
-# a group takes less of the batch than its size: with 3, log-normal lengths keep it full (benchmarks/simulator.py).
-GROUPS_PER_PLACE = 3
+# An engine has as many groups as fit in so many of its batches. The samples of a group end one after the other, so a
+# group takes less of the batch than its size: with 3, log-normal lengths keep it full (benchmarks/simulator.py).
+BATCHES_AT_ENGINE = 3
 SHOWN_PROMPTS = 3  # prompts that a message about waiting names
 
 
 def groups_at_engines(config: GRPOConfig) -> int:
     """How many groups keep the batches of all engines full, with some to spare."""
-    places = config.cluster.engines * config.rollout.max_concurrent_sequences / config.rollout.samples_per_prompt
-    return math.ceil(GROUPS_PER_PLACE * places)
+    groups = config.cluster.engines * config.rollout.max_concurrent_sequences / config.rollout.samples_per_prompt
+    return math.ceil(BATCHES_AT_ENGINE * groups)
 
 
 @dataclass
@@ -55,9 +55,6 @@ class Account:
         self.failed += int(failed.sum())
         self.filtered += int((~failed & ~batch.trained).sum())
         self.trained += int(batch.trained.sum())
-
-    def metrics(self) -> dict[str, int]:
-        return {f"account/{use}": count for use, count in asdict(self).items()}
 
 
 @dataclass(frozen=True)
@@ -173,7 +170,8 @@ class RolloutBuffer:
             self._running[asyncio.ensure_future(self._run(ticket))] = ticket, self._step
 
     async def _run(self, ticket: Ticket) -> None:
-        task, failure = asyncio.current_task(), None
+        failure: Exception | None = None
+        task = asyncio.current_task()
         assert task is not None
         try:
             group = await self._sample(ticket.prompt)
@@ -298,7 +296,7 @@ class RolloutBuffer:
         account, waiting = self.account, self.waiting
         used = account.trained + account.filtered + account.stale + account.failed
         assert account.sampled == used + waiting, f"{account} with {waiting} waiting does not add up"
-        return account.metrics() | {"account/waiting": waiting}
+        return {f"account/{use}": count for use, count in (asdict(account) | {"waiting": waiting}).items()}
 
     def outstanding(self) -> list[Ticket]:
         """Prompts that were dispatched and not trained on; a resumed run samples them again."""

@@ -82,7 +82,7 @@ def to_rollout(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
 
 
 def penalize_non_stop(sample: ScoredRollout, reward: float | None, penalty: float = 0.0) -> ScoredRollout:
-    """Lower the reward of a response that did not stop by `penalty`, after replacing it by `reward` unless that is None.
+    """Replace the reward of a response that did not stop, unless `reward` is None, and then lower it by `penalty`.
 
     Unscorable responses are unchanged.
     """
