@@ -38,7 +38,7 @@ class AnyRunConfig(Section):
     export: bool = Field(True, description="write the final model in Hugging Face format")
     max_restarts: NonNegativeInt = Field(
         3,
-        description="lost engines that are replaced between two transfers of weights; after other deaths, restarts in a "
+        description="lost engines replaced between two transfers of weights; after other deaths, restarts in a "
         "row from one checkpoint; 0: a death ends the run",
     )
     grace_s: NonNegative = Field(
