@@ -81,6 +81,9 @@ class HostedAsyncActor(HostedActor):
     The object is built in a thread, so that `end_children` can be called during start-up.
     """
 
+    async def locate(self) -> Location:  # type: ignore[override]
+        return super().locate()
+
     async def build(self, environment: Mapping[str, str], *arguments: Any) -> None:  # type: ignore[override]
         await asyncio.to_thread(super().build, environment, *arguments)
 
