@@ -197,7 +197,7 @@ class RolloutBuffer:
         """Filter the groups at these positions whose rewards are all equal, and dispatch others, as far as allowed."""
 
         def is_replaced(ticket: Ticket, group: RolloutGroup) -> bool:
-            if self.replacements == self._max_replacements or ticket.position not in positions:
+            if self.replacements >= self._max_replacements or ticket.position not in positions:
                 return False
             equal = len(group.distinct_rewards(self._deciding_part)) < 2
             self.replacements += equal
