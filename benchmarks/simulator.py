@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Row
-from rlhf.rollout.buffer import GROUPS_PER_PLACE, Staleness
+from rlhf.rollout.buffer import BATCHES_AT_ENGINE, Staleness
 
 STEPS, FIRST = 10, 4  # simulated steps, and those of the start that the mean leaves out
 
@@ -99,8 +99,7 @@ class Simulation:
         self._events: list[tuple[float, int, int, int]] = []
         self._step = self._dispatched = self._drawn = 0
         self._learner_busy = False
-        groups_per_place = GROUPS_PER_PLACE * system.engines * system.slots / len(self.lengths[0])
-        self._max_running = math.ceil(groups_per_place)
+        self._max_running = math.ceil(BATCHES_AT_ENGINE * system.engines * system.slots / len(self.lengths[0]))
         self._staleness = Staleness(system.max_policy_lag, system.on_stale)
         self._dispatch()
         while len(self.done_at) < self.steps:

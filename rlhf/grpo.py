@@ -51,10 +51,9 @@ async def train(run: Run[GRPOConfig]) -> None:
 async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: int) -> None:
     """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
     # imported here, so that --help and --plan need neither torch nor ray
-    from rlhf.step.batch import broadcast_to_tokens, make_batch
-    from rlhf.step.finite import non_finite_rollouts
+    from rlhf.step.advantages import penalize_kl, step_advantages
+    from rlhf.step.batch import broadcast_to_tokens, make_batch, non_finite_rollouts
     from rlhf.step.minibatches import plan_epochs, rows_with_gradient
-    from rlhf.step.response_advantages import penalize_kl, step_advantages
     from rlhf.types import PolicyTargets
 
     config, algo, clock, learners = run.config, run.config.algo, run.clock, run.cluster.learners

@@ -30,7 +30,7 @@ DESCRIPTION = "Proximal policy optimization (arXiv:1707.06347) with a critic, as
 async def train(run: Run[PPOConfig]) -> None:
     """The run: evaluate, take the steps, evaluate, export."""
     from rlhf.run.rollout_loop import rollout_loop
-    from rlhf.step.token_advantages import make_controller
+    from rlhf.step.advantages import make_controller
 
     controller = make_controller(run.config.algo, run.state.kl_controller.get("coef"))
     async with rollout_loop(run) as loop:
@@ -49,10 +49,9 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
     """One training step: all rollouts of the step, epochs_per_step x minibatches_per_epoch optimizer updates."""
     import numpy as np
 
-    from rlhf.step.batch import make_batch
-    from rlhf.step.finite import non_finite_rollouts
+    from rlhf.step.advantages import assign_credit, mean_over_responses, response_kl
+    from rlhf.step.batch import make_batch, non_finite_rollouts
     from rlhf.step.minibatches import plan_epochs
-    from rlhf.step.token_advantages import assign_credit, mean_over_responses, response_kl
     from rlhf.types import PolicyTargets, ValueTargets
 
     config, clock, algo = run.config, run.clock, run.config.algo

@@ -47,7 +47,7 @@ class TokenSequence:
     Attributes:
         token_ids: [L] int32, prompt and response.
         response_mask: [L] bool, True where the policy sampled the token; may have holes.
-        rollout_logprobs: [L] float32, as the engine reported them when it sampled; 0 outside the mask.
+        rollout_logprobs: [L] float32, as the engine reported them; 0 outside the mask.
         version_spans: cover the tokens of the mask, in order.
     """
 
@@ -72,10 +72,10 @@ class Rollout:
     """One try at a prompt. Reward and advantage belong to it, and all of its sequences share them.
 
     Attributes:
-        sequences: in the order in which they were sampled; one, or more where the context was rewritten.
+        sequences: in the order of sampling; one, or more where the context was rewritten.
         finish_reason: `stop` (an end-of-sequence id or a stop string), `length`, or `abort`.
         turns: the messages after the prompt, where there is more than one.
-        facts: named facts about it, for rollouts/.
+        facts: further facts by name, for rollouts/.
     """
 
     prompt_id: str
@@ -148,16 +148,14 @@ class RolloutGroup:
 class PackedTokens:
     """Sequences one after another without padding: all of a step, or one microbatch of a learner.
 
-    In a microbatch, the tokens that a sequence shares with the beginning of the previous one are computed once, so the
-    order of the sequences matters for speed.
+    A microbatch computes tokens once that a sequence shares with the beginning of the previous one, so the order of the
+    sequences matters for speed.
 
     Attributes:
-        token_ids: [T] int32.
-        response_mask: [T] bool, True at the tokens that the policy sampled.
-        rollout_logprobs: [T] float32.
+        token_ids, response_mask, rollout_logprobs: [T], as those of `TokenSequence`.
         cu_seqlens: [S+1] int64; sequence s is tokens cu_seqlens[s] to cu_seqlens[s+1].
-        rollout_tokens: [S] int64, sampled tokens of the whole rollout that each sequence belongs to, which may have
-            more sequences, in this microbatch or in another one.
+        rollout_tokens: [S] int64, sampled tokens of the whole rollout that each sequence belongs to; its other
+            sequences may be in another microbatch.
     """
 
     token_ids: np.ndarray
@@ -198,8 +196,7 @@ def _ranges(bounds: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 class StepBatch:
     """All rollouts of a training step, flat: a sequence is a row, and the rows of a rollout are adjacent.
 
-    Rows and rollouts have the same numbers in every column and every minibatch. The learners return what they compute
-    as further columns of the same tokens.
+    The learners return what they compute as further columns of the same tokens.
 
     Attributes:
         tokens: columns [N] of all rows.
@@ -240,13 +237,10 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Denominators:
-    """Sizes of the whole minibatch over all ranks, fixed before the first backward.
+    """Sizes of the whole minibatch over all ranks, fixed before the first backward."""
 
-    `tokens` counts trained response tokens, `rollouts` and `sequences` the rollouts and the rows that have any.
-    """
-
-    tokens: int
-    rollouts: int
+    tokens: int  # trained response tokens
+    rollouts: int  # those that have such tokens
     sequences: int
 
 
@@ -268,22 +262,16 @@ class PolicyTargets:
     """Inputs of the policy loss in addition to the tokens: columns [N] of a step, or [T] of a microbatch, float32.
 
     Values outside the response mask do not matter.
-
-    Attributes:
-        old_logprobs: None where one update per step makes the current policy the old one.
-        ref_logprobs: None without a reference.
     """
 
     advantages: np.ndarray
-    old_logprobs: np.ndarray | None
-    ref_logprobs: np.ndarray | None
+    old_logprobs: np.ndarray | None  # None where one update per step makes the current policy the old one
+    ref_logprobs: np.ndarray | None  # None without a reference
 
     def take(self, index: np.ndarray) -> PolicyTargets:
         """The columns at these tokens."""
-        old, ref = self.old_logprobs, self.ref_logprobs
-        return PolicyTargets(
-            self.advantages[index], None if old is None else old[index], None if ref is None else ref[index]
-        )
+        old, ref = (x if x is None else x[index] for x in (self.old_logprobs, self.ref_logprobs))
+        return PolicyTargets(self.advantages[index], old, ref)
 
 
 @dataclass(frozen=True)
@@ -300,38 +288,26 @@ class ValueTargets:
 
 @dataclass(frozen=True)
 class Place:
-    """One actor of a role, as the driver sends it; those of a trained role are the ranks of one world.
-
-    Attributes:
-        threads: of torch, on CPU.
-        ranks_on_node: ranks that share the node's memory.
-        deterministic: whether torch may take only algorithms that give the same bits every time.
-        version: of the weights of the run when the actor starts, in completed training steps.
-    """
+    """What one actor of a role is told about itself; the actors of a trained role are the ranks of one world."""
 
     rank: int
     world_size: int
     local_rank: int
     master_host: str
     master_port: int
-    threads: int
-    ranks_on_node: int = 1
-    deterministic: bool = False
-    version: int = 0
+    threads: int  # of torch, on CPU
+    ranks_on_node: int = 1  # they share the node's memory
+    deterministic: bool = False  # torch takes only algorithms that give the same bits every time
+    version: int = 0  # of the run's weights when the actor starts, in completed training steps
 
 
 @dataclass(frozen=True)
 class GPUMemory:
-    """Memory of a GPU that learners share with engines, as one rank sees it, bytes.
-
-    Attributes:
-        free: memory that no process uses.
-        away: memory whose content this rank has moved to host memory and will bring back.
-    """
+    """Memory of a GPU that learners share with engines, as one rank sees it, bytes."""
 
     total: int
-    free: int
-    away: int
+    free: int  # no process uses it
+    away: int  # this rank has moved its content to host memory, and will bring it back
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def test_rays_processes_get_sessions_of_their_own(tmp_path: Path) -> None:
     from rlhf.cluster import session
 
     script = "import os; print(os.getsid(0) == os.getpid())"
-    with session._in_sessions_of_their_own(), (tmp_path / "out").open("w") as output:
+    with session._own_cluster(""), (tmp_path / "out").open("w") as output:
         started = services.start_ray_process(
             [sys.executable, "-c", script], "test", fate_share=False, stdout_file=output
         )
@@ -136,7 +136,7 @@ def test_ray_does_not_replace_the_handler_of_sigterm() -> None:
     from rlhf.cluster import session
 
     before = signal.getsignal(signal.SIGTERM)
-    with session._keep_sigterm_handler():
+    with session._own_sigterm_handler():
         ray._private.utils.set_sigterm_handler(lambda *_: None)
         assert signal.getsignal(signal.SIGTERM) == before
     for caller in (ray._private.node.Node._register_shutdown_hooks, inspect.unwrap(ray.init)):
@@ -148,7 +148,7 @@ def test_ray_takes_the_loopback_interface_for_its_address() -> None:
 
     from rlhf.cluster import session
 
-    with session._on_loopback():
+    with session._own_cluster(""):
         assert services.get_node_ip_address() == "127.0.0.1"
 
 

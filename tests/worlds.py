@@ -20,9 +20,9 @@ from waiting import STACK_WAIT_S, WAIT_S, free_port
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.ppo import PPOConfig
 from rlhf.run.checkpoint_files import checksum
+from rlhf.step.advantages import step_advantages
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.step.response_advantages import step_advantages
 from rlhf.types import (
     Minibatch,
     PackedTokens,

@@ -96,9 +96,9 @@ def make_learner(config: GRPOConfig, rank: int, processes: int, port: int) -> An
 def train_step(learner: Any, config: GRPOConfig, groups: Sequence[RolloutGroup], step: int) -> tuple[Any, int]:
     """The step of `rlhf.grpo`: this rank's metrics of every update, and how many microbatches they had in all."""
     from rlhf.cluster.rank_group import rows_of_rank
+    from rlhf.step.advantages import step_advantages
     from rlhf.step.batch import broadcast_to_tokens, make_batch
     from rlhf.step.minibatches import plan_epochs, rows_with_gradient
-    from rlhf.step.response_advantages import step_advantages
     from rlhf.types import PolicyTargets
 
     batch = make_batch(groups, mask_truncated=config.algo.mask_truncated)

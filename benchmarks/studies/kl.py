@@ -49,9 +49,9 @@ from rlhf.rewards.processes import die_with_parent
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.requests import Completion
 from rlhf.rollout.sampler import to_rollout
+from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.step.response_advantages import penalize_kl, step_advantages
 from rlhf.types import Place, PolicyTargets, Prompt, Rollout, RolloutGroup, StepBatch, VersionSpan
 
 BETAS = (0.01, 0.03, 0.1, 0.3, 1.0)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
 
 from rlhf.learner.port import free_port
 
@@ -33,7 +34,7 @@ class LostError(ClusterError):
 
 @dataclass(frozen=True)
 class Location:
-    """An actor by Ray's id, and its place: node by id and address, process, a free port, the GPUs that Ray gave it."""
+    """Where an actor runs: its id, its node by id and address, its process, a free port, the GPUs that Ray gave it."""
 
     actor: str
     node: str
@@ -47,7 +48,7 @@ class HostedActor:
     """A Ray actor around a class that is imported in the actor's process only.
 
     The driver names it by module and class, and so does not import torch, DeepSpeed or vLLM itself. The object is built
-    in a second call, when the places of all actors of the group are known.
+    in a second call, when all actors of the group are located.
     """
 
     _hosted: Any = None
@@ -56,10 +57,9 @@ class HostedActor:
         self._module, self._name = module, name
 
     def locate(self) -> Location:
-        gpu_ids = tuple(str(i) for i in ray.get_gpu_ids())
-        context = ray.get_runtime_context()
-        actor, node = str(context.get_actor_id()), context.get_node_id()
-        return Location(actor, node, ray.util.get_node_ip_address(), os.getpid(), free_port(), gpu_ids)
+        context, gpu_ids = ray.get_runtime_context(), tuple(map(str, ray.get_gpu_ids()))
+        actor, host = str(context.get_actor_id()), ray.util.get_node_ip_address()
+        return Location(actor, context.get_node_id(), host, os.getpid(), free_port(), gpu_ids)
 
     def build(self, environment: Mapping[str, str], *arguments: Any) -> None:
         """Set the environment that the libraries read when they are imported, then import and construct."""
@@ -108,40 +108,45 @@ async def wait_for(
         homes: actor id -> the actor's name and node, for the message when it is gone; Ray often names neither.
     """
     try:
-        return await asyncio.wait_for(_as_coroutine(awaitable), deadline_s)
+        return await asyncio.wait_for(awaitable, deadline_s)
     except RayTaskError as error:  # before TimeoutError: Ray's wrapper of an actor's own time-out is one too
         cause = error.cause if isinstance(error.cause, Exception) else error
         if isinstance(cause, ValueError):
             raise cause from None
-        raise LostError(f"{what} failed: {type(cause).__name__}: {_message(cause)}") from error
+        # some exceptions hold their arguments twice after pickling
+        message = " ".join(dict.fromkeys(str(argument) for argument in cause.args)) or str(cause)
+        raise LostError(f"{what} failed: {type(cause).__name__}: {message}") from error
     except RayActorError as error:
-        home = (homes or {}).get(str(error.actor_id), "")
+        home = (homes or {}).get(str(error.actor_id))
         lost = f"{home} is lost: " if home else ""
         raise LostError(f"{what} failed: {lost}{' '.join(str(error).split())}") from error
     except TimeoutError:
         raise LostError(f"{what}: no answer within {deadline_s:.0f} s.") from None
 
 
-def _message(cause: Exception) -> str:
-    """The text of an exception; some hold their arguments twice after pickling."""
-    return " ".join(dict.fromkeys(str(argument) for argument in cause.args)) or str(cause)
-
-
-async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
-
-
 class ActorGroup:
-    """Actors of one kind, called together; the order of `actors` is the order of ranks."""
+    """Actors of one kind, called together; the order of `actors` is the order of ranks.
+
+    Attributes:
+        locations: of each actor; empty until they are located.
+        bundles: the bundle of each actor, by its number in a placement group of Ray.
+        reservation: that placement group; None if it is another group's.
+        absent: ranks whose actors are lost and not replaced yet.
+    """
 
     def __init__(self, name: str, actors: list[Any], *, deadline_s: float) -> None:
-        self.name = name
-        self.actors = actors
-        self.deadline_s = deadline_s
-        self.homes: dict[str, str] = {}  # by actor id; known once they are located
-        self.locations: list[Location] = []  # by rank
-        self.absent: set[int] = set()  # ranks whose actors are lost and not replaced yet
+        self.name, self.actors, self.deadline_s = name, actors, deadline_s
+        self.locations: list[Location] = []
+        self.bundles: list[int] = []
+        self.reservation: PlacementGroup | None = None
+        self.absent: set[int] = set()
         self.built = False
+
+    @property
+    def homes(self) -> dict[str, str]:
+        """The name and node of each located actor by its id, in the order of ranks."""
+        homes = enumerate(self.locations)
+        return {home.actor: f"{self.name} {rank} on node {home.host} ({home.node[:8]})" for rank, home in homes}
 
     @property
     def present(self) -> list[Any]:
@@ -154,64 +159,49 @@ class ActorGroup:
 
     async def call_one(self, rank: int, method: str, *arguments: Any, what: str) -> Any:
         """A call on one actor; `what` names the call in error messages."""
-        return await wait_for(
-            self.actors[rank].call.remote(method, *arguments),
-            what=f"{self.name} {rank}, {what}",
-            deadline_s=self.deadline_s,
-            homes=self.homes,
-        )
+        answer, what = self.actors[rank].call.remote(method, *arguments), f"{self.name} {rank}, {what}"
+        return await wait_for(answer, what=what, deadline_s=self.deadline_s, homes=self.homes)
 
     async def locate(self, *, deadline_s: float) -> list[Location]:
-        locations: list[Location] = await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
-        self._name_homes(locations)
-        return locations
+        self.locations = await self._gather([a.locate.remote() for a in self.actors], "locate", deadline_s)
+        return self.locations
 
-    def _name_homes(self, locations: Sequence[Location]) -> None:
-        self.locations = list(locations)
-        for rank, location in enumerate(locations):
-            self.homes[location.actor] = f"{self.name} {rank} on node {location.host} ({location.node[:8]})"
-
-    def reorder(self, order: Sequence[int], locations: Sequence[Location]) -> None:
-        """Give the actors other ranks: rank r becomes the actor that was `order[r]`, at `locations[order[r]]`."""
+    def reorder(self, order: Sequence[int]) -> None:
+        """Give the actors other ranks: rank r becomes the actor that was `order[r]`."""
         self.actors = [self.actors[i] for i in order]
-        self._name_homes([locations[i] for i in order])
+        self.locations = [self.locations[i] for i in order]
+        self.bundles = [self.bundles[i] for i in order]
 
     def replace(self, rank: int, new: ActorGroup) -> None:
         """Put the only actor of another group at a rank."""
         self.actors[rank], self.locations[rank] = new.actors[0], new.locations[0]
-        self._name_homes(self.locations)
 
-    async def build(
-        self, environments: Sequence[Mapping[str, str]], arguments: Sequence[tuple[Any, ...]], *, deadline_s: float
-    ) -> None:
-        """Construct the hosted objects, all at once."""
-        triples = zip(self.actors, environments, arguments, strict=True)
-        await self._gather([a.build.remote(env, *args) for a, env, args in triples], "start-up", deadline_s)
+    async def build(self, arguments: Sequence[tuple[Any, ...]], *, deadline_s: float) -> None:
+        """Construct the hosted objects, all at once; `arguments` are those of `HostedActor.build`, by rank."""
+        built = [actor.build.remote(*own) for actor, own in zip(self.actors, arguments, strict=True)]
+        await self._gather(built, "start-up", deadline_s)
         self.built = True
 
-    async def _gather(self, refs: list[Any], what: str, deadline_s: float | None) -> list[Any]:
+    async def _gather(self, answers: list[Any], what: str, deadline_s: float | None) -> list[Any]:
+        what, deadline_s = f"{self.name}.{what}", deadline_s or self.deadline_s
         try:
             results: list[Any] = await wait_for(
-                asyncio.gather(*refs),
-                what=f"{self.name}.{what}",
-                deadline_s=deadline_s or self.deadline_s,
-                homes=self.homes,
+                asyncio.gather(*answers), what=what, deadline_s=deadline_s, homes=self.homes
             )
         except ClusterError as error:
             if " is lost: " not in str(error) and (lost := await self._lost()):
-                raise LostError(f"{self.name}.{what} failed: {', '.join(lost)} is lost: {error}") from error
+                raise LostError(f"{what} failed: {', '.join(lost)} is lost: {error}") from error
             raise
         return results
 
     async def _lost(self) -> list[str]:
         """The names of dead actors: when a rank dies, a broken connection of another rank often fails first."""
-        answers = [asyncio.ensure_future(_as_coroutine(actor.locate.remote())) for actor in self.actors]
+        answers = [asyncio.ensure_future(actor.locate.remote()) for actor in self.actors]
         done, waiting = await asyncio.wait(answers, timeout=DEATH_NOTICE_S)
         for task in waiting:  # no answer yet: busy, so alive
             task.cancel()
-        located = zip(answers, self.locations, strict=False)  # none before they are located
-        gone = [where.actor for task, where in located if task in done and isinstance(task.exception(), RayActorError)]
-        return [self.homes[actor] for actor in gone]
+        named = zip(answers, self.homes.values(), strict=False)  # none before they are located
+        return [home for task, home in named if task in done and isinstance(task.exception(), RayActorError)]
 
     async def end(self) -> None:
         """Let each actor close, then kill it; during start-up, kill it with its child processes."""
@@ -231,11 +221,7 @@ def start_call(actors: Sequence[Any], rank: int, method: str, *arguments: Any) -
 
 
 def check_address(address: str) -> None:
-    """Check that something listens at a cluster's `host:port`; Ray itself would try for many minutes.
-
-    Raises:
-        ConnectionError: nothing listens there.
-    """
+    """Raise ConnectionError if nothing listens at a cluster's `host:port`; Ray itself would try for many minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or not port.isdigit():  # a Ray client's address, or auto
         return

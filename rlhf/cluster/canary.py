@@ -2,17 +2,17 @@
 
 The sequences are prompts of the run, each with a response that the first engine samples at start-up. Two correct
 implementations of a bfloat16 model differ by its rounding, which depends on the model: the mean |log-prob difference|
-is 0.002 with 1 M parameters, 0.04 to 0.08 with 135 M in 30 layers. So the learner scores the sequences twice, in its
-own type and in float32. An engine may differ from the float32 pass by NOISE_FACTOR times the learner's own difference.
+is 0.002 with 1 M parameters, 0.04 to 0.08 with 135 M in 30 layers. So the learner scores the sequences in its own type
+and in float32, and an engine may differ from the float32 pass by NOISE_FACTOR times the learner's own difference.
 
-One update at lr 1e-6 is far below that rounding: an engine that silently keeps some old tensor would agree with the
-learner for many steps. So at start-up every tensor is perturbed once, a block of consecutive tensors at a time. The
-engines must follow each block, and then the true weights are sent back. Perturbing all tensors at once is not enough:
-the late layers would attend to noise, and an old query projection in them would not be seen. After the start the canary
-runs after every transfer.
+One update at lr 1e-6 is far below that rounding: an engine that silently keeps an old tensor would agree with the
+learner for many steps. So at start-up every tensor is perturbed once, a block of consecutive tensors at a time; the
+engines must follow each block, and then get the true weights back. All tensors at once would not do: the late layers
+would attend to noise, and an old query projection in them would not be seen. Later the canary runs after every
+transfer.
 
-The canary's sequences are short, the rollouts of a step are not, and their log-probs are known on both sides anyway. So
-`check_rollouts` compares policy/engine_kl, by the place of the tokens in their sequences, with the measured rounding.
+These sequences are short, the rollouts of a step are not, and their log-probs are known on both sides anyway. So
+`check_rollouts` compares policy/engine_kl, by the position of tokens in their sequences, with the measured rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 from rlhf.cluster.actors import ClusterError
 from rlhf.cluster.engines import Engines
-from rlhf.log.reductions import ENGINE_KL_FROM, Mean, Metric, StepMetrics, merge_metrics
+from rlhf.log.reductions import ENGINE_KL_FROM, Mean, StepMetrics, merge_metrics
 from rlhf.rollout.requests import Completion, SamplingSettings, request_seed
 from rlhf.types import Prompt
 
@@ -41,7 +41,7 @@ BLOCK_TENSORS = 36  # perturbed at a time; about four layers
 # A KL grows with the square of a difference. The mean over MIN_TOKENS is precise enough even for a tenth of the bound.
 KL_FACTOR = LATER_FACTOR**2
 MIN_TOKENS = 1024
-LAG_FACTOR = 4.0  # with a policy lag the policy moves between sampling and training; no place moves this much more
+LAG_FACTOR = 4.0  # with a policy lag the policy moves between sampling and training; no position moves this much more
 MOVED_FAR = 0.05  # nats per token; if the policy moves further, importance weights no longer correct it
 FAR = 1e6  # logged in place of NaN and infinity
 MOVED = 5.0  # the perturbation must move log-probs by this many tolerances, or following it would prove nothing
@@ -52,21 +52,18 @@ Logprobs = Sequence[np.ndarray]
 class Canary:
     """Fixed sequences, judged by the mean absolute log-prob difference between learner and each engine.
 
-    Call `measure_noise` first, then `check_start`. `tolerance` is the bound of the checks after transfers, `kl_bound`
-    the bound for rollouts at temperature 1.
+    Call `measure_noise` first, then `check_start`.
     """
 
     def __init__(
         self, engines: Engines, prompts: Sequence[Prompt], *, dtype: str, max_tokens: int, noise_seed: int | None = None
     ) -> None:
-        self._engines = engines
         self.sequences: list[np.ndarray] = []
-        self.tolerance = TOLERANCE
-        self.kl_bound = TOLERANCE**2
+        self.tolerance = TOLERANCE  # after transfers
+        self.kl_bound = TOLERANCE**2  # of rollouts at temperature 1
+        self._engines, self._rounds, self._noise_seed = engines, dtype != "float32", noise_seed
         self._expected: Logprobs = []
-        self._rollouts: StepMetrics = {}  # KL by place, collected until the place has MIN_TOKENS
-        self._rounds = dtype != "float32"
-        self._noise_seed = noise_seed
+        self._rollouts: StepMetrics = {}  # KL by position, collected until there are MIN_TOKENS
         self._max_tokens = max_tokens - 1  # an engine scores a sequence while it samples one more token
         self._prompts = sorted(prompts[:CANDIDATES], key=lambda prompt: len(prompt.token_ids))[:SEQUENCES]
 
@@ -80,21 +77,17 @@ class Canary:
         self.sequences = [np.concatenate([start, completion.token_ids]) for start, completion in written]
         if self._noise_seed is not None:
             _check_alike(written[0][1], (await self._written(self._prompts[0]))[1])
-        by_engine = await self._engines.group.call("canary", self.sequences)
+        by_engine = await self._by_engine()
         exact, own = await self._exact()
         noise = _difference(exact, own)[0]
         problem = "and the learner disagree on the untouched weights of model.path: one of them computes another model"
-        _compare(exact, by_engine, problem, _bound(noise))
+        _compare(exact, by_engine, problem, max(TOLERANCE, NOISE_FACTOR * noise))
         self.tolerance = max(TOLERANCE, LATER_FACTOR * noise)
         self.kl_bound = max(TOLERANCE**2, KL_FACTOR * _kl(exact, own))
 
     async def check_start(self, version: int) -> dict[str, float]:
-        """Send perturbed weights, see the engines follow, and send the true ones back.
-
-        Raises:
-            ClusterError: an engine does not hold what it was sent.
-        """
-        true = (await self._engines.learners.call("canary", self.sequences))[0]
+        """Send perturbed weights, see the engines follow, and send the true ones back; raises as `check`."""
+        true = await self._by_learner()
         names = (await self._engines.learners.call("tensor_names"))[0]
         blocks = np.array_split(np.arange(len(names)), -(-len(names) // BLOCK_TENSORS))
         for block in blocks:
@@ -107,7 +100,7 @@ class Canary:
         await self._engines.learners.call("perturb_weights", start, stop)
         try:
             exact, own = await self._exact()
-            bound = _bound(_difference(exact, own)[0])
+            bound = max(TOLERANCE, NOISE_FACTOR * _difference(exact, own)[0])
             moved, _ = _difference(true, exact)
             if not moved >= MOVED * bound:
                 raise ClusterError(
@@ -115,47 +108,39 @@ class Canary:
                     f"tolerance of {bound:.2g}. The model's head may be constant; its weights cannot be verified."
                 )
             await self._engines.send_weights(version)
-            by_engine = await self._engines.group.call("canary", self.sequences)
-            _compare(exact, by_engine, f"does not hold the perturbed weights at start-up, {what}", bound)
+            problem = f"does not hold the perturbed weights at start-up, {what}"
+            _compare(exact, await self._by_engine(), problem, bound)
         finally:
             await self._engines.learners.call("restore_weights")
 
     async def check(self, version: int) -> dict[str, float]:
-        """Compare after a transfer; metrics of the difference and its bound.
-
-        Raises:
-            ClusterError: naming the worst token and both values.
-        """
-        (self._expected, *_), by_engine = await asyncio.gather(
-            self._engines.learners.call("canary", self.sequences), self._engines.group.call("canary", self.sequences)
-        )
+        """Compare after a transfer, for metrics; raises ClusterError that names the worst token and both values."""
+        self._expected, by_engine = await asyncio.gather(self._by_learner(), self._by_engine())
         problem = f"does not hold the weights of version {version}"
         difference = _compare(self._expected, by_engine, problem, self.tolerance)
         return {"sync/canary_difference": difference, "sync/canary_tolerance": self.tolerance}
 
     async def check_joined(self) -> None:
-        """Compare the engines, with one that has just joined, with the learner's log-probs after the last transfer.
-
-        Raises:
-            ClusterError: as `check`.
-        """
-        by_engine = await self._engines.group.call("canary", self.sequences)
-        _compare(self._expected, by_engine, "has joined and does not hold the current weights", self.tolerance)
+        """As `check`, when a new engine has joined: with the learner's log-probs after the last transfer."""
+        problem = "has joined and does not hold the current weights"
+        _compare(self._expected, await self._by_engine(), problem, self.tolerance)
 
     def check_rollouts(self, metrics: StepMetrics, *, temperature: float, max_lag: int) -> dict[str, float]:
         """How far the engines' log-probs of trained rollouts are from the learner's, divided by what rounding explains.
 
-        With a policy lag a place is compared with the first places, since the policy has moved everywhere.
+        With a policy lag, later positions are compared with the first ones: the policy has moved everywhere.
 
         Args:
             metrics: of a step; those of ENGINE_KL_FROM are read.
 
         Returns:
-            policy/engine_kl_excess of the worst place; empty until a place has MIN_TOKENS.
+            policy/engine_kl_excess of the worst positions; empty until some have MIN_TOKENS.
         """
-        places = {name: metrics[name] for name in ENGINE_KL_FROM.values() if name in metrics}
-        self._rollouts = merge_metrics([self._rollouts, places])
-        seen = {name: metric.value() for name, metric in self._rollouts.items() if _tokens(metric) >= MIN_TOKENS}
+        by_position = {name: metrics[name] for name in ENGINE_KL_FROM.values() if name in metrics}
+        self._rollouts = merge_metrics([self._rollouts, by_position])
+        seen = {
+            name: metric.value() for name, metric in self._rollouts.items() if cast(Mean, metric).weight >= MIN_TOKENS
+        }
         self._rollouts = {name: metric for name, metric in self._rollouts.items() if name not in seen}
         if not seen:
             return {}
@@ -175,16 +160,18 @@ class Canary:
         (written,) = await self._engines.generate(beginning, settings, seed=seed, what=prompt.id, engine=0)
         return beginning, written
 
+    async def _by_learner(self, *, in_float32: bool = False) -> Logprobs:
+        by_rank: list[Logprobs] = await self._engines.learners.call("canary", self.sequences, in_float32)
+        return by_rank[0]
+
+    async def _by_engine(self) -> list[Logprobs]:
+        return await self._engines.group.call("canary", self.sequences)
+
     async def _exact(self) -> tuple[Logprobs, Logprobs]:
         """The learner's log-probs in float32, and those in its own type."""
         await self._engines.sleep_if_colocated()  # the float32 pass needs memory for another embedding
-        own = (await self._engines.learners.call("canary", self.sequences))[0]
-        return (await self._engines.learners.call("canary", self.sequences, True))[0] if self._rounds else own, own
-
-
-def _tokens(metric: Metric) -> float:
-    weight: float = cast(Mean, metric).weight
-    return weight
+        own = await self._by_learner()
+        return await self._by_learner(in_float32=True) if self._rounds else own, own
 
 
 def _kl(sampled: Logprobs, other: Logprobs) -> float:
@@ -195,19 +182,13 @@ def _kl(sampled: Logprobs, other: Logprobs) -> float:
 
 def _check_alike(together: Completion, alone: Completion) -> None:
     """Raise ClusterError unless the engine sampled the same, bit for bit, next to other sequences and alone."""
-    if not np.array_equal(together.token_ids, alone.token_ids) or (
-        together.logprobs.tobytes() != alone.logprobs.tobytes()
-    ):
+    same_ids = np.array_equal(together.token_ids, alone.token_ids)
+    if not same_ids or together.logprobs.tobytes() != alone.logprobs.tobytes():
         raise ClusterError(
             "run.deterministic=true: the engine sampled a response once next to others and once alone, with the same "
             "noise, and got other tokens or log-probs. What it computes for this model depends on the batch, so two "
             "runs would differ. Set run.deterministic=false."
         )
-
-
-def _bound(noise: float) -> float:
-    """How far an engine may be from the float32 pass."""
-    return max(TOLERANCE, NOISE_FACTOR * noise)
 
 
 def _compare(expected: Logprobs, by_engine: Sequence[Logprobs], problem: str, bound: float) -> float:

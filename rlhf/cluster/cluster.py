@@ -22,11 +22,9 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from rlhf.cluster.actors import ActorGroup
-from rlhf.cluster.env_vars import environment_of
 from rlhf.cluster.heartbeat import Heartbeat
-from rlhf.cluster.placement import Placed, create, new_actor, rank_places, shared_gpus
-from rlhf.cluster.rank_group import RankGroup
-from rlhf.cluster.role_checkpoints import RoleCheckpoints
+from rlhf.cluster.placement import create, create_guest, environment_of, new_actor, shared_gpus
+from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints, folder_of
 from rlhf.cluster.session import RaySession
 from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
@@ -61,16 +59,13 @@ class Cluster:
         compare_nodes: bool = True,
         watch_stage: Watch = unwatched,
     ) -> None:
-        self.config = config
-        self.first_step = first_step
-        self.trains = trains
+        self.config, self.first_step, self.trains, self.watch_stage = config, first_step, trains, watch_stage
         self.roles = config.roles(trains=trains)
         self.shares_gpus = trains and getattr(config.cluster, "placement", "separate") == "colocated"
-        self.watch_stage = watch_stage
         self.checkpoints = RoleCheckpoints(self.trained)
         self.lost = ""
         self._compare_nodes = compare_nodes
-        self._placed: dict[str, Placed] = {}  # by role
+        self._by_role: dict[str, ActorGroup] = {}
         self._session = RaySession()
         self._groups: list[ActorGroup] = []  # all actors, those that are starting too
         self.heartbeat = Heartbeat(self._groups)
@@ -78,7 +73,7 @@ class Cluster:
 
     def group(self, role: str) -> ActorGroup:
         """The actors of a role."""
-        return self._placed[role].group
+        return self._by_role[role]
 
     @property
     def learners(self) -> RankGroup:
@@ -108,11 +103,19 @@ class Cluster:
             LostError: Ray itself has ended; RayLostError if it was not started here.
         """
         lost = self.why_lost(error)
-        if self.lost and (task := asyncio.current_task()):
-            task.uncancel()
+        if self.lost and (current := asyncio.current_task()):
+            current.uncancel()
+        groups = self._by_role.items()
         if not lost:
-            self._session.keep_logs(error, Path(self.config.run.dir), self._names())
-        await self._stop(polite=not lost)
+            names = {str(x.process): f"{name} {i}" for name, group in groups for i, x in enumerate(group.locations)}
+            self._session.keep_logs(error, Path(self.config.run.dir), names)
+        for task in self._watching:
+            task.cancel()
+        if ray.is_initialized() and not lost:  # actors close; a cluster that goes on gets back what they hold of it
+            await asyncio.gather(*(group.end() for _, group in groups))
+            for reservation in filter(None, (group.reservation for _, group in groups)):
+                remove_placement_group(reservation)
+        self._session.stop()
         if lost:
             raise self._session.lost_error(lost) from None
 
@@ -148,8 +151,8 @@ class Cluster:
             if failure is not None:
                 raise failure
         for guest in guests:
-            self._placed[guest.name] = await create(guest, config, learners=self._placed[LEARNER])
-        self._groups += [placed.group for placed in self._placed.values()]
+            self._by_role[guest.name] = await create_guest(guest, config, self.learners)
+        self._groups += self._by_role.values()
         if self.shares_gpus:
             await self._build_one_after_another()
         else:
@@ -157,7 +160,7 @@ class Cluster:
             await asyncio.gather(*map(self._build, self.roles))
 
     async def _create(self, role: Role, guests: Sequence[Role]) -> None:
-        self._placed[role.name] = await create(role, self.config.cluster, guests=guests)
+        self._by_role[role.name] = await create(role, self.config.cluster, guests=guests)
 
     async def _build_one_after_another(self) -> None:
         """Load the roles that share GPUs. An engine takes the memory that is free when it starts, so it comes last."""
@@ -172,52 +175,55 @@ class Cluster:
 
     async def _build(self, role: Role) -> None:
         """Construct the hosted objects of a role."""
-        placed = self._placed[role.name]
-        places = self._places(placed, self.first_step)
-        environments = [self._environment(role) for _ in places]
-        if role.guest and self.shares_gpus:
-            for i, environment in enumerate(environments):
-                environment["CUDA_VISIBLE_DEVICES"] = shared_gpus(self._placed[LEARNER].locations, role, i)
+        arguments = self._arguments(role, self.first_step)
         with self.watch_stage(role.name if role.name == ENGINE else f"weights of the {role.name}"):
-            await placed.group.build(
-                environments,
-                [self._arguments(role, place) for place in places],
-                deadline_s=self.config.cluster.start_deadline_s,
-            )
+            await self.group(role.name).build(arguments, deadline_s=self.config.cluster.start_deadline_s)
 
-    def _places(self, placed: Placed, version: int) -> list[Place]:
-        config, role = self.config.cluster, placed.role
+    def _arguments(self, role: Role, version: int) -> list[tuple[Any, ...]]:
+        """For each actor of a role: its environment, and the arguments of the class that it hosts."""
+        config, locations = self.config.cluster, self.group(role.name).locations
+        nodes = [location.node for location in locations]
         at_once = sum(other.count for other in self.roles if other.training is not None)  # they compute together
         share = max(1, (os.cpu_count() or 1) // at_once) if role.training is not None else 1
-        threads = config.threads_per_learner or share
-        return rank_places(
-            placed.locations, threads, config.device, deterministic=self.config.run.deterministic, version=version
-        )
+        read: tuple[Any, ...] = ()
+        if role.reads:
+            module, function = role.reads.split(":")
+            read = (getattr(importlib.import_module(module), function)(self.config),)
+        arguments = []
+        for rank, node in enumerate(nodes):
+            place = Place(
+                rank,
+                world_size=len(nodes),
+                # A learner sees only its own GPU, as device 0; on CPU the ranks of a node are numbered.
+                local_rank=0 if config.device == "cuda" else nodes[:rank].count(node),
+                master_host=locations[0].host,
+                master_port=locations[0].port,
+                threads=config.threads_per_learner or share,
+                ranks_on_node=nodes.count(node),
+                deterministic=self.config.run.deterministic,
+                version=version,
+            )
+            environment = environment_of(role.name, self.config, sockets=self._session.temp)  # deleted with this folder
+            if role.guest and self.shares_gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = shared_gpus(self.learners.locations, role, rank)
+            arguments.append((environment, self.config, place, *read))
+        return arguments
 
-    def _arguments(self, role: Role, place: Place) -> tuple[Any, ...]:
-        if not role.reads:
-            return self.config, place
-        module, function = role.reads.split(":")
-        return self.config, place, getattr(importlib.import_module(module), function)(self.config)
-
-    def _environment(self, role: Role) -> dict[str, str]:
-        return environment_of(role.name, self.config, sockets=self._session.temp)  # deleted with this folder
-
-    async def start_another(self, role: str, rank: int, *, version: int) -> ActorGroup:
-        """A new actor in the place of another one of its role: a group of one, with the weights of model.path.
+    async def start_another(self, role_name: str, rank: int, *, version: int) -> ActorGroup:
+        """A new actor instead of another one of its role: a group of one, with the weights of model.path.
 
         Args:
             version: of the weights that the others have.
         """
-        placed, config = self._placed[role], self.config.cluster
-        assert placed.bundles is not None
-        actor = new_actor(placed.role, placed.role.cpus, placed.bundles, placed.order[rank])
-        new = ActorGroup(f"{role} {rank}, a new one,", [actor], deadline_s=config.step_deadline_s)
+        config, old = self.config.cluster, self.group(role_name)
+        (role,) = (role for role in self.roles if role.name == role_name)
+        assert old.reservation is not None
+        actor = new_actor(role, role.cpus, old.reservation, old.bundles[rank])
+        new = ActorGroup(f"{role_name} {rank}, a new one,", [actor], deadline_s=config.step_deadline_s)
         self._groups.append(new)
         try:
             await new.locate(deadline_s=config.start_deadline_s)
-            arguments = [self._arguments(placed.role, self._places(placed, version)[rank])]
-            await new.build([self._environment(placed.role)], arguments, deadline_s=config.start_deadline_s)
+            await new.build([self._arguments(role, version)[rank]], deadline_s=config.start_deadline_s)
         except BaseException:
             ray.kill(actor)
             raise
@@ -244,25 +250,7 @@ class Cluster:
 
     async def load(self, folder: Path) -> None:
         """Put a checkpoint back; engines on the same GPUs must sleep."""
-        for role in self.trained():
-            await self.checkpoints.load(role, folder)
+        for name, ranks in self.trained().items():
+            await ranks.call("load", str(folder_of(name, folder)))
             if self.shares_gpus:
-                await self.leave_gpus(role)
-
-    # --- end ---
-
-    def _names(self) -> dict[str, str]:
-        """The names of the actors by process."""
-        groups = [(role, placed.group.locations) for role, placed in self._placed.items()]
-        return {str(place.process): f"{role} {rank}" for role, places in groups for rank, place in enumerate(places)}
-
-    async def _stop(self, *, polite: bool) -> None:
-        """End everything; `polite` lets the actors close, and frees what they hold of a cluster that goes on."""
-        for task in self._watching:
-            task.cancel()
-        if ray.is_initialized() and polite:
-            await asyncio.gather(*(placed.group.end() for placed in self._placed.values()))
-            for placed in self._placed.values():
-                if placed.bundles is not None:
-                    remove_placement_group(placed.bundles)
-        self._session.stop()
+                await self.leave_gpus(name)

@@ -14,7 +14,7 @@ import ray
 from rlhf.cluster.actors import ActorGroup, LostError, start_call
 from rlhf.cluster.cluster import Cluster
 from rlhf.cluster.rank_group import RankGroup
-from rlhf.cluster.replacement import EngineLostError, Replacements, while_healthy
+from rlhf.cluster.replacement import Replacements, while_healthy
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import ENGINE
 from rlhf.log.clock import BusyMeter
@@ -33,24 +33,23 @@ async def started_engines(config: GRPOConfig, *, trains: bool = True) -> AsyncIt
 class Engines:
     """The engines of a cluster that has started; an async context, which connects learners and engines.
 
-    Attributes:
-        group: their actors; the doctor and the canary call them.
-        cluster: that they belong to.
-        meter: tokens that they have sampled, and their busy seconds.
+    `group` has their actors, `meter` counts the tokens that they have sampled and their busy seconds.
     """
 
     def __init__(self, cluster: Cluster, config: GRPOConfig) -> None:
+        self.cluster, self.meter = cluster, BusyMeter()
         self.group: ActorGroup = cluster.group(ENGINE)
-        self.meter = BusyMeter()
-        self.cluster = cluster
         self._config = config.cluster
-        self._limits = config.run.max_restarts
+        self._max_restarts = config.run.max_restarts
         self._in_flight = [0] * len(self.group.actors)
         self._asleep = False
         self._version = cluster.first_step  # of the weights that they have
         self._connected: list[Any] = []  # those that the learners can send to
         self._transfer_lock = asyncio.Lock()
-        self._replacements: Replacements | None = None
+        self._replacements = Replacements(
+            self.group, start=self._start_another, join=self._join, fewest=config.cluster.min_engines
+        )
+        self._check_joined: Callable[[], Awaitable[Any]] | None = None
         self._watching: list[asyncio.Task[None]] = []
 
     @property
@@ -71,9 +70,8 @@ class Engines:
     async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         for task in self._watching:
             task.cancel()
-        if self._replacements is not None:
-            lost = self.cluster.why_lost(error)
-            await self._replacements.close(kill=not lost and ray.is_initialized())
+        lost = self.cluster.why_lost(error)
+        await self._replacements.close(kill=not lost and ray.is_initialized())
 
     # --- sampling ---
 
@@ -93,38 +91,23 @@ class Engines:
 
         Args:
             seed: of the first sample's noise; that of sample i is i more. None: the engine's own generator.
-            engine: take this one.
         """
-        arguments = token_ids, settings, samples, seed
         while True:
-            with contextlib.suppress(EngineLostError) if engine is None else contextlib.nullcontext():
-                chosen = await self._least_busy() if engine is None else engine
-                self._in_flight[chosen] += 1
-                self.meter.begin()
-                try:
-                    completions = await self._request(chosen, "generate", *arguments, what=f"sampling {what}")
-                finally:
-                    self._in_flight[chosen] -= 1
-                    self.meter.end()
+            chosen = await self._replacements.next_engine(self._in_flight) if engine is None else engine
+            call = self.group.call_one(chosen, "generate", token_ids, settings, samples, seed, what=f"sampling {what}")
+            self._in_flight[chosen] += 1
+            self.meter.begin()
+            try:  # a failed replacement may have left this engine paused
+                completions: list[Completion] = await self._replacements.unless_failed(call)
+            except LostError as error:
+                if engine is not None or not self._replacements.take_over(chosen, error):
+                    raise
+            else:
                 self.meter.tokens += sum(len(completion.token_ids) for completion in completions)
                 return completions
-
-    async def _request(self, engine: int, method: str, *arguments: Any, what: str) -> Any:
-        """A call on one engine; raises EngineLostError if it is lost and being replaced."""
-        call = self.group.call_one(engine, method, *arguments, what=what)
-        try:
-            if self._replacements is not None:  # a failed replacement may have left this engine paused
-                call = self._replacements.unless_failed(call)
-            return await call
-        except LostError as error:
-            if self._replaces(engine, error):
-                raise EngineLostError(str(error)) from error
-            raise
-
-    async def _least_busy(self) -> int:
-        if self._replacements is None:
-            return min(range(len(self._in_flight)), key=self._in_flight.__getitem__)
-        return await self._replacements.next_engine(self._in_flight)
+            finally:
+                self._in_flight[chosen] -= 1
+                self.meter.end()
 
     # --- weights ---
 
@@ -134,15 +117,13 @@ class Engines:
         Colocated engines have no requests then; they sleep until the weights come, to leave memory for the buffers.
         """
         await self.sleep_if_colocated()
-        if self._replacements is not None:
-            await self._replacements.enough()
+        await self._replacements.enough()
         async with self._transfer_lock:
             if self._asleep:
                 await self.cluster.leave_gpus()
                 await self.group.call("wake_up", ["weights"])
             await self._transfer(version)
-        if self._replacements is not None:
-            self._replacements.ready()
+        self._replacements.ready()
 
     async def sleep_if_colocated(self) -> None:
         """Before the learners work: engines on the same GPUs free their memory until the next weights arrive."""
@@ -156,7 +137,7 @@ class Engines:
         Args:
             unless_changed: send nothing if an update has begun; the result says whether the weights were sent.
         """
-        joining = {} if self._replacements is None else self._replacements.admit()
+        joining = self._replacements.admit()
         await self._pause()
         connection = await self._connection() if self.group.present != self._connected else None
         may_send = not (unless_changed and self.learners.changed)
@@ -170,7 +151,7 @@ class Engines:
                 await self.group.call("wake_up", ["kv_cache"])
                 self._asleep = False
         await self.group.call("resume")
-        if self._replacements is not None and not may_send:
+        if not may_send:
             self._replacements.send_back(joining)
         return may_send
 
@@ -180,7 +161,7 @@ class Engines:
             *(self.group.call_one(rank, "pause", what="pausing") for rank in ranks), return_exceptions=True
         )
         for rank, outcome in zip(ranks, outcomes, strict=True):
-            replaced = isinstance(outcome, LostError) and self._replaces(rank, outcome)
+            replaced = isinstance(outcome, LostError) and self._replacements.take_over(rank, outcome)
             if isinstance(outcome, BaseException) and not replaced:
                 raise outcome
         if not self.group.present:
@@ -210,24 +191,18 @@ class Engines:
 
     def replace_lost(self, check: Callable[[], Awaitable[Any]]) -> None:
         """From now on replace lost engines, except on shared GPUs; `check` is called when a new one has joined."""
-        if self.cluster.shares_gpus:
-            return
+        if not self.cluster.shares_gpus:
+            self._check_joined, self._replacements.allowed = check, self._max_restarts
+            self._watching.append(asyncio.ensure_future(self._replacements.watch()))
 
-        async def join(rank: int) -> None:
-            async with self._transfer_lock:
-                assert self._replacements is not None
-                waits = rank in self._replacements.built and not self.learners.changed
-                if waits and await self._transfer(self._version, unless_changed=True):
-                    await check()
-                    self._replacements.ready()
+    async def _start_another(self, rank: int) -> ActorGroup:
+        return await self.cluster.start_another(ENGINE, rank, version=self._version)
 
-        async def start(rank: int) -> ActorGroup:
-            return await self.cluster.start_another(ENGINE, rank, version=self._version)
-
-        self._replacements = Replacements(
-            self.group, start=start, join=join, fewest=self._config.min_engines, allowed=self._limits
-        )
-        self._watching.append(asyncio.ensure_future(self._replacements.watch()))
-
-    def _replaces(self, rank: int, error: LostError) -> bool:
-        return self._replacements is not None and self._replacements.take_over(rank, error)
+    async def _join(self, rank: int) -> None:
+        """Give a new engine the current weights at once, if the learners still hold them."""
+        async with self._transfer_lock:
+            waits = rank in self._replacements.built and not self.learners.changed
+            if waits and await self._transfer(self._version, unless_changed=True):
+                assert self._check_joined is not None, "only `replace_lost` lets engines be replaced"
+                await self._check_joined()
+                self._replacements.ready()

@@ -4,8 +4,8 @@
 
 The driver holds the other end of the standard input, so the input ends with the driver. A process belongs to the
 cluster if it was started with FOLDER in the environment variable MARK, which Ray's processes inherit from the driver's
-`ray.init` and pass on; so do all processes below it. What a process reads says nothing: it may be somebody who follows
-a log. Only the standard library is used: it starts at once.
+`ray.init`, or if it is below one that was. What a process reads says nothing: it may be somebody who follows a log.
+Only the standard library is used: it starts at once.
 """
 
 from __future__ import annotations
@@ -53,15 +53,11 @@ def _members(folder: str, spared: set[int]) -> set[int]:
             if state == "Z":
                 continue
             parents[int(entry)] = int(parent)
-            if _belongs(entry, folder):
+            if f"{MARK}={folder}".encode() in Path("/proc", entry, "environ").read_bytes().split(b"\0"):
                 members.add(int(entry))
     while below := {process for process, parent in parents.items() if parent in members} - members:
         members |= below
     return members
-
-
-def _belongs(process: str, folder: str) -> bool:
-    return f"{MARK}={folder}".encode() in Path("/proc", process, "environ").read_bytes().split(b"\0")
 
 
 def _shared_memory(process: int) -> set[str]:

@@ -1,8 +1,9 @@
-"""Checks the processes of all actors every few seconds: kills stopped ones, and measures the memory of all.
+"""Looks at the processes of all actors every few seconds: it kills those that are stopped, and measures their memory.
 
-A dead process breaks the calls that wait for it within seconds. A stopped one (SIGSTOP, a frozen container) does not:
-calls would wait for it until `cluster.step_deadline_s`. So it is killed, and its death is noticed. Processes of the
-driver's own node are checked directly, those of other nodes by a small Ray task there.
+A dead process breaks the calls that wait for it within seconds. A stopped one (by SIGSTOP, or in a frozen container)
+does not answer and breaks nothing: calls would wait for `cluster.step_deadline_s`. So a process that LOOKS looks in a
+row found stopped is killed, and its actor is then noticed as lost. The driver looks at its own node itself, and at
+every other node through a small Ray task there.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhf.cluster.actors import ActorGroup
-from rlhf.cluster.node_report import nvidia_smi
+from rlhf.cluster.node_report import call_on_node, nvidia_smi
 from rlhf.plan.memory import GIB
 
 PERIOD_S = 5.0
@@ -36,29 +36,25 @@ class Look(NamedTuple):
 
 
 def look(actors: Sequence[int], kill: Sequence[int] = (), *, others: Sequence[int] = ()) -> Look:
-    """Look at this node, and kill the processes in `kill` that are still stopped.
+    """Look at these actors of this node and all processes below them; kill those in `kill` that are still stopped.
 
-    Args:
-        actors: process ids of actors; the processes below them are looked at too.
-        others: further processes, whose memory only is measured.
+    Of the processes `others` only the memory is measured.
     """
     processes = {process.pid: process for process in psutil.process_iter(["ppid", "status"])}
     below = defaultdict(list)
-    for pid, process in processes.items():
-        below[process.info["ppid"]].append(pid)
+    for process in processes.values():
+        below[process.info["ppid"]].append(process)
 
-    def family(pid: int) -> list[int]:
-        return [pid, *(member for child in below[pid] for member in family(child))] if pid in processes else []
+    def family(pid: int) -> list[psutil.Process]:
+        return [processes[pid], *(m for child in below[pid] for m in family(child.pid))] if pid in processes else []
 
-    stopped = []
-    for pid in sorted({member for actor in actors for member in family(actor)}):
-        if processes[pid].info["status"] == psutil.STATUS_STOPPED:
-            stopped.append(pid)
-            if pid in kill:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    processes[pid].kill()
-    resident = {pid: sum(map(_resident, map(processes.__getitem__, family(pid)))) for pid in (*actors, *others)}
-    return Look(stopped, resident, _gpu_bytes())
+    stopped = {p for actor in actors for p in family(actor) if p.info["status"] == psutil.STATUS_STOPPED}
+    for process in stopped:
+        if process.pid in kill:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    resident = {pid: sum(map(_resident, family(pid))) for pid in (*actors, *others)}
+    return Look([process.pid for process in stopped], resident, _gpu_bytes())
 
 
 def _resident(process: psutil.Process) -> int:
@@ -83,9 +79,7 @@ def memory_metrics(
 ) -> dict[str, float]:
     """memory/<role>/<rank> and, of actors with GPUs, memory/<role>/<rank>/gpu, in GiB.
 
-    Args:
-        looks: by node.
-        others: bytes of further processes, by name.
+    `looks` are by node; `others` are bytes of further processes, by name.
     """
     sizes = dict(others)
     for group in groups:
@@ -100,16 +94,11 @@ def memory_metrics(
 
 
 class Heartbeat:
-    """Watches the processes of all actors until it is cancelled.
-
-    Attributes:
-        memory: metrics of `memory_metrics`, as of the last look.
-        others: names and ids of further processes of the driver, whose memory is measured.
-    """
+    """Watches the processes of all actors until it is cancelled."""
 
     def __init__(self, groups: Sequence[ActorGroup]) -> None:
-        self.memory: dict[str, float] = {}
-        self.others: Callable[[], Mapping[str, int]] = dict
+        self.memory: dict[str, float] = {}  # metrics of the last look
+        self.others: Callable[[], Mapping[str, int]] = dict  # further processes of the driver, of which to measure it
         self._groups = groups
         self._seen: dict[tuple[str, int], int] = {}  # (node, process) -> looks in a row that found it stopped
 
@@ -142,11 +131,8 @@ class Heartbeat:
             print(f"heartbeat: process {process} on node {node[:8]} is stopped; it is killed", flush=True)
         if node == ray.get_runtime_context().get_node_id():
             return await asyncio.to_thread(look, actors, kill, others=others)
-        there: Any = ray.remote(look).options(
-            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        )
         try:
-            found: Look = await asyncio.wait_for(asyncio.wrap_future(there.remote(actors, kill).future()), ANSWER_S)
+            found: Look = await call_on_node(node, look, actors, kill, deadline_s=ANSWER_S)
         except (TimeoutError, ray.exceptions.RayError):
             return Look()
         return found

@@ -12,6 +12,7 @@ import importlib.util
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -53,8 +54,7 @@ def plugin_is_installed() -> bool:
 
 def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
     """One line for each entry that a node lacks, or in which it differs from the first node."""
-    first = reports[0]
-    lines = []
+    first, lines = reports[0], []
     for node in reports:
         for name, value in node.items():
             if name in NEEDED and value == "missing":
@@ -81,43 +81,38 @@ def gpus() -> list[str]:
 
 def node_names(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Ray's id -> `host (address)`, with the beginning of the id if several nodes share an address."""
-    places = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}" for node in nodes}
-    shared = {place for place in places.values() if list(places.values()).count(place) > 1}
-    return {key: f"{place}, {key[:8]})" if place in shared else f"{place})" for key, place in places.items()}
+    hosts = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}" for node in nodes}
+    count = Counter(hosts.values())
+    return {key: f"{host}, {key[:8]})" if count[host] > 1 else f"{host})" for key, host in hosts.items()}
+
+
+async def call_on_node(node_id: str, function: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:
+    """Call a function on a node of this Ray cluster; raises TimeoutError or Ray's RayError if there is no answer."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there: Any = ray.remote(function).options(
+        num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+    )
+    return await asyncio.wait_for(there.remote(*arguments), deadline_s)
 
 
 async def ask_nodes(
     nodes: Sequence[Mapping[str, Any]], function: Callable[[], Any], *, deadline_s: float
 ) -> dict[str, tuple[Any, str]]:
-    """Call a function on each of these nodes of the Ray cluster that this process has joined.
-
-    Args:
-        nodes: as `ray.nodes()` gives them.
-        deadline_s: seconds for all answers; the nodes are asked at the same time.
-
-    Returns:
-        Ray's id of each node -> the answer and "", or None and why there is none.
-    """
+    """Call a function on each node of `ray.nodes()` -> by its id, the answer or why there is none."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     for module in (__name__, function.__module__):  # the package may be missing where the function runs
         ray.cloudpickle.register_pickle_by_value(sys.modules[module])
-    task = ray.remote(function)
-    references = [
-        task.options(
-            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote()
-        for node in nodes
-    ]
 
-    async def answer(reference: Any) -> tuple[Any, str]:
+    async def answer(node_id: str) -> tuple[Any, str]:
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(reference.future()), deadline_s), ""
+            return await call_on_node(node_id, function, deadline_s=deadline_s), ""
         except TimeoutError:
             return None, f"no answer within {deadline_s:.0f} s"
         except ray.exceptions.RayError as error:
             return None, (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
-    answers = await asyncio.gather(*map(answer, references))
-    return {node["NodeID"]: answer for node, answer in zip(nodes, answers, strict=True)}
+    ids = [node["NodeID"] for node in nodes]
+    return dict(zip(ids, await asyncio.gather(*map(answer, ids)), strict=True))

@@ -1,16 +1,25 @@
-"""The driver's handle of one trained module, policy or critic: sends a step to all ranks and merges their answers."""
+"""The driver's handle of a trained role, policy or critic: its ranks as one in a step, and their checkpoints.
+
+Every rank writes its own part of a checkpoint while the run goes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
-from rlhf.cluster.actors import ActorGroup
+from rlhf.cluster.actors import ActorGroup, ClusterError
+from rlhf.config.roles import LEARNER
 from rlhf.log.reductions import StepMetrics, UpdateOutcome, merge_metrics, merge_outcomes
-from rlhf.types import Minibatch, PackedTokens, PolicyTargets, StepBatch, ValueTargets
+from rlhf.types import Minibatch, PackedTokens, PolicyTargets, StepBatch, ValueTargets, WrittenFile
+
+FIRST_POLL_S, LAST_POLL_S = 0.05, 2.0  # seconds between two checks whether the ranks have written their files
 
 
 class RankGroup(ActorGroup):
@@ -46,14 +55,9 @@ class RankGroup(ActorGroup):
 
     def _column(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """[N] float32 of the step, from the outputs of each rank, row after row."""
-        column, bounds = np.zeros(len(self._tokens.token_ids), np.float32), self._tokens.cu_seqlens.tolist()
+        column = np.zeros(len(self._tokens.token_ids), np.float32)
         for rank, part in enumerate(parts):
-            read = 0
-            for row in rows_of_rank(self._epochs[:1], rank).tolist():
-                start, end = bounds[row], bounds[row + 1]
-                column[start:end] = part[read : read + end - start]
-                read += end - start
-            assert read == len(part)
+            column[self._tokens.token_indices(rows_of_rank(self._epochs[:1], rank))] = part
         return column
 
     async def update(self, targets: PolicyTargets | ValueTargets) -> list[UpdateOutcome]:
@@ -84,3 +88,55 @@ def rows_of_rank(epochs: Sequence[Sequence[Minibatch]], rank: int) -> np.ndarray
     """[S] int64, the rows that a rank computes, in its order."""
     rows = [rows for epoch in epochs for minibatch in epoch for rows in minibatch.microbatches[rank]]
     return np.concatenate([np.zeros(0, np.int64), *rows])
+
+
+class RoleCheckpoints:
+    """Saves once at a time; `trained` gives the ranks of each trained role, by its name."""
+
+    def __init__(self, trained: Callable[[], Mapping[str, RankGroup]]) -> None:
+        self._trained = trained
+        self._saving = Path()
+
+    async def bytes(self) -> int:
+        """Bytes that `save` will write, over all ranks."""
+        return sum([sum(await ranks.call("checkpoint_bytes")) for ranks in self._trained().values()])
+
+    async def save(self, folder: Path) -> None:
+        """Begin to write weights and optimizer state of every trained role; `saved` waits for the end."""
+        self._saving = folder
+        for name, ranks in self._trained().items():
+            part = folder_of(name, folder)
+            part.mkdir(exist_ok=True)
+            await ranks.call("save", str(part))
+
+    async def saved(self) -> dict[str, WrittenFile]:
+        """Wait until every rank has written what `save` began.
+
+        Returns:
+            The files by path in the folder.
+
+        Raises:
+            OSError: the first rank's error from its disk; no rank is writing any more.
+            ClusterError: the deadline of an update has passed, for example on a file system that hangs.
+        """
+        files: dict[str, WrittenFile] = {}
+        errors, wait_s, began = [], FIRST_POLL_S, time.monotonic()
+        for name, ranks in self._trained().items():
+            deadline_s = ranks.update_deadline_s
+            while None in (reports := await ranks.call("saved", deadline_s=deadline_s)):
+                if time.monotonic() - began > deadline_s:
+                    raise ClusterError(f"{self._saving}: not written within {deadline_s:.0f} s. Does the disk hang?")
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LAST_POLL_S)
+            below = folder_of(name, self._saving).relative_to(self._saving.resolve())
+            for report in reports:
+                files |= {(below / file).as_posix(): written for file, written in report.files.items()}
+                errors += [report.error] if report.error else []
+        if errors:
+            raise OSError(errors[0])
+        return files
+
+
+def folder_of(role: str, checkpoint: Path) -> Path:
+    """The policy's files are in the checkpoint itself, those of another role in a folder of its name."""
+    return checkpoint.resolve() if role == LEARNER else checkpoint.resolve() / role

@@ -1,12 +1,13 @@
-"""Engines that die while the run goes on: each is replaced by a new one in its place, and the others go on sampling.
+"""Engines that die while the run goes on: each is replaced by a new one, and the others go on sampling.
 
-    lost      an answer that never comes, a failed call, a failed health check; no further call goes to the engine
-    built     a new engine is there, with the weights of model.path
-    present   it has got the current weights from the learners: with the next transfer, or at once while the learners
-              still hold what the engines have, and then the canary compares it before it samples
+    lost      it does not answer, a call failed, or a health check failed: no further call goes to it
+    built     a new engine has started, with the weights of model.path
+    present   the learners have sent it the current weights: with the next transfer, or at once while they still hold
+              what the engines have. Then the canary compares it before it samples.
 
-A caller that waited for a lost engine asks `next_engine` for another one. An engine that is lost during a transfer
-leaves the others with half of the new weights; that ends the run, or starts it again (`run.max_restarts`).
+A caller that waited for a lost engine asks `next_engine` for another one. An engine that is lost during a transfer is
+not replaced: the others have half of the new weights. The run then starts again from its newest checkpoint
+(`run.max_restarts`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,7 @@ HEALTH_DEADLINE_S = 120.0
 ENGINE_DEATH_NOTICE_S = 30  # after a failed transfer; vLLM hears of a dead worker within 5 s, later on busy cores
 LOOK_EVERY_S = 0.1
 
-
 R = TypeVar("R")
-
-
-class EngineLostError(LostError):
-    """An engine was lost in a call, and is being replaced: make the call on another one."""
 
 
 class Replacements:
@@ -41,8 +37,8 @@ class Replacements:
         engines: the group; its `absent` ranks are those that are lost or have no current weights.
         start: builds a new engine for a rank.
         join: called when one is built; gives it the weights unless the next transfer has to.
-        fewest: the run waits while fewer engines than this are left (`cluster.min_engines`).
-        allowed: engines that may be lost between two transfers.
+        fewest: sampling and transfers wait while fewer engines than this are left (`cluster.min_engines`).
+        allowed: at most so many engines are replaced between two transfers (`run.max_restarts`).
     """
 
     def __init__(
@@ -52,11 +48,12 @@ class Replacements:
         start: Callable[[int], Awaitable[ActorGroup]],
         join: Callable[[int], Awaitable[None]],
         fewest: int,
-        allowed: int,
+        allowed: int = 0,
     ) -> None:
+        self.allowed = allowed
         self.built: dict[int, ActorGroup] = {}
         self._engines, self._start, self._join = engines, start, join
-        self._fewest, self._allowed = fewest, allowed
+        self._fewest = fewest
         self._joining: set[int] = set()  # present, and without the current weights or their check
         self._lost = 0  # since the last transfer
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -66,7 +63,7 @@ class Replacements:
         """Replace an engine after this error; False if too many were lost."""
         if rank in self._engines.absent:
             return True
-        if self._lost >= self._allowed:
+        if self._lost >= self.allowed:
             return False
         self._lost += 1
         self._engines.absent.add(rank)
@@ -76,40 +73,32 @@ class Replacements:
 
     async def _replace(self, rank: int) -> None:
         try:
-            await self._build_and_join(rank)
+            await self._end(self._engines.actors[rank])
+            while rank not in self.built:
+                try:
+                    self.built[rank] = await self._start(rank)
+                except LostError as error:
+                    if len(self._engines.present) < self._fewest:
+                        raise
+                    say(f"warning: {error} The run goes on without this engine; it is started again.")
+            await self._join(rank)
         except Exception as error:
             if not self._failed.done():
                 self._failed.set_exception(error)
                 self._failed.exception()  # marks it as seen: it is raised only where a caller waits
 
-    async def _build_and_join(self, rank: int) -> None:
-        await self._end(self._engines.actors[rank])
-        while True:
-            try:
-                self.built[rank] = await self._start(rank)
-                break
-            except LostError as error:
-                if len(self._engines.present) < self._fewest:
-                    raise
-                say(f"warning: {error} The run goes on without this engine; it is started again.")
-        await self._join(rank)
-
     async def _end(self, actor: Any) -> None:
         """Kill an engine's actor, and the processes below it where the actor still answers."""
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            await asyncio.wait_for(asyncio.wrap_future(actor.end_children.remote().future()), END_S)
+            await asyncio.wait_for(actor.end_children.remote(), END_S)
         ray.kill(actor)
 
     async def next_engine(self, in_flight: Sequence[int]) -> int:
-        """The least busy engine that can sample; waits while too few are left.
-
-        Raises:
-            ClusterError: a replacement failed.
-        """
+        """The engine that can sample and has the fewest requests; waits while too few are left."""
         while True:
             self.raise_failure()
             ranks = set(range(len(in_flight))) - self._engines.absent - self._joining
-            if len(ranks) >= min(self._fewest, len(in_flight)):
+            if len(ranks) >= self._fewest:
                 return min(sorted(ranks), key=in_flight.__getitem__)
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -179,8 +168,7 @@ class Replacements:
 
 
 async def while_healthy(engines: ActorGroup, sending: Awaitable[Any]) -> None:
-    """Wait for a transfer, and stop waiting when an engine is dead or has failed to load: the sender alone would wait
-    for its deadline.
+    """Wait for a transfer until an engine is dead or has failed to load; the sender alone would wait for its deadline.
 
     If the transfer fails, the engines are checked first: a dead engine is the cause, not the learner's error.
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,11 @@ MAX_ERROR_SHOWN = 300
 PARTS = {"gcs_server": "control service", "raylet": "node manager"}  # nothing works without them
 LOOK_EVERY_S = 0.5
 CONTROL_PATIENCE_S = 30.0  # a joined cluster may start its control service again
-RAY_PATIENCE_S = 180  # without a control service Ray's C++ ends this process, by default after 60 s
+VARIABLES = {
+    "RAY_worker_niceness": "0",  # by default 15: any other process would starve the actors
+    "RAY_task_events_report_interval_ms": "0",  # a record of calls for Ray's dashboard, which is off: 0.2 MB per step
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "180",  # then Ray's C++ ends a process without a control service: 60
+}
 
 
 class RayLostError(ClusterError, ResumableError):
@@ -64,28 +68,24 @@ class RaySession:
         Raises:
             ValueError: no cluster answers there, or the environment switches Ray's authentication off.
         """
-        if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        if (mode := os.environ.get("RAY_AUTH_MODE", "token")).lower() != "token":
             raise ValueError(
-                f"RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}: whoever reaches Ray's ports could run programs as you. "
+                f"RAY_AUTH_MODE={mode}: whoever reaches Ray's ports could run programs as you. "
                 "Remove the variable; Ray then makes a token and asks for it."
             )
         address = address or os.environ.get("RAY_ADDRESS")
-        # Ray's default is nice 15: any other process would starve the workers.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        # Ray keeps a record of every call for its dashboard, which is off: 0.2 MB more at each step.
-        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_PATIENCE_S))
+        for variable, value in VARIABLES.items():
+            os.environ.setdefault(variable, value)
         logging.getLogger("ray").setLevel(logging.ERROR)
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         try:
-            with _keep_sigterm_handler():
+            with _own_sigterm_handler():
                 if address:
                     check_address(address)
                     ray.init(address=address, **common)
                 else:
                     self._start_here(common)
-                    started = [p for p in psutil.process_iter(["name", "ppid"]) if p.info["ppid"] == os.getpid()]
-                    self._watched = {p.info["name"]: p for p in started if p.info["name"] in PARTS}
+                    self._watched = {p.name(): p for p in psutil.Process().children() if p.name() in PARTS}
         except ConnectionError as error:
             raise ValueError(
                 f"cluster.ray_address={address}: no Ray cluster answers there ({error}). Start one with `ray start "
@@ -103,10 +103,10 @@ class RaySession:
             private = tempfile.mkdtemp(prefix="rlhf-")
             self.temp = f"{private}/ray"
             self._start_guard(private)
-            local: dict[str, Any] = {"include_dashboard": False, "num_cpus": os.cpu_count()}
+            options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
             try:
-                with _on_loopback(), _marked(private), _in_sessions_of_their_own():
-                    ray.init(address="local", _temp_dir=self.temp, **local, **options)
+                with _own_cluster(private):
+                    ray.init(address="local", _temp_dir=self.temp, **options)
                 return
             except Exception as error:  # Ray has no own type for it
                 if "timed out during startup" not in str(error):
@@ -121,10 +121,12 @@ class RaySession:
     def lost(self) -> str:
         """Which of Ray's own processes on this machine has ended, and how; "" if they run."""
         for kind, process in self._watched.items():
-            if _has_ended(process):
-                if self.temp is None:
-                    return f"Ray's {PARTS[kind]} on this machine ({kind}) has ended."
-                return f"Ray's {PARTS[kind]} ({kind}) has ended with status {exit_status(process.wait(0))}."
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    continue
+            if self.temp is None:
+                return f"Ray's {PARTS[kind]} on this machine ({kind}) has ended."
+            return f"Ray's {PARTS[kind]} ({kind}) has ended with status {exit_status(process.wait(0))}."
         return ""
 
     async def wait_until_lost(self) -> str:
@@ -132,28 +134,27 @@ class RaySession:
         context = ray.get_runtime_context()
         if self.temp is None:
             (here,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
-            if raylet := _process_of(here["RayletSocketName"]):
-                self._watched = {"raylet": raylet}
+            self._watched = _raylet(here["RayletSocketName"])
         answered = time.monotonic()
         while not (lost := self.lost()):
-            if self.temp is None:
-                try:
+            try:
+                if self.temp is None:
                     await asyncio.to_thread(check_address, context.gcs_address)
-                    answered = time.monotonic()
-                except ConnectionError as error:
-                    if time.monotonic() - answered > CONTROL_PATIENCE_S:
-                        return f"Ray's {PARTS['gcs_server']} does not answer ({error})."
+                answered = time.monotonic()
+            except ConnectionError as error:
+                if time.monotonic() - answered > CONTROL_PATIENCE_S:
+                    return f"Ray's {PARTS['gcs_server']} does not answer ({error})."
             await asyncio.sleep(LOOK_EVERY_S)
         return lost
 
     def lost_error(self, what: str) -> ClusterError:
         """What a run ends with when Ray is lost; one that started its Ray itself can start another."""
-        if self.temp:
-            return LostError(what)
-        return RayLostError(f"{what} Start the cluster again, and go on with --resume.")
+        return (
+            LostError(what) if self.temp else RayLostError(f"{what} Start the cluster again, and go on with --resume.")
+        )
 
     async def compare_nodes(self, *, deadline_s: float) -> None:
-        """Check that every node of a running cluster has the same versions installed as this process.
+        """Check that every node of a cluster that was joined has the same versions installed as this process.
 
         Raises:
             ValueError: a node lacks something or has another version.
@@ -164,9 +165,8 @@ class RaySession:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = node_names(nodes)
         answers = await ask_nodes(nodes, report, deadline_s=deadline_s)
-        # Every node unpacks the working directory of a job before it answers. If several nodes share a machine, each of
-        # them removes that directory first. So its path now names another folder than the one in which this process
-        # began, and until now that folder may have been incomplete.
+        # Every node unpacks the working directory of a job before it answers; of several nodes on one machine, each
+        # removes that directory first. So its path now names another folder than that in which this process began.
         os.chdir(self._folder)
         reports = [report()]
         reports[0]["node"] += " (driver)"
@@ -180,33 +180,38 @@ class RaySession:
         say(f"{len(nodes)} node(s), all with rlhf {reports[0]['rlhf']} and ray {reports[0]['ray']}")
 
     def keep_logs(self, error: BaseException | None, run: Path, actors: Mapping[str, str]) -> None:
-        """After a failure: copy the actors' output from the temporary folder; add notes with its cause and the copy.
-
-        Args:
-            actors: names such as `engine 0` by process; the copied files get these names.
-        """
+        """After a failure: copy what the `actors` (names by process) printed; add notes with its cause and the copy."""
         if not (isinstance(error, ClusterError) and self.temp):
             return
         found = sorted(Path(self.temp).glob("session_latest/logs/worker-*"), key=lambda log: log.lstat().st_mtime)
-        texts = {log: text for log in found if (text := _own_text(log))}
+        texts: dict[str, str] = {}  # by the name of the copy
+        for log in found:
+            if text := _own_text(log):
+                name = actors.get(log.stem.rpartition("-")[2], log.stem).replace(" ", "-")
+                texts[f"{name}.log"] = texts.get(f"{name}.log", "") + hide(text)
         if not texts:
             return
         # an evaluation need not have a run folder
-        saved, logs = run / "logs" if run.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-logs-")), list[Path]()
+        saved = run / "logs" if run.is_dir() else Path(tempfile.mkdtemp(prefix="rlhf-logs-"))
         saved.mkdir(exist_ok=True)
-        for log, text in texts.items():
-            name = actors.get(log.stem.rpartition("-")[2], log.stem).replace(" ", "-")
-            logs.append(_append(text, saved / f"{name}.log", anew=saved / f"{name}.log" not in logs))
-        if cause := error_in_logs(sorted(logs, key=lambda log: log.stem.replace("-", " ") not in str(error))):
+        for name, text in texts.items():
+            if (saved / name).exists():  # of an earlier failure
+                (saved / name).replace((saved / name).with_suffix(".old"))
+            (saved / name).write_text(text)
+        failed_first = sorted(texts, key=lambda name: name.removesuffix(".log").replace("-", " ") not in str(error))
+        if cause := error_in_logs({name: texts[name] for name in failed_first}):
             error.add_note(cause)
         error.add_note(f"What the actors printed is in {saved}.")
 
     def _start_guard(self, folder: str) -> None:
         """Start the process that ends this cluster and removes its folder when the driver has ended."""
-        command = [sys.executable, "-I", "-S", guard.__file__, folder]
-        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        # a session of its own: neither Ctrl-C nor a kill of the driver's process group may reach it
-        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # neither Ctrl-C nor a kill of the driver's process group may reach it
+        )
 
     def stop(self) -> None:
         self._watched = {}
@@ -218,12 +223,8 @@ class RaySession:
 
 def _own_text(log: Path) -> str:
     """What a log holds; "" for anything but an ordinary file of this user that has no other name: it may be planted."""
-
-    def without_following(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
     try:
-        with open(log, errors="replace", opener=without_following) as opened:
+        with open(os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="replace") as opened:
             found = os.fstat(opened.fileno())
             is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
             return opened.read() if is_own else ""
@@ -231,87 +232,63 @@ def _own_text(log: Path) -> str:
         return ""
 
 
-def _append(text: str, file: Path, *, anew: bool) -> Path:
-    """Append a log to a file. With `anew`, an existing file is from an earlier failure, and is kept as .old."""
-    if anew and file.exists():
-        file.replace(file.with_suffix(".old"))
-    with file.open("a") as output:
-        output.write(hide(text))
-    return file
-
-
-def error_in_logs(logs: Iterable[Path]) -> str:
-    """The first error in the logs that does not follow from the death of another process; "" if there is none.
-
-    Args:
-        logs: in the order in which they are read; those of the actors that failed come first.
-    """
-    for log in dict.fromkeys(logs):
-        for line in log.read_text(errors="replace").splitlines():
+def error_in_logs(texts: Mapping[str, str]) -> str:
+    """The first error that does not follow from the death of another process, and its log; "" if there is none."""
+    for name, text in texts.items():
+        for line in text.splitlines():
             if found := ERROR_LINE.search(line):
-                return f"{log.name}: {found[0][:MAX_ERROR_SHOWN]}"
+                return f"{name}: {found[0][:MAX_ERROR_SHOWN]}"
     return ""
 
 
 @contextlib.contextmanager
-def _keep_sigterm_handler() -> Iterator[None]:
-    """A context for ray.init, which sets handlers (Python, C++) that end the program before it can clean up."""
-    set_handler, ours = ray._private.utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
-    ray._private.utils.set_sigterm_handler = lambda _: None
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which an attribute of a module has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        ray._private.utils.set_sigterm_handler = set_handler
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """A context for ray.init, which sets handlers (Python, C++) that end the program before it can clean up."""
+    ours = signal.getsignal(signal.SIGTERM)
+    try:
+        with _replaced(ray._private.utils, "set_sigterm_handler", lambda _: None):
+            yield
+    finally:
         signal.signal(signal.SIGTERM, ours)
 
 
 @contextlib.contextmanager
-def _marked(folder: str) -> Iterator[None]:
-    """A context in which new processes get the mark by which the guard knows them."""
+def _own_cluster(folder: str) -> Iterator[None]:
+    """A context for ray.init, in which a new cluster is of this run alone.
+
+    It listens on 127.0.0.1; Ray itself does so only on macOS and Windows. Its processes have the mark by which the
+    guard knows them. They are in sessions of their own: `timeout`, Ctrl-C and schedulers signal the driver's whole
+    process group, and without Ray the driver could not save.
+    """
     variables = {guard.MARK: folder, "SPT_NOENV": "1"}  # the latter: a process's new title leaves its environment whole
+    new_session = functools.partial(services.ConsolePopen, start_new_session=True)
     os.environ.update(variables)
     try:
-        yield
+        with (
+            _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
+            _replaced(services, "ConsolePopen", new_session),
+        ):
+            yield
     finally:
         for name in variables:
             del os.environ[name]
 
 
-@contextlib.contextmanager
-def _in_sessions_of_their_own() -> Iterator[None]:
-    """A context in which Ray's processes are out of reach of a signal to the driver's process group, or its terminal.
-
-    `timeout`, Ctrl-C and schedulers signal the whole group; without Ray the driver could not save.
-    """
-    before, new_session = services.ConsolePopen, functools.partial(services.ConsolePopen, start_new_session=True)
-    setattr(services, "ConsolePopen", new_session)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(services, "ConsolePopen", before)  # noqa: B010
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _process_of(socket_name: str) -> psutil.Process | None:
-    """The raylet that listens on this socket; None if its command line cannot be read."""
+def _raylet(socket_name: str) -> dict[str, psutil.Process]:
+    """The raylet that listens on this socket, by the name of its kind; {} if its command line cannot be read."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or ()
         if words and words[0].endswith("/raylet") and any(socket_name in word for word in words):
-            return process
-    return None
-
-
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """A context in which a new cluster listens on 127.0.0.1; Ray itself does so only on macOS and Windows."""
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+            return {"raylet": process}
+    return {}

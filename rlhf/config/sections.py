@@ -38,8 +38,8 @@ class AnyRunConfig(Section):
     export: bool = Field(True, description="write the final model in Hugging Face format")
     max_restarts: NonNegativeInt = Field(
         3,
-        description="engines replaced in a step, and restarts from the newest checkpoint after another death in a row "
-        "without a new one; 0: a death ends the run",
+        description="lost engines replaced between two transfers of weights; after other deaths, restarts in a "
+        "row from one checkpoint; 0: a death ends the run",
     )
     grace_s: NonNegative = Field(
         120.0,
@@ -312,7 +312,7 @@ class ClusterConfig(LearnersConfig):
     engines: PositiveInt = Field(1, description="vLLM engines")
     tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine")
     min_engines: PositiveInt = Field(
-        1, description="engines without which sampling waits; with more, the run goes on while a lost one is replaced"
+        1, description="sampling waits while fewer engines than this are running; lost engines are replaced meanwhile"
     )
     placement: Literal["separate", "colocated"] = Field(
         "separate", description="engines and learners on different GPUs, or on the same GPUs"

@@ -18,7 +18,7 @@ from rlhf.types import Denominators, Place, ValueTargets
 
 
 class Critic(StepRank):
-    """One rank of the critic; a plain class that `rlhf.cluster.actors` hosts in a Ray actor."""
+    """One rank of the critic, hosted by an actor of `rlhf.cluster.actors`."""
 
     def __init__(self, config: PPOConfig, place: Place) -> None:
         super().__init__(

@@ -1,6 +1,6 @@
-"""The policy's rank: log-prob passes, updates, its reference, and the exchange of weights with the engines.
+"""One rank of the policy: log-prob passes, updates, its reference, and weights for the engines.
 
-A plain class; `rlhf.cluster.actors` hosts it in a Ray actor.
+No Ray here: an actor of `rlhf.cluster.actors` hosts the class.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ import numpy as np
 
 HISTOGRAM_BINS = 32
 MAX_EXPONENT = 700.0  # of a finite float
-# policy/engine_kl by the token's place in its sequence, prompt included: from each of these places up to the next. The
+# policy/engine_kl by the token's position in its sequence, prompt included: from each of these up to the next. The
 # canary's sequences are short; an engine that differs from the learner only in long contexts shows here.
-ENGINE_KL_FROM = {place: f"policy/engine_kl/from_{place}" for place in (0, 64, 1024, 4096)}
+ENGINE_KL_FROM = {position: f"policy/engine_kl/from_{position}" for position in (0, 64, 1024, 4096)}
 Scalar = Any  # a number; until its microbatch's step is queued, a tensor of one number on the learner's device
 
 

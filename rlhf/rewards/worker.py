@@ -65,7 +65,8 @@ class Keeper:
         signal.signal(signal.SIGTERM, lambda *_: self._end())
         try:
             while True:
-                select.select([self._control.socket, self._wake_read], [], [], RETRY_S if self._orphans else None)
+                waits_for: list[Any] = [self._control.socket, self._wake_read]
+                select.select(waits_for, [], [], RETRY_S if self._orphans else None)
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
                 commands, is_open = self._control.receive(fds=self._fds)

@@ -27,16 +27,16 @@ import numpy as np
 from rlhf.config.grpo import GRPOConfig
 from rlhf.types import Prompt, RolloutGroup, StepBatch
 
-# Groups with an engine, in multiples of those that fit in its batch. The samples of a group end one after the other, so
-# a group takes less of the batch than its size: with 3, log-normal lengths keep it full (benchmarks/simulator.py).
-GROUPS_PER_PLACE = 3
+# An engine has as many groups as fit in so many of its batches. The samples of a group end one after the other, so a
+# group takes less of the batch than its size: with 3, log-normal lengths keep it full (benchmarks/simulator.py).
+BATCHES_AT_ENGINE = 3
 SHOWN_PROMPTS = 3  # prompts that a message about waiting names
 
 
 def groups_at_engines(config: GRPOConfig) -> int:
     """How many groups keep the batches of all engines full, with some to spare."""
-    places = config.cluster.engines * config.rollout.max_concurrent_sequences / config.rollout.samples_per_prompt
-    return math.ceil(GROUPS_PER_PLACE * places)
+    groups = config.cluster.engines * config.rollout.max_concurrent_sequences / config.rollout.samples_per_prompt
+    return math.ceil(BATCHES_AT_ENGINE * groups)
 
 
 @dataclass
@@ -56,21 +56,13 @@ class Account:
         self.filtered += int((~failed & ~batch.trained).sum())
         self.trained += int(batch.trained.sum())
 
-    def metrics(self) -> dict[str, int]:
-        return {f"account/{use}": count for use, count in asdict(self).items()}
-
 
 @dataclass(frozen=True)
 class Staleness:
-    """Train a group at step s only if s - (version of its oldest token) <= max_policy_lag.
-
-    Attributes:
-        on_stale: `wait`: a step waits for running groups that would become too old. `drop`: it does not, and groups
-            that are too old are discarded.
-    """
+    """Train a group at step s only if s - (version of its oldest token) <= max_policy_lag."""
 
     max_policy_lag: int
-    on_stale: Literal["wait", "drop"] = "wait"
+    on_stale: Literal["wait", "drop"] = "wait"  # wait for running groups that would become too old, or drop them then
 
     def admits(self, oldest_version: int, *, step: int) -> bool:
         return step - oldest_version <= self.max_policy_lag
@@ -115,19 +107,18 @@ class RolloutBuffer:
     """Keeps engines busy in the background and gives whole groups to the loop.
 
     Args:
-        sample: one prompt -> its graded group, on the engine with the fewest groups in progress.
+        sample: one prompt -> its graded group, on the engine with the fewest requests.
         next_ticket: draws the next prompt of the stream.
         groups_per_step: groups that one training step takes.
-        replacements: groups that an earlier start of the run has replaced for the current step.
         total_steps: training steps of the run; no group is dispatched beyond them.
+        replacements: groups that an earlier start of the run has replaced for the current step.
         max_replacements: before each training step, at most this many groups of equal rewards are filtered and replaced
-            by groups of other prompts; further ones are trained on. 0 replaces none. (Dynamic sampling, DAPO,
-            arXiv:2503.14476, sec. 3.2.)
+            by groups of other prompts; further ones are trained on. (DAPO, arXiv:2503.14476, sec. 3.2.)
         deciding_part: the part of the reward that must differ within a group; None: the whole reward.
         in_order: replace groups only when all have arrived, in the order of their prompts. Otherwise the groups that
             arrive first would use up `max_replacements`.
-        max_running: at most so many groups are with the engines. A group that only waits there for its turn already has
-            the version at which it was dispatched, and steps would wait for it too early. None: no limit.
+        max_running: groups that are with the engines at most; None: no limit. One that only waits there for its turn
+            already has the version at which it was dispatched, and steps would wait for it too early.
         deadline_s: seconds that `take` waits for the next group to end.
 
     Attributes:
@@ -153,8 +144,7 @@ class RolloutBuffer:
     ) -> None:
         self.account = account or Account()
         self.slow_wait_s = 0.0
-        self._sample = sample
-        self._next_ticket = next_ticket
+        self._sample, self._next_ticket = sample, next_ticket
         self._groups_per_step = groups_per_step
         self._total_groups = total_steps * groups_per_step
         self._staleness = staleness
@@ -164,10 +154,8 @@ class RolloutBuffer:
         self._ready: list[tuple[Ticket, RolloutGroup]] = []  # in the order of their positions
         self._rollouts_taken = 0  # by the training step in progress
         self._failure: Exception | None = None
-        self._max_replacements = max_replacements
-        self.replacements = replacements
-        self._deciding_part = deciding_part
-        self._in_order = in_order
+        self.replacements, self._max_replacements = replacements, max_replacements
+        self._deciding_part, self._in_order = deciding_part, in_order
         self._max_running = max_running or self._total_groups
         self._deadline_s = deadline_s
         self._changed = asyncio.Event()
@@ -182,14 +170,19 @@ class RolloutBuffer:
             self._running[asyncio.ensure_future(self._run(ticket))] = ticket, self._step
 
     async def _run(self, ticket: Ticket) -> None:
+        failure: Exception | None = None
+        task = asyncio.current_task()
+        assert task is not None
         try:
             group = await self._sample(ticket.prompt)
         except Exception as error:
-            self._fail(error)
+            failure = error
         except asyncio.CancelledError:  # by `close`, or because something that the group waited for was cancelled
-            self._fail(RuntimeError(f"the sampling of prompt {ticket.prompt.id} was cancelled."))
+            failure = RuntimeError(f"the sampling of prompt {ticket.prompt.id} was cancelled.")
+        del self._running[task]  # before anyone is woken: no group is counted both as running and as ready
+        if failure is not None:
+            self._failure = self._failure or failure  # the first one; `take` raises it
         else:
-            self._remove_task()
             self.account.sampled += len(group.samples)
             self._ready.append((ticket, group))
             self._ready.sort(key=lambda pair: pair[0].position)
@@ -200,30 +193,25 @@ class RolloutBuffer:
                 self._replace_equal({ticket.position for ticket, _ in self._ready})
         self._changed.set()
 
-    def _fail(self, error: Exception) -> None:
-        """Keep the first failure; `take` raises it."""
-        self._remove_task()
-        self._failure = self._failure or error
-
     def _replace_equal(self, positions: Set[int]) -> None:
         """Filter the groups at these positions whose rewards are all equal, and dispatch others, as far as allowed."""
-        kept = []
-        for ticket, group in self._ready:
-            can_replace = self.replacements < self._max_replacements and ticket.position in positions
-            if can_replace and len(group.distinct_rewards(self._deciding_part)) < 2:
-                self.replacements += 1
-                self.account.filtered += len(group.samples)
-                self._dispatched -= 1
-            else:
-                kept.append((ticket, group))
-        self._ready = kept
+
+        def is_replaced(ticket: Ticket, group: RolloutGroup) -> bool:
+            if self.replacements >= self._max_replacements or ticket.position not in positions:
+                return False
+            equal = len(group.distinct_rewards(self._deciding_part)) < 2
+            self.replacements += equal
+            return equal
+
+        self.account.filtered += self._discard(is_replaced)
         self.dispatch()
 
-    def _remove_task(self) -> None:
-        """Remove the running task before anyone is woken, so that no group is counted both as running and as ready."""
-        task = asyncio.current_task()
-        assert task is not None
-        del self._running[task]
+    def _discard(self, unwanted: Callable[[Ticket, RolloutGroup], bool]) -> int:
+        """Discard ready groups, so that others may be dispatched; the number of their rollouts."""
+        discarded = {ticket.position: group for ticket, group in self._ready if unwanted(ticket, group)}
+        self._ready = [pair for pair in self._ready if pair[0].position not in discarded]
+        self._dispatched -= len(discarded)
+        return _rollouts(discarded.values())
 
     # --- a training step ---
 
@@ -238,7 +226,7 @@ class RolloutBuffer:
             if self._failure is not None:
                 raise self._failure
             if self._staleness.on_stale == "drop":
-                self._drop_stale()
+                self.account.stale += self._discard(lambda _, group: not self._admits(group))
             self.dispatch()
             enough = len(self._ready) >= self._groups_per_step  # asked first: the rest looks at every token span
             if enough and not self._must_wait():
@@ -246,10 +234,13 @@ class RolloutBuffer:
                 taken, left = oldest_first[: self._groups_per_step], oldest_first[self._groups_per_step :]
                 self._ready = sorted(left, key=lambda pair: pair[0].position)
                 groups = [group for _, group in sorted(taken, key=lambda pair: pair[0].position)]
-                assert all(self._staleness.admits(group.oldest_version, step=self._step) for group in groups)
+                assert all(map(self._admits, groups))
                 self._rollouts_taken += _rollouts(groups)
                 return groups
             await self._next_group()
+
+    def _admits(self, group: RolloutGroup) -> bool:
+        return self._staleness.admits(group.oldest_version, step=self._step)
 
     def _must_wait(self) -> bool:
         return self._staleness.must_wait(
@@ -281,17 +272,6 @@ class RolloutBuffer:
         oldest = ", ".join(prompt for _, _, prompt in running[:SHOWN_PROMPTS])
         return f"Step {self._step + 1} waits for groups: {missing} of {len(running)} running (oldest prompts: {oldest})"
 
-    def _drop_stale(self) -> None:
-        """Discard groups that have become too old."""
-        fresh = []
-        for ticket, group in self._ready:
-            if self._staleness.admits(group.oldest_version, step=self._step):
-                fresh.append((ticket, group))
-            else:
-                self.account.stale += len(group.samples)
-                self._dispatched -= 1
-        self._ready = fresh
-
     def count(self, batch: StepBatch) -> None:
         """Count the rollouts of the training step, `batch`, by their use."""
         assert len(batch.rewards) == self._rollouts_taken, "the batch of a step holds what `take` gave"
@@ -316,17 +296,10 @@ class RolloutBuffer:
         account, waiting = self.account, self.waiting
         used = account.trained + account.filtered + account.stale + account.failed
         assert account.sampled == used + waiting, f"{account} with {waiting} waiting does not add up"
-        return account.metrics() | {"account/waiting": waiting}
+        return {f"account/{use}": count for use, count in (asdict(account) | {"waiting": waiting}).items()}
 
-    def outstanding(self) -> list[int]:
-        """Stream positions of prompts that were dispatched and not trained on; a resumed run samples them again."""
-        return sorted(ticket.position for ticket in self._waiting_tickets())
-
-    def outstanding_prompts(self) -> list[Prompt]:
-        """The prompts at these positions."""
-        return [ticket.prompt for ticket in self._waiting_tickets()]
-
-    def _waiting_tickets(self) -> list[Ticket]:
+    def outstanding(self) -> list[Ticket]:
+        """Prompts that were dispatched and not trained on; a resumed run samples them again."""
         return [*(ticket for ticket, _ in self._running.values()), *(ticket for ticket, _ in self._ready)]
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
-"""One vLLM engine: it continues token ids, receives weights and evaluates canary sequences.
+"""One vLLM engine: it continues token ids, receives weights and scores the canary's sequences.
 
-The cluster hosts it in an asyncio actor: hundreds of requests are in progress at once, and a weight update overtakes
-them.
+An asyncio actor of the cluster hosts it: hundreds of requests are in progress at once, and an update of the weights
+need not wait for them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
 
 
 class RolloutEngine:
-    """One vLLM engine behind Ray calls; every method but the constructor is a coroutine."""
+    """One vLLM engine; every method is a coroutine."""
 
     def __init__(self, config: GRPOConfig, place: Place) -> None:
         self._keep_kv = config.rollout.on_weight_update == "keep_kv"
@@ -63,11 +63,7 @@ class RolloutEngine:
             self._check_cache(config)
 
     def _check_cache(self, config: GRPOConfig) -> None:
-        """Refuse a KV cache that may not hold all sequences: one that loses its place is computed again in one piece.
-
-        Raises:
-            ValueError: what it holds, and what to change.
-        """
+        """Raise ValueError if the KV cache may not hold all sequences: an evicted one is computed again at once."""
         held = self._engine.vllm_config.cache_config.kv_cache_max_concurrency
         asked = config.rollout.max_concurrent_sequences
         if held is not None and held < asked:
@@ -180,11 +176,7 @@ class RolloutEngine:
 
 
 def _completion(output: CompletionOutput) -> Completion:
-    """What the engine returned for one sample.
-
-    Raises:
-        RuntimeError: not every token has its own log-prob.
-    """
+    """What the engine returned for one sample; raises RuntimeError unless every token has its own log-prob."""
     logprobs: Any = output.logprobs
     token_ids, starts = np.asarray(output.token_ids, np.int32), np.asarray(logprobs.start_indices, np.int64)
     # flat_logprobs holds the sampled token first at every position
@@ -194,14 +186,11 @@ def _completion(output: CompletionOutput) -> Completion:
             f"the engine returned {len(token_ids)} tokens and log-probs of {len(firsts)} tokens, or of other tokens: "
             "a token would be trained with the log-prob of another one"
         )
-    spans = tuple(VersionSpan(s.start, s.end, _version(s.version)) for s in output.weight_versions or ())
+    # the label "default": weights that no learner has sent
+    versions = [(s, int(s.version) if s.version.lstrip("-").isdigit() else -1) for s in output.weight_versions or ()]
     return Completion(
         token_ids=token_ids,
         logprobs=np.asarray(logprobs.logprobs, np.float32)[firsts],
         finish_reason=output.finish_reason or "abort",
-        version_spans=spans,
+        version_spans=tuple(VersionSpan(span.start, span.end, version) for span, version in versions),
     )
-
-
-def _version(label: str) -> int:
-    return int(label) if label.lstrip("-").isdigit() else -1  # the label "default": weights that no learner has sent

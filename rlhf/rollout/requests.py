@@ -28,7 +28,7 @@ class SamplingSettings:
 
     Attributes:
         stop: strings that end a response, in addition to the eos ids of the generation config.
-        truncate_token: id of the token at which `truncate` cuts; None: responses are not cut.
+        truncate_token: id of the token after which responses are cut, from position `truncate_after` on; None: never.
         whole: nothing ends a response before max_tokens, and nothing is cut: the token only says whether it stopped.
         top_p: probability of the most probable tokens that are sampled from; below 1 in evaluations alone, because the
             learner's log-probs are those of all tokens.
@@ -43,19 +43,27 @@ class SamplingSettings:
     top_p: float = 1.0
 
     def truncated(self, completion: Completion) -> Completion:
-        """The completion as it is trained on."""
-        if self.truncate_token is None:
+        """The completion as it is trained on: cut after its `truncate_token` (as the code of arXiv:1909.08593 does).
+
+        All remaining tokens were sampled from the policy, and the finish reason becomes `stop`. A completion without
+        such a token is unchanged.
+        """
+        end = self._end(completion.token_ids)
+        if end is None:
             return completion
-        if not self.whole:
-            return truncate(completion, token=self.truncate_token, after=self.truncate_after)
-        end = truncation_end(completion.token_ids, token=self.truncate_token, after=self.truncate_after)
-        return completion if end is None else replace(completion, finish_reason="stop")
+        if self.whole:
+            return replace(completion, finish_reason="stop")
+        spans = (VersionSpan(s, min(e, end), version) for s, e, version in completion.version_spans if s < end)
+        return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", tuple(spans))
 
     def graded(self, token_ids: np.ndarray) -> np.ndarray:
-        """The part of a sampled response [R] that is graded."""
-        if not self.whole or self.truncate_token is None:
-            return token_ids
-        return token_ids[: truncation_end(token_ids, token=self.truncate_token, after=self.truncate_after)]
+        """The part of a trained response [R] that is graded."""
+        return token_ids[: self._end(token_ids)] if self.whole else token_ids
+
+    def _end(self, token_ids: np.ndarray) -> int | None:
+        """The number of tokens up to and with the first `truncate_token` at `truncate_after` or later; None without."""
+        positions = np.flatnonzero(token_ids[self.truncate_after :] == self.truncate_token)
+        return self.truncate_after + int(positions[0]) + 1 if len(positions) else None
 
 
 def request_seed(noise_seed: int | None, prompt: Prompt, *, sample: int = 0, turn: int = 0) -> int | None:
@@ -107,22 +115,3 @@ def engine_arguments(config: GRPOConfig, seed: int) -> dict[str, Any]:
 def engine_seed(seed: int, engine: int, version: int) -> int:
     """Engines sample differently from each other, and a resumed run does not repeat the noise of its first part."""
     return int(np.random.SeedSequence([seed, engine, version]).generate_state(1)[0]) & 0x7FFFFFFF
-
-
-def truncation_end(token_ids: np.ndarray, *, token: int, after: int) -> int | None:
-    """The number of tokens up to and with the first `token` at position `after` or later; None if there is none."""
-    positions = np.flatnonzero(token_ids[after:] == token)
-    return after + int(positions[0]) + 1 if len(positions) else None
-
-
-def truncate(completion: Completion, *, token: int, after: int) -> Completion:
-    """Cut a completion after its first `token` at position `after` or later (as the code of arXiv:1909.08593 does).
-
-    All remaining tokens were sampled from the policy, so they are trained on, and the finish reason becomes `stop`.
-    A completion without such a token is returned unchanged.
-    """
-    end = truncation_end(completion.token_ids, token=token, after=after)
-    if end is None:
-        return completion
-    spans = (VersionSpan(s, min(e, end), version) for s, e, version in completion.version_spans if s < end)
-    return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", tuple(spans))

@@ -30,11 +30,7 @@ class Grade(Protocol):
 
 
 class Sampler:
-    """Samples and grades the groups of a run.
-
-    Args:
-        truncate_token: the id of rollout.truncate_token; None without one.
-    """
+    """Samples and grades the groups of a run; `truncate_token` is the id of rollout.truncate_token, if there is one."""
 
     def __init__(self, config: GRPOConfig, truncate_token: int | None, generate: Generate, grade: Grade) -> None:
         self._config, self._truncate_token = config, truncate_token
@@ -68,22 +64,14 @@ class Sampler:
         return self._settings(rollout.temperature, rollout.max_response_tokens)
 
     def _settings(self, temperature: float, max_tokens: int, *, top_p: float = 1.0) -> SamplingSettings:
-        rollout = self._config.rollout
-        return SamplingSettings(
-            temperature,
-            max_tokens,
-            rollout.stop,
-            self._truncate_token,
-            rollout.truncate_after,
-            whole=rollout.truncate == "graded_text",
-            top_p=top_p,
-        )
+        rollout, token = self._config.rollout, self._truncate_token
+        whole = rollout.truncate == "graded_text"
+        return SamplingSettings(temperature, max_tokens, rollout.stop, token, rollout.truncate_after, whole, top_p)
 
 
 def to_rollout(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
     """Prompt and response as one sequence, id for id; nothing is tokenized again."""
-    shift = len(prompt.token_ids)
-    response = len(completion.token_ids)
+    shift, response = len(prompt.token_ids), len(completion.token_ids)
     sequence = TokenSequence(
         token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
         response_mask=np.concatenate([np.zeros(shift, bool), np.ones(response, bool)]),
@@ -94,11 +82,9 @@ def to_rollout(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
 
 
 def penalize_non_stop(sample: ScoredRollout, reward: float | None, penalty: float = 0.0) -> ScoredRollout:
-    """Replace (reject) or lower the reward of a response that did not stop; unscorable responses are unchanged.
+    """Replace the reward of a response that did not stop, unless `reward` is None, and then lower it by `penalty`.
 
-    Args:
-        reward: the new reward; None keeps the response's own.
-        penalty: subtracted from it.
+    Unscorable responses are unchanged.
     """
     if sample.rollout.finish_reason == "stop" or sample.reward is None:
         return sample

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf.cluster.role_checkpoints import RoleCheckpoints
+from rlhf.cluster.rank_group import RoleCheckpoints
 from rlhf.config.sections import CheckpointConfig
 from rlhf.learner.rank_checkpoint import MODEL_FOLDER
 from rlhf.run.checkpoint_files import BEST, LATEST, read_line, reason

@@ -128,15 +128,15 @@ class RolloutLoop(Generic[C]):
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint holds of the rollout side."""
-        buffer, account = self.buffer, self.buffer.account
+        account, buffer, outstanding = self.buffer.account, self.buffer, self.buffer.outstanding()
         return {
             "rewards": self.scorer.sources,
             "stream": self.tickets.stream.state(),
-            "outstanding": sorted([*buffer.outstanding(), *self.tickets.waiting()]),
+            "outstanding": sorted([*(ticket.position for ticket in outstanding), *self.tickets.waiting()]),
             # a resumed run samples the waiting rollouts again
             "account": replace(account, sampled=account.sampled - buffer.waiting),
             "replacements": buffer.replacements,
-            "reward_status": self.scorer.counted_besides(buffer.outstanding_prompts()),
+            "reward_status": self.scorer.counted_besides([ticket.prompt for ticket in outstanding]),
         }
 
     # --- a training step ---
@@ -202,7 +202,7 @@ class RolloutLoop(Generic[C]):
         values |= {"rollout/tokens_per_second": rate, "data/epoch": self.tickets.stream.epochs}
         values |= self.canary.check_rollouts(learned, temperature=rollout.temperature, max_lag=rollout.max_policy_lag)
         values |= {f"time/{phase}": spent for phase, spent in phases.items()}
-        counted = self.scorer.counted_besides(self.buffer.outstanding_prompts())
+        counted = self.scorer.counted_besides([ticket.prompt for ticket in self.buffer.outstanding()])
         values |= {f"reward/status/{name}": count for name, count in counted.items()}
         rows = rollout_rows(step, groups, advantages.tolist())
         in_table = sum(len(group.samples) for group in groups[:GROUPS_IN_TABLE])

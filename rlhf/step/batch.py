@@ -1,4 +1,4 @@
-"""Groups of graded rollouts -> the flat batch of a step, and helpers between its rollouts and its token columns."""
+"""Groups of graded rollouts -> the flat batch of a step, and what is asked of its rollouts and token columns."""
 
 from __future__ import annotations
 
@@ -51,3 +51,22 @@ def sum_over_responses(batch: StepBatch, column: np.ndarray) -> np.ndarray:
 def broadcast_to_tokens(batch: StepBatch, values: np.ndarray) -> np.ndarray:
     """[N] float32: the value of each rollout [R] at all tokens of all of its rows."""
     return np.repeat(values.astype(np.float32)[batch.rollouts], batch.tokens.lengths)
+
+
+def non_finite_rollouts(
+    batch: StepBatch, rows_to_compute: np.ndarray, **columns: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """Column name -> rollouts with NaN or inf at a sampled token, which no update may use; {} in a healthy run.
+
+    Args:
+        rows_to_compute: [B] bool, rows whose columns are known.
+        columns: [N] each, or None. The engines' log-probs are always checked.
+    """
+    sampled = batch.tokens.response_mask & np.repeat(rows_to_compute, batch.tokens.lengths)
+    known = {"rollout_logprobs": batch.tokens.rollout_logprobs, **columns}
+    positions = {
+        name: np.flatnonzero(sampled & ~np.isfinite(column)) for name, column in known.items() if column is not None
+    }
+    ends = batch.tokens.cu_seqlens[1:]
+    rows = {name: np.searchsorted(ends, at, side="right") for name, at in positions.items() if len(at)}
+    return {name: np.unique(batch.rollouts[found]) for name, found in rows.items()}

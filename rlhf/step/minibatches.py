@@ -17,11 +17,8 @@ def rows_with_gradient(batch: StepBatch, advantages: np.ndarray, config: GRPOCon
     """[B] bool, True for the rows of trained rollouts that the learner computes at all.
 
     Without a KL, entropy bonus or balancing loss, the gradient is a multiple of the advantage, so a rollout whose
-    advantage is exactly 0 has none. It stays in the denominators. Metrics of log-probs then cover only the other
+    advantage [R] is exactly 0 has none. It stays in the denominators. Metrics of log-probs then cover only the other
     rollouts; `algo.log_kl` asks for the KL of all of them, so all are computed.
-
-    Args:
-        advantages: [R]; they are known before any log-prob, since the KL is not in the reward.
     """
     assert not config.kl_in_reward, "with the KL in the reward, advantages need the log-probs first"
     algo = config.algo
@@ -61,12 +58,9 @@ def plan_epochs(
         )
         return Minibatch(_microbatches(batch, rows[rows_to_compute[rows]], config), denominators)
 
-    count, minibatches, seed = len(batch.trained), training.minibatches_per_epoch, config.run.seed
+    count, draws, seed = len(batch.trained), training.minibatches_per_epoch, config.run.seed
     return [
-        [
-            minibatch(rollouts)
-            for rollouts in draw_minibatches(count, minibatches=minibatches, seed=seed, step=step, epoch=epoch)
-        ]
+        list(map(minibatch, draw_minibatches(count, minibatches=draws, seed=seed, step=step, epoch=epoch)))
         for epoch in range(training.epochs_per_step)
     ]
 

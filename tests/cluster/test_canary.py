@@ -130,7 +130,7 @@ def test_a_deterministic_run_is_refused_where_a_response_depends_on_the_others_i
 # --- the rollouts of a step ---
 
 
-def kl_by_place(*kls: float, tokens: int = MIN_TOKENS) -> StepMetrics:
+def kl_by_position(*kls: float, tokens: int = MIN_TOKENS) -> StepMetrics:
     return {name: Mean(kl * tokens, tokens) for name, kl in zip(ENGINE_KL_FROM.values(), kls, strict=False)}
 
 
@@ -148,32 +148,32 @@ def test_rollouts_may_differ_by_nine_times_the_kl_of_the_measured_rounding() -> 
     canary = measured(0.07)
     noise = (math.exp(0.07) + math.exp(-0.07)) / 2 - 1  # the rounding's sign alternates
     assert canary.kl_bound == pytest.approx(9 * noise, rel=0.02)
-    assert excess(canary, kl_by_place(0.9 * canary.kl_bound, 0.8 * canary.kl_bound)) == pytest.approx(0.9)
-    assert excess(measured(0.0), kl_by_place(0.5)) == pytest.approx(0.5 / TOLERANCE**2)
+    assert excess(canary, kl_by_position(0.9 * canary.kl_bound, 0.8 * canary.kl_bound)) == pytest.approx(0.9)
+    assert excess(measured(0.0), kl_by_position(0.5)) == pytest.approx(0.5 / TOLERANCE**2)
 
 
 def test_a_drift_in_long_contexts_alone_is_seen_and_nan_is_a_drift() -> None:
     canary = measured(0.07)
-    assert excess(canary, kl_by_place(0.001, 0.001, 0.2, 0.3)) == pytest.approx(0.3 / canary.kl_bound)
-    assert excess(canary, kl_by_place(0.001, math.nan, 0.001)) == FAR
+    assert excess(canary, kl_by_position(0.001, 0.001, 0.2, 0.3)) == pytest.approx(0.3 / canary.kl_bound)
+    assert excess(canary, kl_by_position(0.001, math.nan, 0.001)) == FAR
     assert excess(canary, {}) is None
 
 
 def test_few_tokens_are_judged_with_those_of_the_next_steps() -> None:
     canary = measured(0.07)
-    assert excess(canary, kl_by_place(9.0, tokens=MIN_TOKENS // 2)) is None
-    assert excess(canary, kl_by_place(0.0, tokens=MIN_TOKENS // 2)) == pytest.approx(4.5 / canary.kl_bound)
+    assert excess(canary, kl_by_position(9.0, tokens=MIN_TOKENS // 2)) is None
+    assert excess(canary, kl_by_position(0.0, tokens=MIN_TOKENS // 2)) == pytest.approx(4.5 / canary.kl_bound)
 
 
-def test_with_a_lag_a_place_is_compared_with_the_first_where_the_policy_has_moved_too() -> None:
+def test_with_a_lag_a_position_is_compared_with_the_first_where_the_policy_has_moved_too() -> None:
     canary = measured(0.0)
-    assert excess(canary, kl_by_place(0.01, 0.02, 0.03), max_lag=1) == pytest.approx(0.03 / 0.04, rel=1e-3)
-    assert excess(canary, kl_by_place(0.01, 0.02, 0.05), max_lag=1) == pytest.approx(0.05 / 0.04, rel=1e-3)
-    assert excess(canary, kl_by_place(0.2, 0.02), max_lag=1) == pytest.approx(0.2 / MOVED_FAR)
+    assert excess(canary, kl_by_position(0.01, 0.02, 0.03), max_lag=1) == pytest.approx(0.03 / 0.04, rel=1e-3)
+    assert excess(canary, kl_by_position(0.01, 0.02, 0.05), max_lag=1) == pytest.approx(0.05 / 0.04, rel=1e-3)
+    assert excess(canary, kl_by_position(0.2, 0.02), max_lag=1) == pytest.approx(0.2 / MOVED_FAR)
 
 
 def test_a_low_temperature_makes_more_of_the_rounding() -> None:
     canary = measured(0.07)
-    metrics = kl_by_place(3.6 * canary.kl_bound)
+    metrics = kl_by_position(3.6 * canary.kl_bound)
     assert excess(canary, metrics, temperature=0.5) == pytest.approx(0.9)
     assert excess(canary, metrics, temperature=0.6) == pytest.approx(3.6 * 0.36)

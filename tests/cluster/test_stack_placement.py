@@ -12,7 +12,7 @@ from ray.util import placement_group_table
 from ray_cluster import ray_folder
 
 from rlhf.cluster.actors import ClusterError
-from rlhf.cluster.placement import create, shared_gpus
+from rlhf.cluster.placement import create, create_guest, shared_gpus
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role, Training
 from rlhf.config.sections import ClusterConfig, TrainedConfig
 
@@ -59,15 +59,15 @@ def test_colocated_roles_fit_a_machine_that_has_what_the_resource_check_counts()
 
     async def place() -> list[Any]:
         ranks = await create(learners(2), config, guests=guests)
-        return [ranks, *[await create(guest, config, learners=ranks) for guest in guests]]
+        return [ranks, *[await create_guest(guest, config, ranks) for guest in guests]]
 
     ranks, critics, engine = asyncio.run(place())
-    assert shared_gpus(ranks.locations, engine.role, 0) == "0,1"
+    assert shared_gpus(ranks.locations, guests[1], 0) == "0,1"
     assert [shared_gpus(ranks.locations, CRITICS, i) for i in range(2)] == ["0", "1"]
-    assert critics.bundles is engine.bundles is None
-    for actor in (*ranks.group.actors, *critics.group.actors, *engine.group.actors):
+    assert critics.reservation is engine.reservation is None
+    for actor in (*ranks.actors, *critics.actors, *engine.actors):
         ray.kill(actor)
-    ray.util.remove_placement_group(ranks.bundles)
+    ray.util.remove_placement_group(ranks.reservation)
 
 
 def test_a_role_that_finds_no_resources_in_time_leaves_no_reservation() -> None:

@@ -74,7 +74,7 @@ class SharedGPU(Cluster):
 
     def __init__(self, *, offload: bool = True) -> None:
         self.config: Any = SimpleNamespace(
-            cluster=SimpleNamespace(placement="colocated", offload_while_sampling=offload),
+            cluster=SimpleNamespace(placement="colocated", offload_while_sampling=offload, min_engines=1),
             run=SimpleNamespace(max_restarts=0),
         )
         self.shares_gpus, self.trains, self.first_step, self.memory = True, True, 0, Memory()

@@ -111,10 +111,13 @@ def test_after_a_failed_transfer_no_engine_goes_on_sampling(
         def group(self, role: str) -> Any:
             return {LEARNER: Learners(), ENGINE: group}[role]
 
-    config: Any = SimpleNamespace(cluster=None, run=SimpleNamespace(max_restarts=0))
-    engines = Engines(Started(), config)
-    engines._connected = group.present
+    async def transfer() -> None:
+        config: Any = SimpleNamespace(cluster=SimpleNamespace(min_engines=1), run=SimpleNamespace(max_restarts=0))
+        engines = Engines(Started(), config)
+        engines._connected = group.present
+        await engines.send_weights(5)
+
     with pytest.raises(kind, match=str(error)) as raised:
-        asyncio.run(engines.send_weights(5))
+        asyncio.run(transfer())
     assert raised.type is kind
     assert group.calls == ["pause", "pause", "send_weights"]

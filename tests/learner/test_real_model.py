@@ -106,7 +106,7 @@ class Pair:
 
     def of_learner(self, method: str, *arguments: Any) -> Any:
         if method == "canary":
-            key = (self.run, len(arguments))
+            key = (self.run, *arguments[1:])
             if key not in self.known:
                 self.known[key] = self.learner.canary(*arguments)
             return self.known[key]

@@ -23,9 +23,8 @@ from worlds import (
 )
 
 from rlhf.config.sections import AlgoConfig
+from rlhf.step.advantages import assign_credit, penalize_kl, step_advantages
 from rlhf.step.batch import broadcast_to_tokens, make_batch
-from rlhf.step.response_advantages import penalize_kl, step_advantages
-from rlhf.step.token_advantages import assign_credit
 from rlhf.types import Minibatch, Place, PolicyTargets, StepBatch
 
 pytestmark = pytest.mark.stack

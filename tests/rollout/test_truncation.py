@@ -11,7 +11,7 @@ import pytest
 from rlhf import quickstart
 from rlhf.config.sections import RolloutConfig
 from rlhf.data.model_files import truncate_token_id
-from rlhf.rollout.requests import Completion, SamplingSettings, truncate
+from rlhf.rollout.requests import Completion, SamplingSettings
 from rlhf.types import VersionSpan
 
 SAMPLED = Completion(
@@ -33,7 +33,7 @@ SAMPLED = Completion(
 def test_a_response_is_cut_after_its_first_truncate_token_from_the_position_on(
     after: int, ids: list[int], spans: tuple[VersionSpan, ...]
 ) -> None:
-    cut = truncate(SAMPLED, token=9, after=after)
+    cut = SamplingSettings(1.0, 5, truncate_token=9, truncate_after=after).truncated(SAMPLED)
     assert cut.token_ids.tolist() == ids
     np.testing.assert_array_equal(cut.logprobs, SAMPLED.logprobs[: len(ids)])
     assert cut.version_spans == spans
@@ -42,7 +42,7 @@ def test_a_response_is_cut_after_its_first_truncate_token_from_the_position_on(
 
 @pytest.mark.parametrize(("token", "after"), [(4, 0), (9, 4)])
 def test_a_response_without_a_truncate_token_is_unchanged(token: int, after: int) -> None:
-    assert truncate(SAMPLED, token=token, after=after) is SAMPLED
+    assert SamplingSettings(1.0, 5, truncate_token=token, truncate_after=after).truncated(SAMPLED) is SAMPLED
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from worlds import group_of, make_groups, rollout_of
 
 from rlhf.config.sections import AlgoConfig
 from rlhf.rollout.sampler import penalize_non_stop
+from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.step.batch import (
     broadcast_to_tokens,
     make_batch,
     sum_over_responses,
 )
-from rlhf.step.response_advantages import penalize_kl, step_advantages
 from rlhf.types import Rollout, ScoredRollout, StepBatch
 
 GROUPS = make_groups(groups=2, samples=4, vocabulary=99, longest=40, seed=1)

@@ -11,8 +11,7 @@ from worlds import make_groups, random_column
 
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.run.skipped_updates import MAX_KEPT, SkippedUpdates
-from rlhf.step.batch import make_batch
-from rlhf.step.finite import non_finite_rollouts
+from rlhf.step.batch import make_batch, non_finite_rollouts
 from rlhf.types import StepBatch
 
 

@@ -29,11 +29,9 @@ from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import to_values
 from rlhf.rollout.buffer import Account
 from rlhf.run.rollout_log import rollout_metrics
-from rlhf.step.batch import broadcast_to_tokens, make_batch, sum_over_responses
-from rlhf.step.finite import non_finite_rollouts
+from rlhf.step.advantages import assign_credit, mean_over_responses, penalize_kl, response_kl, step_advantages
+from rlhf.step.batch import broadcast_to_tokens, make_batch, non_finite_rollouts, sum_over_responses
 from rlhf.step.minibatches import plan_epochs, rows_with_gradient
-from rlhf.step.response_advantages import penalize_kl, step_advantages
-from rlhf.step.token_advantages import assign_credit, mean_over_responses, response_kl
 from rlhf.types import Denominators, Minibatch, PolicyTargets, Rollout, StepBatch, VersionSpan
 
 NOWHERE = Path("nowhere/model")

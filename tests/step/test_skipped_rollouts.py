@@ -16,9 +16,9 @@ from rlhf.algo.packing import FILLER_TOKENS, filler
 from rlhf.learner.packed_attention import PACKED
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel
 from rlhf.learner.update import policy_microbatch
+from rlhf.step.advantages import step_advantages
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs, rows_with_gradient
-from rlhf.step.response_advantages import step_advantages
 from rlhf.types import Minibatch, Place, PolicyTargets, RolloutGroup, StepBatch
 
 NOWHERE = Path("nowhere/model")

@@ -12,8 +12,8 @@ import pytest
 from worlds import group_of, make_groups, rollout_of
 
 from rlhf.config.ppo import PPOAlgoConfig
+from rlhf.step.advantages import assign_credit, make_controller, mean_over_responses, response_kl
 from rlhf.step.batch import make_batch
-from rlhf.step.token_advantages import assign_credit, make_controller, mean_over_responses, response_kl
 from rlhf.types import StepBatch
 
 GROUPS: dict[str, Any] = {"groups": 3, "samples": 3, "vocabulary": 50, "longest": 12, "seed": 1}

@@ -1,13 +1,7 @@
-"""Rewards of rollouts and the KL -> rewards, advantages and returns per token (PPO).
+"""Rewards of rollouts -> advantages of rollouts (GRPO and its family), or advantages and returns of tokens (PPO).
 
-    reward of the rollout, clipped, at the last token of each of its sequences
-    - kl_coef x KL at each token                          (algo.kl_place=reward)
-    -> whitened over the step, if asked
-    -> GAE with the critic's values; the value after the last token is 0
-    -> advantages whitened over the step; returns are not
-
-All of it runs on the driver over all rollouts of a step, so the result does not depend on the number of learners or
-on the token budget.
+Either works on all rollouts of a step on the driver, so the result depends neither on the number of learners nor on the
+token budget.
 """
 
 from __future__ import annotations
@@ -21,8 +15,47 @@ from torch import Tensor
 from rlhf.algo import advantages as adv
 from rlhf.algo.kl import KLController, kl_per_token
 from rlhf.config.ppo import PPOAlgoConfig
+from rlhf.config.sections import AlgoConfig
 from rlhf.step.batch import sum_over_responses
 from rlhf.types import StepBatch
+
+# --- rollouts ---
+
+
+def penalize_kl(
+    batch: StepBatch,
+    rows_to_compute: np.ndarray,
+    old_logprobs: np.ndarray | None,
+    ref_logprobs: np.ndarray | None,
+    algo: AlgoConfig,
+) -> np.ndarray:
+    """[R] rewards minus kl_coef times the KL to the reference, summed over all that was sampled in the rollout.
+
+    Where log-probs [N] of a row are unknown, because it is not among `rows_to_compute` [B] bool, the reward of its
+    rollout becomes NaN, which keeps it out of the baseline.
+    """
+    assert old_logprobs is not None, "a KL in the reward needs both columns"
+    assert ref_logprobs is not None
+    old, ref = torch.from_numpy(old_logprobs), torch.from_numpy(ref_logprobs)
+    kl = kl_per_token(old, ref, estimator=algo.kl_estimator).numpy()
+    unknown = batch.per_rollout(np.where(rows_to_compute, 0, 1)) > 0
+    rewards = np.where(unknown, np.nan, batch.rewards - algo.kl_coef * sum_over_responses(batch, kl))
+    return np.where(np.isfinite(rewards), rewards, np.nan)
+
+
+def step_advantages(batch: StepBatch, rewards: np.ndarray, kind: str, normalize_over: str = "responses") -> np.ndarray:
+    """[R] advantage of each rollout; 0 for unscorable ones. The kinds are those of `algo.advantage`.
+
+    Args:
+        rewards: [R], of the batch, with or without the KL penalty; NaN is unscorable.
+        normalize_over: what the statistics of REINFORCE++ count, responses or tokens, as `algo.normalize_over`.
+    """
+    lengths = torch.from_numpy(batch.per_rollout(batch.response_lengths)) if normalize_over == "tokens" else None
+    groups = torch.from_numpy(batch.groups)
+    return adv.advantages_of_kind(kind, torch.from_numpy(rewards), groups, lengths=lengths).numpy()
+
+
+# --- tokens ---
 
 
 @dataclass(frozen=True)
@@ -42,12 +75,9 @@ def make_controller(algo: PPOAlgoConfig, restored_coef: float | None) -> KLContr
 
 
 def response_kl(batch: StepBatch, old_logprobs: np.ndarray, ref_logprobs: np.ndarray) -> float:
-    """Mean over trained rollouts of log pi - log pi_ref summed over all that was sampled (k1), in nats.
+    """Mean over trained rollouts, at least one, of log pi - log pi_ref (k1) summed over all that was sampled, in nats.
 
-    It is the input of the controller.
-
-    Args:
-        old_logprobs, ref_logprobs: [N]; at least one rollout is trained.
+    It is the input of the controller; the columns have shape [N].
     """
     return float(np.mean(sum_over_responses(batch, old_logprobs - ref_logprobs)[batch.trained]))
 
@@ -66,15 +96,20 @@ def assign_credit(
     kl_coef: float,
     algo: PPOAlgoConfig,
 ) -> Credit:
-    """Token rewards, GAE and whitening over all rollouts that are trained on.
+    """Advantages and returns of all tokens of the rollouts that are trained on.
 
-    Each sequence is an episode of its own: GAE does not go from one to the next, and the last token of each gets the
-    reward of its rollout.
+        reward of the rollout, clipped, at the last token of each of its sequences
+        - kl_coef x KL at each token
+        -> whitened over the step, if asked
+        -> GAE with the critic's values; the value after the last token is 0
+        -> advantages whitened over the step, if asked; returns are not
+
+    Each sequence is an episode of its own: GAE does not go from one to the next.
 
     Args:
         values: [N], the critic's values before the first update of the step.
         old_logprobs, ref_logprobs: [N]; used only if kl_coef is above 0.
-        kl_coef: the controller's coefficient; 0 if the KL is not part of the reward.
+        kl_coef: the controller's coefficient; 0 if the KL is not part of the reward (algo.kl_place).
     """
     rows = np.flatnonzero(batch.trained_rows)
     advantages, returns = np.zeros_like(values), np.zeros_like(values)
