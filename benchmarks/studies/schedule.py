@@ -101,7 +101,7 @@ def our_rank(rank: int, processes: int, port: int, of_runs: Sequence[Run]) -> li
         trained.wrap(torch.nn.Linear(4, 1))
         rates = []
         for _ in range(run.updates):
-            trained.take_step(1, lambda _: (trained.deepspeed(torch.ones(1, 4)).sum(), {}))  # noqa: B023 - called at once
+            trained.take_step([torch.ones(1, 4)], lambda x: (trained.deepspeed(x).sum(), {}))  # noqa: B023 - at once
             rates.append(float(trained.deepspeed.optimizer.param_groups[0]["lr"]))
         rates_of_runs.append(rates)
     trained.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import ENGINE
-from rlhf.weights import cpu_rows
+from rlhf.weights.cpu_kernels import EQUAL_ROWS
 
 
 def environment_of(role: str, config: TrainingProgramConfig, *, sockets: str | None) -> dict[str, str]:
@@ -37,7 +37,7 @@ def environment_of(role: str, config: TrainingProgramConfig, *, sockets: str | N
         # vLLM's processes then receive pickled handles of GPU memory, which vLLM refuses by default.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if config.run.deterministic and role == ENGINE:
-        environment |= cpu_rows.ENVIRONMENT if config.cluster.device == "cpu" else {"VLLM_BATCH_INVARIANT": "1"}
+        environment |= EQUAL_ROWS if config.cluster.device == "cpu" else {"VLLM_BATCH_INVARIANT": "1"}
     elif config.run.deterministic:
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch asks for it when its algorithms are deterministic
     return environment

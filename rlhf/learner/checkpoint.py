@@ -16,18 +16,18 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf.config.base import Section
-from rlhf.learner.host_memory import free_host_memory
 from rlhf.types import SaveReport, WrittenFile
 
 WEIGHTS, REFERENCE, RNG = "weights", "reference", "rng"
@@ -36,6 +36,9 @@ INDEX = "learner.json"
 MODEL_FOLDER = "model"  # config.json and generation_config.json; an export needs them, a tokenizer and the weights
 CHUNK_BYTES = 2**20  # read at once for the checksum
 MEMORY_MARGIN = 1.25  # required free memory over the size of a copy of the state: other processes grow meanwhile
+# Memory of control groups, by version: folder, files of limit and use, key in memory.stat of the reclaimable cache.
+CGROUP_1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+CGROUP_2 = ("", "memory.max", "memory.current", "inactive_file")
 KEY = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
 
@@ -142,6 +145,31 @@ def host_copy(kinds: Mapping[str, Sequence[Slice]], *, ranks_on_node: int) -> di
     }
 
 
+def free_host_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that this process may still take; a batch system or a container may allow less than the machine has."""
+    return min([psutil.virtual_memory().available, *_left_in_groups(groups, own)])
+
+
+def _left_in_groups(groups: Path, own: Path) -> Iterator[int]:
+    lines = own.read_text().splitlines() if own.is_file() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        mount, limit, used, cache = CGROUP_1 if controllers else CGROUP_2
+        top = groups / mount
+        inside = Path(path.lstrip("/"))
+        # In a container the path may be that of the host; the top folder is then the container's own group.
+        for folder in {top, *(top / part for part in (inside, *inside.parents))}:
+            try:
+                most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+                stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            if most != "max":
+                yield int(most) - now + int(stat.get(cache, 0))
+
+
 # --- reading ---
 
 
@@ -154,25 +182,17 @@ class SliceReader:
 
     def __init__(self, folder: Path, kind: str, *, ranks: Iterable[int]) -> None:
         self._what = f"{folder}: {kind}"
-        self._parts: dict[str, list[tuple[int, int, Any]]] = {}
-        for rank in ranks:
-            self._open(folder / file_name(kind, rank))
-
-    def _open(self, path: Path) -> None:
-        try:
-            file = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: not readable as safetensors ({error}).") from None
-        for key in file.keys():  # noqa: SIM118 - not a dict
-            match = KEY.fullmatch(key)
-            if match is None:
-                raise ValueError(f"{path}: {key!r} names no slice, as name[start:stop] does.")
-            name, start, stop = match[1], int(match[2]), int(match[3])
-            self._parts.setdefault(name, []).append((start, stop, file.get_slice(key)))
-
-    @property
-    def names(self) -> Iterable[str]:
-        return self._parts.keys()
+        self.parts: dict[str, list[tuple[int, int, Any]]] = {}  # by tensor: start, stop, elements that are not read yet
+        for path in (folder / file_name(kind, rank) for rank in ranks):
+            try:
+                file = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{path}: not readable as safetensors ({error}).") from None
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                match = KEY.fullmatch(key)
+                if match is None:
+                    raise ValueError(f"{path}: {key!r} names no slice, as name[start:stop] does.")
+                self.parts.setdefault(match[1], []).append((int(match[2]), int(match[3]), file.get_slice(key)))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened tensor, in host memory.
@@ -182,7 +202,7 @@ class SliceReader:
         """
         spans = [
             (max(start, begin) - begin, min(stop, end) - begin, part)
-            for begin, end, part in sorted(self._parts.get(name, ()), key=lambda held: held[0])
+            for begin, end, part in sorted(self.parts.get(name, ()), key=lambda held: held[0])
             if max(start, begin) < min(stop, end)
         ]
         if (held := sum(high - low for low, high, _ in spans)) != stop - start:

@@ -64,9 +64,14 @@ def _meet_on_loopback(place: Place) -> None:
         _meeting_places.append(dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
 
 
-def frozen_settings(place: Place, *, dtype: str) -> dict[str, Any]:
-    """Settings of a model that is not trained and that ZeRO-3 splits over the ranks."""
-    return _settings_of_any_module(place, dtype) | {"zero_optimization": {"stage": 3}}
+def any_settings(place: Place, *, dtype: str, zero: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a model, trained or not; `zero` is DeepSpeed's section of that name."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": place.world_size,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "zero_optimization": zero,
+    }
 
 
 def training_settings(section: TrainedConfig, place: Place, *, dtype: str, device: str) -> dict[str, Any]:
@@ -78,9 +83,8 @@ def training_settings(section: TrainedConfig, place: Place, *, dtype: str, devic
         zero["overlap_comm"] = section.zero_stage == 3 or not section.offload_optimizer
     if section.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
-    settings = _settings_of_any_module(place, dtype) | {
+    settings = any_settings(place, dtype=dtype, zero=zero) | {
         "gradient_accumulation_steps": 1,
-        "zero_optimization": zero,
         "gradient_clipping": section.max_grad_norm or 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -88,14 +92,6 @@ def training_settings(section: TrainedConfig, place: Place, *, dtype: str, devic
     if section.zero_stage > 0:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings
-
-
-def _settings_of_any_module(place: Place, dtype: str) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "train_batch_size": place.world_size,
-        "bf16": {"enabled": dtype == "bfloat16"},
-    }
 
 
 @contextlib.contextmanager

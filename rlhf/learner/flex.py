@@ -10,19 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from rlhf.learner.packed_attention import Scoring
 from rlhf.learner.segments import Segments
 
 
-def scored_attention_on_gpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Segments,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def scored_attention_on_gpu(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
     """q [U, heads, d] of the computed tokens, k and v [T, kv_heads, d] of the whole row -> [U, heads, d].
 
     The softmax leaves the sink out, and its share is removed afterwards: with l the log-sum-exp of the scores, the
@@ -33,17 +25,17 @@ def scored_attention_on_gpu(
         return cap * torch.tanh(score / cap)
 
     # a tensor, since a score_mod compiled for any length may hold only tensors and whole numbers
-    cap = None if softcap is None else torch.full((), softcap, device=q.device)
+    cap = None if scoring.softcap is None else torch.full((), scoring.softcap, device=q.device)
     out, aux = _compiled(flex_attention, q.device.type)(
         *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
         score_mod=None if cap is None else functools.partial(capped, cap),
-        block_mask=_block_mask(segments, window),
-        scale=scale,
+        block_mask=_block_mask(segments, scoring.window),
+        scale=scoring.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
     )
-    if sinks is not None:
-        out = (out * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None]).to(v.dtype)
+    if scoring.sinks is not None:
+        out = (out * torch.sigmoid(aux.lse - scoring.sinks.float()[:, None])[..., None]).to(v.dtype)
     attended: Tensor = out[0].transpose(0, 1)
     return attended
 

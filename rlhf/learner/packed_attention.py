@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlhf.algo.numerics import full_precision
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.segments import Segments, segments_of_row, take_rows
 
 PACKED = "packed"
@@ -59,6 +60,26 @@ class Window:
     chunked: bool
 
 
+class Scoring(NamedTuple):
+    """How keys are scored for a query.
+
+    Attributes:
+        scale: of the products; None: 1 / sqrt(d).
+        window: a query sees only the last `window` tokens, itself included; None: the whole past.
+        softcap: scores become softcap tanh(score / softcap).
+        sinks: [heads], one more score per head, whose value vector is 0.
+    """
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -77,8 +98,7 @@ def packed_attention(
 
     Args:
         attention_mask: the layer's window, as this module's mask function returned it.
-        softcap: scores become softcap tanh(score / softcap).
-        s_aux: [heads], sinks: one more score per head, whose value vector is 0.
+        softcap, s_aux: as in `Scoring`; s_aux is the sinks.
         segments: None if the model has not passed them on; the current row's segments are used then.
 
     Raises:
@@ -94,15 +114,15 @@ def packed_attention(
     if window is not None and window.chunked:
         segments, window = segments.chunked(window.size), None
     size = None if window is None or window.size >= segments.longest else window.size
+    scoring = Scoring(scaling, size, softcap, s_aux)
     flash = q.device.type != "cpu" and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= FLASH_WIDTH
     if not flash:
-        return _blockwise_attention(q, k, v, segments, scaling, size, softcap, s_aux).unsqueeze(0), None
-    if segments.expand is not None:
-        k, v = take_rows(k, segments.expand), take_rows(v, segments.expand)
-    if softcap is not None or s_aux is not None:
+        return _blockwise_attention(q, k, v, segments, scoring).unsqueeze(0), None
+    k, v = segments.expanded(k), segments.expanded(v)
+    if not scoring.is_plain:
         from rlhf.learner.flex import scored_attention_on_gpu
 
-        return scored_attention_on_gpu(q, k, v, segments, scaling, size, softcap, s_aux).unsqueeze(0), None
+        return scored_attention_on_gpu(q, k, v, segments, scoring).unsqueeze(0), None
     from torch.nn.attention.varlen import varlen_attn
 
     # Fewer queries than keys: both are aligned at their last token, which is always computed.
@@ -139,18 +159,8 @@ def _scale_by_position(q: Tensor, module: Any, segments: Segments) -> Tensor:
     return (q * ratio[:, None, None]).to(q.dtype)
 
 
-def _blockwise_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Segments,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
     """q [U, heads, d], k and v [U, kv_heads, d] -> [U, heads, d]; a block of n segments is one batch of n."""
-    scored = softcap is not None or sinks is not None
     layout = segments.layout
     queries = take_rows(q, layout.queries).split([block.places.numel() for block in layout.blocks])
     keys, values = (take_rows(x, layout.keys).split([len(b.places) * b.keys for b in layout.blocks]) for x in (k, v))
@@ -159,47 +169,44 @@ def _blockwise_attention(
         query, key, value = (x.view(len(block.places), -1, *x.shape[1:]).transpose(1, 2) for x in parts)
         if q.device.type == "cpu" and query.shape[-2] <= SHORT_QUERIES:
             query, key, value = full_precision(query), full_precision(key), full_precision(value)
-        if scored:
-            out = _scored_attention(query, key, value, block.seen(window), scale, softcap, sinks)
-        else:
-            seen = block.seen(window)
+        seen = block.seen(scoring.window)
+        if scoring.is_plain:
+            grouped = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(
-                query, key, value, seen, is_causal=seen is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                query, key, value, seen, is_causal=seen is None, scale=scoring.scale, enable_gqa=grouped
             )
+        else:
+            out = _scored_attention(query, key, value, seen, scoring)
         outputs.append(out.to(q.dtype).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.among_queries)
 
 
-def _scored_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _scored_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scoring: Scoring) -> Tensor:
     """[n, heads, Q, d], [n, kv_heads, K, d] twice -> [n, heads, Q, d], with a matrix of scores; seen [n, 1, Q, K]."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    scores = full_precision(query @ key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = full_precision(query @ key.transpose(-1, -2)) * scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     if seen is None:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     scores = scores.masked_fill(~seen, float("-inf"))
-    if sinks is not None:
-        sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    if scoring.sinks is not None:
+        sink = scoring.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], -1)
     return scores.softmax(-1)[..., : key.shape[-2]].to(value.dtype) @ value
 
 
-def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+def load_packed(
+    auto_class: Any, path: str, model: ModelConfig, *, key: str, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """`auto_class.from_pretrained` with packed attention; -> the model and transformers' loading report.
 
     This checks what is known before a forward; `policy_model.check_packed` checks a forward.
 
     Args:
-        key: of the config, for messages.
+        model: type and trust; its own path is not read.
+        key: the key of `path`, for messages.
 
     Raises:
         ValueError: the model does not take packed rows.
@@ -207,8 +214,9 @@ def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tupl
     refusal = ValueError(UnpackableError("its attention cannot be replaced").of(key, path))
     try:
         transformer, info = auto_class.from_pretrained(
-            path, attn_implementation=PACKED, output_loading_info=True, **options
-        )
+            path, dtype=getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code,
+            attn_implementation=PACKED, output_loading_info=True, **options,
+        )  # fmt: skip
     except KeyError as error:
         if error.args != (PACKED,):
             raise

@@ -23,11 +23,9 @@ from rlhf.config.sections import ModelConfig
 from rlhf.learner.fused import use_kernels
 from rlhf.learner.packed_attention import UnpackableError, load_packed
 from rlhf.learner.packed_mixers import run_by_segments, whole_layers
-from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, record_choices, routing_of
+from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, routing_of
 from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
 from rlhf.types import PackedTokens
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,8 @@ class DeviceTokens:
         )
 
 
-def hidden_states(transformer: PreTrainedModel, tokens: DeviceTokens) -> Tensor:
-    """[U, H] of the row's computed tokens, as the last norm leaves them."""
-    states: Tensor = transformer_outputs(transformer, tokens).last_hidden_state[0]
-    return states
-
-
 def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **options: Any) -> Any:
-    """What the transformer without its head returns for the row's computed tokens."""
+    """What the transformer without its head returns for the row's computed tokens; states as the last norm left them."""
     computed = tokens.segments.computed
     base = transformer.base_model if transformer.base_model is not transformer else transformer.model
     with row_of(tokens.segments):
@@ -118,7 +110,7 @@ class PolicyModel(nn.Module):
         options = {"output_router_logits": True} if with_routing and self.has_balancing_loss else {}
         with (
             computing_in_float32(self.transformer) if in_float32 else contextlib.nullcontext(),
-            choices_of_row() as choices,
+            choices_of_row(self.transformer) as choices,
         ):
             outputs = transformer_outputs(self.transformer, tokens, **options)
         routing = None
@@ -176,42 +168,39 @@ def load_policy(model: ModelConfig, *, temperature: float) -> PolicyModel:
     Raises:
         ValueError: the model does not take packed rows.
     """
-    dtype, trust = DTYPES[model.dtype], model.trust_remote_code
-    transformer, _ = load_packed(
-        AutoModelForCausalLM, model.path, key="model.path", dtype=dtype, trust_remote_code=trust
-    )
+    transformer, _ = load_packed(AutoModelForCausalLM, model.path, model, key="model.path")
     prepare_transformer(transformer, gradient_checkpointing=model.gradient_checkpointing)
     return PolicyModel(transformer, temperature=temperature)
 
 
 @torch.no_grad()
 def check_packed(
-    forward: Callable[[DeviceTokens], Tensor], device: torch.device, *, dtype: str, key: str, path: str
+    model: Callable[[DeviceTokens], Any], device: torch.device, *, dtype: str, key: str, path: str
 ) -> None:
     """Check that sequences in one row do not affect each other: change the first, the outputs of the second must stay.
 
-    The two sequences begin alike in one pair of rows, and differ from the start in the other. Some models mix tokens
-    outside of attention (convolutions, state spaces) and would train on log-probabilities that the engine never
-    sampled from.
+    Some models mix tokens outside of attention (convolutions, state spaces) and would train on log-probabilities that
+    the engine never sampled from. At ZeRO-3 every rank calls this.
 
     Args:
-        forward: a row's tokens -> one number per token [T] or per sequence [S]. At ZeRO-3 every rank calls it.
+        model: a row's tokens -> one number per token [T] or per sequence [S], maybe the first of several results.
         dtype: of the model; differences within its rounding are allowed.
-        key: of the config, for messages.
+        key: the key of `path`, for messages.
 
     Raises:
         ValueError: the second sequence's outputs change, or the model refuses the row.
     """
     second = [0, 1, 2, 3]
     try:
-        # The rows of a pair have blocks of the same sizes: their roundings are the same.
+        # In one pair of rows the sequences begin alike. Blocks of a pair have the same sizes: their roundings are equal.
         for pair in (([0, 3, 1, 2], [0, 2, 3, 1]), ([3, 2, 1, 2], [1, 3, 2, 3])):
             outputs = []
             for first in pair:
                 row = pack([np.array(first, np.int32), np.array(second, np.int32)])
-                numbers = forward(DeviceTokens.of(row, device)).float()
+                result = model(DeviceTokens.of(row, device))
+                numbers = (result if isinstance(result, Tensor) else result[0]).float()
                 outputs.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
-            if (outputs[0] - outputs[1]).norm() > 16 * torch.finfo(DTYPES[dtype]).eps * outputs[0].norm():
+            if (outputs[0] - outputs[1]).norm() > 16 * torch.finfo(getattr(torch, dtype)).eps * outputs[0].norm():
                 raise UnpackableError("a sequence is affected by the sequences before it in the row")
     except UnpackableError as error:
         raise ValueError(error.of(key, path)) from None
@@ -224,7 +213,6 @@ def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing:
     """
     use_kernels(transformer)
     run_by_segments(transformer)
-    record_choices(transformer)
     if gradient_checkpointing:
         options = {"use_reentrant": False, "context_fn": checkpoint_contexts}
         transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

@@ -7,6 +7,7 @@ updates      one optimizer step for each minibatch of every epoch
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -77,11 +78,10 @@ class StepRank(TrainedRank):
         Fillers are computed, so that all ranks make the same calls, and left out of the result.
         """
         outputs = [np.zeros(0, np.float32)]
-        for minibatch in self._epochs[0]:
-            for held in minibatch:
-                values = forward(held.tokens).float().cpu().numpy()
-                if not held.is_filler:
-                    outputs.append(values)
+        for held in itertools.chain.from_iterable(self._epochs[0]):
+            values = forward(held.tokens).float().cpu().numpy()
+            if not held.is_filler:
+                outputs.append(values)
         return np.concatenate(outputs)
 
     def updates(
@@ -95,11 +95,7 @@ class StepRank(TrainedRank):
             targets: columns [N] of the step; `loss` gets the part [T] of its microbatch.
         """
 
-        def update(minibatch: Sequence[HeldMicrobatch]) -> UpdateOutcome:
-            def forward(i: int) -> tuple[Tensor, StepMetrics]:
-                held = minibatch[i]
-                return loss(held.tokens, targets.take(held.index), held.denominators)
+        def forward(held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
+            return loss(held.tokens, targets.take(held.index), held.denominators)
 
-            return self.take_step(len(minibatch), forward)
-
-        return [update(minibatch) for epoch in self._epochs for minibatch in epoch]
+        return [self.take_step(minibatch, forward) for epoch in self._epochs for minibatch in epoch]

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from rlhf.algo.packing import draw_minibatches, pack_microbatches
+from rlhf.config.sft import SFTConfig
 from rlhf.config.supervised import SupervisedConfig
+from rlhf.learner.policy_model import check_packed, load_policy
 from rlhf.learner.rank import TrainedRank
 from rlhf.learner.step import HeldMicrobatch, hold
 from rlhf.learner.update import on_host
-from rlhf.log.reductions import StepMetrics, Sum, UpdateOutcome, merge_metrics
+from rlhf.log.reductions import Perplexity, StepMetrics, Sum, UpdateOutcome, merge_metrics
 from rlhf.types import Denominators, Minibatch, PackedTokens, Place
 
 
@@ -54,7 +56,7 @@ class SupervisedRank(TrainedRank):
         epoch, number = divmod(step, minibatches)
         examples = draw_minibatches(count, minibatches=minibatches, seed=seed, step=0, epoch=epoch)[number]
         microbatches = self._own(self._train, examples)
-        outcome = self.take_step(len(microbatches), lambda i: self._measured("train", microbatches[i]))
+        outcome = self.take_step(microbatches, lambda held: self._measured("train", held))
         index = np.concatenate([held.index[: 0 if held.is_filler else None] for held in microbatches])
         counts: StepMetrics = {"train/tokens": Sum(len(index))}
         if trained := int(self._train.response_mask[index].sum()):
@@ -92,3 +94,21 @@ class SupervisedRank(TrainedRank):
             Denominators(tokens=int(trained.sum()), rollouts=len(examples), sequences=rows.size),
         )
         return hold(data, minibatch, self.place.rank, self.device)
+
+
+class SFTTrainer(SupervisedRank):
+    """The rank of supervised fine-tuning: cross entropy of the trained tokens, by the model and kernels of GRPO."""
+
+    def __init__(self, config: SFTConfig, place: Place) -> None:
+        super().__init__(config, place)
+        model = config.model
+        with self.loading():
+            policy = load_policy(model, temperature=1.0)
+        self.wrap(policy)
+        check_packed(self.deepspeed, self.device, dtype=model.dtype, key="model.path", path=model.path)
+
+    def loss(self, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
+        """The mean of -log p(token) over the trained tokens of the minibatch, nats."""
+        total = -self.deepspeed(held.tokens).logprobs.sum()
+        perplexity = Perplexity(total.detach().double(), held.tokens.response_mask.sum())
+        return total / held.denominators.tokens, {"perplexity": perplexity}

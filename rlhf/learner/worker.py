@@ -6,6 +6,7 @@ A plain class; `rlhf.cluster.actors` hosts it in a Ray actor.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +17,17 @@ from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.checkpoint import REFERENCE, Slice
 from rlhf.learner.hub_format import hub_shapes, hub_tensors
-from rlhf.learner.perturbation import bits_to_flip, flip
 from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
-from rlhf.learner.reference import ReplacedCopy, make_reference
+from rlhf.learner.reference import MovingCopy, make_reference
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.types import Place, PolicyTargets
 from rlhf.weights.client import EngineClient
-from rlhf.weights.transfer import ParameterMeta, Rendezvous, WeightSender, make_sender
+from rlhf.weights.transfer import CPUSender, ParameterMeta, Rendezvous, VLLMSender, make_sender
+
+STRIDE = 3  # a third of the elements: a tensor that is not perturbed with the others around it stands out
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
 class Learner(StepRank):
@@ -35,7 +38,7 @@ class Learner(StepRank):
             place, name="learner", training=config.training, model=config.model, device=config.cluster.device
         )
         self.config = config
-        self._sender: WeightSender | None = None
+        self._sender: CPUSender | VLLMSender | None = None
         self._client: EngineClient | None = None
         self._flipped: list[tuple[Tensor, int]] = []  # perturbed tensors, and the bits flipped in each
         with self.loading():
@@ -46,10 +49,8 @@ class Learner(StepRank):
                 "have no balancing loss (it is dense, or a bias balances them). Set it to 0."
             )
         self.wrap(model)
-        check_packed(
-            lambda tokens: self.deepspeed(tokens).logprobs, self.device,
-            dtype=config.model.dtype, key="model.path", path=config.model.path,
-        )  # fmt: skip
+        path = config.model.path
+        check_packed(self.deepspeed, self.device, dtype=config.model.dtype, key="model.path", path=path)
         self.reference = make_reference(config, self)
 
     # --- a training step ---
@@ -86,7 +87,7 @@ class Learner(StepRank):
 
     def blend_reference(self, decay: float) -> None:
         """Reference := decay x reference + (1 - decay) x policy; a decay of 0 replaces it by the policy."""
-        assert isinstance(self.reference, ReplacedCopy), "no reference that moves is loaded"
+        assert isinstance(self.reference, MovingCopy), "no reference that moves is loaded"
         self._offload.come_back()
         self.reference.blend(decay)
 
@@ -109,9 +110,8 @@ class Learner(StepRank):
         return sorted(self.published.items(), key=lambda item: -item[1].itemsize)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._to_send():
-            with self.whole(tensor):
-                yield from hub_tensors(self.transformer, name, tensor.detach())
+        for name, tensor in self.each_whole(self._to_send()):
+            yield from hub_tensors(self.transformer, name, tensor.detach())
 
     def connect(self, backend: str, client: EngineClient, rendezvous: Rendezvous) -> None:
         """Build the transfer group with the engines. Every rank calls it after the engines have started."""
@@ -135,18 +135,18 @@ class Learner(StepRank):
 
     @torch.no_grad()
     def perturb_weights(self, start: int = 0, stop: int | None = None) -> None:
-        """Perturb tensors `start` to `stop` in place: every STRIDE-th element of each.
+        """Perturb tensors `start` to `stop` so far that an engine must follow: every STRIDE-th element of each.
 
-        An element changes its sign; in a tensor of zeros it becomes 1. Every rank calls it.
+        An element changes its sign; in a tensor of zeros it becomes 1. The same bits are flipped in place, twice, since
+        copies of a model of 70 B would take 140 GB of host memory per rank. Every rank flips what it holds.
         """
         assert not self._flipped, "the weights are perturbed already"
         tensors = [self.published[name] for name in self.tensor_names()[start:stop]]
-        nonzero = torch.stack([torch.stack([part.any() for part, _ in self.held(tensor)]).any() for tensor in tensors])
+        nonzero = torch.stack([torch.stack([part.any() for part, _ in self._held(tensor)]).any() for tensor in tensors])
         dist.all_reduce(nonzero := nonzero.int(), op=dist.ReduceOp.MAX)  # a rank may hold only zeros of a tensor
-        self._flipped = [
-            (tensor, bits_to_flip(tensor.dtype, all_zero=not moves))
-            for tensor, moves in zip(tensors, nonzero.tolist(), strict=True)
-        ]
+        for tensor, moves in zip(tensors, nonzero.tolist(), strict=True):
+            number = -torch.zeros((), dtype=tensor.dtype) if moves else torch.ones((), dtype=tensor.dtype)
+            self._flipped.append((tensor, int(number.view(INTEGERS[tensor.itemsize]))))
         self._flip()
 
     @torch.no_grad()
@@ -157,20 +157,34 @@ class Learner(StepRank):
 
     def _flip(self) -> None:
         for tensor, bits in self._flipped:
-            for part, first in self.held(tensor):
-                flip(part, first=first, bits=bits)
+            for part, first in self._held(tensor):
+                numbers = part.view(-1).view(INTEGERS[part.itemsize])
+                numbers[-first % STRIDE :: STRIDE].bitwise_xor_(bits)
+
+    def _held(self, tensor: Any) -> list[tuple[Tensor, int]]:
+        """What this rank holds of a tensor: parts, and the number of the first element of each.
+
+        At ZeRO-3 these are a share of a parameter and, while it is gathered, the whole parameter.
+        """
+        if not hasattr(tensor, "ds_id"):
+            return [(tensor.data, 0)]
+        share = tensor.ds_tensor
+        parts = [(share.data, self.place.rank * share.ds_numel)]
+        if tensor.ds_status.name == "AVAILABLE":
+            parts.append((tensor.data, 0))
+        return parts
 
     # --- to disk ---
 
     def state(self) -> dict[str, list[Slice]]:
         state = super().state()
-        if isinstance(self.reference, ReplacedCopy):
+        if isinstance(self.reference, MovingCopy):
             state[REFERENCE] = self.reference.state()
         return state
 
     def load(self, folder: str) -> None:
         super().load(folder)
-        if isinstance(self.reference, ReplacedCopy):
+        if isinstance(self.reference, MovingCopy):
             self.reference.load(folder)
 
     def close(self) -> None:

@@ -40,22 +40,25 @@ class EngineClient:
         self.on_failure: Callable[[], object] = lambda: None
         self.failure: Exception | None = None
 
-    def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        waits = [self._call(i, method, *arguments[i]) for i in range(len(self._engines))]
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        waits = [self._call(i, method, *arguments) for i in range(len(self._engines))]
         return [wait() for wait in waits]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Give every engine its own place in the group: workers of engine i start at rank 1 + i x workers."""
-        ranks = [1 + i * self._workers for i in range(len(self._engines))]
-        infos = [init_info | ({"rank_offset": rank} if "rank_offset" in init_info else {}) for rank in ranks]
-        self._all("init_weight_transfer_engine", [(info,) for info in infos])
+        waits = []
+        for i in range(len(self._engines)):
+            place = {"rank_offset": 1 + i * self._workers} if "rank_offset" in init_info else {}
+            waits.append(self._call(i, "init_weight_transfer_engine", init_info | place))
+        for wait in waits:
+            wait()
 
     def start_weight_update(self) -> None:
-        self._all("start_weight_update", [()] * len(self._engines))
+        self._all("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
         try:
-            self._all("update_weights", [(update_info,)] * len(self._engines))
+            self._all("update_weights", update_info)
         except Exception as error:
             self.failure = error
             self.on_failure()
@@ -67,20 +70,17 @@ class EngineClient:
         Raises:
             ValueError: an engine has not; no engine has finished.
         """
-        accounts = self._all("loaded_weights", [()] * len(self._engines))
+        accounts = self._all("loaded_weights")
         if self.proved is not None and len(self.proved) != self._workers:  # of engines that were split in another way
             self.proved = None
         for engine, account in zip(self._engines, accounts, strict=True):
             check_account(engine, self.announced, account, self.proved)
         self.proved = self.proved or accounts[0]
-        self._all("finish_weight_update", [(weight_version or str(self.version),)] * len(self._engines))
+        self._all("finish_weight_update", weight_version or str(self.version))
 
 
 def check_account(
-    engine: str,
-    announced: Sequence[ParameterMeta],
-    workers: Sequence[Loaded],
-    proved: Sequence[Loaded] | None = None,
+    engine: str, announced: Sequence[ParameterMeta], workers: Sequence[Loaded], proved: Sequence[Loaded] | None = None
 ) -> None:
     """Check that every tensor of this transfer came to every worker, and that every worker loaded its part of it.
 

@@ -78,13 +78,13 @@ class ParameterMeta:
         return math.prod(self.shape)
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
     def bytes(self) -> int:
-        return self.numel * torch_dtype(self.dtype).itemsize
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+        return self.numel * self.torch_dtype.itemsize
 
 
 class ParameterSource(Protocol):
@@ -99,39 +99,29 @@ class ParameterSource(Protocol):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
-class WeightSender(Protocol):
-    """The learner's end; every rank holds one, rank 0 sends."""
-
-    def send(self, version: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 # --- buckets: the same cut on both sides, from the metadata alone ---
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Consecutive parameters of one type; `start` is where their bytes begin in shared memory."""
+    """Consecutive parameters of one type; their bytes begin at `start` of the memory of all buckets."""
 
     start: int
     parameters: list[ParameterMeta]
 
     @property
-    def numel(self) -> int:
-        return sum(meta.numel for meta in self.parameters)
-
-    @property
     def end(self) -> int:
         return self.start + sum(meta.bytes for meta in self.parameters)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch_dtype(self.parameters[0].dtype)
+    def bytes_in(self, memory: Tensor) -> Tensor:
+        """The bucket's part of a uint8 tensor [bytes of all buckets], not a copy."""
+        return memory[self.start : self.end]
 
-    def split(self, flat: Tensor) -> Iterator[tuple[ParameterMeta, Tensor]]:
-        """Each parameter, and its part [numel] of the bucket's tensor."""
-        return zip(self.parameters, flat.split([meta.numel for meta in self.parameters]), strict=True)
+    def tensors_in(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name and its place in the memory."""
+        flat = self.bytes_in(memory).view(self.parameters[0].torch_dtype)
+        for meta, part in zip(self.parameters, flat.split([meta.numel for meta in self.parameters]), strict=True):
+            yield meta.name, part.view(meta.shape)
 
 
 def buckets(metadata: Iterable[ParameterMeta], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
@@ -147,37 +137,31 @@ def buckets(metadata: Iterable[ParameterMeta], bucket_bytes: int = BUCKET_BYTES)
     return cut
 
 
-# --- two ways for the bytes on CPU ---
+# --- two ways for the bytes on CPU: memory that both sides map, or memory of each side and gloo between them ---
 
 
-class SharedMemory:
-    """Memory of this node that both the learner and the engines map.
+def create_shared_memory(size: int) -> tuple[Tensor, str]:
+    """[size] uint8 that other processes of this node can map, and the path where they find it while this one lives.
 
     It belongs to a file without a name, so it disappears with the last process that maps it, however that one ends. It
     counts as shared memory, but is not limited by the size of /dev/shm, which is small in containers.
     """
+    descriptor = os.memfd_create("rlhf-weights")
+    os.ftruncate(descriptor, size)
+    return _mapped(descriptor), f"/proc/{os.getpid()}/fd/{descriptor}"
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
-    @classmethod
-    def create(cls, size: int) -> tuple[SharedMemory, str]:
-        """Memory of `size` bytes, and the path under which other processes find it while this one lives."""
-        descriptor = os.memfd_create("rlhf-weights")
-        os.ftruncate(descriptor, size)
-        return cls(descriptor, size), f"/proc/{os.getpid()}/fd/{descriptor}"
+def open_shared_memory(path: str) -> Tensor:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return _mapped(descriptor)
+    finally:
+        os.close(descriptor)
 
-    @classmethod
-    def open(cls, path: str) -> SharedMemory:
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            return cls(descriptor, os.fstat(descriptor).st_size)
-        finally:
-            os.close(descriptor)
 
-    def view(self, bucket: Bucket) -> Tensor:
-        """[numel], the bucket's part of the memory itself, not a copy."""
-        return torch.frombuffer(self._map, dtype=bucket.dtype, count=bucket.numel, offset=bucket.start)
+def _mapped(descriptor: int) -> Tensor:
+    pages = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def gloo_group(info: Mapping[str, Any], rank: int) -> dist.ProcessGroup:
@@ -190,32 +174,24 @@ def gloo_group(info: Mapping[str, Any], rank: int) -> dist.ProcessGroup:
     return group
 
 
-def _broadcast(group: dist.ProcessGroup, tensor: Tensor) -> None:
-    # not every build of gloo has bfloat16, so the tensor is sent as bytes
-    group.broadcast([tensor.view(torch.uint8)], dist.BroadcastOptions()).wait()
-
-
 class Inbox:
     """An engine worker's end: `info` is what the learner sent through init_weight_transfer_engine."""
 
     def __init__(self, info: Mapping[str, Any], *, worker: int) -> None:
         self._buckets = buckets(ParameterMeta(name, dtype, tuple(shape)) for name, dtype, shape in info["parameters"])
-        self._memory = SharedMemory.open(info["memory"]) if info["memory"] else None
-        self._group = None if info["memory"] else gloo_group(info, info["rank_offset"] + worker)
-        self._kept: dict[int, Tensor] = {}  # by bucket: allocating new memory takes four times as long as sending
+        self._group: dist.ProcessGroup | None = None
+        if info["memory"]:
+            self._memory = open_shared_memory(info["memory"])
+        else:
+            self._memory = torch.empty(self._buckets[-1].end, dtype=torch.uint8)
+            self._group = gloo_group(info, info["rank_offset"] + worker)
 
     def receive(self, number: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a bucket; they do not change until the next weights are sent."""
         bucket = self._buckets[number]
-        if self._memory is not None:
-            flat = self._memory.view(bucket)
-        else:
-            assert self._group is not None
-            if number not in self._kept:
-                self._kept[number] = torch.empty(bucket.numel, dtype=bucket.dtype)
-            flat = self._kept[number]
-            _broadcast(self._group, flat)
-        yield from ((meta.name, part.view(meta.shape)) for meta, part in bucket.split(flat))
+        if self._group is not None:
+            self._group.broadcast([bucket.bytes_in(self._memory)], dist.BroadcastOptions()).wait()
+        yield from bucket.tensors_in(self._memory)
 
 
 class CPUSender:
@@ -225,18 +201,18 @@ class CPUSender:
         self._source = source
         self._client = client
         self._is_sender = rank == 0
-        self._memory: SharedMemory | None = None
         self._group: dist.ProcessGroup | None = None
-        self._staging = torch.empty(0, dtype=torch.uint8)  # of the largest bucket, where there is no shared memory
         metadata = source.metadata()
         self._buckets = buckets(metadata)
         if not self._is_sender:
             return
+        size = self._buckets[-1].end
         info = vars(rendezvous) | {"rank_offset": 1, "memory": "", "parameters": [astuple(meta) for meta in metadata]}
         if info.pop("one_node"):
-            self._memory, info["memory"] = SharedMemory.create(self._buckets[-1].end)
+            self._memory, info["memory"] = create_shared_memory(size)
             client.init_weight_transfer_engine(info)
             return
+        self._memory = torch.empty(size, dtype=torch.uint8)
         with ThreadPoolExecutor(max_workers=1) as pool:
             engines_join = pool.submit(client.init_weight_transfer_engine, info)
             self._group = gloo_group(info, 0)
@@ -263,26 +239,19 @@ class CPUSender:
     def _send_bucket(self, number: int, stream: Iterator[tuple[str, Tensor]], pool: ThreadPoolExecutor) -> Future[None]:
         """Fill a bucket and send it; the returned future ends when the engines have loaded it."""
         bucket = self._buckets[number]
-        flat = self._staged(bucket) if self._memory is None else self._memory.view(bucket)
         with _one_thread():
-            for meta, part in bucket.split(flat):
+            for announced, part in bucket.tensors_in(self._memory):
                 name, tensor = next(stream)
-                assert name == meta.name, f"the weight stream yielded {name} where {meta.name} was announced"
-                part.copy_(tensor.reshape(-1))
+                assert name == announced, f"the weight stream yielded {name} where {announced} was announced"
+                part.copy_(tensor)
         loading = pool.submit(self._client.update_weights, {"bucket": number})
         if self._group is not None:
-            _broadcast(self._group, flat)
+            self._group.broadcast([bucket.bytes_in(self._memory)], dist.BroadcastOptions()).wait()
         return loading
 
-    def _staged(self, bucket: Bucket) -> Tensor:
-        """Memory for a bucket; it is reused after the previous broadcast has finished."""
-        size = bucket.end - bucket.start
-        if len(self._staging) < size:
-            self._staging = torch.empty(size, dtype=torch.uint8)
-        return self._staging[:size].view(bucket.dtype)
-
     def close(self) -> None:
-        self._group = self._memory = None
+        self._group = None
+        self._memory = torch.empty(0)
 
 
 @contextlib.contextmanager
@@ -311,12 +280,12 @@ class VLLMSender:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         for before, meta in itertools.pairwise(source.metadata()):
-            larger = torch_dtype(meta.dtype).itemsize > torch_dtype(before.dtype).itemsize
+            larger = meta.torch_dtype.itemsize > before.torch_dtype.itemsize
             assert not larger, f"{meta.name} has larger elements than {before.name} before it"
 
         class Source(WeightSource):
             def metadata(self) -> list[ParamMeta]:
-                return [ParamMeta(m.name, torch_dtype(m.dtype), m.shape) for m in source.metadata()]
+                return [ParamMeta(meta.name, meta.torch_dtype, meta.shape) for meta in source.metadata()]
 
             def __iter__(self) -> Iterator[tuple[str, Tensor]]:
                 return iter(source)
@@ -355,7 +324,7 @@ class VLLMSender:
 
 def make_sender(
     backend: str, source: ParameterSource, client: EngineClient, rendezvous: Rendezvous, *, rank: int
-) -> WeightSender:
+) -> CPUSender | VLLMSender:
     """The learner's end of `backend`: rlhf_cpu, nccl or ipc. It connects to the engines, which must be running."""
     client.announced = source.metadata()  # what every transfer brings; one that brings a part will announce that part
     if backend == BACKEND:
@@ -371,8 +340,7 @@ def register_with_vllm() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rlhf.weights.cpu_rotary import rotate_heads_on_cpu
-    from rlhf.weights.cpu_rows import round_rows_alike
+    from rlhf.weights.cpu_kernels import rotate_heads_on_cpu, round_rows_alike
 
     for name in RECEIVERS.values():
         with contextlib.suppress(ValueError):  # registered by an earlier call

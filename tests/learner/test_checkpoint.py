@@ -18,12 +18,12 @@ from rlhf.learner.checkpoint import (
     Slice,
     SliceReader,
     check_shapes,
+    free_host_memory,
     host_copy,
     share,
     write_rank,
     write_slices,
 )
-from rlhf.learner.host_memory import free_host_memory
 
 TENSORS = {"a.weight": torch.randn(7, 5), "b": torch.randn(3), "scale": torch.tensor(2.5)}
 
