@@ -45,13 +45,9 @@ def model_tensors(transformer: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def empty_model(folder: Path, *, dtype: str, trust_remote_code: bool, scalar: bool = False) -> PreTrainedModel:
-    """The model that a config.json describes, on the meta device.
+    """The model that a config.json describes, on the meta device; `scalar`: with one number per token, not logits.
 
-    Args:
-        scalar: it gives one number per token, not logits.
-
-    Raises:
-        ValueError: the model needs code of its own, and that code is not trusted.
+    ValueError if the model needs code of its own, and that code is not trusted.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
@@ -62,24 +58,19 @@ def empty_model(folder: Path, *, dtype: str, trust_remote_code: bool, scalar: bo
 def write_model(
     folder: Path, transformer: PreTrainedModel, like: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write a model's tensors in the hub's files; no more than one file and one tensor are in memory.
-
-    Args:
-        like: tensors of the same names, types and shapes; at ZeRO-3 they need not be gathered.
-        tensors: whole tensors of the model, one after another.
-    """
+    """Write whole tensors, of the shapes of `like`, as the hub's files; one file and a tensor are in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("model*.safetensors"), folder / INDEX):
         old.unlink(missing_ok=True)
     shapes = {part: meta for name, tensor in like.items() for part, meta in hub_shapes(transformer, name, tensor)}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=FILE_BYTES)
-    held: dict[str, Tensor] = {}
+    held: dict[str, dict[str, Tensor]] = {file: {} for file in split.filename_to_tensors}
     for name, tensor in tensors:
         for hub_name, part in hub_tensors(transformer, name, tensor.detach()):
-            held[hub_name] = part.contiguous().to("cpu", copy=True)
             file = split.tensor_to_filename[hub_name]
-            if held.keys() >= set(split.filename_to_tensors[file]):
-                save_tensors(folder / file, {member: held.pop(member) for member in split.filename_to_tensors[file]})
+            held[file][hub_name] = part.contiguous().to("cpu", copy=True)
+            if len(held[file]) == len(split.filename_to_tensors[file]):
+                save_tensors(folder / file, held.pop(file))
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
@@ -87,9 +78,8 @@ def write_model(
 
 def write_model_config(folder: Path, transformer: PreTrainedModel) -> None:
     """config.json, generation_config.json, and the code of a model that came with its own."""
-    config = transformer.config
+    config, own = transformer.config, type(transformer).__name__
     names = config.architectures or []
-    own = type(transformer).__name__
     if [name.lower() for name in names] != [own.lower()]:  # vLLM knows Phi 3.5 MoE only in the hub's spelling
         config.architectures = [own]
     config.dtype = str(transformer.dtype).removeprefix("torch.")

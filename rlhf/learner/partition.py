@@ -52,8 +52,7 @@ class Partition:
         """The held elements that this rank writes: each element has one owner."""
         slices = []
         for name, param in params.items():
-            first, stop = self.held(param)
-            start = first
+            first, _ = start, stop = self.held(param)
             if not hasattr(param, "ds_id") and not hasattr(param, "_hp_mapping"):
                 start, stop = share(param.numel(), self._place.rank, self._place.world_size)
             slices.append(Slice(name, start, self.values(param, kind)[start - first : stop - first]))
@@ -74,9 +73,8 @@ class Partition:
         state = None if kind == WEIGHTS else kind
         if hasattr(param, "ds_id"):
             # safe_get_local_fp32_param would copy offloaded values to the GPU: in a save, all parameters at once.
-            padded, _ = param._z3_optimizer._get_fp32_opt_state_partition(
-                param, release_swap_buffers=True, optim_state_key=state
-            )
+            read = param._z3_optimizer._get_fp32_opt_state_partition
+            padded, _ = read(param, release_swap_buffers=True, optim_state_key=state)
             return cast(Tensor, padded.detach()[: stop - start])
         if hasattr(param, "_hp_mapping"):
             if param._hp_mapping is None:

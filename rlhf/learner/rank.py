@@ -25,22 +25,11 @@ from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
-from rlhf.learner.checkpoint import (
-    MODEL_FOLDER,
-    MOMENTS,
-    RNG,
-    WEIGHTS,
-    LearnerIndex,
-    Slice,
-    SliceReader,
-    check_shapes,
-    host_copy,
-    state_bytes,
-    write_rank,
-)
-from rlhf.learner.deepspeed_settings import any_settings, join_world, loading, training_settings
+from rlhf.learner import checkpoint
+from rlhf.learner.checkpoint import MOMENTS, RNG, WEIGHTS, LearnerIndex, Slice, SliceReader
+from rlhf.learner.deepspeed_settings import any_settings, join_world, training_settings
 from rlhf.learner.fused import account
-from rlhf.learner.hub_format import state_buffers, write_model, write_model_config
+from rlhf.learner.hub_format import model_tensors, write_model, write_model_config
 from rlhf.learner.offload import Offload, gradient_buffers, optimizer_tensors
 from rlhf.learner.partition import Partition, generators, whole_shape
 from rlhf.learner.policy_model import DeviceTokens
@@ -53,12 +42,7 @@ T = TypeVar("T")
 
 
 class TrainedRank:
-    """A module wrapped by DeepSpeed, with what policy, critic and reward model share.
-
-    Args:
-        name: the first part of the metric names.
-        training: optimizer, schedule and planned updates.
-        device: cpu or cuda.
+    """A module wrapped by DeepSpeed, with what policy, critic and reward model share; metric names begin with `name`.
 
     Attributes:
         deepspeed: DeepSpeed's wrapper of the module: forward, backward, step, optimizer.
@@ -83,19 +67,29 @@ class TrainedRank:
         self._writer = ThreadPoolExecutor(1)  # writes a checkpoint while the run goes on
         self._saving: Future[SaveReport] | None = None
 
-    def loading(self) -> contextlib.AbstractContextManager[None]:
-        """A context for loading a model; at ZeRO-3 each rank keeps only its share of what is read."""
-        return loading(self._settings)
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """For loading a model: at ZeRO-3 a rank keeps only its share of what is read; 70 B would not fit on one GPU."""
+        if self.training.section.zero_stage < 3:
+            yield
+            return
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+        sharding = HfDeepSpeedConfig(self._settings)  # from_pretrained asks for it
+        try:
+            yield
+        finally:
+            unset_hf_deepspeed_config()
+            del sharding
 
     def wrap(self, module: nn.Module) -> None:
-        """Hand the module to DeepSpeed, and say what of it is trained and what is published."""
-        self.trained = {name.removeprefix("transformer."): param for name, param in module.named_parameters()}
+        """Hand a module around a `transformer` to DeepSpeed, and say what of it is trained and what is published."""
+        self.trained = dict(module.get_submodule("transformer").named_parameters())
         options = self.training.section.optimizer.model_dump(exclude={"variant"})
         # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
         adam = torch.optim.AdamW(self.trained.values(), fused=True, **options)
         self.deepspeed, *_ = deepspeed.initialize(model=module, optimizer=adam, config=self._settings)
-        buffers = {name.removeprefix("transformer."): buffer for name, buffer in state_buffers(module).items()}
-        self.published = {**self.trained, **buffers}
+        self.published = model_tensors(self.transformer)
 
     def place_frozen(self, module: nn.Module) -> Any:
         """Move a frozen module to the device; at ZeRO-3 it is partitioned like the trained one."""
@@ -108,8 +102,7 @@ class TrainedRank:
     @property
     def transformer(self) -> PreTrainedModel:
         """The Hugging Face model in the wrapped module."""
-        transformer: PreTrainedModel = self.deepspeed.module.transformer
-        return transformer
+        return self.deepspeed.module.transformer
 
     def apply(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call `function(self, *arguments)` in this process: the doctor's measurements need no methods here."""
@@ -138,11 +131,7 @@ class TrainedRank:
     # --- sharing a GPU with engines ---
 
     def leave_gpu(self, offload: bool) -> None:
-        """Make room for others on this GPU: keep only the weights there, and release the memory that torch caches.
-
-        Args:
-            offload: False leaves optimizer state and reference where they are.
-        """
+        """Release the memory that torch caches on the GPU and, with `offload`, move all but the weights off it."""
         if offload and not self._offload.away:
             self._offload.leave(self._movable(), gradient_buffers(self.deepspeed), self.device)
         if self.device.type == "cuda":
@@ -160,11 +149,7 @@ class TrainedRank:
     # --- update ---
 
     def take_step(self, microbatches: Sequence[M], forward: Callable[[M], tuple[Tensor, StepMetrics]]) -> UpdateOutcome:
-        """One optimizer step: forward and backward of every microbatch, reduction after the last, update.
-
-        Args:
-            forward: a microbatch -> its share of the minibatch's loss, and its metrics.
-        """
+        """One optimizer step; `forward` gives a microbatch's share of the minibatch's loss, and its metrics."""
         started = time.monotonic()
         self._offload.come_back()
         parts = []
@@ -180,10 +165,8 @@ class TrainedRank:
         set_step(self.deepspeed.optimizer, lr=lr, adam_step=self.adam_steps + 1, **options)
         grad_norm, taken = self._apply()
         self.adam_steps += taken
-        metrics = on_host(merge_metrics(parts)) | {
-            f"{self.name}/grad_norm": Mean(grad_norm, 1.0),
-            f"{self.name}/update_seconds": Mean(time.monotonic() - started, 1.0),
-        }
+        metrics = on_host(merge_metrics(parts)) | {f"{self.name}/grad_norm": Mean(grad_norm, 1.0)}
+        metrics[f"{self.name}/update_seconds"] = Mean(time.monotonic() - started, 1.0)
         return UpdateOutcome(self.name, taken, metrics | self._schedule_metrics(lr))
 
     def skip_updates(self, count: int) -> list[UpdateOutcome]:
@@ -242,21 +225,19 @@ class TrainedRank:
 
     def checkpoint_bytes(self) -> int:
         """What `save` will write."""
-        return state_bytes(self.state())
+        return checkpoint.state_bytes(self.state())
 
     def save(self, folder: str) -> None:
         """Begin to write this rank's part of a checkpoint; `saved` says when it is on disk.
 
         If a copy of the state fits in the node's memory, the call returns as soon as the copy is made, and the files
-        are written while the run goes on. Otherwise it returns after the files have been written, one after another.
+        are written while the run goes on. Otherwise it returns after the files have been written.
         """
         assert self._saving is None or self._saving.done(), "the save before this one is under way"
         state = self.state()
-        shapes = {name: whole_shape(tensor) for name, tensor in self.published.items()}
-        index = LearnerIndex(
-            ranks=self.place.world_size, adam_steps=self.adam_steps, updates_done=self.updates_done, shapes=shapes
-        )
-        copy = host_copy(state, ranks_on_node=self.place.ranks_on_node)
+        ranks, shapes = self.place.world_size, {name: whole_shape(tensor) for name, tensor in self.published.items()}
+        index = LearnerIndex(ranks=ranks, adam_steps=self.adam_steps, updates_done=self.updates_done, shapes=shapes)
+        copy = checkpoint.host_copy(state, ranks_on_node=self.place.ranks_on_node)
         self._saving = self._writer.submit(self._write, Path(folder), copy or state, index)
         if copy is None:
             self._saving.exception()  # waits
@@ -264,12 +245,12 @@ class TrainedRank:
     def _write(self, folder: Path, state: dict[str, list[Slice]], index: LearnerIndex) -> SaveReport:
         """Write this rank's files; rank 0 also writes those that all ranks have in common."""
         if self.place.rank != 0:
-            return write_rank(folder, self.place.rank, state, None)
+            return checkpoint.write_rank(folder, self.place.rank, state, None)
         try:
-            write_model_config(folder / MODEL_FOLDER, self.transformer)
+            write_model_config(folder / checkpoint.MODEL_FOLDER, self.transformer)
         except OSError as error:
             return SaveReport({}, f"{folder}: {error.strerror or error}")
-        return write_rank(folder, 0, state, index)
+        return checkpoint.write_rank(folder, 0, state, index)
 
     def saved(self) -> SaveReport | None:
         """What this rank has written since `save`; None while it is still writing."""
@@ -279,15 +260,12 @@ class TrainedRank:
     def load(self, folder: str) -> None:
         """Restore what `save` wrote: weights, moments, both counters; for an equal number of ranks, random generators.
 
-        Each rank reads its own part, whatever number of ranks wrote it.
-
-        Raises:
-            ValueError: the checkpoint belongs to another model.
+        Each rank reads its own part, whatever number of ranks wrote it. ValueError if it belongs to another model.
         """
         self._offload.come_back()
         path = Path(folder)
         index = LearnerIndex.read(path)
-        check_shapes(path, index, {name: whole_shape(tensor) for name, tensor in self.published.items()})
+        checkpoint.check_shapes(path, index, {name: whole_shape(tensor) for name, tensor in self.published.items()})
         partition, reader = Partition(self.deepspeed, self.place), SliceReader(path, WEIGHTS, ranks=range(index.ranks))
         partition.fill(self.trained, WEIGHTS, reader)
         for name, buffer in self._untrained():

@@ -48,11 +48,10 @@ class FrozenCopy:
     def __init__(self, model: PolicyModel, rank: TrainedRank) -> None:
         self._rank = rank
         self._model = rank.place_frozen(model.requires_grad_(False))
-        self._params = {name.removeprefix("transformer."): param for name, param in model.named_parameters()}
+        self._params = dict(model.transformer.named_parameters())
 
     def logprobs(self, tokens: DeviceTokens) -> Tensor:
-        logprobs: Tensor = self._model(tokens).logprobs
-        return logprobs
+        return self._model(tokens).logprobs
 
     def movable(self) -> list[Tensor]:
         """Its parameters; none at ZeRO-3, where a rank has only a share of them."""
@@ -82,9 +81,9 @@ class MovingCopy(FrozenCopy):
             if self._averages:
                 target = policy.view(-1)[slice(*self._span(name))]
                 self._put(name, self._share(name).to(target.device).lerp(target, 1 - decay).cpu())
-            else:
-                with self._rank.whole(param, modify=True):
-                    param.copy_(policy)
+                continue
+            with self._rank.whole(param, modify=True):
+                param.copy_(policy)
 
     @torch.no_grad()
     def state(self) -> list[Slice]:
@@ -93,11 +92,7 @@ class MovingCopy(FrozenCopy):
 
     @torch.no_grad()
     def load(self, folder: str) -> None:
-        """Put back what `state` returned.
-
-        Raises:
-            ValueError: the checkpoint holds no reference.
-        """
+        """Put back what `state` returned; ValueError if the checkpoint holds no reference."""
         path = Path(folder)
         if not (path / file_name(REFERENCE, 0)).is_file():
             raise ValueError(

@@ -24,15 +24,10 @@ class Choices(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The routing of a row.
+    """The routing of a row."""
 
-    Attributes:
-        load: [layers, experts] int64, the computed tokens that each expert got.
-        balance: [S], the balancing loss of each sequence, 1 if balanced; None for routers without one.
-    """
-
-    load: Tensor
-    balance: Tensor | None
+    load: Tensor  # [layers, experts] int64, the computed tokens that each expert got
+    balance: Tensor | None  # [S], the balancing loss of each sequence, 1 if balanced; None for routers without one
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -62,11 +57,7 @@ def choices_of_row(model: nn.Module) -> Iterator[list[Choices]]:
 
 
 def routing_of(choices: Sequence[Choices], logits: Sequence[Tensor] | None, segments: Segments) -> Routing | None:
-    """The routing of a row; None if no expert was called.
-
-    Args:
-        logits: [U, E] of each layer's router; None for routers without a balancing loss.
-    """
+    """The routing of a row, None if no expert was called; `logits` as below, None for routers without that loss."""
     if not choices:
         return None
     load = torch.stack([torch.bincount(layer.chosen.flatten(), minlength=layer.experts) for layer in choices])

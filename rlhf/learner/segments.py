@@ -1,8 +1,7 @@
 """The sequences of a packed row, laid out for attention and for other token mixers.
 
-A prompt that samples share goes through the transformer once. If a sequence begins like the previous one, the shared
-tokens are not computed again: U of the row's T tokens are computed, and the transformer sees only those. Attention
-repeats keys and values for each sequence that begins with them.
+A prompt that samples share goes through the transformer once: if a sequence begins like the previous one, the shared
+tokens are not computed again. The transformer sees U of the row's T tokens, and attention repeats keys and values.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ class Block:
     whole: bool
 
     def seen(self, window: int | None) -> Tensor | None:
-        """[n, 1, queries, keys] bool, True where a query attends to a key; None where that is plain causal attention.
-
-        Args:
-            window: a query sees only the last `window` tokens, itself included; None: all.
-        """
+        """[n, 1, queries, keys] bool, True where a query attends to a key; None where that is plainly causal."""
         window = None if window is None or window >= self.keys else window
         if self.whole and window is None:
             return None
@@ -51,17 +46,12 @@ class Block:
 
 
 class Layout(NamedTuple):
-    """All blocks of a row, one after another, padded.
-
-    Attributes:
-        keys, queries: [K] and [Q] int64, the computed token at each place; padding repeats a segment's last token.
-        among_keys, among_queries: [U] int64, the place of each computed token.
-    """
+    """All blocks of a row, one after another; padding repeats a segment's last token."""
 
     blocks: tuple[Block, ...]
-    keys: Tensor
-    queries: Tensor
-    among_keys: Tensor
+    keys: Tensor  # [K] int64, the computed token at each place
+    queries: Tensor  # [Q] int64, the same
+    among_keys: Tensor  # [U] int64, the place of each computed token
     among_queries: Tensor
 
 
@@ -95,10 +85,6 @@ class Segments:
     def expanded(self, x: Tensor) -> Tensor:
         """[U, ...] of the computed tokens -> [T, ...] of all tokens of the row."""
         return x if self.expand is None else take_rows(x, self.expand)
-
-    def state_of(self, tokens: Tensor) -> Tensor:
-        """The index of the computed state of each of these tokens of the row; int64, any shape."""
-        return tokens if self.expand is None else self.expand[tokens]
 
     def positions(self) -> tuple[Tensor, Tensor]:
         """-> the segment of each token of the row, and its place there; both [T] int64."""
@@ -154,12 +140,7 @@ class Segments:
 
 
 def segments_of(cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device) -> Segments:
-    """The segments of a row.
-
-    Args:
-        cu_seqlens: [S+1] int64.
-        shared: [S] int64, the leading tokens of each sequence that equal those of the previous one.
-    """
+    """The segments of a row with these bounds [S+1] int64 and shared beginnings [S] int64."""
     source = np.zeros(int(cu_seqlens[-1]), np.int64)
     own = np.ones(len(source), bool)
     beginnings = list(zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True))
@@ -189,12 +170,11 @@ class _TakeRows(torch.autograd.Function):
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] along the first dimension. The gradients of a row that is taken several times are summed in float32.
+    """x[index] along the first dimension; the gradients of a row that is taken several times are summed in float32.
 
     In bfloat16 a sum of hundreds of gradients, as for a prompt that all sequences share, would stop growing.
     """
-    taken: Tensor = _TakeRows.apply(x, index)
-    return taken
+    return _TakeRows.apply(x, index)
 
 
 # Many decoder layers do not pass our arguments on to their token mixers.

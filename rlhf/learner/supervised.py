@@ -1,7 +1,7 @@
-"""One rank of a module that learns from fixed examples: the minibatch of an optimizer step depends on seed and step.
+"""One rank of a module that learns from fixed examples, all of which it holds.
 
-Every rank holds all examples and takes its part of each minibatch. A minibatch is drawn, and its denominators are
-fixed, before the number of ranks or the budget of a microbatch is known.
+The minibatch of an optimizer step depends on seed and step alone: it is drawn, and its denominators are fixed, before
+the number of ranks or the budget of a microbatch is known.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from rlhf.types import Denominators, Minibatch, PackedTokens, Place
 
 
 class SupervisedRank(TrainedRank):
-    """What the trainers of `rlhf.sft` and `rlhf.reward_model` share; they are plain classes, hosted in actors.
-
-    `hold` comes first.
-    """
+    """What the trainers of `rlhf.sft` and `rlhf.reward_model` share; `hold` comes first."""
 
     _train: PackedTokens
     _held_out: PackedTokens | None
@@ -38,11 +35,7 @@ class SupervisedRank(TrainedRank):
         self.config = config
 
     def hold(self, train: PackedTokens, held_out: PackedTokens | None) -> None:
-        """Keep the examples of the run: example i is sequences n i to n (i + 1), with n sequences per example.
-
-        Args:
-            train: its response mask is True at the tokens that the loss is on, if it is on tokens.
-        """
+        """Keep the examples, of n sequences each; a loss on tokens is where their response mask is True."""
         self._train, self._held_out = train, held_out
 
     def loss(self, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
@@ -82,11 +75,8 @@ class SupervisedRank(TrainedRank):
         """This rank's microbatches of a minibatch of these examples."""
         sequences = self.config.sequences_per_example
         rows = examples[:, None] * sequences + np.arange(sequences)
-        packed = pack_microbatches(
-            data.lengths[rows].sum(1),
-            max_tokens=self.config.learner.max_tokens_per_microbatch,
-            ranks=self.place.world_size,
-        )
+        max_tokens, ranks = self.config.learner.max_tokens_per_microbatch, self.place.world_size
+        packed = pack_microbatches(data.lengths[rows].sum(1), max_tokens=max_tokens, ranks=ranks)
         trained = data.response_mask[data.token_indices(rows.ravel())]
         minibatch = Minibatch(
             tuple(tuple(rows[np.array(members, np.int64)].ravel() for members in rank) for rank in packed),

@@ -33,7 +33,8 @@ class ScalarModel(nn.Module):
     def scalars(self, tokens: DeviceTokens, positions: Tensor) -> Tensor:
         """The head applied to the states at these positions of the row [n] -> [n] float32."""
         states = transformer_outputs(self.transformer, tokens).last_hidden_state[0]
-        states = take_rows(states, tokens.segments.state_of(positions))
+        expand = tokens.segments.expand
+        states = take_rows(states, positions if expand is None else expand[positions])
         weight = self.transformer.get_parameter(HEAD)
         return F.linear(full_precision(states), full_precision(weight)).squeeze(-1)
 
@@ -77,18 +78,14 @@ def load_scalar_transformer(
     )
     head = dict(transformer.named_children()).get("score")
     if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise ValueError(
-            f"{key}={path}: {type(transformer).__name__} has no linear head named score. Use a model such as Qwen2, "
-            "Qwen3, Llama or Mistral."
-        )
+        lacks = f"{type(transformer).__name__} has no linear head named score"
+        raise ValueError(f"{key}={path}: {lacks}. Use a model such as Qwen2, Qwen3, Llama or Mistral.")
     if info["mismatched_keys"]:
         raise ValueError(f"{key}={path}: its head gives several numbers. Use a model with one label.")
     if HEAD in info["missing_keys"]:
         if new_head is None:
-            raise ValueError(
-                f"{key}={path}: it has no head {HEAD}, so it is not a reward model. Train one with "
-                "`python -m rlhf.reward_model`, or name another."
-            )
+            remedy = "Train one with `python -m rlhf.reward_model`, or name another."
+            raise ValueError(f"{key}={path}: it has no head {HEAD}, so it is not a reward model. {remedy}")
         from deepspeed import zero  # at ZeRO-3 each rank holds only its share of the head
 
         with zero.GatheredParameters([head.weight], modifier_rank=0, enabled=hasattr(head.weight, "ds_id")):

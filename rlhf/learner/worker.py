@@ -1,10 +1,8 @@
-"""The policy's rank: log-prob passes, updates, its reference, and the exchange of weights with the engines.
-
-A plain class; `rlhf.cluster.actors` hosts it in a Ray actor.
-"""
+"""The policy's rank: log-prob passes, updates, its reference, and the exchange of weights with the engines."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,25 +29,22 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per elem
 
 
 class Learner(StepRank):
-    """One rank of the policy."""
+    """One rank of the policy; a plain class that `rlhf.cluster.actors` hosts in a Ray actor."""
 
     def __init__(self, config: GRPOConfig, place: Place) -> None:
-        super().__init__(
-            place, name="learner", training=config.training, model=config.model, device=config.cluster.device
-        )
+        device = config.cluster.device
+        super().__init__(place, name="learner", training=config.training, model=config.model, device=device)
         self.config = config
         self._sender: CPUSender | VLLMSender | None = None
         self._client: EngineClient | None = None
         self._flipped: list[tuple[Tensor, int]] = []  # perturbed tensors, and the bits flipped in each
         with self.loading():
             model = load_policy(config.model, temperature=config.rollout.temperature)
-        if config.learner.router_balance_coef and not model.has_balancing_loss:
-            raise ValueError(
-                f"learner.router_balance_coef={config.learner.router_balance_coef}: the routers of {config.model.path} "
-                "have no balancing loss (it is dense, or a bias balances them). Set it to 0."
-            )
+        coef, path = config.learner.router_balance_coef, config.model.path
+        if coef and not model.has_balancing_loss:
+            why = f"the routers of {path} have no balancing loss (it is dense, or a bias balances them)"
+            raise ValueError(f"learner.router_balance_coef={coef}: {why}. Set it to 0.")
         self.wrap(model)
-        path = config.model.path
         check_packed(self.deepspeed, self.device, dtype=config.model.dtype, key="model.path", path=path)
         self.reference = make_reference(config, self)
 
@@ -67,18 +62,14 @@ class Learner(StepRank):
 
     def update(self, targets: PolicyTargets) -> list[UpdateOutcome]:
         """Take every optimizer step of the training step."""
-        return self.updates(
-            targets, lambda tokens, own, sizes: policy_microbatch(self.deepspeed, tokens, own, sizes, self.config)
-        )
+        return self.updates(targets, functools.partial(policy_microbatch, self.deepspeed, config=self.config))
 
     @torch.no_grad()
     def canary(self, sequences: list[np.ndarray], in_float32: bool = False) -> list[np.ndarray]:
         """Log-probs at temperature 1 of given sequences under the current weights: [L] each, entry 0 is 0.
 
-        The sequences are packed into one row, as in training, so that the comparison also checks packing.
-
-        Args:
-            in_float32: compute in float32 from the same weights, instead of the model's own type.
+        The sequences are packed into one row, as in training, so that the comparison also checks packing. `in_float32`
+        computes in float32 from the same weights, instead of in the model's own type.
         """
         packed = pack(sequences)
         tokens = DeviceTokens.of(packed, self.device)
@@ -133,7 +124,6 @@ class Learner(StepRank):
         """The tensors that `perturb_weights` numbers: no constants of activation functions, which vLLM sets itself."""
         return [name for name, tensor in self.published.items() if tensor.ndim]
 
-    @torch.no_grad()
     def perturb_weights(self, start: int = 0, stop: int | None = None) -> None:
         """Perturb tensors `start` to `stop` so far that an engine must follow: every STRIDE-th element of each.
 
@@ -149,12 +139,12 @@ class Learner(StepRank):
             self._flipped.append((tensor, int(number.view(INTEGERS[tensor.itemsize]))))
         self._flip()
 
-    @torch.no_grad()
     def restore_weights(self) -> None:
         """Put the true values back, bit for bit."""
         self._flip()
         self._flipped.clear()
 
+    @torch.no_grad()
     def _flip(self) -> None:
         for tensor, bits in self._flipped:
             for part, first in self._held(tensor):
@@ -166,13 +156,11 @@ class Learner(StepRank):
 
         At ZeRO-3 these are a share of a parameter and, while it is gathered, the whole parameter.
         """
+        whole = [(tensor.data, 0)]
         if not hasattr(tensor, "ds_id"):
-            return [(tensor.data, 0)]
-        share = tensor.ds_tensor
-        parts = [(share.data, self.place.rank * share.ds_numel)]
-        if tensor.ds_status.name == "AVAILABLE":
-            parts.append((tensor.data, 0))
-        return parts
+            return whole
+        share = [(tensor.ds_tensor.data, self.place.rank * tensor.ds_tensor.ds_numel)]
+        return share + whole if tensor.ds_status.name == "AVAILABLE" else share
 
     # --- to disk ---
 

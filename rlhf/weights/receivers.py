@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -62,7 +58,7 @@ class Accounted:
         model = self.model
         load, elements_of = model.load_weights, layerwise.get_numel_loaded
         in_place = CopiedInPlace() if self._loads_in_place else None
-        latest: list[int] = [0, 0]
+        latest = [0, 0]
 
         def one_by_one(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             nonlocal latest
@@ -130,7 +126,10 @@ class CPUWeightTransferEngine(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
         self.inbox = Inbox(asdict(init_info), worker=self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
-        self._forget_expert_kernels()
+        for module in self.model.modules():  # vLLM packs the weights of experts only where it builds their kernels
+            method: Any = getattr(module, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
+                method.moe_kernel = None
         initialize_layerwise_reload(self.model)
         for layer in self._filled_directly():
             layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
@@ -148,13 +147,6 @@ class CPUWeightTransferEngine(WeightTransferEngine[CPUInitInfo, CPUUpdateInfo]):
 
     def _filled_directly(self) -> list[Any]:
         return [layer for layer in self.model.modules() if type(layer).__name__ in FILLED_DIRECTLY]
-
-    def _forget_expert_kernels(self) -> None:
-        """Make vLLM build the kernels of experts again: it packs their weights only then, not in an update."""
-        for module in self.model.modules():
-            method: Any = getattr(module, "quant_method", None)
-            if hasattr(method, "moe_kernel"):
-                method.moe_kernel = None
 
     def _repack_tied_heads(self) -> None:
         """Rebuild the packed head of tied embeddings, which a reload leaves at its old values on CPU."""
@@ -185,5 +177,4 @@ class LoadedWeights:
 
     def loaded_weights(self) -> Loaded:
         """The account of the transfer that is under way."""
-        loaded: Loaded = self.weight_transfer_engine.loaded
-        return loaded
+        return self.weight_transfer_engine.loaded
