@@ -76,7 +76,7 @@ def ours(config: Any, tokens: Any, _tokenizer: Any, case: Case) -> Row:
     import torch
 
     from rlhf.learner.port import free_port
-    from rlhf.learner.sft_trainer import SFTTrainer
+    from rlhf.learner.supervised import SFTTrainer
     from rlhf.types import Place
 
     trainer = SFTTrainer(config, Place(0, 1, 0, "127.0.0.1", free_port(), torch.get_num_threads()))

@@ -67,7 +67,7 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
     Raises:
         ValueError: the folder is not empty, or the checkpoint is of another version.
     """
-    from rlhf.learner.hub_format import HubWriter, empty_model, model_tensors
+    from rlhf.learner.hub_format import empty_model, model_tensors, write_model
     from rlhf.learner.rank_checkpoint import MODEL_FOLDER, WEIGHTS, LearnerIndex, SliceReader, check_shapes
     from rlhf.run.checkpoint_files import MANIFEST, manifest_files
     from rlhf.run.folder import RunFolder
@@ -85,11 +85,9 @@ def export(checkpoint: Path, folder: Path, *, trust_remote_code: bool) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        writer = HubWriter(partial, transformer)
         reader = SliceReader(checkpoint, WEIGHTS, ranks=range(index.ranks))
-        for name, like in tensors.items():
-            writer.write(name, reader.read(name, 0, like.numel()).to(like.dtype).view(like.shape))
-        writer.finish()
+        stored = ((n, reader.read(n, 0, t.numel()).to(t.dtype).view(t.shape)) for n, t in tensors.items())
+        write_model(partial, transformer, tensors, stored)
         for file in manifest_files((checkpoint / MANIFEST).read_bytes()):
             if file.startswith(f"{MODEL_FOLDER}/"):
                 shutil.copyfile(checkpoint / file, partial / Path(file).name)

@@ -249,7 +249,7 @@ def warm_up(folder: Path, *, seed: int) -> None:
     from rlhf.data.examples import load_examples
     from rlhf.data.model_files import load_tokenizer
     from rlhf.learner.port import free_port
-    from rlhf.learner.sft_trainer import SFTTrainer
+    from rlhf.learner.supervised import SFTTrainer
     from rlhf.types import Place
 
     disable_progress_bar()

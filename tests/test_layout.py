@@ -30,7 +30,6 @@ ON_THE_STACK = {
     "learner/deepspeed_settings.py": "deepspeed",
     "learner/rank.py": "deepspeed",
     "rollout/engine.py": "vllm",
-    "weights/cpu_receiver.py": "vllm",
     "weights/receivers.py": "vllm",
 }
 STACK = {"ray", "vllm", "deepspeed"}

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,10 +99,10 @@ def our_rank(rank: int, processes: int, port: int, of_runs: Sequence[Run]) -> li
         training = Training(section, epochs_per_step=1, minibatches_per_epoch=run.updates, steps=1)
         model = ModelConfig(path="", dtype="float32")
         trained = TrainedRank(place, name="learner", training=training, model=model, device="cpu")
-        trained.wrap(torch.nn.Linear(4, 1))
+        trained.wrap(torch.nn.Sequential(OrderedDict(transformer=torch.nn.Linear(4, 1))))
         rates = []
         for _ in range(run.updates):
-            trained.take_step(1, lambda _: (trained.deepspeed(torch.ones(1, 4)).sum(), {}))  # noqa: B023 - called at once
+            trained.take_step([torch.ones(1, 4)], lambda x: (trained.deepspeed(x).sum(), {}))  # noqa: B023 - at once
             rates.append(float(trained.deepspeed.optimizer.param_groups[0]["lr"]))
         rates_of_runs.append(rates)
     trained.close()

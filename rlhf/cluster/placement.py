@@ -18,7 +18,7 @@ from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import ENGINE, Role
 from rlhf.config.sections import LearnersConfig
 from rlhf.plan import GPU
-from rlhf.weights import cpu_rows
+from rlhf.weights.cpu_kernels import EQUAL_ROWS
 
 
 async def create(role: Role, cluster: LearnersConfig, *, guests: Sequence[Role] = ()) -> ActorGroup:
@@ -125,7 +125,7 @@ def environment_of(role: str, config: TrainingProgramConfig, *, sockets: str | N
         # vLLM's processes then receive pickled handles of GPU memory, which vLLM refuses by default.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if config.run.deterministic and role == ENGINE:
-        environment |= cpu_rows.ENVIRONMENT if config.cluster.device == "cpu" else {"VLLM_BATCH_INVARIANT": "1"}
+        environment |= EQUAL_ROWS if config.cluster.device == "cpu" else {"VLLM_BATCH_INVARIANT": "1"}
     elif config.run.deterministic:
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch asks for it when its algorithms are deterministic
     return environment

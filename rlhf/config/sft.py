@@ -32,7 +32,7 @@ class SFTConfig(SupervisedConfig):
     """Everything that `python -m rlhf.sft` reads."""
 
     program: ClassVar[str] = "sft"
-    hosted_learner: ClassVar[str] = "rlhf.learner.sft_trainer:SFTTrainer"
+    hosted_learner: ClassVar[str] = "rlhf.learner.supervised:SFTTrainer"
 
     data: SFTDataConfig
     learner: SFTLearnerConfig = SFTLearnerConfig()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -172,11 +173,8 @@ def _worst(values: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
 
 def fingerprints(rank: TrainedRank) -> dict[str, int]:
     """A number for each tensor of the model that changes with any of its bits; a collective at ZeRO-3."""
-    numbers = {}
-    for name, tensor in rank.published.items():
-        with rank.whole(tensor):
-            numbers[name] = int(torch.hash_tensor(tensor.detach()).item())
-    return numbers
+    tensors = rank.each_whole(rank.published.items())
+    return {name: int(torch.hash_tensor(tensor.detach()).item()) for name, tensor in tensors}
 
 
 def old_logprobs(rank: Learner) -> tuple[np.ndarray]:
@@ -265,3 +263,16 @@ def product_tflops(rank: TrainedRank, dtype: str) -> float:
         wait_for_device(rank)
         seconds.append(time.perf_counter() - began)
     return 2 * size**3 / min(seconds) / 1e12
+
+
+def time_all_reduce(rank: TrainedRank, elements: int, *, repeats: int = 5) -> float:
+    """Median seconds of an all-reduce of float32 [elements] over all ranks, after one warm-up."""
+    tensor = torch.ones(elements, device=rank.device)
+    seconds = []
+    for _ in range(1 + repeats):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        wait_for_device(rank)
+        seconds.append(time.perf_counter() - began)
+    return float(np.median(seconds[1:]))

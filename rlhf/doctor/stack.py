@@ -39,13 +39,15 @@ def started(patient: Patient) -> Engines:
 
 async def check_collective(patient: Patient) -> Finding:
     """Bandwidth of an all-reduce between the learners: 2 (n - 1) / n x bytes / seconds, as in NCCL's tests."""
+    from rlhf.doctor import on_rank
+
     engines = started(patient)
     ranks = len(engines.learners.actors)
     if ranks == 1:
         return Finding("ok", "one learner: nothing to reduce")
     elements = REDUCED_ELEMENTS[patient.config.cluster.device]
     await engines.sleep_if_colocated()
-    seconds = max(await engines.learners.call("time_all_reduce", elements))
+    seconds = max(await engines.learners.call("apply", on_rank.time_all_reduce, elements))
     size = 4 * elements
     speed = 2 * (ranks - 1) / ranks * size / seconds / 1e9
     text = f"{ranks} learners, all-reduce of {size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {speed:.2f} GB/s"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -21,9 +23,8 @@ class Critic(StepRank):
     """One rank of the critic, hosted by an actor of `rlhf.cluster.actors`."""
 
     def __init__(self, config: PPOConfig, place: Place) -> None:
-        super().__init__(
-            place, name="critic", training=config.critic_training, model=config.model, device=config.cluster.device
-        )
+        training, device = config.critic_training, config.cluster.device
+        super().__init__(place, name="critic", training=training, model=config.model, device=device)
         self.clip = config.critic.value_clip
         key, path = config.critic_model
         with self.loading():
@@ -42,9 +43,7 @@ class Critic(StepRank):
 
     def update(self, targets: ValueTargets) -> list[UpdateOutcome]:
         """Take every optimizer step of the training step."""
-        return self.updates(
-            targets, lambda tokens, own, sizes: value_microbatch(self.deepspeed, tokens, own, sizes, clip=self.clip)
-        )
+        return self.updates(targets, functools.partial(value_microbatch, self.deepspeed, clip=self.clip))
 
 
 def value_microbatch(
@@ -56,14 +55,9 @@ def value_microbatch(
     values = model(tokens)
     terms = losses.value_loss(values, old_values, returns, mask, clip=clip)
     loss = losses.aggregate(
-        terms.loss,
-        mask,
-        tokens.cu_seqlens,
-        tokens.rollout_tokens,
-        aggregation="token_mean",
-        tokens=denominators.tokens,
-        rollouts=denominators.rollouts,
-    )
+        terms.loss, mask, tokens.cu_seqlens, tokens.rollout_tokens,
+        aggregation="token_mean", tokens=denominators.tokens, rollouts=denominators.rollouts,
+    )  # fmt: skip
     loss = loss + 0.0 * values.sum()  # keeps a microbatch without a trained token in the graph
     return loss, {
         "critic/loss": Sum(loss.detach().double()),

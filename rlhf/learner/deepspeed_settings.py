@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -24,15 +22,9 @@ _meeting_places: list[dist.TCPStore] = []  # they last as long as their process
 
 def join_world(device: str, place: Place) -> torch.device:
     """Join the process group of all ranks; -> the device of this rank."""
-    os.environ.update(
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_RANK=str(place.local_rank),
-        MASTER_ADDR=place.master_host,
-        MASTER_PORT=str(place.master_port),
-    )
-    is_local = place.master_host == "localhost" or place.master_host.startswith("127.")
-    if is_local and not dist.is_initialized():
+    rank, ranks, local, port = map(str, (place.rank, place.world_size, place.local_rank, place.master_port))
+    os.environ.update(RANK=rank, WORLD_SIZE=ranks, LOCAL_RANK=local, MASTER_ADDR=place.master_host, MASTER_PORT=port)
+    if place.master_host.startswith(("localhost", "127.")) and not dist.is_initialized():
         _meet_on_loopback(place)
     if device == "cpu":
         torch.set_num_threads(place.threads)
@@ -64,9 +56,14 @@ def _meet_on_loopback(place: Place) -> None:
         _meeting_places.append(dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
 
 
-def frozen_settings(place: Place, *, dtype: str) -> dict[str, Any]:
-    """Settings of a model that is not trained and that ZeRO-3 splits over the ranks."""
-    return _settings_of_any_module(place, dtype) | {"zero_optimization": {"stage": 3}}
+def any_settings(place: Place, *, dtype: str, zero: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a model, trained or not; `zero` is DeepSpeed's section of that name."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": place.world_size,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "zero_optimization": zero,
+    }
 
 
 def training_settings(section: TrainedConfig, place: Place, *, dtype: str, device: str) -> dict[str, Any]:
@@ -78,41 +75,10 @@ def training_settings(section: TrainedConfig, place: Place, *, dtype: str, devic
         zero["overlap_comm"] = section.zero_stage == 3 or not section.offload_optimizer
     if section.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
-    settings = _settings_of_any_module(place, dtype) | {
+    return any_settings(place, dtype=dtype, zero=zero) | {
         "gradient_accumulation_steps": 1,
-        "zero_optimization": zero,
         "gradient_clipping": section.max_grad_norm or 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "data_types": {"grad_accum_dtype": "fp32" if section.zero_stage > 0 else None},
     }
-    if section.zero_stage > 0:
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    return settings
-
-
-def _settings_of_any_module(place: Place, dtype: str) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "train_batch_size": place.world_size,
-        "bf16": {"enabled": dtype == "bfloat16"},
-    }
-
-
-@contextlib.contextmanager
-def loading(settings: dict[str, Any]) -> Iterator[None]:
-    """A context for loading a model. At ZeRO-3 each rank keeps only its share of a parameter as soon as it is read.
-
-    Otherwise a model of 70 B would have to fit on one GPU first.
-    """
-    if settings["zero_optimization"]["stage"] < 3:
-        yield
-        return
-    from transformers.integrations import HfDeepSpeedConfig
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    sharding = HfDeepSpeedConfig(settings)  # from_pretrained asks for it
-    try:
-        yield
-    finally:
-        unset_hf_deepspeed_config()
-        del sharding

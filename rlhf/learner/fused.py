@@ -38,12 +38,8 @@ def use_kernels(model: nn.Module) -> None:
 
 
 def account(model: nn.Module) -> str:
-    """Which modules of a model `use_kernels` lets kernels compute, and which norms, MLPs and rotary positions it left.
-
-    A release of transformers may change the code of a module, which then leaves its kernel.
-    """
-    fused: Counter[str] = Counter()
-    others: Counter[str] = Counter()
+    """Modules with kernels, and which norms, MLPs and rotary positions do not: releases may change their code."""
+    fused, others = Counter[str](), Counter[str]()
     for module in model.modules():
         kind = type(module).__name__
         if isinstance(vars(module).get("forward"), functools.partial):
@@ -78,33 +74,25 @@ def _same_code(function: Any, other: Any) -> bool:
 def _normalize(module: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if not has_kernels(x) or module.weight.dtype != x.dtype:
         return plain(x)
-    from rlhf.algo import kernels
-
-    return kernels.rms_norm(x, module.weight, module.variance_epsilon)
+    return _kernels().rms_norm(x, module.weight, module.variance_epsilon)
 
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
     gate, up = module.gate_proj(x), module.up_proj(x)
-    if not has_kernels(gate):
-        return module.down_proj(module.act_fn(gate) * up)
-    from rlhf.algo import kernels
-
-    return module.down_proj(kernels.gated_silu(gate, up))
+    return module.down_proj(_kernels().gated_silu(gate, up) if has_kernels(gate) else module.act_fn(gate) * up)
 
 
 def _rotate(
-    plain: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *args: Any,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
+    plain: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any
+) -> Any:
     """q and k [1, heads, U, d], cos and sin [1, U, d]; inputs of another form go to the model's own function."""
     usual = has_kernels(q) and not (args or options) and q.dtype == cos.dtype and cos.shape == (1, *q.shape[2:])
     if not usual:
         return plain(q, k, cos, sin, *args, **options)
-    from rlhf.algo import kernels
+    return _kernels().rotary(q, cos, sin), _kernels().rotary(k, cos, sin)
 
-    return kernels.rotary(q, cos, sin), kernels.rotary(k, cos, sin)
+
+def _kernels() -> Any:
+    from rlhf.algo import kernels  # imports triton, which only machines with a GPU have
+
+    return kernels

@@ -1,9 +1,8 @@
 """Optimizer state in host memory while an engine uses the GPU, and back.
 
-DeepSpeed 0.19.8 has `offload_states`, which is not enough. At ZeRO-3 it works only with DeepSpeed's own FusedAdam. At
-ZeRO-1 and 2 a checkpoint cannot read the moments by parameter after a reload. DeepSpeed's other optimizers lack it.
-Here a tensor stays the same object and only its memory changes, so the code that holds it need not know. Meanwhile a
-checkpoint can be written from host memory.
+DeepSpeed 0.19.8 has `offload_states`. At ZeRO-3 it works only with DeepSpeed's own FusedAdam, at ZeRO-1 and 2 a
+checkpoint cannot read the moments by parameter after a reload, and other optimizers lack it. Here only the memory of a
+tensor changes, so the code that holds it need not know. Meanwhile a checkpoint can be written from host memory.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from torch import Tensor, nn
 
 
 class Offload:
-    """Tensors that are moved to host memory and back; the host memory is kept for the next time."""
+    """Tensors that are moved to host memory and back; torch keeps freed page-locked memory for the next time."""
 
     def __init__(self) -> None:
         self._moved: list[Tensor] = []
         self._emptied: list[Tensor] = []
         self._home = torch.device("cpu")
-        self._kept: dict[int, Tensor] = {}  # host memory by number of the storage
 
     @property
     def away(self) -> bool:
@@ -40,34 +38,26 @@ class Offload:
         self._home = device
         self._moved = [tensor for tensor in tensors if tensor.device == device and tensor.numel()]
         self._emptied = [tensor for tensor in empty if tensor.device == device]
-        _change_memory(self._moved, self._host_memory)
+        pin = device.type == "cuda"
+        _change_memory(self._moved, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=pin))
         for tensor in self._emptied:
             tensor.untyped_storage().resize_(0)
 
     def come_back(self) -> None:
         """Undo `leave`, if it was called; emptied tensors are 0."""
-        _change_memory(self._moved, lambda _, size: torch.empty(size, dtype=torch.uint8, device=self._home))
+        _change_memory(self._moved, lambda size: torch.empty(size, dtype=torch.uint8, device=self._home))
         for tensor in self._emptied:
             tensor.untyped_storage().resize_(tensor.nbytes)
             tensor.zero_()
         self._moved, self._emptied = [], []
 
-    def _host_memory(self, number: int, size: int) -> Tensor:
-        if number not in self._kept or self._kept[number].nbytes != size:
-            self._kept[number] = torch.empty(size, dtype=torch.uint8, pin_memory=self._home.type == "cuda")
-        return self._kept[number]
 
-
-def _change_memory(tensors: list[Tensor], new: Callable[[int, int], Tensor]) -> None:
-    """Give tensors other memory with the same content; tensors that shared memory still share it.
-
-    Args:
-        new: (number of a storage, its size in bytes) -> uint8 memory for it.
-    """
+def _change_memory(tensors: list[Tensor], new: Callable[[int], Tensor]) -> None:
+    """Give tensors `new` memory [bytes] uint8 with the same content; tensors that shared memory still share it."""
     old = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     copies = {}
-    for number, (address, storage) in enumerate(old.items()):
-        copies[address] = new(number, storage.nbytes())
+    for address, storage in old.items():
+        copies[address] = new(storage.nbytes())
         copies[address].copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
     for tensor in tensors:
         flat = copies[tensor.untyped_storage().data_ptr()].view(tensor.dtype)

@@ -16,18 +16,22 @@ Some layers see only a part of the past. The layer's mask function tells which: 
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlhf.algo.numerics import full_precision
+from rlhf.config.sections import ModelConfig
 from rlhf.learner.segments import Segments, segments_of_row, take_rows
 
 PACKED = "packed"
@@ -45,10 +49,8 @@ class UnpackableError(Exception):
 
     def of(self, key: str, path: str) -> str:
         """The whole message for a user."""
-        return (
-            f"{key}={path}: sequences cannot be packed into one row for this model, since {self}. Use a model such as "
-            "Qwen2, Qwen3, Llama or Mistral."
-        )
+        packed = "sequences cannot be packed into one row for this model"
+        return f"{key}={path}: {packed}, since {self}. Use a model such as Qwen2, Qwen3, Llama or Mistral."
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,19 @@ class Window:
 
     size: int
     chunked: bool
+
+
+class Scoring(NamedTuple):
+    """How keys are scored for a query."""
+
+    scale: float | None  # of the products; None: 1 / sqrt(d)
+    window: int | None  # a query sees only its last tokens, itself included; None: the whole past
+    softcap: float | None  # scores become softcap tanh(score / softcap)
+    sinks: Tensor | None  # [heads], one more score per head, whose value vector is 0
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
 
 
 def packed_attention(
@@ -77,12 +92,8 @@ def packed_attention(
 
     Args:
         attention_mask: the layer's window, as this module's mask function returned it.
-        softcap: scores become softcap tanh(score / softcap).
-        s_aux: [heads], sinks: one more score per head, whose value vector is 0.
         segments: None if the model has not passed them on; the current row's segments are used then.
-
-    Raises:
-        AssertionError: with a batch of rows, an attention mask or dropout.
+        s_aux: the sinks of `Scoring`.
     """
     window, segments = attention_mask, segments or segments_of_row()
     assert query.shape[0] == 1, "a packed row is a batch of one"
@@ -94,15 +105,13 @@ def packed_attention(
     if window is not None and window.chunked:
         segments, window = segments.chunked(window.size), None
     size = None if window is None or window.size >= segments.longest else window.size
+    scoring = Scoring(scaling, size, softcap, s_aux)
     flash = q.device.type != "cpu" and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= FLASH_WIDTH
     if not flash:
-        return _blockwise_attention(q, k, v, segments, scaling, size, softcap, s_aux).unsqueeze(0), None
-    if segments.expand is not None:
-        k, v = take_rows(k, segments.expand), take_rows(v, segments.expand)
-    if softcap is not None or s_aux is not None:
-        from rlhf.learner.flex import scored_attention_on_gpu
-
-        return scored_attention_on_gpu(q, k, v, segments, scaling, size, softcap, s_aux).unsqueeze(0), None
+        return _blockwise_attention(q, k, v, segments, scoring).unsqueeze(0), None
+    k, v = segments.expanded(k), segments.expanded(v)
+    if not scoring.is_plain:
+        return flex_scored_attention(q, k, v, segments, scoring).unsqueeze(0), None
     from torch.nn.attention.varlen import varlen_attn
 
     # Fewer queries than keys: both are aligned at their last token, which is always computed.
@@ -139,18 +148,8 @@ def _scale_by_position(q: Tensor, module: Any, segments: Segments) -> Tensor:
     return (q * ratio[:, None, None]).to(q.dtype)
 
 
-def _blockwise_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Segments,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
     """q [U, heads, d], k and v [U, kv_heads, d] -> [U, heads, d]; a block of n segments is one batch of n."""
-    scored = softcap is not None or sinks is not None
     layout = segments.layout
     queries = take_rows(q, layout.queries).split([block.places.numel() for block in layout.blocks])
     keys, values = (take_rows(x, layout.keys).split([len(b.places) * b.keys for b in layout.blocks]) for x in (k, v))
@@ -159,56 +158,98 @@ def _blockwise_attention(
         query, key, value = (x.view(len(block.places), -1, *x.shape[1:]).transpose(1, 2) for x in parts)
         if q.device.type == "cpu" and query.shape[-2] <= SHORT_QUERIES:
             query, key, value = full_precision(query), full_precision(key), full_precision(value)
-        if scored:
-            out = _scored_attention(query, key, value, block.seen(window), scale, softcap, sinks)
-        else:
-            seen = block.seen(window)
+        seen = block.seen(scoring.window)
+        if scoring.is_plain:
+            grouped = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(
-                query, key, value, seen, is_causal=seen is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                query, key, value, seen, is_causal=seen is None, scale=scoring.scale, enable_gqa=grouped
             )
+        else:
+            out = _scored_attention(query, key, value, seen, scoring)
         outputs.append(out.to(q.dtype).transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.among_queries)
 
 
-def _scored_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _scored_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scoring: Scoring) -> Tensor:
     """[n, heads, Q, d], [n, kv_heads, K, d] twice -> [n, heads, Q, d], with a matrix of scores; seen [n, 1, Q, K]."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    scores = full_precision(query @ key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = full_precision(query @ key.transpose(-1, -2)) * scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     if seen is None:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     scores = scores.masked_fill(~seen, float("-inf"))
-    if sinks is not None:
-        sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    if scoring.sinks is not None:
+        sink = scoring.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], -1)
     return scores.softmax(-1)[..., : key.shape[-2]].to(value.dtype) @ value
 
 
-def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+def flex_scored_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+    """On a GPU: q [U, heads, d] of the computed tokens, k and v [T, kv_heads, d] of the whole row -> [U, heads, d].
+
+    The softmax leaves the sink out, and its share is removed afterwards: with l the log-sum-exp of the scores, the
+    values keep exp(l) / (exp(l) + exp(sink)) = sigmoid(l - sink).
+    """
+
+    def capped(cap: Tensor, score: Tensor, *_: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    # a tensor, since a score_mod compiled for any length may hold only tensors and whole numbers
+    cap = None if scoring.softcap is None else torch.full((), scoring.softcap, device=q.device)
+    out, aux = _compiled(flex_attention, q.device.type)(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+        score_mod=None if cap is None else functools.partial(capped, cap),
+        block_mask=_block_mask(segments, scoring.window),
+        scale=scoring.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if scoring.sinks is not None:
+        out = (out * torch.sigmoid(aux.lse - scoring.sinks.float()[:, None])[..., None]).to(v.dtype)
+    return out[0].transpose(0, 1)
+
+
+def _block_mask(segments: Segments, window: int | None) -> BlockMask:
+    """Which tokens of the row each computed token sees, made once for all layers with this window."""
+    masks = segments.block_masks
+    if window not in masks:
+        segment, place = segments.positions()
+        own, at = segment[segments.computed], place[segments.computed]
+
+        def seen(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            past = (own[query] == segment[key]) & (place[key] <= at[query])
+            return past if window is None else past & (place[key] > at[query] - window)
+
+        make, device = _compiled(create_block_mask, segment.device.type), segment.device
+        masks[window] = make(seen, B=None, H=None, Q_LEN=len(own), KV_LEN=len(segment), device=device)
+    return masks[window]
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The function compiled for any length; on CPU, where only tests run it, traced and then run step by step."""
+    return torch.compile(function, dynamic=True, backend="inductor" if device == "cuda" else "aot_eager")
+
+
+def load_packed(
+    auto_class: Any, path: str, model: ModelConfig, *, key: str, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """`auto_class.from_pretrained` with packed attention; -> the model and transformers' loading report.
 
-    This checks what is known before a forward; `policy_model.check_packed` checks a forward.
+    ValueError if the model does not take packed rows, by what is known before a forward (`policy_model.check_packed`).
 
     Args:
-        key: of the config, for messages.
-
-    Raises:
-        ValueError: the model does not take packed rows.
+        model: type and trust; its own path is not read.
+        key: the key of `path`, for messages.
     """
     refusal = ValueError(UnpackableError("its attention cannot be replaced").of(key, path))
     try:
         transformer, info = auto_class.from_pretrained(
-            path, attn_implementation=PACKED, output_loading_info=True, **options
-        )
+            path, dtype=getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code,
+            attn_implementation=PACKED, output_loading_info=True, **options,
+        )  # fmt: skip
     except KeyError as error:
         if error.args != (PACKED,):
             raise
@@ -216,10 +257,8 @@ def load_packed(auto_class: Any, path: str, *, key: str, **options: Any) -> tupl
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
-        kind = auto_class.__name__.removeprefix("AutoModelFor")
-        raise ValueError(
-            f"{key}={path}: transformers has no {kind} class for this type of model. Use another model."
-        ) from None
+        lacks = f"no {auto_class.__name__.removeprefix('AutoModelFor')} class for this type of model"
+        raise ValueError(f"{key}={path}: transformers has {lacks}. Use another model.") from None
     module = type(transformer).__module__  # hybrids of transformers set no flag
     looks_up = module.startswith("transformers.") and hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS")
     if not (transformer.is_backend_compatible() or looks_up):
@@ -244,11 +283,8 @@ def _restore_rotary_frequencies(transformer: PreTrainedModel) -> None:
 def _window_of_mask(
     *_: Any, config: Any, local_size: int | None = None, use_vmap: bool = False, **__: Any
 ) -> Window | None:
-    """Returned in place of a mask: the window of the layers that the mask is for; None if they see the whole past.
-
-    transformers passes windows and chunks by the same argument. `use_vmap`: the model adds a rule of its own.
-    """
-    if use_vmap:
+    """In place of a mask: the window or chunk of the layers that it is for; None if they see the whole past."""
+    if use_vmap:  # the model adds a rule
         raise UnpackableError("its attention mask has a rule of its own")
     if local_size is None:
         return None

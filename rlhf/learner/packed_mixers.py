@@ -42,11 +42,10 @@ def run_by_segments(model: nn.Module) -> None:
     """Let every mixer of the model compute packed rows."""
     for mixer in mixers_of(model):
         mixer.forward = _by_segments(mixer.forward)
-    if layers := whole_layers(model):
+    for layer in whole_layers(model):
         from deepspeed.utils import set_z3_leaf_module
 
-        for layer in layers:
-            set_z3_leaf_module(layer, True)
+        set_z3_leaf_module(layer, True)
 
 
 def _by_segments(whole: Any) -> Any:

@@ -1,14 +1,26 @@
-"""The part of the fp32 weights and of Adam's moments that a rank of DeepSpeed holds, at every ZeRO stage."""
+"""What a rank of DeepSpeed holds of the fp32 weights and of Adam's moments, at every ZeRO stage, and its generators."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from rlhf.learner.rank_checkpoint import WEIGHTS, share
+from rlhf.learner.rank_checkpoint import WEIGHTS, Slice, SliceReader, share
 from rlhf.types import Place
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor, also where ZeRO-3 has partitioned it."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def generators(device: torch.device) -> dict[str, torch.Generator]:
+    """The random generators of a rank, by their names in a checkpoint."""
+    of_gpu = {"cuda": torch.cuda.default_generators[device.index]} if device.type == "cuda" else {}
+    return {"cpu": torch.default_generator, **of_gpu}
 
 
 class Partition:
@@ -36,11 +48,24 @@ class Partition:
         address = param._hp_mapping.lp_fragment_address
         return address.start, address.start + address.numel
 
-    def owned(self, param: Any) -> tuple[int, int]:
+    def slices(self, params: Mapping[str, Tensor], kind: str) -> list[Slice]:
         """The held elements that this rank writes: each element has one owner."""
-        if hasattr(param, "ds_id") or hasattr(param, "_hp_mapping"):
-            return self.held(param)
-        return share(param.numel(), self._place.rank, self._place.world_size)
+        slices = []
+        for name, param in params.items():
+            first, _ = start, stop = self.held(param)
+            if not hasattr(param, "ds_id") and not hasattr(param, "_hp_mapping"):
+                start, stop = share(param.numel(), self._place.rank, self._place.world_size)
+            slices.append(Slice(name, start, self.values(param, kind)[start - first : stop - first]))
+        return slices
+
+    @torch.no_grad()
+    def fill(self, params: Mapping[str, Tensor], kind: str, reader: SliceReader | None) -> None:
+        """Fill the held elements from the files, or with 0 without a reader."""
+        for name, param in params.items():
+            start, stop = self.held(param)
+            if start < stop:
+                values = torch.zeros(stop - start) if reader is None else reader.read(name, start, stop)
+                self.values(param, kind).copy_(values)
 
     def values(self, param: Any, kind: str) -> Tensor:
         """[stop - start] float32, the held elements, wherever they are kept; changing them changes the state."""
@@ -48,9 +73,8 @@ class Partition:
         state = None if kind == WEIGHTS else kind
         if hasattr(param, "ds_id"):
             # safe_get_local_fp32_param would copy offloaded values to the GPU: in a save, all parameters at once.
-            padded, _ = param._z3_optimizer._get_fp32_opt_state_partition(
-                param, release_swap_buffers=True, optim_state_key=state
-            )
+            read = param._z3_optimizer._get_fp32_opt_state_partition
+            padded, _ = read(param, release_swap_buffers=True, optim_state_key=state)
             return cast(Tensor, padded.detach()[: stop - start])
         if hasattr(param, "_hp_mapping"):
             if param._hp_mapping is None:

@@ -23,19 +23,14 @@ from rlhf.config.sections import ModelConfig
 from rlhf.learner.fused import use_kernels
 from rlhf.learner.packed_attention import UnpackableError, load_packed
 from rlhf.learner.packed_mixers import run_by_segments, whole_layers
-from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, record_choices, routing_of
+from rlhf.learner.routing import Routing, choices_of_row, has_balancing_loss, routing_of
 from rlhf.learner.segments import Segments, checkpoint_contexts, row_of, segments_of
 from rlhf.types import PackedTokens
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class DeviceTokens:
-    """A microbatch on the learner's device: its columns [T] and `rollout_tokens` [S], and the attention's segments.
-
-    Positions restart at every sequence.
-    """
+    """A microbatch on the device: columns [T], with places in each sequence, `rollout_tokens` [S], and its segments."""
 
     token_ids: Tensor
     position_ids: Tensor
@@ -47,44 +42,27 @@ class DeviceTokens:
 
     @classmethod
     def of(cls, tokens: PackedTokens, device: torch.device) -> DeviceTokens:
-        def put(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+        def put(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.from_numpy(array).to(device=device, dtype=dtype)
 
         segments = segments_of(tokens.cu_seqlens, shared_beginnings(tokens), device)
         positions = np.arange(len(tokens.token_ids)) - np.repeat(tokens.cu_seqlens[:-1], tokens.lengths)
-        return cls(
-            token_ids=put(tokens.token_ids, torch.int64),
-            position_ids=put(positions, torch.int64),
-            response_mask=put(tokens.response_mask, torch.bool),
-            rollout_logprobs=put(tokens.rollout_logprobs, torch.float32),
-            cu_seqlens=segments.cu_seqlens,
-            rollout_tokens=put(tokens.rollout_tokens, torch.int64),
-            segments=segments,
-        )
-
-
-def hidden_states(transformer: PreTrainedModel, tokens: DeviceTokens) -> Tensor:
-    """[U, H] of the row's computed tokens, as the last norm leaves them."""
-    states: Tensor = transformer_outputs(transformer, tokens).last_hidden_state[0]
-    return states
+        mask, logprobs = put(tokens.response_mask, torch.bool), put(tokens.rollout_logprobs, torch.float32)
+        ids, places, trained = put(tokens.token_ids), put(positions), put(tokens.rollout_tokens)
+        return cls(ids, places, mask, logprobs, segments.cu_seqlens, trained, segments)
 
 
 def transformer_outputs(transformer: PreTrainedModel, tokens: DeviceTokens, **options: Any) -> Any:
-    """What the transformer without its head returns for the row's computed tokens."""
+    """What the transformer without its head returns for the row's computed tokens: states after the last norm."""
     computed = tokens.segments.computed
     base = transformer.base_model if transformer.base_model is not transformer else transformer.model
+    ids, positions = (x[computed].unsqueeze(0) for x in (tokens.token_ids, tokens.position_ids))
     with row_of(tokens.segments):
-        return base(
-            input_ids=tokens.token_ids[computed].unsqueeze(0),
-            position_ids=tokens.position_ids[computed].unsqueeze(0),
-            use_cache=False,
-            segments=tokens.segments,
-            **options,
-        )
+        return base(input_ids=ids, position_ids=positions, use_cache=False, segments=tokens.segments, **options)
 
 
 class PolicyOutput(NamedTuple):
-    """`logprobs` and `entropy` as in `TokenLogprobs`; `routing` None unless asked for, and for a dense model."""
+    """`logprobs` and `entropy` as in `TokenLogprobs`; the entropy and the routing of experts only for an update."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -94,8 +72,8 @@ class PolicyOutput(NamedTuple):
 class PolicyModel(nn.Module):
     """A causal language model as a policy: packed tokens -> log-probability of each response token.
 
-    `temperature` divides the logits, as in the engine that sampled. With `in_float32` it computes in float32
-    from the same weights, module by module, to measure the error that the model's own type causes.
+    `temperature` divides the logits, as in the engine that sampled. `in_float32` computes in float32 from the same
+    weights, module by module, to measure the error that the model's own type causes.
     """
 
     def __init__(self, transformer: PreTrainedModel, *, temperature: float) -> None:
@@ -106,37 +84,23 @@ class PolicyModel(nn.Module):
         self.has_balancing_loss = has_balancing_loss(transformer)
 
     def forward(
-        self,
-        tokens: DeviceTokens,
-        *,
-        with_entropy: bool = False,
-        with_routing: bool = False,
-        temperature: float | None = None,
-        in_float32: bool = False,
+        self, tokens: DeviceTokens, for_update: bool = False, temperature: float | None = None, in_float32: bool = False
     ) -> PolicyOutput:
         head = self.transformer.get_output_embeddings()
-        options = {"output_router_logits": True} if with_routing and self.has_balancing_loss else {}
+        options = {"output_router_logits": True} if for_update and self.has_balancing_loss else {}
         with (
             computing_in_float32(self.transformer) if in_float32 else contextlib.nullcontext(),
-            choices_of_row() as choices,
+            choices_of_row(self.transformer) as choices,
         ):
             outputs = transformer_outputs(self.transformer, tokens, **options)
-        routing = None
-        if with_routing:
-            routing = routing_of(choices, outputs.router_logits if options else None, tokens.segments)
+        router_logits = outputs.router_logits if options else None
+        routing = routing_of(choices, router_logits, tokens.segments) if for_update else None
+        weight, bias = (x.float() if in_float32 and x is not None else x for x in (head.weight, head.bias))
         logprobs, entropy = token_logprobs(
-            outputs.last_hidden_state[0],
-            head.weight.float() if in_float32 else head.weight,
-            tokens.token_ids,
-            tokens.response_mask,
-            tokens.cu_seqlens,
-            expand=tokens.segments.expand,
-            head_bias=head.bias.float() if in_float32 and head.bias is not None else head.bias,
-            logit_scale=self.logit_scale,
-            logit_cap=self.logit_cap,
-            temperature=self.temperature if temperature is None else temperature,
-            with_entropy=with_entropy,
-        )
+            outputs.last_hidden_state[0], weight, tokens.token_ids, tokens.response_mask, tokens.cu_seqlens,
+            expand=tokens.segments.expand, head_bias=bias, logit_scale=self.logit_scale, logit_cap=self.logit_cap,
+            temperature=self.temperature if temperature is None else temperature, with_entropy=for_update,
+        )  # fmt: skip
         return PolicyOutput(logprobs, entropy, routing)
 
 
@@ -144,9 +108,8 @@ class PolicyModel(nn.Module):
 def computing_in_float32(model: nn.Module) -> Iterator[None]:
     """Give each module its own parameters in float32 while it computes, and its true ones back right after.
 
-    It needs extra memory for the largest module, never for the model, and reads nothing from disk. It works on a model
-    that ZeRO-3 partitions: the hooks are set inside the wrapped forward, so that a module is gathered before `widen`
-    runs and released after `narrow` has run. Layers that are gathered whole are one module here.
+    The extra memory is that of the largest module. At ZeRO-3 the hooks are set inside the wrapped forward, so that a
+    module is gathered before `widen` and released after `narrow`; layers that are gathered whole are one module here.
     """
     kept: dict[nn.Module, list[Tensor]] = {}
     own = {module: list(module.parameters(recurse=False)) for module in model.modules()}
@@ -171,47 +134,39 @@ def computing_in_float32(model: nn.Module) -> Iterator[None]:
 
 
 def load_policy(model: ModelConfig, *, temperature: float) -> PolicyModel:
-    """Load a model from a folder or the hub for training: packed attention, dropout 0, no cache.
-
-    Raises:
-        ValueError: the model does not take packed rows.
-    """
-    dtype, trust = DTYPES[model.dtype], model.trust_remote_code
-    transformer, _ = load_packed(
-        AutoModelForCausalLM, model.path, key="model.path", dtype=dtype, trust_remote_code=trust
-    )
+    """Load a model from a folder or the hub for training; ValueError if it does not take packed rows."""
+    transformer, _ = load_packed(AutoModelForCausalLM, model.path, model, key="model.path")
     prepare_transformer(transformer, gradient_checkpointing=model.gradient_checkpointing)
     return PolicyModel(transformer, temperature=temperature)
 
 
 @torch.no_grad()
 def check_packed(
-    forward: Callable[[DeviceTokens], Tensor], device: torch.device, *, dtype: str, key: str, path: str
+    model: Callable[[DeviceTokens], Any], device: torch.device, *, dtype: str, key: str, path: str
 ) -> None:
     """Check that sequences in one row do not affect each other: change the first, the outputs of the second must stay.
 
-    The two sequences begin alike in one pair of rows, and differ from the start in the other. Some models mix tokens
-    outside of attention (convolutions, state spaces) and would train on log-probabilities that the engine never
-    sampled from.
+    Some models mix tokens outside of attention (convolutions, state spaces) and would train on log-probabilities that
+    the engine never sampled from. At ZeRO-3 every rank calls this.
 
     Args:
-        forward: a row's tokens -> one number per token [T] or per sequence [S]. At ZeRO-3 every rank calls it.
+        model: a row's tokens -> one number per token [T] or per sequence [S], maybe the first of several results.
         dtype: of the model; differences within its rounding are allowed.
-        key: of the config, for messages.
 
     Raises:
-        ValueError: the second sequence's outputs change, or the model refuses the row.
+        ValueError: the outputs change, or the model refuses the row; names `path`, the value of the config's `key`.
     """
     second = [0, 1, 2, 3]
     try:
-        # The rows of a pair have blocks of the same sizes: their roundings are the same.
+        # In one pair the sequences begin alike. The rows of a pair have blocks of the same sizes and equal roundings.
         for pair in (([0, 3, 1, 2], [0, 2, 3, 1]), ([3, 2, 1, 2], [1, 3, 2, 3])):
             outputs = []
             for first in pair:
                 row = pack([np.array(first, np.int32), np.array(second, np.int32)])
-                numbers = forward(DeviceTokens.of(row, device)).float()
+                result = model(DeviceTokens.of(row, device))
+                numbers = (result if isinstance(result, Tensor) else result[0]).float()
                 outputs.append(numbers[-4:] if len(numbers) > 2 else numbers[-1:])
-            if (outputs[0] - outputs[1]).norm() > 16 * torch.finfo(DTYPES[dtype]).eps * outputs[0].norm():
+            if (outputs[0] - outputs[1]).norm() > 16 * torch.finfo(getattr(torch, dtype)).eps * outputs[0].norm():
                 raise UnpackableError("a sequence is affected by the sequences before it in the row")
     except UnpackableError as error:
         raise ValueError(error.of(key, path)) from None
@@ -224,7 +179,6 @@ def prepare_transformer(transformer: PreTrainedModel, *, gradient_checkpointing:
     """
     use_kernels(transformer)
     run_by_segments(transformer)
-    record_choices(transformer)
     if gradient_checkpointing:
         options = {"use_reentrant": False, "context_fn": checkpoint_contexts}
         transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import profiler
 
 if TYPE_CHECKING:
@@ -16,19 +15,14 @@ _running: list[profiler.profile] = []  # this process's profiler, between `start
 
 def start(rank: TrainedRank) -> None:
     """Record operations, their shapes and, on a GPU, its kernels from now on."""
-    activities = [profiler.ProfilerActivity.CPU]
-    if rank.device.type == "cuda":
-        activities.append(profiler.ProfilerActivity.CUDA)
-    _running.append(profiler.profile(activities=activities, record_shapes=True))
+    _running.append(profiler.profile(record_shapes=True))
     _running[0].start()
 
 
 def stop(rank: TrainedRank, file: str) -> str:
     """Write what was recorded since `start`; -> "", or why the file could not be written."""
-    if rank.device.type == "cuda":
-        torch.cuda.synchronize(rank.device)
     trace = _running.pop()
-    trace.stop()
+    trace.stop()  # waits for the GPU
     try:
         Path(file).parent.mkdir(exist_ok=True)
         trace.export_chrome_trace(file)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,6 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,39 +25,24 @@ from rlhf.algo.packing import filler
 from rlhf.algo.schedules import learning_rate
 from rlhf.config.roles import Training
 from rlhf.config.sections import ModelConfig
-from rlhf.learner.deepspeed_settings import frozen_settings, join_world, loading, training_settings
+from rlhf.learner import rank_checkpoint
+from rlhf.learner.deepspeed_settings import any_settings, join_world, training_settings
 from rlhf.learner.fused import account
-from rlhf.learner.hub_format import HubWriter, state_buffers, write_model_config
+from rlhf.learner.hub_format import model_tensors, write_model, write_model_config
 from rlhf.learner.offload import Offload, gradient_buffers, optimizer_tensors
-from rlhf.learner.partition import Partition
+from rlhf.learner.partition import Partition, generators, whole_shape
 from rlhf.learner.policy_model import DeviceTokens
-from rlhf.learner.rank_checkpoint import (
-    MODEL_FOLDER,
-    MOMENTS,
-    RNG,
-    WEIGHTS,
-    LearnerIndex,
-    Slice,
-    SliceReader,
-    check_shapes,
-    host_copy,
-    state_bytes,
-    write_rank,
-)
+from rlhf.learner.rank_checkpoint import MOMENTS, RNG, WEIGHTS, LearnerIndex, Slice, SliceReader
 from rlhf.learner.update import on_host
 from rlhf.log.reductions import Last, Mean, StepMetrics, UpdateOutcome, merge_metrics
 from rlhf.types import GPUMemory, Place, SaveReport
 
+M = TypeVar("M")
 T = TypeVar("T")
 
 
 class TrainedRank:
-    """A module wrapped by DeepSpeed, with what policy, critic and reward model share.
-
-    Args:
-        name: the first part of the metric names.
-        training: optimizer, schedule and planned updates.
-        device: cpu or cuda.
+    """A module wrapped by DeepSpeed, with what policy, critic and reward model share; metric names begin with `name`.
 
     Attributes:
         deepspeed: DeepSpeed's wrapper of the module: forward, backward, step, optimizer.
@@ -73,6 +57,7 @@ class TrainedRank:
         self.place = place
         self.device = join_world(device, place)
         self._model = model
+        self._settings = training_settings(training.section, place, dtype=model.dtype, device=self.device.type)
         self.updates_done = 0  # u of the schedule: taken and skipped
         self.adam_steps = 0  # t of Adam: taken
         self.deepspeed: Any = None
@@ -82,25 +67,42 @@ class TrainedRank:
         self._writer = ThreadPoolExecutor(1)  # writes a checkpoint while the run goes on
         self._saving: Future[SaveReport] | None = None
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """For loading a model: at ZeRO-3 a rank keeps only its share of what is read; 70 B would not fit on one GPU."""
+        if self.training.section.zero_stage < 3:
+            yield
+            return
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+        sharding = HfDeepSpeedConfig(self._settings)  # from_pretrained asks for it
+        try:
+            yield
+        finally:
+            unset_hf_deepspeed_config()
+            del sharding
+
     def wrap(self, module: nn.Module) -> None:
-        """Hand the module to DeepSpeed, and say what of it is trained and what is published."""
-        self.trained = {name.removeprefix("transformer."): param for name, param in module.named_parameters()}
+        """Hand a module around a `transformer` to DeepSpeed, and say what of it is trained and what is published."""
+        self.trained = dict(module.get_submodule("transformer").named_parameters())
         options = self.training.section.optimizer.model_dump(exclude={"variant"})
         # The fused kernel, on CPU too, reads parameter, gradient and both moments once.
         adam = torch.optim.AdamW(self.trained.values(), fused=True, **options)
-        self.deepspeed, *_ = deepspeed.initialize(model=module, optimizer=adam, config=self._settings())
-        buffers = {name.removeprefix("transformer."): buffer for name, buffer in state_buffers(module).items()}
-        self.published = {**self.trained, **buffers}
+        self.deepspeed, *_ = deepspeed.initialize(model=module, optimizer=adam, config=self._settings)
+        self.published = model_tensors(self.transformer)
+
+    def place_frozen(self, module: nn.Module) -> Any:
+        """Move a frozen module to the device; at ZeRO-3 it is partitioned like the trained one."""
+        if self.training.section.zero_stage < 3:
+            return module.to(self.device)
+        settings = any_settings(self.place, dtype=self._model.dtype, zero={"stage": 3})
+        wrapped, *_ = deepspeed.initialize(model=module, config=settings)
+        return wrapped
 
     @property
     def transformer(self) -> PreTrainedModel:
         """The Hugging Face model in the wrapped module."""
-        transformer: PreTrainedModel = self.deepspeed.module.transformer
-        return transformer
-
-    def loading(self) -> contextlib.AbstractContextManager[None]:
-        """A context for loading a model; at ZeRO-3 each rank keeps only its share of what is read."""
-        return loading(self._settings())
+        return self.deepspeed.module.transformer
 
     def apply(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call `function(self, *arguments)` in this process: the doctor's measurements need no methods here."""
@@ -114,14 +116,22 @@ class TrainedRank:
         """Which modules of the model have kernels, for the log; "" on a device without kernels."""
         return account(self.transformer) if self.device.type in KERNEL_DEVICES else ""
 
+    def whole(self, param: Tensor, *, modify: bool = False) -> contextlib.AbstractContextManager[None]:
+        """A context in which the tensor is whole: gathered where ZeRO-3 partitions it, unchanged elsewhere."""
+        return deepspeed.zero.GatheredParameters(
+            [param], modifier_rank=0 if modify else None, enabled=hasattr(param, "ds_id")
+        )
+
+    def each_whole(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """These tensors by name, each whole until the next one is asked for."""
+        for name, tensor in tensors:
+            with self.whole(tensor):
+                yield name, tensor
+
     # --- sharing a GPU with engines ---
 
     def leave_gpu(self, offload: bool) -> None:
-        """Make room for others on this GPU: keep only the weights there, and release the memory that torch caches.
-
-        Args:
-            offload: False leaves optimizer state and reference where they are.
-        """
+        """Release the memory that torch caches on the GPU and, with `offload`, move all but the weights off it."""
         if offload and not self._offload.away:
             self._offload.leave(self._movable(), gradient_buffers(self.deepspeed), self.device)
         if self.device.type == "cuda":
@@ -136,70 +146,38 @@ class TrainedRank:
         free, total = torch.cuda.mem_get_info(self.device)
         return GPUMemory(total, free, self._offload.bytes_away)
 
-    # --- speed ---
-
-    def time_all_reduce(self, elements: int, *, repeats: int = 5) -> float:
-        """Median seconds of an all-reduce of float32 [elements] over all ranks, after one warm-up."""
-        tensor = torch.ones(elements, device=self.device)
-        seconds = []
-        for _ in range(1 + repeats):
-            dist.barrier()
-            began = time.monotonic()
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-            tensor[0].item()  # waits for the GPU
-            seconds.append(time.monotonic() - began)
-        return float(np.median(seconds[1:]))
-
-    def place_frozen(self, module: nn.Module) -> Any:
-        """Move a frozen module to the device; at ZeRO-3 it is partitioned like the trained one."""
-        if self.training.section.zero_stage < 3:
-            return module.to(self.device)
-        settings = frozen_settings(self.place, dtype=self._model.dtype)
-        wrapped, *_ = deepspeed.initialize(model=module, config=settings)
-        return wrapped
-
-    def _settings(self) -> dict[str, Any]:
-        return training_settings(self.training.section, self.place, dtype=self._model.dtype, device=self.device.type)
-
     # --- update ---
 
-    def take_step(self, microbatches: int, forward: Callable[[int], tuple[Tensor, StepMetrics]]) -> UpdateOutcome:
-        """One optimizer step: forward and backward of every microbatch, reduction after the last, update.
-
-        Args:
-            forward: number of a microbatch -> its share of the minibatch's loss, and its metrics.
-        """
+    def take_step(self, microbatches: Sequence[M], forward: Callable[[M], tuple[Tensor, StepMetrics]]) -> UpdateOutcome:
+        """One optimizer step; `forward` gives a microbatch's share of the minibatch's loss, and its metrics."""
         started = time.monotonic()
         self._offload.come_back()
         parts = []
-        for i in range(microbatches):
-            self.deepspeed.set_gradient_accumulation_boundary(i == microbatches - 1)
-            loss, metrics = forward(i)
+        for number, microbatch in enumerate(microbatches, start=1):
+            self.deepspeed.set_gradient_accumulation_boundary(number == len(microbatches))
+            loss, metrics = forward(microbatch)
             # The loss is a share under the global denominators, so the ranks' gradients must be summed. DeepSpeed
             # averages them instead (it divides by nothing else: accumulation steps are 1); this undoes it.
             self.deepspeed.backward(loss * self.place.world_size)
             parts.append(metrics)
-        self.updates_done += 1
-        lr = self.learning_rate(self.updates_done)
+        lr = self._next_learning_rate()
         options = self.training.section.optimizer.model_dump(include={"variant", "eps", "betas"})
         set_step(self.deepspeed.optimizer, lr=lr, adam_step=self.adam_steps + 1, **options)
         grad_norm, taken = self._apply()
         self.adam_steps += taken
-        metrics = on_host(merge_metrics(parts)) | {
-            f"{self.name}/grad_norm": Mean(grad_norm, 1.0),
-            f"{self.name}/update_seconds": Mean(time.monotonic() - started, 1.0),
-            **self._schedule_metrics(lr),
-        }
-        return UpdateOutcome(self.name, taken, metrics)
+        metrics = on_host(merge_metrics(parts)) | {f"{self.name}/grad_norm": Mean(grad_norm, 1.0)}
+        metrics[f"{self.name}/update_seconds"] = Mean(time.monotonic() - started, 1.0)
+        return UpdateOutcome(self.name, taken, metrics | self._schedule_metrics(lr))
 
     def skip_updates(self, count: int) -> list[UpdateOutcome]:
         """Count optimizer steps as skipped: they take their place in the schedule."""
-        outcomes = []
-        for _ in range(count):
-            self.updates_done += 1
-            metrics = self._schedule_metrics(self.learning_rate(self.updates_done))
-            outcomes.append(UpdateOutcome(self.name, False, metrics))
-        return outcomes
+        return [
+            UpdateOutcome(self.name, False, self._schedule_metrics(self._next_learning_rate())) for _ in range(count)
+        ]
+
+    def _next_learning_rate(self) -> float:
+        self.updates_done += 1
+        return learning_rate(self.updates_done, **self.training.schedule_arguments)
 
     def _schedule_metrics(self, lr: float) -> StepMetrics:
         taken, skipped = self.update_counts()
@@ -212,9 +190,6 @@ class TrainedRank:
     def update_counts(self) -> tuple[int, int]:
         """Optimizer steps taken, and those skipped because a number was not finite."""
         return self.adam_steps, self.updates_done - self.adam_steps
-
-    def learning_rate(self, update: int) -> float:
-        return learning_rate(update, **self.training.schedule_arguments)
 
     def _apply(self) -> tuple[float, bool]:
         """Take the optimizer step unless a gradient is not finite; -> the gradient norm, and whether it was taken."""
@@ -232,69 +207,37 @@ class TrainedRank:
             return float("inf"), False
         return float(self.deepspeed.get_global_grad_norm()), True
 
-    # --- parameters ---
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """What is published and not trained, such as a router's balancing bias."""
-        return {name: tensor for name, tensor in self.published.items() if name not in self.trained}
-
-    @contextlib.contextmanager
-    def whole(self, param: Tensor, *, modify: bool = False) -> Iterator[None]:
-        """A context in which the tensor is whole: gathered where ZeRO-3 partitions it, unchanged elsewhere."""
-        if not hasattr(param, "ds_id"):
-            yield
-            return
-        with deepspeed.zero.GatheredParameters([param], modifier_rank=0 if modify else None):
-            yield
-
-    def held(self, tensor: Any) -> list[tuple[Tensor, int]]:
-        """What this rank holds of a tensor: parts, and the number of the first element of each.
-
-        At ZeRO-3 these are a share of a parameter and, while it is gathered, the whole parameter.
-        """
-        if not hasattr(tensor, "ds_id"):
-            return [(tensor.data, 0)]
-        share = tensor.ds_tensor
-        parts = [(share.data, self.place.rank * share.ds_numel)]
-        if tensor.ds_status == ZeroParamStatus.AVAILABLE:
-            parts.append((tensor.data, 0))
-        return parts
-
     # --- to disk ---
 
     def state(self) -> dict[str, list[Slice]]:
         """This rank's part of a checkpoint, by kind; no collective for what is trained, and no copy on a GPU."""
         partition = Partition(self.deepspeed, self.place)
-        slices: dict[str, list[Slice]] = {}
-        for kind in (WEIGHTS, *MOMENTS) if self.adam_steps else (WEIGHTS,):
-            slices[kind] = []
-            for name, param in self.trained.items():
-                (held, _), (start, stop) = partition.held(param), partition.owned(param)
-                slices[kind].append(Slice(name, start, partition.values(param, kind)[start - held : stop - held]))
+        kinds = (WEIGHTS, *MOMENTS) if self.adam_steps else (WEIGHTS,)
+        slices = {kind: partition.slices(self.trained, kind) for kind in kinds}
         if self.place.rank == 0:
-            slices[WEIGHTS] += [Slice(name, 0, buffer.detach().reshape(-1)) for name, buffer in self._buffers().items()]
-        slices[RNG] = [Slice("cpu", 0, torch.get_rng_state())]
-        if self.device.type == "cuda":
-            slices[RNG].append(Slice("cuda", 0, torch.cuda.get_rng_state(self.device)))
+            slices[WEIGHTS] += [Slice(name, 0, tensor.detach().reshape(-1)) for name, tensor in self._untrained()]
+        slices[RNG] = [Slice(name, 0, generator.get_state()) for name, generator in generators(self.device).items()]
         return slices
+
+    def _untrained(self) -> list[tuple[str, Tensor]]:
+        """What is published and not trained, such as a router's balancing bias."""
+        return [(name, tensor) for name, tensor in self.published.items() if name not in self.trained]
 
     def checkpoint_bytes(self) -> int:
         """What `save` will write."""
-        return state_bytes(self.state())
+        return rank_checkpoint.state_bytes(self.state())
 
     def save(self, folder: str) -> None:
         """Begin to write this rank's part of a checkpoint; `saved` says when it is on disk.
 
         If a copy of the state fits in the node's memory, the call returns as soon as the copy is made, and the files
-        are written while the run goes on. Otherwise it returns after the files have been written, one after another.
+        are written while the run goes on. Otherwise it returns after the files have been written.
         """
         assert self._saving is None or self._saving.done(), "the save before this one is under way"
         state = self.state()
-        shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in self.published.items()}
-        index = LearnerIndex(
-            ranks=self.place.world_size, adam_steps=self.adam_steps, updates_done=self.updates_done, shapes=shapes
-        )
-        copy = host_copy(state, ranks_on_node=self.place.ranks_on_node)
+        ranks, shapes = self.place.world_size, {name: whole_shape(tensor) for name, tensor in self.published.items()}
+        index = LearnerIndex(ranks=ranks, adam_steps=self.adam_steps, updates_done=self.updates_done, shapes=shapes)
+        copy = rank_checkpoint.host_copy(state, ranks_on_node=self.place.ranks_on_node)
         self._saving = self._writer.submit(self._write, Path(folder), copy or state, index)
         if copy is None:
             self._saving.exception()  # waits
@@ -302,12 +245,12 @@ class TrainedRank:
     def _write(self, folder: Path, state: dict[str, list[Slice]], index: LearnerIndex) -> SaveReport:
         """Write this rank's files; rank 0 also writes those that all ranks have in common."""
         if self.place.rank != 0:
-            return write_rank(folder, self.place.rank, state, None)
+            return rank_checkpoint.write_rank(folder, self.place.rank, state, None)
         try:
-            write_model_config(folder / MODEL_FOLDER, self.transformer)
+            write_model_config(folder / rank_checkpoint.MODEL_FOLDER, self.transformer)
         except OSError as error:
             return SaveReport({}, f"{folder}: {error.strerror or error}")
-        return write_rank(folder, 0, state, index)
+        return rank_checkpoint.write_rank(folder, 0, state, index)
 
     def saved(self) -> SaveReport | None:
         """What this rank has written since `save`; None while it is still writing."""
@@ -317,49 +260,31 @@ class TrainedRank:
     def load(self, folder: str) -> None:
         """Restore what `save` wrote: weights, moments, both counters; for an equal number of ranks, random generators.
 
-        Each rank reads its own part, whatever number of ranks wrote it.
-
-        Raises:
-            ValueError: the checkpoint belongs to another model.
+        Each rank reads its own part, whatever number of ranks wrote it. ValueError if it belongs to another model.
         """
         self._offload.come_back()
         path = Path(folder)
         index = LearnerIndex.read(path)
-        tensors = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in self.published.items()}
-        check_shapes(path, index, tensors)
-        reader = SliceReader(path, WEIGHTS, ranks=range(index.ranks))
-        self._put(reader, WEIGHTS)
-        for name, buffer in self._buffers().items():
+        rank_checkpoint.check_shapes(
+            path, index, {name: whole_shape(tensor) for name, tensor in self.published.items()}
+        )
+        partition, reader = Partition(self.deepspeed, self.place), SliceReader(path, WEIGHTS, ranks=range(index.ranks))
+        partition.fill(self.trained, WEIGHTS, reader)
+        for name, buffer in self._untrained():
             buffer.copy_(reader.read(name, 0, buffer.numel()).view(buffer.shape))
         self._create_optimizer_state()
         for kind in MOMENTS:
-            self._put(SliceReader(path, kind, ranks=range(index.ranks)) if index.adam_steps else None, kind)
+            moments = SliceReader(path, kind, ranks=range(index.ranks)) if index.adam_steps else None
+            partition.fill(self.trained, kind, moments)
         self.adam_steps, self.updates_done = index.adam_steps, index.updates_done
-        for state in self._torch_optimizer.state.values():
+        adam = getattr(self.deepspeed.optimizer, "optimizer", self.deepspeed.optimizer)
+        for state in adam.state.values():
             state["step"].fill_(float(self.adam_steps))
         if index.ranks == self.place.world_size:
-            self._restore_generators(path)
-
-    @torch.no_grad()
-    def _put(self, reader: SliceReader | None, kind: str) -> None:
-        """Fill the held part of every parameter from the files, or with 0 without a reader."""
-        partition = Partition(self.deepspeed, self.place)
-        for name, param in self.trained.items():
-            start, stop = partition.held(param)
-            if start < stop:
-                values = torch.zeros(stop - start) if reader is None else reader.read(name, start, stop)
-                partition.values(param, kind).copy_(values)
-
-    def _restore_generators(self, path: Path) -> None:
-        reader = SliceReader(path, RNG, ranks=[self.place.rank])
-        torch.set_rng_state(reader.read("cpu", 0, len(torch.get_rng_state())))
-        if self.device.type == "cuda" and "cuda" in reader.names:
-            state = torch.cuda.get_rng_state(self.device)
-            torch.cuda.set_rng_state(reader.read("cuda", 0, len(state)), self.device)
-
-    @property
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        return getattr(self.deepspeed.optimizer, "optimizer", self.deepspeed.optimizer)
+            reader = SliceReader(path, RNG, ranks=[self.place.rank])
+            for name, generator in generators(self.device).items():
+                if name in reader.parts:
+                    generator.set_state(reader.read(name, 0, len(generator.get_state())))
 
     def _create_optimizer_state(self) -> None:
         """Create Adam's moments by a first step with zero gradient and zero learning rate.
@@ -377,21 +302,17 @@ class TrainedRank:
 
     def export(self, folder: str, tokenizer_path: str) -> None:
         """Write the model in Hugging Face format, with the tokenizer, in the dtype it was trained in."""
-        writer = None
-        if self.place.rank == 0:
-            writer = HubWriter(Path(folder), self.transformer)
-        for name, param in self.published.items():
-            with self.whole(param):
-                if writer is not None:
-                    writer.write(name, param)
-        if writer is not None:
-            from transformers import AutoTokenizer
+        tensors = self.each_whole(self.published.items())
+        if self.place.rank != 0:
+            for _ in tensors:  # takes part in gathering
+                pass
+            return
+        from transformers import AutoTokenizer
 
-            writer.finish()
-            write_model_config(Path(folder), self.transformer)
-            AutoTokenizer.from_pretrained(
-                tokenizer_path, trust_remote_code=self._model.trust_remote_code
-            ).save_pretrained(folder)
+        write_model(Path(folder), self.transformer, self.published, tensors)
+        write_model_config(Path(folder), self.transformer)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=self._model.trust_remote_code)
+        tokenizer.save_pretrained(folder)
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf.config.base import Section
-from rlhf.learner.host_memory import free_host_memory
 from rlhf.types import SaveReport, WrittenFile
 
 WEIGHTS, REFERENCE, RNG = "weights", "reference", "rng"
@@ -36,22 +36,19 @@ INDEX = "learner.json"
 MODEL_FOLDER = "model"  # config.json and generation_config.json; an export needs them, a tokenizer and the weights
 CHUNK_BYTES = 2**20  # read at once for the checksum
 MEMORY_MARGIN = 1.25  # required free memory over the size of a copy of the state: other processes grow meanwhile
+# Memory of control groups, by version: folder, files of limit and use, key in memory.stat of the reclaimable cache.
+CGROUP_1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+CGROUP_2 = ("", "memory.max", "memory.current", "inactive_file")
 KEY = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
 
 class LearnerIndex(Section):
-    """learner.json.
+    """learner.json."""
 
-    Attributes:
-        ranks: number of ranks, and of files of each kind.
-        adam_steps: optimizer steps taken, Adam's t. updates_done: taken and skipped, the schedule's u.
-        shapes: of each parameter and stored buffer.
-    """
-
-    ranks: int
-    adam_steps: int
-    updates_done: int
-    shapes: dict[str, tuple[int, ...]]
+    ranks: int  # and files of each kind
+    adam_steps: int  # optimizer steps taken, Adam's t
+    updates_done: int  # taken and skipped, the schedule's u
+    shapes: dict[str, tuple[int, ...]]  # of each parameter and stored buffer
 
     @classmethod
     def read(cls, folder: Path) -> LearnerIndex:
@@ -66,10 +63,6 @@ class Slice:
     start: int
     values: Tensor
 
-    @property
-    def key(self) -> str:
-        return f"{self.name}[{self.start}:{self.start + len(self.values)}]"
-
 
 def share(count: int, rank: int, ranks: int) -> tuple[int, int]:
     """The elements [start, stop) of a rank if a tensor of `count` elements is cut into equal parts."""
@@ -81,11 +74,7 @@ def share(count: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file and sync it to the disk; all its tensors are in host memory meanwhile.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a safetensors file and sync it to the disk; OSError if it cannot be written."""
     path.touch()
     mode = path.stat().st_mode  # of any new file here; the library makes one for its owner alone
     try:
@@ -99,7 +88,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def write_slices(path: Path, slices: Sequence[Slice]) -> WrittenFile:
     """Write a file of slices and sync it to the disk."""
-    save_tensors(path, {part.key: part.values.detach().contiguous() for part in slices if len(part.values)})
+    tensors = {f"{x.name}[{x.start}:{x.start + len(x.values)}]": x.values.detach().contiguous() for x in slices}
+    save_tensors(path, {key: values for key, values in tensors.items() if len(values)})
     crc = 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -108,10 +98,7 @@ def write_slices(path: Path, slices: Sequence[Slice]) -> WrittenFile:
 
 
 def write_rank(folder: Path, rank: int, kinds: Mapping[str, Sequence[Slice]], index: LearnerIndex | None) -> SaveReport:
-    """Write the files of one rank, and the index if it is given.
-
-    A disk error is returned, so that the other ranks' files can be removed once all ranks have finished.
-    """
+    """Write a rank's files, and the index if given. An error is returned: files are removed when all have finished."""
     files = {}
     try:
         for kind, slices in kinds.items():
@@ -142,47 +129,52 @@ def host_copy(kinds: Mapping[str, Sequence[Slice]], *, ranks_on_node: int) -> di
     }
 
 
+def free_host_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that this process may still take; a batch system or a container may allow less than the machine has."""
+    free = psutil.virtual_memory().available
+    for line in own.read_text().splitlines() if own.is_file() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        mount, limit, used, cache = CGROUP_1 if controllers else CGROUP_2
+        top, inside = groups / mount, Path(path.lstrip("/"))
+        # In a container the path may be that of the host; the top folder is then the container's own group.
+        for folder in {top, *(top / part for part in (inside, *inside.parents))}:
+            try:
+                most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+                stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            if most != "max":
+                free = min(free, int(most) - now + int(stat.get(cache, 0)))
+    return free
+
+
 # --- reading ---
 
 
 class SliceReader:
-    """Reads any part of any tensor of one kind; only the bytes that are asked for are read.
-
-    Raises:
-        ValueError: a file is missing or is not a safetensors file. Nothing is ever unpickled.
-    """
+    """Reads any part of any tensor of one kind, and only that; ValueError if a file is missing or no safetensors."""
 
     def __init__(self, folder: Path, kind: str, *, ranks: Iterable[int]) -> None:
         self._what = f"{folder}: {kind}"
-        self._parts: dict[str, list[tuple[int, int, Any]]] = {}
-        for rank in ranks:
-            self._open(folder / file_name(kind, rank))
-
-    def _open(self, path: Path) -> None:
-        try:
-            file = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: not readable as safetensors ({error}).") from None
-        for key in file.keys():  # noqa: SIM118 - not a dict
-            match = KEY.fullmatch(key)
-            if match is None:
-                raise ValueError(f"{path}: {key!r} names no slice, as name[start:stop] does.")
-            name, start, stop = match[1], int(match[2]), int(match[3])
-            self._parts.setdefault(name, []).append((start, stop, file.get_slice(key)))
-
-    @property
-    def names(self) -> Iterable[str]:
-        return self._parts.keys()
+        self.parts: dict[str, list[tuple[int, int, Any]]] = {}  # by tensor: start, stop, elements that are not read yet
+        for path in (folder / file_name(kind, rank) for rank in ranks):
+            try:
+                file = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{path}: not readable as safetensors ({error}).") from None
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                match = KEY.fullmatch(key)
+                if match is None:
+                    raise ValueError(f"{path}: {key!r} names no slice, as name[start:stop] does.")
+                self.parts.setdefault(match[1], []).append((int(match[2]), int(match[3]), file.get_slice(key)))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor, in host memory.
-
-        Raises:
-            ValueError: the files lack some of these elements.
-        """
+        """Elements [start, stop) of the flattened tensor, in host memory; ValueError if the files lack some of them."""
         spans = [
             (max(start, begin) - begin, min(stop, end) - begin, part)
-            for begin, end, part in sorted(self._parts.get(name, ()), key=lambda held: held[0])
+            for begin, end, part in sorted(self.parts.get(name, ()), key=lambda held: held[0])
             if max(start, begin) < min(stop, end)
         ]
         if (held := sum(high - low for low, high, _ in spans)) != stop - start:
@@ -192,15 +184,9 @@ class SliceReader:
 
 
 def check_shapes(folder: Path, index: LearnerIndex, tensors: Mapping[str, Sequence[int]]) -> None:
-    """Check that a checkpoint is of a model with these tensors.
-
-    Raises:
-        ValueError: the first tensor that is missing, extra or of another shape.
-    """
+    """Check that a checkpoint is of a model with these tensors; ValueError names the first other one."""
     for name in tensors.keys() | index.shapes.keys():
         saved, now = index.shapes.get(name), tuple(tensors[name]) if name in tensors else None
         if saved != now:
-            raise ValueError(
-                f"{folder}: {name} has the shape {saved} in the checkpoint, and {now} in model.path (None: it is not "
-                "there)."
-            )
+            shapes = f"the shape {saved} in the checkpoint, and {now} in model.path (None: it is not there)"
+            raise ValueError(f"{folder}: {name} has {shapes}.")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.config.grpo import GRPOConfig
+from rlhf.learner.partition import whole_shape
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.rank import TrainedRank
 from rlhf.learner.rank_checkpoint import REFERENCE, LearnerIndex, Slice, SliceReader, file_name, share
@@ -35,8 +37,9 @@ def make_reference(config: GRPOConfig, rank: TrainedRank) -> Reference | None:
     frozen = config.model.model_copy(update={"gradient_checkpointing": False})
     with rank.loading():
         model = load_policy(frozen, temperature=config.rollout.temperature)
-    kind = {"fixed": FrozenCopy, "replace": ReplacedCopy, "average": Average}[config.algo.ref_update]
-    return kind(model, rank)
+    if config.algo.ref_update == "fixed":
+        return FrozenCopy(model, rank)
+    return MovingCopy(model, rank, averages=config.algo.ref_update == "average")
 
 
 class FrozenCopy:
@@ -45,26 +48,40 @@ class FrozenCopy:
     def __init__(self, model: PolicyModel, rank: TrainedRank) -> None:
         self._rank = rank
         self._model = rank.place_frozen(model.requires_grad_(False))
-        self._params = {name.removeprefix("transformer."): param for name, param in model.named_parameters()}
+        self._params = dict(model.transformer.named_parameters())
 
     def logprobs(self, tokens: DeviceTokens) -> Tensor:
-        logprobs: Tensor = self._model(tokens).logprobs
-        return logprobs
+        return self._model(tokens).logprobs
 
     def movable(self) -> list[Tensor]:
         """Its parameters; none at ZeRO-3, where a rank has only a share of them."""
         return [param for param in self._params.values() if not hasattr(param, "ds_id")]
 
 
-class ReplacedCopy(FrozenCopy):
-    """A copy that the policy replaces at intervals. Each rank writes an equal share of it into a checkpoint."""
+class MovingCopy(FrozenCopy):
+    """A copy that follows the policy: it is replaced by it at intervals, or is its moving average.
+
+    An average is kept in float32 in host memory, where each rank has its share of each parameter: in bfloat16 the small
+    change of one step would be lost in rounding. Each rank writes an equal share of the copy into a checkpoint.
+    """
+
+    def __init__(self, model: PolicyModel, rank: TrainedRank, *, averages: bool) -> None:
+        super().__init__(model, rank)
+        self._averages = averages
+        self._average: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def blend(self, decay: float) -> None:
-        """Reference := policy; the decay of this kind is 0."""
-        assert decay == 0
+        """Reference := decay x reference + (1 - decay) x policy; the decay of a copy that is replaced is 0."""
+        assert self._averages or decay == 0
         for name, param in self._params.items():
-            policy = self._of_policy(name)
+            trained = self._rank.trained[name]
+            with self._rank.whole(trained):
+                policy = trained.detach().to(torch.float32, copy=True)
+            if self._averages:
+                target = policy.view(-1)[slice(*self._span(name))]
+                self._put(name, self._share(name).to(target.device).lerp(target, 1 - decay).cpu())
+                continue
             with self._rank.whole(param, modify=True):
                 param.copy_(policy)
 
@@ -75,11 +92,7 @@ class ReplacedCopy(FrozenCopy):
 
     @torch.no_grad()
     def load(self, folder: str) -> None:
-        """Put back what `state` returned.
-
-        Raises:
-            ValueError: the checkpoint holds no reference.
-        """
+        """Put back what `state` returned; ValueError if the checkpoint holds no reference."""
         path = Path(folder)
         if not (path / file_name(REFERENCE, 0)).is_file():
             raise ValueError(
@@ -90,56 +103,26 @@ class ReplacedCopy(FrozenCopy):
         for name in self._params:
             self._put(name, reader.read(name, *self._span(name)))
 
-    def _of_policy(self, name: str) -> Tensor:
-        """A float32 copy of a whole tensor of the policy."""
-        with self._rank.whole(self._rank.trained[name]):
-            return self._rank.trained[name].detach().to(torch.float32, copy=True)
-
-    def _shape(self, name: str) -> torch.Size:
-        return getattr(self._params[name], "ds_shape", self._params[name].shape)
-
     def _span(self, name: str) -> tuple[int, int]:
         """The elements [start, stop) of a flattened parameter that are this rank's share."""
-        return share(self._shape(name).numel(), self._rank.place.rank, self._rank.place.world_size)
+        return share(math.prod(whole_shape(self._params[name])), self._rank.place.rank, self._rank.place.world_size)
 
     def _share(self, name: str) -> Tensor:
         """[stop - start] float32 in host memory, this rank's share of a parameter."""
+        if name in self._average:
+            return self._average[name]
         with self._rank.whole(self._params[name]):
-            start, stop = self._span(name)
-            return self._params[name].detach().reshape(-1)[start:stop].to("cpu", torch.float32, copy=True)
+            own = self._params[name].detach().reshape(-1)[slice(*self._span(name))]
+            return own.to("cpu", torch.float32, copy=True)
 
     def _put(self, name: str, values: Tensor) -> None:
         """Give a parameter its values, put together from the shares of all ranks."""
-        param, shape, ranks = self._params[name], self._shape(name), self._rank.place.world_size
-        own = values.to(self._rank.device)
-        size = -(-shape.numel() // ranks)
+        if self._averages:
+            self._average[name] = values
+        param, ranks = self._params[name], self._rank.place.world_size
+        shape, own = whole_shape(param), values.to(self._rank.device)
+        size = -(-math.prod(shape) // ranks)
         gathered = own.new_empty(ranks * size)
         dist.all_gather_single(gathered, torch.nn.functional.pad(own, (0, size - len(own))))
         with self._rank.whole(param, modify=True):
-            param.copy_(gathered[: shape.numel()].view(shape))
-
-
-class Average(ReplacedCopy):
-    """A moving average of the policy, kept in float32 in host memory; each rank has its share of each parameter.
-
-    In bfloat16 the small change of one step would be lost in rounding.
-    """
-
-    def __init__(self, model: PolicyModel, rank: TrainedRank) -> None:
-        super().__init__(model, rank)
-        self._average: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def blend(self, decay: float) -> None:
-        """Reference := decay x reference + (1 - decay) x policy."""
-        for name in self._params:
-            policy = self._of_policy(name)
-            target = policy.view(-1)[slice(*self._span(name))]
-            self._put(name, self._share(name).to(target.device).lerp(target, 1 - decay).cpu())
-
-    def _share(self, name: str) -> Tensor:
-        return self._average[name] if name in self._average else super()._share(name)
-
-    def _put(self, name: str, values: Tensor) -> None:
-        self._average[name] = values
-        super()._put(name, values)
+            param.copy_(gathered[: math.prod(shape)].view(shape))

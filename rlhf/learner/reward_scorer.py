@@ -59,8 +59,7 @@ class RewardScorer:
         lengths = np.array([len(ids[i]) for i in fitting], np.int64)
         (batches,) = pack_microbatches(lengths, max_tokens=self.max_tokens, ranks=1)
         for batch in batches:
-            members = [fitting[i] for i in batch]
-            if members:
+            if members := [fitting[i] for i in batch]:
                 raw = self.model(DeviceTokens.of(pack([ids[i] for i in members]), self.device))
                 for i, score in zip(members, raw.tolist(), strict=True):
                     scores[i] = (score - self.mean) / self.std

@@ -1,7 +1,4 @@
-"""One rank of the training of a reward model: Bradley-Terry on preference pairs, through the same DeepSpeed learner.
-
-An example is a pair: the chosen conversation, then the rejected one.
-"""
+"""One rank of the training of a reward model: Bradley-Terry on pairs, the chosen conversation and the rejected one."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ NORMALIZATION_PAIRS = 2048  # evenly spaced; their scores give the mean to about
 
 
 class RewardTrainer(SupervisedRank):
-    """The reward model's rank; a plain class."""
+    """The reward model's rank."""
 
     config: RewardTrainingConfig
 
@@ -48,11 +45,7 @@ class RewardTrainer(SupervisedRank):
         return loss, pair_metrics(margins.detach())
 
     def export(self, folder: str, tokenizer_path: str) -> None:
-        """Write the model in Hugging Face format, the normalization of its scores and the template of its input.
-
-        Raises:
-            RuntimeError: its scores are not finite.
-        """
+        """Write the model, the normalization of its scores, which have to be finite, and the template of its input."""
         mean, std = self._normalization()
         if not math.isfinite(std):
             raise RuntimeError(

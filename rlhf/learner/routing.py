@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.algo.numerics import full_precision
-from rlhf.learner.segments import Segments, take_rows
+from rlhf.learner.segments import Segments
 
 SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")  # balance the load by themselves, without a loss
-
-_CHOICES: ContextVar[list[Choices] | None] = ContextVar("experts chosen in each layer", default=None)
 
 
 class Choices(NamedTuple):
@@ -27,15 +24,10 @@ class Choices(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The routing of a row.
+    """The routing of a row."""
 
-    Attributes:
-        load: [layers, experts] int64, the computed tokens that each expert got.
-        balance: [S], the balancing loss of each sequence, 1 if balanced; None for routers without one.
-    """
-
-    load: Tensor
-    balance: Tensor | None
+    load: Tensor  # [layers, experts] int64, the computed tokens that each expert got
+    balance: Tensor | None  # [S], the balancing loss of each sequence, 1 if balanced; None for routers without one
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -49,35 +41,23 @@ def has_balancing_loss(transformer: PreTrainedModel) -> bool:
     return bool(experts_of(transformer)) and hasattr(transformer, "router_aux_loss_coef") and not biased
 
 
-def record_choices(model: nn.Module) -> None:
-    """Let the experts of every layer note for which tokens they are called, within `choices_of_row`."""
+@contextlib.contextmanager
+def choices_of_row(model: nn.Module) -> Iterator[list[Choices]]:
+    """Collects the choices of the row that is computed, layer after layer; a layer that is recomputed adds none."""
+    choices: list[Choices] = []
 
     def note(module: Any, args: tuple[Any, ...]) -> None:
-        choices = _CHOICES.get()  # None when a checkpointed layer is recomputed
-        if choices is not None and len(args) > 1:
+        if len(args) > 1:
             choices.append(Choices(args[1].detach(), module.num_experts))
 
-    for experts in experts_of(model):
-        experts.register_forward_pre_hook(note)
-
-
-@contextlib.contextmanager
-def choices_of_row() -> Iterator[list[Choices]]:
-    """Collects the choices of the row that is computed, layer after layer."""
-    choices: list[Choices] = []
-    token = _CHOICES.set(choices)
-    try:
+    with contextlib.ExitStack() as hooks:
+        for experts in experts_of(model):
+            hooks.callback(experts.register_forward_pre_hook(note).remove)
         yield choices
-    finally:
-        _CHOICES.reset(token)
 
 
 def routing_of(choices: Sequence[Choices], logits: Sequence[Tensor] | None, segments: Segments) -> Routing | None:
-    """The routing of a row; None if no expert was called.
-
-    Args:
-        logits: [U, E] of each layer's router; None for routers without a balancing loss.
-    """
+    """The routing of a row, None if no expert was called; `logits` as below, None for routers without that loss."""
     if not choices:
         return None
     load = torch.stack([torch.bincount(layer.chosen.flatten(), minlength=layer.experts) for layer in choices])
@@ -100,8 +80,7 @@ def balancing_loss(choices: Sequence[Choices], logits: Sequence[Tensor], segment
     offsets = segments.cu_seqlens.long()
 
     def mean_of_sequences(x: Tensor) -> Tensor:
-        row = x if segments.expand is None else take_rows(x, segments.expand)
-        return torch.segment_reduce(row, "mean", offsets=offsets, axis=0)
+        return torch.segment_reduce(segments.expanded(x), "mean", offsets=offsets, axis=0)
 
     losses = []
     for (chosen, experts), router in zip(choices, logits, strict=True):

@@ -1,8 +1,7 @@
 """The sequences of a packed row, laid out for attention and for other token mixers.
 
-A prompt that samples share goes through the transformer once. If a sequence begins like the previous one, the shared
-tokens are not computed again: U of the row's T tokens are computed, and the transformer sees only those. Attention
-repeats keys and values for each sequence that begins with them.
+A prompt that samples share goes through the transformer once: if a sequence begins like the previous one, the shared
+tokens are not computed again. The transformer sees U of the row's T tokens, and attention repeats keys and values.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,11 +37,7 @@ class Block:
     whole: bool
 
     def seen(self, window: int | None) -> Tensor | None:
-        """[n, 1, queries, keys] bool, True where a query attends to a key; None where that is plain causal attention.
-
-        Args:
-            window: a query sees only the last `window` tokens, itself included; None: all.
-        """
+        """[n, 1, queries, keys] bool, True where a query attends to a key; None where that is plainly causal."""
         window = None if window is None or window >= self.keys else window
         if self.whole and window is None:
             return None
@@ -51,53 +46,45 @@ class Block:
 
 
 class Layout(NamedTuple):
-    """All blocks of a row, one after another, padded.
-
-    Attributes:
-        keys, queries: [K] and [Q] int64, the computed token at each place; padding repeats a segment's last token.
-        among_keys, among_queries: [U] int64, the place of each computed token.
-    """
+    """All blocks of a row, one after another; padding repeats a segment's last token."""
 
     blocks: tuple[Block, ...]
-    keys: Tensor
-    queries: Tensor
-    among_keys: Tensor
+    keys: Tensor  # [K] int64, the computed token at each place
+    queries: Tensor  # [Q] int64, the same
+    among_keys: Tensor  # [U] int64, the place of each computed token
     among_queries: Tensor
 
 
-@dataclass(frozen=True)
 class Segments:
-    """The sequences of a packed row, in the form that attention needs.
+    """The sequences of a packed row, in the form that attention needs; made once per row, for all layers.
 
     Attributes:
-        cu_seqlens: [S+1] int32 of the whole row. longest: tokens of the longest segment.
+        bounds, cu_seqlens: [S+1] of the whole row, on the host and int32 on the device. longest: of its segments.
         shared: [S] int64, the leading tokens of each segment that are shared with the previous one.
         cu_computed: [S+1] int32 of the computed tokens alone, which are the last ones of each segment.
         computed: [U] int64, the row's tokens that are computed.
-        expand: [T] int64, the index among the U of each token of the row; None if all are computed.
-        bounds, source: `cu_seqlens` and `expand`, never None, on the host.
-        chunks, block_masks: caches of `chunked` and of flex attention.
+        source: [T] int64 on the host, the index among the U of each token of the row.
+        expand: the same on the device; None if all tokens are computed.
+        block_masks: a cache of flex attention, by window.
     """
 
-    cu_seqlens: Tensor
-    longest: int
-    shared: np.ndarray
-    cu_computed: Tensor
-    computed: Tensor
-    expand: Tensor | None
-    bounds: np.ndarray
-    source: np.ndarray
-    chunks: dict[int, Segments] = field(default_factory=dict)
-    block_masks: dict[int | None, Any] = field(default_factory=dict)
+    def __init__(
+        self, bounds: np.ndarray, shared: np.ndarray, source: np.ndarray, computed: Tensor, expand: Tensor | None
+    ) -> None:
+        def put(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array.astype(np.int32)).to(computed.device)
 
-    @functools.cached_property
-    def layout(self) -> Layout:
-        """The blocks, made when they are first needed, once for all layers."""
-        return _layout_of(self)
+        lengths = np.diff(bounds)
+        self.bounds, self.shared, self.source, self.computed, self.expand = bounds, shared, source, computed, expand
+        self.cu_seqlens = put(bounds)
+        self.cu_computed = put(np.concatenate([[0], np.cumsum(lengths - shared)]))
+        self.longest = int(lengths.max())
+        self.block_masks: dict[int | None, Any] = {}
+        self._chunked: dict[int, Segments] = {}
 
-    def state_of(self, tokens: Tensor) -> Tensor:
-        """The index of the computed state of each of these tokens of the row; int64, any shape."""
-        return tokens if self.expand is None else self.expand[tokens]
+    def expanded(self, x: Tensor) -> Tensor:
+        """[U, ...] of the computed tokens -> [T, ...] of all tokens of the row."""
+        return x if self.expand is None else take_rows(x, self.expand)
 
     def positions(self) -> tuple[Tensor, Tensor]:
         """-> the segment of each token of the row, and its place there; both [T] int64."""
@@ -109,95 +96,63 @@ class Segments:
         """The same row with each segment cut into chunks of `size` tokens, which do not see each other."""
         if size >= self.longest:
             return self
-        if size not in self.chunks:
+        if size not in self._chunked:
             spans = itertools.pairwise(self.bounds.tolist())
             bounds = np.concatenate([*(np.arange(start, end, size) for start, end in spans), self.bounds[-1:]])
             segment = np.searchsorted(self.bounds, bounds[:-1], side="right") - 1
             shared = np.clip((self.bounds[:-1] + self.shared)[segment] - bounds[:-1], 0, np.diff(bounds))
-            self.chunks[size] = _on_device(bounds, shared, self.computed, self.expand, self.source)
-        return self.chunks[size]
+            self._chunked[size] = Segments(bounds, shared, self.source, self.computed, self.expand)
+        return self._chunked[size]
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The blocks, made when they are first needed."""
+        bounds, shared, device = self.bounds, self.shared, self.computed.device
+        lengths = np.diff(bounds)
+        own = lengths - shared
+        # Segments that share nothing are of class 0; in another one, numbers of queries differ by a factor of up to 2.
+        classes = np.where(shared > 0, np.ceil(np.log2(np.maximum(own, 1))).astype(np.int64) + 1, 0)
+        order = np.lexsort((-lengths, classes))
+        keys, queries, blocks, start = [], [], [], 0
+        while start < len(order):
+            first, rest = order[start], order[start:]
+            fits = (classes[rest] == classes[first]) & (lengths[rest] >= SIMILAR_LENGTH * lengths[first])
+            stop = start + (len(fits) if fits.all() else int(np.argmin(fits)))
+            rows = order[start:stop, None]
+            places = np.minimum(shared[rows] + np.arange(max(1, own[rows].max())), lengths[rows] - 1)
+            keys.append((bounds[rows] + np.minimum(np.arange(lengths[first]), lengths[rows] - 1)).ravel())
+            queries.append((bounds[rows] + places).ravel())
+            blocks.append(Block(torch.from_numpy(places).to(device), int(lengths[first]), whole=not classes[first]))
+            start = stop
+
+        def computed_at(tokens: np.ndarray) -> Tensor:
+            return torch.from_numpy(self.source[tokens]).to(device)
+
+        def place_among(tokens: np.ndarray) -> Tensor:
+            place = np.zeros(int(bounds[-1]), np.int64)
+            place[tokens[::-1]] = np.arange(len(tokens))[::-1]  # padding repeats a token: its first place counts
+            return torch.from_numpy(place).to(device)[self.computed]
+
+        of_keys, of_queries = np.concatenate(keys), np.concatenate(queries)
+        return Layout(
+            tuple(blocks), computed_at(of_keys), computed_at(of_queries), place_among(of_keys), place_among(of_queries)
+        )
 
 
 def segments_of(cu_seqlens: np.ndarray, shared: np.ndarray, device: torch.device) -> Segments:
-    """Prepare a row's segments once, for all layers.
-
-    Args:
-        cu_seqlens: [S+1] int64.
-        shared: [S] int64, the leading tokens of each sequence that equal those of the previous one.
-    """
-    computed, source = _computed_once(cu_seqlens, shared)
-    expand = torch.from_numpy(source).to(device) if shared.any() else None
-    return _on_device(cu_seqlens, shared, torch.from_numpy(computed).to(device), expand, source)
-
-
-def _on_device(
-    bounds: np.ndarray, shared: np.ndarray, computed: Tensor, expand: Tensor | None, source: np.ndarray
-) -> Segments:
-    lengths = np.diff(bounds)
-
-    def put(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int32)).to(computed.device)
-
-    return Segments(
-        cu_seqlens=put(bounds),
-        longest=int(lengths.max()),
-        shared=shared,
-        cu_computed=put(np.concatenate([[0], np.cumsum(lengths - shared)])),
-        computed=computed,
-        expand=expand,
-        bounds=bounds,
-        source=source,
-    )
-
-
-def _computed_once(cu_seqlens: np.ndarray, shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """-> computed [U], which tokens of the row are computed, and expand [T], the index of each token among those U."""
-    expand = np.zeros(int(cu_seqlens[-1]), np.int64)
-    own = np.ones(len(expand), bool)
-    for start, count in zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True):
+    """The segments of a row with these bounds [S+1] int64 and shared beginnings [S] int64."""
+    source = np.zeros(int(cu_seqlens[-1]), np.int64)
+    own = np.ones(len(source), bool)
+    beginnings = list(zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True))
+    for start, count in beginnings:
         own[start : start + count] = False
-    expand[own] = np.arange(own.sum())
+    source[own] = np.arange(own.sum())
     before = 0
-    for start, count in zip(cu_seqlens[:-1].tolist(), shared.tolist(), strict=True):
-        expand[start : start + count] = expand[before : before + count]
+    for start, count in beginnings:
+        source[start : start + count] = source[before : before + count]
         before = start
-    return np.flatnonzero(own), expand
-
-
-def _layout_of(segments: Segments) -> Layout:
-    bounds, shared, device = segments.bounds, segments.shared, segments.computed.device
-    lengths = np.diff(bounds)
-    own = lengths - shared
-    # Segments that share nothing are of class 0; in another class, numbers of queries differ by a factor of up to 2.
-    classes = np.where(shared > 0, np.ceil(np.log2(np.maximum(own, 1))).astype(np.int64) + 1, 0)
-    order = np.lexsort((-lengths, classes))
-    keys: list[np.ndarray] = []
-    queries: list[np.ndarray] = []
-    blocks: list[Block] = []
-    start = 0
-    while start < len(order):
-        first = order[start]
-        fits = (classes[order[start:]] == classes[first]) & (lengths[order[start:]] >= SIMILAR_LENGTH * lengths[first])
-        stop = start + (len(fits) if fits.all() else int(np.argmin(fits)))
-        rows = order[start:stop, None]
-        places = np.minimum(shared[rows] + np.arange(max(1, own[rows].max())), lengths[rows] - 1)
-        keys.append((bounds[rows] + np.minimum(np.arange(lengths[first]), lengths[rows] - 1)).ravel())
-        queries.append((bounds[rows] + places).ravel())
-        blocks.append(Block(torch.from_numpy(places).to(device), int(lengths[first]), whole=not classes[first]))
-        start = stop
-
-    def computed_at(tokens: np.ndarray) -> Tensor:
-        return torch.from_numpy(segments.source[tokens]).to(device)
-
-    def place_among(tokens: np.ndarray) -> Tensor:
-        place = np.zeros(int(bounds[-1]), np.int64)
-        place[tokens[::-1]] = np.arange(len(tokens))[::-1]  # padding repeats a token: its first place counts
-        return torch.from_numpy(place).to(device)[segments.computed]
-
-    of_keys, of_queries = np.concatenate(keys), np.concatenate(queries)
-    return Layout(
-        tuple(blocks), computed_at(of_keys), computed_at(of_queries), place_among(of_keys), place_among(of_queries)
-    )
+    expand = torch.from_numpy(source).to(device) if shared.any() else None
+    return Segments(cu_seqlens, shared, source, torch.from_numpy(np.flatnonzero(own)).to(device), expand)
 
 
 class _TakeRows(torch.autograd.Function):
@@ -215,12 +170,11 @@ class _TakeRows(torch.autograd.Function):
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] along the first dimension. The gradients of a row that is taken several times are summed in float32.
+    """x[index] along the first dimension; the gradients of a row that is taken several times are summed in float32.
 
     In bfloat16 a sum of hundreds of gradients, as for a prompt that all sequences share, would stop growing.
     """
-    taken: Tensor = _TakeRows.apply(x, index)
-    return taken
+    return _TakeRows.apply(x, index)
 
 
 # Many decoder layers do not pass our arguments on to their token mixers.

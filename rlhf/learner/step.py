@@ -1,12 +1,8 @@
-"""One rank's part of a training step, the same for policy and critic.
-
-start_step   receive the tokens and minibatches of the step; they are kept until the next step
-passes       forward passes over the microbatches of the first epoch, before any update
-updates      one optimizer step for each minibatch of every epoch
-"""
+"""One rank's part of a training step, the same for policy and critic: `start_step`, then `passes`, then `updates`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,18 +22,12 @@ Targets = TypeVar("Targets", PolicyTargets, ValueTargets)
 
 @dataclass(frozen=True)
 class HeldMicrobatch:
-    """A microbatch on the device.
-
-    Attributes:
-        index: [T] positions of its tokens in the step. A filler has none: its index points at the step's first token,
-            and its response mask is False.
-        denominators: of its minibatch.
-    """
+    """A microbatch on the device; a filler has no token in the step, and its response mask is False."""
 
     tokens: DeviceTokens
-    index: np.ndarray
+    index: np.ndarray  # [T] positions of its tokens in the step; of a filler: 0
     is_filler: bool
-    denominators: Denominators
+    denominators: Denominators  # of its minibatch
 
 
 def hold(tokens: PackedTokens, minibatch: Minibatch, rank: int, device: torch.device) -> list[HeldMicrobatch]:
@@ -57,10 +47,7 @@ class StepRank(TrainedRank):
     _epochs: list[list[list[HeldMicrobatch]]]  # by epoch and minibatch
 
     def start_step(self, tokens: PackedTokens, epochs: Sequence[Sequence[Minibatch]]) -> np.ndarray:
-        """Keep this rank's microbatches of the step.
-
-        Args:
-            tokens: all rollouts of the step.
+        """Keep this rank's microbatches of a step with these tokens, of all rollouts.
 
         Returns:
             [S] int64, epoch after epoch: the leading tokens of each sequence that are shared with the previous one.
@@ -76,30 +63,16 @@ class StepRank(TrainedRank):
 
         Fillers are computed, so that all ranks make the same calls, and left out of the result.
         """
-        outputs = [np.zeros(0, np.float32)]
-        for minibatch in self._epochs[0]:
-            for held in minibatch:
-                values = forward(held.tokens).float().cpu().numpy()
-                if not held.is_filler:
-                    outputs.append(values)
-        return np.concatenate(outputs)
+        epoch = itertools.chain.from_iterable(self._epochs[0])
+        outputs = [forward(held.tokens).float().cpu().numpy()[: 0 if held.is_filler else None] for held in epoch]
+        return np.concatenate([np.zeros(0, np.float32), *outputs])
 
     def updates(
-        self,
-        targets: Targets,
-        loss: Callable[[DeviceTokens, Targets, Denominators], tuple[Tensor, StepMetrics]],
+        self, targets: Targets, loss: Callable[[DeviceTokens, Targets, Denominators], tuple[Tensor, StepMetrics]]
     ) -> list[UpdateOutcome]:
-        """One optimizer step for each minibatch of every epoch, as this rank saw it.
+        """One optimizer step for each minibatch of every epoch; `loss` gets a microbatch's part of the columns [N]."""
 
-        Args:
-            targets: columns [N] of the step; `loss` gets the part [T] of its microbatch.
-        """
+        def forward(held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
+            return loss(held.tokens, targets.take(held.index), held.denominators)
 
-        def update(minibatch: Sequence[HeldMicrobatch]) -> UpdateOutcome:
-            def forward(i: int) -> tuple[Tensor, StepMetrics]:
-                held = minibatch[i]
-                return loss(held.tokens, targets.take(held.index), held.denominators)
-
-            return self.take_step(len(minibatch), forward)
-
-        return [update(minibatch) for epoch in self._epochs for minibatch in epoch]
+        return [self.take_step(minibatch, forward) for epoch in self._epochs for minibatch in epoch]

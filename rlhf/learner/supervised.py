@@ -1,7 +1,7 @@
-"""One rank of a module that learns from fixed examples: the minibatch of an optimizer step depends on seed and step.
+"""One rank of a module that learns from fixed examples, all of which it holds.
 
-Every rank holds all examples and takes its part of each minibatch. A minibatch is drawn, and its denominators are
-fixed, before the number of ranks or the budget of a microbatch is known.
+The minibatch of an optimizer step depends on seed and step alone: it is drawn, and its denominators are fixed, before
+the number of ranks or the budget of a microbatch is known.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 
 from rlhf.algo.packing import draw_minibatches, pack_microbatches
+from rlhf.config.sft import SFTConfig
 from rlhf.config.supervised import SupervisedConfig
+from rlhf.learner.policy_model import check_packed, load_policy
 from rlhf.learner.rank import TrainedRank
 from rlhf.learner.step import HeldMicrobatch, hold
 from rlhf.learner.update import on_host
-from rlhf.log.reductions import StepMetrics, Sum, UpdateOutcome, merge_metrics
+from rlhf.log.reductions import Perplexity, StepMetrics, Sum, UpdateOutcome, merge_metrics
 from rlhf.types import Denominators, Minibatch, PackedTokens, Place
 
 
 class SupervisedRank(TrainedRank):
-    """What the trainers of `rlhf.sft` and `rlhf.reward_model` share; they are plain classes, hosted in actors.
-
-    `hold` comes first.
-    """
+    """What the trainers of `rlhf.sft` and `rlhf.reward_model` share; `hold` comes first."""
 
     _train: PackedTokens
     _held_out: PackedTokens | None
@@ -36,11 +35,7 @@ class SupervisedRank(TrainedRank):
         self.config = config
 
     def hold(self, train: PackedTokens, held_out: PackedTokens | None) -> None:
-        """Keep the examples of the run: example i is sequences n i to n (i + 1), with n sequences per example.
-
-        Args:
-            train: its response mask is True at the tokens that the loss is on, if it is on tokens.
-        """
+        """Keep the examples, of n sequences each; a loss on tokens is where their response mask is True."""
         self._train, self._held_out = train, held_out
 
     def loss(self, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
@@ -54,7 +49,7 @@ class SupervisedRank(TrainedRank):
         epoch, number = divmod(step, minibatches)
         examples = draw_minibatches(count, minibatches=minibatches, seed=seed, step=0, epoch=epoch)[number]
         microbatches = self._own(self._train, examples)
-        outcome = self.take_step(len(microbatches), lambda i: self._measured("train", microbatches[i]))
+        outcome = self.take_step(microbatches, lambda held: self._measured("train", held))
         index = np.concatenate([held.index[: 0 if held.is_filler else None] for held in microbatches])
         counts: StepMetrics = {"train/tokens": Sum(len(index))}
         if trained := int(self._train.response_mask[index].sum()):
@@ -80,11 +75,8 @@ class SupervisedRank(TrainedRank):
         """This rank's microbatches of a minibatch of these examples."""
         sequences = self.config.sequences_per_example
         rows = examples[:, None] * sequences + np.arange(sequences)
-        packed = pack_microbatches(
-            data.lengths[rows].sum(1),
-            max_tokens=self.config.learner.max_tokens_per_microbatch,
-            ranks=self.place.world_size,
-        )
+        max_tokens, ranks = self.config.learner.max_tokens_per_microbatch, self.place.world_size
+        packed = pack_microbatches(data.lengths[rows].sum(1), max_tokens=max_tokens, ranks=ranks)
         trained = data.response_mask[data.token_indices(rows.ravel())]
         minibatch = Minibatch(
             tuple(tuple(rows[np.array(members, np.int64)].ravel() for members in rank) for rank in packed),
@@ -92,3 +84,21 @@ class SupervisedRank(TrainedRank):
             Denominators(tokens=int(trained.sum()), rollouts=len(examples), sequences=rows.size),
         )
         return hold(data, minibatch, self.place.rank, self.device)
+
+
+class SFTTrainer(SupervisedRank):
+    """The rank of supervised fine-tuning: cross entropy of the trained tokens, by the model and kernels of GRPO."""
+
+    def __init__(self, config: SFTConfig, place: Place) -> None:
+        super().__init__(config, place)
+        model = config.model
+        with self.loading():
+            policy = load_policy(model, temperature=1.0)
+        self.wrap(policy)
+        check_packed(self.deepspeed, self.device, dtype=model.dtype, key="model.path", path=model.path)
+
+    def loss(self, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
+        """The mean of -log p(token) over the trained tokens of the minibatch, nats."""
+        total = -self.deepspeed(held.tokens).logprobs.sum()
+        perplexity = Perplexity(total.detach().double(), held.tokens.response_mask.sum())
+        return total / held.denominators.tokens, {"perplexity": perplexity}

@@ -26,11 +26,7 @@ HEALTH_KL = "k3"  # the estimator of kl_old and engine_kl; its first argument is
 
 
 def policy_microbatch(
-    model: nn.Module,
-    tokens: DeviceTokens,
-    targets: PolicyTargets,
-    denominators: Denominators,
-    config: GRPOConfig,
+    model: nn.Module, tokens: DeviceTokens, targets: PolicyTargets, denominators: Denominators, config: GRPOConfig
 ) -> tuple[Tensor, StepMetrics]:
     """This microbatch's share of the minibatch loss, under the global denominators, and its metrics.
 
@@ -42,34 +38,21 @@ def policy_microbatch(
     def column(values: np.ndarray) -> Tensor:
         return masked(torch.from_numpy(values).to(mask.device), mask)
 
-    advantages = column(targets.advantages)
-    given_logprobs = None if targets.old_logprobs is None else column(targets.old_logprobs)
-    ref_logprobs = None if targets.ref_logprobs is None else column(targets.ref_logprobs)
     rollout_logprobs = masked(tokens.rollout_logprobs, mask)
-    logprobs, entropy, routing = model(tokens, with_entropy=True, with_routing=True)
-    old_logprobs = logprobs.detach() if given_logprobs is None else given_logprobs
+    logprobs, entropy, routing = model(tokens, for_update=True)
+    old_logprobs = logprobs.detach() if targets.old_logprobs is None else column(targets.old_logprobs)
+    ref_logprobs = None if targets.ref_logprobs is None else column(targets.ref_logprobs)
 
     terms = losses.policy_loss(
-        logprobs,
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        response_mask=mask,
-        cu_seqlens=tokens.cu_seqlens,
-        kind=algo.policy_loss,
-        clip_low=algo.clip_low,
-        clip_high=algo.clip_high,
-        dual_clip=algo.dual_clip,
-    )
+        logprobs, old_logprobs=old_logprobs, advantages=column(targets.advantages),
+        response_mask=mask, cu_seqlens=tokens.cu_seqlens,
+        kind=algo.policy_loss, clip_low=algo.clip_low, clip_high=algo.clip_high, dual_clip=algo.dual_clip,
+    )  # fmt: skip
     per_token = terms.loss
     correction = losses.importance_weights(
-        old_logprobs,
-        rollout_logprobs,
-        response_mask=mask,
-        cu_seqlens=tokens.cu_seqlens,
-        mode=algo.importance_correction,
-        level=algo.importance_level,
-        cap=algo.importance_cap,
-    )
+        old_logprobs, rollout_logprobs, response_mask=mask, cu_seqlens=tokens.cu_seqlens,
+        mode=algo.importance_correction, level=algo.importance_level, cap=algo.importance_cap,
+    )  # fmt: skip
     metrics: StepMetrics = {
         "policy/effective_sample_fraction": EffectiveSampleFraction(
             correction.samples, correction.ratio_sum, correction.ratio_square_sum
@@ -82,29 +65,24 @@ def policy_microbatch(
     if ref_logprobs is not None:
         if config.kl_in_loss:
             penalty = kl.kl_per_token(
-                logprobs,
-                ref_logprobs,
-                estimator=algo.kl_estimator,
-                old_logprobs=old_logprobs,
-                ratio_weighted=algo.kl_ratio_weighted,
-            )
+                logprobs, ref_logprobs,
+                estimator=algo.kl_estimator, old_logprobs=old_logprobs, ratio_weighted=algo.kl_ratio_weighted,
+            )  # fmt: skip
             per_token = per_token + algo.kl_coef * penalty
-        metrics |= _kl_metrics(old_logprobs, ref_logprobs, mask)
+        # On-policy at a lag of 0, since the old policy sampled the tokens; every epoch of a step repeats the same sums.
+        for estimator in kl.KL_ESTIMATORS:
+            values = kl.kl_per_token(old_logprobs, ref_logprobs, estimator=estimator, old_logprobs=old_logprobs)
+            metrics[f"policy/kl_{estimator}"] = masked_mean(values, mask)
     if algo.entropy_coef:
         per_token = per_token - algo.entropy_coef * entropy
     if algo.dual_clip is not None:
         metrics["policy/dual_clip_fraction"] = masked_mean(terms.dual_clipped.float(), mask)
 
     loss = losses.aggregate(
-        per_token,
-        mask,
-        tokens.cu_seqlens,
-        tokens.rollout_tokens,
-        aggregation=algo.loss_aggregation,
-        tokens=denominators.tokens,
-        rollouts=denominators.rollouts,
+        per_token, mask, tokens.cu_seqlens, tokens.rollout_tokens,
+        aggregation=algo.loss_aggregation, tokens=denominators.tokens, rollouts=denominators.rollouts,
         constant_length=algo.constant_length or config.rollout.max_response_tokens,
-    )
+    )  # fmt: skip
     if routing is not None:
         trained = segment_counts(mask, tokens.cu_seqlens) > 0
         metrics |= _routing_metrics(routing, trained)
@@ -121,7 +99,7 @@ def policy_microbatch(
         "policy/clip_fraction": masked_mean(terms.clipped.float(), mask),
         "policy/ratio": masked_mean(terms.ratio.detach(), mask),
         "policy/ratio/histogram": _binned_ratios(terms.ratio.detach(), mask),
-        "policy/ratio_max": Max(_masked_max(terms.ratio.detach(), mask)),
+        "policy/ratio_max": Max(torch.where(mask, terms.ratio.detach(), float("-inf")).max()),
         "policy/kl_old": masked_mean(kl.kl_per_token(old_logprobs, logprobs.detach(), estimator=HEALTH_KL), mask),
         "policy/engine_logprob_difference": masked_mean((old_logprobs - rollout_logprobs).abs(), mask),
         "policy/engine_kl": masked_mean(engine_kl, mask),
@@ -132,25 +110,11 @@ def policy_microbatch(
     return loss, metrics
 
 
-def _kl_metrics(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> StepMetrics:
-    """All estimators of KL(pi_old || pi_ref): on-policy at a lag of 0, since the old policy sampled the tokens.
-
-    Every epoch of a step repeats the same sums, so the mean over the step equals that of one epoch.
-    """
-    metrics: StepMetrics = {}
-    for estimator in kl.KL_ESTIMATORS:
-        values = kl.kl_per_token(old_logprobs, ref_logprobs, estimator=estimator, old_logprobs=old_logprobs)
-        metrics[f"policy/kl_{estimator}"] = masked_mean(values, mask)
-    return metrics
-
-
 def _routing_metrics(routing: Routing, trained: Tensor) -> StepMetrics:
     """Load of the experts, over microbatches with a trained token; balancing loss, over trained sequences."""
     tokens = routing.load * trained.any()
-    metrics: StepMetrics = {
-        "router/max_load": ExpertLoad(tokens, "max"),
-        "router/load_entropy": ExpertLoad(tokens, "entropy"),
-    }
+    load, entropy = ExpertLoad(tokens, "max"), ExpertLoad(tokens, "entropy")
+    metrics: StepMetrics = {"router/max_load": load, "router/load_entropy": entropy}
     if routing.balance is not None:
         metrics["router/balance_loss"] = masked_mean(routing.balance.detach(), trained)
     return metrics
@@ -168,10 +132,6 @@ def _binned_ratios(ratio: Tensor, mask: Tensor) -> Binned:
     ends = torch.searchsorted(values, edges)  # number of values below each edge
     ends[-1] = mask.sum()  # the last bin takes all that is above
     return Binned(ends.diff(), RATIO_BINS)
-
-
-def _masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, values, float("-inf")).max()
 
 
 def on_host(metrics: StepMetrics) -> StepMetrics:

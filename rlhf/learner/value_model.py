@@ -17,46 +17,47 @@ from rlhf.algo.logprobs import response_states
 from rlhf.algo.numerics import full_precision
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.packed_attention import load_packed
-from rlhf.learner.policy_model import DTYPES, DeviceTokens, hidden_states, prepare_transformer
+from rlhf.learner.policy_model import DeviceTokens, prepare_transformer, transformer_outputs
 from rlhf.learner.segments import take_rows
 
 HEAD = "score.weight"
 
 
-class ValueModel(nn.Module):
+class ScalarModel(nn.Module):
+    """A transformer whose head gives one number for each state."""
+
+    def __init__(self, transformer: PreTrainedModel) -> None:
+        super().__init__()
+        self.transformer = transformer
+
+    def scalars(self, tokens: DeviceTokens, positions: Tensor) -> Tensor:
+        """The head applied to the states at these positions of the row [n] -> [n] float32."""
+        states = transformer_outputs(self.transformer, tokens).last_hidden_state[0]
+        expand = tokens.segments.expand
+        states = take_rows(states, positions if expand is None else expand[positions])
+        weight = self.transformer.get_parameter(HEAD)
+        return F.linear(full_precision(states), full_precision(weight)).squeeze(-1)
+
+
+class ValueModel(ScalarModel):
     """The critic: values[t] is the value of the state in which token t is chosen, as `algo.gae` takes it.
 
     The state after the last token has value 0 and no entry.
     """
 
-    def __init__(self, transformer: PreTrainedModel) -> None:
-        super().__init__()
-        self.transformer = transformer
-
     def forward(self, tokens: DeviceTokens) -> Tensor:
         """-> [T] float32, 0 outside of the response mask."""
         positions, states = response_states(tokens.response_mask, tokens.cu_seqlens)
-        scalars = _scalars(self.transformer, tokens, states)
+        scalars = self.scalars(tokens, states)
         return scalars.new_zeros(len(tokens.token_ids)).index_copy(0, positions, scalars)
 
 
-class RewardModel(nn.Module):
+class RewardModel(ScalarModel):
     """A reward model: the scalar at the last token of each sequence."""
-
-    def __init__(self, transformer: PreTrainedModel) -> None:
-        super().__init__()
-        self.transformer = transformer
 
     def forward(self, tokens: DeviceTokens) -> Tensor:
         """-> [S] float32, not normalized."""
-        return _scalars(self.transformer, tokens, tokens.cu_seqlens[1:].long() - 1)
-
-
-def _scalars(transformer: PreTrainedModel, tokens: DeviceTokens, positions: Tensor) -> Tensor:
-    """The head applied to the states at these positions of the row [n] -> [n] float32."""
-    states = take_rows(hidden_states(transformer, tokens), tokens.segments.state_of(positions))
-    weight = transformer.get_parameter(HEAD)
-    return F.linear(full_precision(states), full_precision(weight)).squeeze(-1)
+        return self.scalars(tokens, tokens.cu_seqlens[1:].long() - 1)
 
 
 def load_scalar_transformer(
@@ -73,28 +74,18 @@ def load_scalar_transformer(
         ValueError: the model has several labels, no head, a head of another form, or does not take packed rows.
     """
     transformer, info = load_packed(
-        AutoModelForSequenceClassification,
-        path,
-        key=key,
-        num_labels=1,
-        dtype=DTYPES[model.dtype],
-        trust_remote_code=model.trust_remote_code,
-        ignore_mismatched_sizes=True,
+        AutoModelForSequenceClassification, path, model, key=key, num_labels=1, ignore_mismatched_sizes=True
     )
     head = dict(transformer.named_children()).get("score")
     if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise ValueError(
-            f"{key}={path}: {type(transformer).__name__} has no linear head named score. Use a model such as Qwen2, "
-            "Qwen3, Llama or Mistral."
-        )
+        lacks = f"{type(transformer).__name__} has no linear head named score"
+        raise ValueError(f"{key}={path}: {lacks}. Use a model such as Qwen2, Qwen3, Llama or Mistral.")
     if info["mismatched_keys"]:
         raise ValueError(f"{key}={path}: its head gives several numbers. Use a model with one label.")
     if HEAD in info["missing_keys"]:
         if new_head is None:
-            raise ValueError(
-                f"{key}={path}: it has no head {HEAD}, so it is not a reward model. Train one with "
-                "`python -m rlhf.reward_model`, or name another."
-            )
+            remedy = "Train one with `python -m rlhf.reward_model`, or name another."
+            raise ValueError(f"{key}={path}: it has no head {HEAD}, so it is not a reward model. {remedy}")
         from deepspeed import zero  # at ZeRO-3 each rank holds only its share of the head
 
         with zero.GatheredParameters([head.weight], modifier_rank=0, enabled=hasattr(head.weight, "ds_id")):

@@ -1,11 +1,10 @@
-"""One rank of the policy: log-prob passes, updates, its reference, and weights for the engines.
-
-No Ray here: an actor of `rlhf.cluster.actors` hosts the class.
-"""
+"""The policy's rank: log-prob passes, updates, its reference, and the exchange of weights with the engines."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,41 +14,38 @@ from torch import Tensor
 from rlhf.algo.packing import pack
 from rlhf.config.grpo import GRPOConfig
 from rlhf.learner.hub_format import hub_shapes, hub_tensors
-from rlhf.learner.perturbation import bits_to_flip, flip
 from rlhf.learner.policy_model import DeviceTokens, check_packed, load_policy
 from rlhf.learner.rank_checkpoint import REFERENCE, Slice
-from rlhf.learner.reference import ReplacedCopy, make_reference
+from rlhf.learner.reference import MovingCopy, make_reference
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.types import Place, PolicyTargets
 from rlhf.weights.client import EngineClient
-from rlhf.weights.transfer import ParameterMeta, Rendezvous, WeightSender, make_sender
+from rlhf.weights.transfer import CPUSender, ParameterMeta, Rendezvous, VLLMSender, make_sender
+
+STRIDE = 3  # a third of the elements: a tensor that is not perturbed with the others around it stands out
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
 class Learner(StepRank):
-    """One rank of the policy."""
+    """One rank of the policy; a plain class that `rlhf.cluster.actors` hosts in a Ray actor."""
 
     def __init__(self, config: GRPOConfig, place: Place) -> None:
-        super().__init__(
-            place, name="learner", training=config.training, model=config.model, device=config.cluster.device
-        )
+        device = config.cluster.device
+        super().__init__(place, name="learner", training=config.training, model=config.model, device=device)
         self.config = config
-        self._sender: WeightSender | None = None
+        self._sender: CPUSender | VLLMSender | None = None
         self._client: EngineClient | None = None
         self._flipped: list[tuple[Tensor, int]] = []  # perturbed tensors, and the bits flipped in each
         with self.loading():
             model = load_policy(config.model, temperature=config.rollout.temperature)
-        if config.learner.router_balance_coef and not model.has_balancing_loss:
-            raise ValueError(
-                f"learner.router_balance_coef={config.learner.router_balance_coef}: the routers of {config.model.path} "
-                "have no balancing loss (it is dense, or a bias balances them). Set it to 0."
-            )
+        coef, path = config.learner.router_balance_coef, config.model.path
+        if coef and not model.has_balancing_loss:
+            why = f"the routers of {path} have no balancing loss (it is dense, or a bias balances them)"
+            raise ValueError(f"learner.router_balance_coef={coef}: {why}. Set it to 0.")
         self.wrap(model)
-        check_packed(
-            lambda tokens: self.deepspeed(tokens).logprobs, self.device,
-            dtype=config.model.dtype, key="model.path", path=config.model.path,
-        )  # fmt: skip
+        check_packed(self.deepspeed, self.device, dtype=config.model.dtype, key="model.path", path=path)
         self.reference = make_reference(config, self)
 
     # --- a training step ---
@@ -66,18 +62,14 @@ class Learner(StepRank):
 
     def update(self, targets: PolicyTargets) -> list[UpdateOutcome]:
         """Take every optimizer step of the training step."""
-        return self.updates(
-            targets, lambda tokens, own, sizes: policy_microbatch(self.deepspeed, tokens, own, sizes, self.config)
-        )
+        return self.updates(targets, functools.partial(policy_microbatch, self.deepspeed, config=self.config))
 
     @torch.no_grad()
     def canary(self, sequences: list[np.ndarray], in_float32: bool = False) -> list[np.ndarray]:
         """Log-probs at temperature 1 of given sequences under the current weights: [L] each, entry 0 is 0.
 
-        The sequences are packed into one row, as in training, so that the comparison also checks packing.
-
-        Args:
-            in_float32: compute in float32 from the same weights, instead of the model's own type.
+        The sequences are packed into one row, as in training, so that the comparison also checks packing. `in_float32`
+        computes in float32 from the same weights, instead of in the model's own type.
         """
         packed = pack(sequences)
         tokens = DeviceTokens.of(packed, self.device)
@@ -86,7 +78,7 @@ class Learner(StepRank):
 
     def blend_reference(self, decay: float) -> None:
         """Reference := decay x reference + (1 - decay) x policy; a decay of 0 replaces it by the policy."""
-        assert isinstance(self.reference, ReplacedCopy), "no reference that moves is loaded"
+        assert isinstance(self.reference, MovingCopy), "no reference that moves is loaded"
         self._offload.come_back()
         self.reference.blend(decay)
 
@@ -109,9 +101,8 @@ class Learner(StepRank):
         return sorted(self.published.items(), key=lambda item: -item[1].itemsize)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._to_send():
-            with self.whole(tensor):
-                yield from hub_tensors(self.transformer, name, tensor.detach())
+        for name, tensor in self.each_whole(self._to_send()):
+            yield from hub_tensors(self.transformer, name, tensor.detach())
 
     def connect(self, backend: str, client: EngineClient, rendezvous: Rendezvous) -> None:
         """Build the transfer group with the engines. Every rank calls it after the engines have started."""
@@ -133,44 +124,55 @@ class Learner(StepRank):
         """The tensors that `perturb_weights` numbers: no constants of activation functions, which vLLM sets itself."""
         return [name for name, tensor in self.published.items() if tensor.ndim]
 
-    @torch.no_grad()
     def perturb_weights(self, start: int = 0, stop: int | None = None) -> None:
-        """Perturb tensors `start` to `stop` in place: every STRIDE-th element of each.
+        """Perturb tensors `start` to `stop` so far that an engine must follow: every STRIDE-th element of each.
 
-        An element changes its sign; in a tensor of zeros it becomes 1. Every rank calls it.
+        An element changes its sign; in a tensor of zeros it becomes 1. The same bits are flipped in place, twice, since
+        copies of a model of 70 B would take 140 GB of host memory per rank. Every rank flips what it holds.
         """
         assert not self._flipped, "the weights are perturbed already"
         tensors = [self.published[name] for name in self.tensor_names()[start:stop]]
-        nonzero = torch.stack([torch.stack([part.any() for part, _ in self.held(tensor)]).any() for tensor in tensors])
+        nonzero = torch.stack([torch.stack([part.any() for part, _ in self._held(tensor)]).any() for tensor in tensors])
         dist.all_reduce(nonzero := nonzero.int(), op=dist.ReduceOp.MAX)  # a rank may hold only zeros of a tensor
-        self._flipped = [
-            (tensor, bits_to_flip(tensor.dtype, all_zero=not moves))
-            for tensor, moves in zip(tensors, nonzero.tolist(), strict=True)
-        ]
+        for tensor, moves in zip(tensors, nonzero.tolist(), strict=True):
+            number = -torch.zeros((), dtype=tensor.dtype) if moves else torch.ones((), dtype=tensor.dtype)
+            self._flipped.append((tensor, int(number.view(INTEGERS[tensor.itemsize]))))
         self._flip()
 
-    @torch.no_grad()
     def restore_weights(self) -> None:
         """Put the true values back, bit for bit."""
         self._flip()
         self._flipped.clear()
 
+    @torch.no_grad()
     def _flip(self) -> None:
         for tensor, bits in self._flipped:
-            for part, first in self.held(tensor):
-                flip(part, first=first, bits=bits)
+            for part, first in self._held(tensor):
+                numbers = part.view(-1).view(INTEGERS[part.itemsize])
+                numbers[-first % STRIDE :: STRIDE].bitwise_xor_(bits)
+
+    def _held(self, tensor: Any) -> list[tuple[Tensor, int]]:
+        """What this rank holds of a tensor: parts, and the number of the first element of each.
+
+        At ZeRO-3 these are a share of a parameter and, while it is gathered, the whole parameter.
+        """
+        whole = [(tensor.data, 0)]
+        if not hasattr(tensor, "ds_id"):
+            return whole
+        share = [(tensor.ds_tensor.data, self.place.rank * tensor.ds_tensor.ds_numel)]
+        return share + whole if tensor.ds_status.name == "AVAILABLE" else share
 
     # --- to disk ---
 
     def state(self) -> dict[str, list[Slice]]:
         state = super().state()
-        if isinstance(self.reference, ReplacedCopy):
+        if isinstance(self.reference, MovingCopy):
             state[REFERENCE] = self.reference.state()
         return state
 
     def load(self, folder: str) -> None:
         super().load(folder)
-        if isinstance(self.reference, ReplacedCopy):
+        if isinstance(self.reference, MovingCopy):
             self.reference.load(folder)
 
     def close(self) -> None:

@@ -17,83 +17,65 @@ Loaded = dict[str, list[int]]  # of one worker, by tensor: bytes that arrived, e
 class EngineClient:
     """The control plane: vLLM's four weight-update calls, and `loaded_weights`, on every engine at once.
 
-    `call(engine_index, method, *args)` starts a call on one engine and returns a function that waits for it. `engines`
-    are the names of the engines, in the order of their indices.
-
-    Attributes:
-        announced: the tensors of the next transfer, or of all if nobody changes it.
-        proved: what each worker of an engine loaded in the first transfer, which the canary has proved: all of a
-            matrix or its part of it, nothing of a constant that vLLM sets itself. None: there was no transfer yet.
-        on_failure: called when an engine fails to receive or load, maybe from another thread.
-        failure: what the engine failed with.
+    `call(engine_index, method, *args)` starts a call on one engine and returns a function that waits for it.
     """
 
     def __init__(
         self, call: Callable[..., Callable[[], Any]], *, engines: Sequence[str], workers_per_engine: int
     ) -> None:
-        self._call = call
-        self._workers = workers_per_engine
-        self._engines = engines
+        self._call, self._workers, self._engines = call, workers_per_engine, engines  # names of engines, by index
         self.version = 0
-        self.announced: Sequence[ParameterMeta] = ()
+        self.announced: Sequence[ParameterMeta] = ()  # the tensors of the next transfer, or of all if nobody changes it
+        # What each worker of an engine loaded in the first transfer, which the canary has proved: a matrix or its part
+        # of one, nothing of a constant that vLLM sets itself.
         self.proved: Sequence[Loaded] | None = None
-        self.on_failure: Callable[[], object] = lambda: None
-        self.failure: Exception | None = None
+        self.on_failure: Callable[[], object] = lambda: None  # when an engine fails to load, maybe in another thread
+        self.failure: Exception | None = None  # of the engine
 
-    def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        waits = [self._call(i, method, *arguments[i]) for i in range(len(self._engines))]
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        waits = [self._call(i, method, *arguments) for i in range(len(self._engines))]
         return [wait() for wait in waits]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Give every engine its own place in the group: workers of engine i start at rank 1 + i x workers."""
-        ranks = [1 + i * self._workers for i in range(len(self._engines))]
-        infos = [init_info | ({"rank_offset": rank} if "rank_offset" in init_info else {}) for rank in ranks]
-        self._all("init_weight_transfer_engine", [(info,) for info in infos])
+        waits = []
+        for i in range(len(self._engines)):
+            place = {"rank_offset": 1 + i * self._workers} if "rank_offset" in init_info else {}
+            waits.append(self._call(i, "init_weight_transfer_engine", init_info | place))
+        for wait in waits:
+            wait()
 
     def start_weight_update(self) -> None:
-        self._all("start_weight_update", [()] * len(self._engines))
+        self._all("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
         try:
-            self._all("update_weights", [(update_info,)] * len(self._engines))
+            self._all("update_weights", update_info)
         except Exception as error:
             self.failure = error
             self.on_failure()
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish the update on every engine, if every engine has loaded what was announced.
-
-        Raises:
-            ValueError: an engine has not; no engine has finished.
-        """
-        accounts = self._all("loaded_weights", [()] * len(self._engines))
+        """Finish the update on every engine; ValueError, before any has finished, if one lacks what was announced."""
+        accounts = self._all("loaded_weights")
         if self.proved is not None and len(self.proved) != self._workers:  # of engines that were split in another way
             self.proved = None
         for engine, account in zip(self._engines, accounts, strict=True):
             check_account(engine, self.announced, account, self.proved)
         self.proved = self.proved or accounts[0]
-        self._all("finish_weight_update", [(weight_version or str(self.version),)] * len(self._engines))
+        self._all("finish_weight_update", weight_version or str(self.version))
 
 
 def check_account(
-    engine: str,
-    announced: Sequence[ParameterMeta],
-    workers: Sequence[Loaded],
-    proved: Sequence[Loaded] | None = None,
+    engine: str, announced: Sequence[ParameterMeta], workers: Sequence[Loaded], proved: Sequence[Loaded] | None = None
 ) -> None:
     """Check that every tensor of this transfer came to every worker, and that every worker loaded its part of it.
 
-    With tensor parallelism a worker loads its part of most tensors, and all of some.
-
-    Args:
-        proved: what each worker has to load; None: the workers together load each tensor whole, or nothing of it.
-
-    Raises:
-        ValueError: naming the engine, the first such tensor, and how many more there are.
+    With tensor parallelism a worker loads its part of most tensors, and all of some. `proved`: what each has to load;
+    None: the workers together load each tensor whole, or nothing of it. ValueError names the first wrong tensor.
     """
-    wrong = list(_problems(announced, workers, proved))
-    if wrong:
+    if wrong := list(_problems(announced, workers, proved)):
         more = f" {len(wrong) - 1} other tensors are incomplete too." if len(wrong) > 1 else ""
         raise ValueError(
             f"weight transfer to {engine}: {wrong[0]}.{more} Its old values would stay in the engine, so the engine "
@@ -107,13 +89,12 @@ def _problems(
 ) -> Iterator[str]:
     nothing = [0, 0]
     for meta in announced:
-        arrived = [worker.get(meta.name, nothing) for worker in workers]
-        parts = [elements for _, elements in arrived]
+        sizes, parts = zip(*(worker.get(meta.name, nothing) for worker in workers), strict=True)
         loaded = sum(parts)
         expected = [worker.get(meta.name, nothing)[1] for worker in proved or ()]
-        late = [number for number, (size, _) in enumerate(arrived) if size != meta.bytes]
+        late = [number for number, size in enumerate(sizes) if size != meta.bytes]
         if late:
-            yield f"of {meta.name} {arrived[late[0]][0]} of {meta.bytes} bytes arrived at worker {late[0]}"
+            yield f"of {meta.name} {sizes[late[0]]} of {meta.bytes} bytes arrived at worker {late[0]}"
         elif proved is None and 0 < loaded < meta.numel:
             yield f"{meta.name} arrived, and vLLM loaded {loaded} of its {meta.numel} elements"
         elif any(part < proven for part, proven in zip(parts, expected, strict=proved is not None)):

@@ -27,7 +27,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
@@ -55,16 +55,13 @@ def backend_of(device: str, placement: str) -> str:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The address where the transfer group meets, with a new free port for each group.
-
-    `one_node`: learner rank 0 and all engines share a node, and so its memory; on CPU no group is needed then.
-    """
+    """The address where the transfer group meets, with a new free port for each group."""
 
     host: str
     port: int
     world_size: int
     timeout_s: float
-    one_node: bool = False
+    one_node: bool = False  # learner rank 0 and all engines share a node and its memory; on CPU no group is needed then
 
 
 @dataclass(frozen=True)
@@ -78,20 +75,19 @@ class ParameterMeta:
         return math.prod(self.shape)
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
     def bytes(self) -> int:
-        return self.numel * torch_dtype(self.dtype).itemsize
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+        return self.numel * self.torch_dtype.itemsize
 
 
 class ParameterSource(Protocol):
     """What the learner publishes: the list of it, and a stream of whole tensors in the same order.
 
-    Iterating may be a collective (ZeRO-3 gathers), so every learner rank iterates in step. Tensors with larger elements
-    come first: vLLM packs them without gaps, and views a tensor of float32 only at a multiple of 4 bytes.
+    Iterating may be a collective, so every rank iterates in step. Tensors with larger elements come first: vLLM packs
+    them without gaps, and views a tensor of float32 only at a multiple of 4 bytes.
     """
 
     def metadata(self) -> list[ParameterMeta]: ...
@@ -99,39 +95,29 @@ class ParameterSource(Protocol):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
-class WeightSender(Protocol):
-    """The learner's end; every rank holds one, rank 0 sends."""
-
-    def send(self, version: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 # --- buckets: the same cut on both sides, from the metadata alone ---
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Consecutive parameters of one type; `start` is where their bytes begin in shared memory."""
+    """Consecutive parameters of one type; their bytes begin at `start` of the memory of all buckets."""
 
     start: int
     parameters: list[ParameterMeta]
 
     @property
-    def numel(self) -> int:
-        return sum(meta.numel for meta in self.parameters)
-
-    @property
     def end(self) -> int:
         return self.start + sum(meta.bytes for meta in self.parameters)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch_dtype(self.parameters[0].dtype)
+    def tensors_in(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name and its part of a uint8 tensor [bytes of all buckets], not a copy."""
+        flat = memory[self.start : self.end].view(self.parameters[0].torch_dtype)
+        for meta, part in zip(self.parameters, flat.split([meta.numel for meta in self.parameters]), strict=True):
+            yield meta.name, part.view(meta.shape)
 
-    def split(self, flat: Tensor) -> Iterator[tuple[ParameterMeta, Tensor]]:
-        """Each parameter, and its part [numel] of the bucket's tensor."""
-        return zip(self.parameters, flat.split([meta.numel for meta in self.parameters]), strict=True)
+    def broadcast(self, group: dist.ProcessGroup, memory: Tensor) -> None:
+        """Send the bucket's bytes from rank 0 of a group to the others; not every build of gloo has bfloat16."""
+        group.broadcast([memory[self.start : self.end]], dist.BroadcastOptions()).wait()
 
 
 def buckets(metadata: Iterable[ParameterMeta], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
@@ -147,52 +133,39 @@ def buckets(metadata: Iterable[ParameterMeta], bucket_bytes: int = BUCKET_BYTES)
     return cut
 
 
-# --- two ways for the bytes on CPU ---
+# --- two ways for the bytes on CPU: memory that both sides map, or memory of each side and gloo between them ---
 
 
-class SharedMemory:
-    """Memory of this node that both the learner and the engines map.
+def create_shared_memory(size: int) -> tuple[Tensor, str]:
+    """[size] uint8 that other processes of this node can map, and the path where they find it while this one lives.
 
     It belongs to a file without a name, so it disappears with the last process that maps it, however that one ends. It
     counts as shared memory, but is not limited by the size of /dev/shm, which is small in containers.
     """
+    descriptor = os.memfd_create("rlhf-weights")
+    os.ftruncate(descriptor, size)
+    return _mapped(descriptor), f"/proc/{os.getpid()}/fd/{descriptor}"
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
-    @classmethod
-    def create(cls, size: int) -> tuple[SharedMemory, str]:
-        """Memory of `size` bytes, and the path under which other processes find it while this one lives."""
-        descriptor = os.memfd_create("rlhf-weights")
-        os.ftruncate(descriptor, size)
-        return cls(descriptor, size), f"/proc/{os.getpid()}/fd/{descriptor}"
+def open_shared_memory(path: str) -> Tensor:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return _mapped(descriptor)
+    finally:
+        os.close(descriptor)
 
-    @classmethod
-    def open(cls, path: str) -> SharedMemory:
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            return cls(descriptor, os.fstat(descriptor).st_size)
-        finally:
-            os.close(descriptor)
 
-    def view(self, bucket: Bucket) -> Tensor:
-        """[numel], the bucket's part of the memory itself, not a copy."""
-        return torch.frombuffer(self._map, dtype=bucket.dtype, count=bucket.numel, offset=bucket.start)
+def _mapped(descriptor: int) -> Tensor:
+    pages = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def gloo_group(info: Mapping[str, Any], rank: int) -> dist.ProcessGroup:
     """Join the transfer group outside torch's default group, which belongs to the learners (or to vLLM)."""
     timeout, size = datetime.timedelta(seconds=info["timeout_s"]), info["world_size"]
-    store = dist.TCPStore(
-        info["host"], info["port"], size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
-    )
+    store = dist.TCPStore(info["host"], info["port"], size, rank == 0, timeout, wait_for_workers=False)
     group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
     return group
-
-
-def _broadcast(group: dist.ProcessGroup, tensor: Tensor) -> None:
-    # not every build of gloo has bfloat16, so the tensor is sent as bytes
-    group.broadcast([tensor.view(torch.uint8)], dist.BroadcastOptions()).wait()
 
 
 class Inbox:
@@ -200,43 +173,38 @@ class Inbox:
 
     def __init__(self, info: Mapping[str, Any], *, worker: int) -> None:
         self._buckets = buckets(ParameterMeta(name, dtype, tuple(shape)) for name, dtype, shape in info["parameters"])
-        self._memory = SharedMemory.open(info["memory"]) if info["memory"] else None
-        self._group = None if info["memory"] else gloo_group(info, info["rank_offset"] + worker)
-        self._kept: dict[int, Tensor] = {}  # by bucket: allocating new memory takes four times as long as sending
+        self._group: dist.ProcessGroup | None = None
+        if info["memory"]:
+            self._memory = open_shared_memory(info["memory"])
+        else:
+            self._memory = torch.empty(self._buckets[-1].end, dtype=torch.uint8)
+            self._group = gloo_group(info, info["rank_offset"] + worker)
 
     def receive(self, number: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a bucket; they do not change until the next weights are sent."""
         bucket = self._buckets[number]
-        if self._memory is not None:
-            flat = self._memory.view(bucket)
-        else:
-            assert self._group is not None
-            if number not in self._kept:
-                self._kept[number] = torch.empty(bucket.numel, dtype=bucket.dtype)
-            flat = self._kept[number]
-            _broadcast(self._group, flat)
-        yield from ((meta.name, part.view(meta.shape)) for meta, part in bucket.split(flat))
+        if self._group is not None:
+            bucket.broadcast(self._group, self._memory)
+        yield from bucket.tensors_in(self._memory)
 
 
 class CPUSender:
     """The learner's end on CPU. Only rank 0 sends; the others take part in gathering."""
 
     def __init__(self, source: ParameterSource, client: EngineClient, rendezvous: Rendezvous, *, rank: int) -> None:
-        self._source = source
-        self._client = client
-        self._is_sender = rank == 0
-        self._memory: SharedMemory | None = None
+        self._source, self._client, self._is_sender = source, client, rank == 0
         self._group: dist.ProcessGroup | None = None
-        self._staging = torch.empty(0, dtype=torch.uint8)  # of the largest bucket, where there is no shared memory
         metadata = source.metadata()
         self._buckets = buckets(metadata)
         if not self._is_sender:
             return
+        size = self._buckets[-1].end
         info = vars(rendezvous) | {"rank_offset": 1, "memory": "", "parameters": [astuple(meta) for meta in metadata]}
         if info.pop("one_node"):
-            self._memory, info["memory"] = SharedMemory.create(self._buckets[-1].end)
+            self._memory, info["memory"] = create_shared_memory(size)
             client.init_weight_transfer_engine(info)
             return
+        self._memory = torch.empty(size, dtype=torch.uint8)
         with ThreadPoolExecutor(max_workers=1) as pool:
             engines_join = pool.submit(client.init_weight_transfer_engine, info)
             self._group = gloo_group(info, 0)
@@ -249,54 +217,31 @@ class CPUSender:
                 pass
             return
         self._client.start_weight_update()
-        stream = iter(self._source)
+        stream, loads = iter(self._source), []
         pool = ThreadPoolExecutor(max_workers=1)
+        # The engine loads at the same time, and threads that wait for a core cost 20 times more. Measured with two busy
+        # cores: to copy 435 MB in 200 tensors takes 2.0 s with two threads per side, 0.08 s with one.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         try:
-            loads = [self._send_bucket(number, stream, pool) for number in range(len(self._buckets))]
+            for number, bucket in enumerate(self._buckets):
+                for announced, part in bucket.tensors_in(self._memory):
+                    name, tensor = next(stream)
+                    assert name == announced, f"the weight stream yielded {name} where {announced} was announced"
+                    part.copy_(tensor)
+                loads.append(pool.submit(self._client.update_weights, {"bucket": number}))
+                if self._group is not None:
+                    bucket.broadcast(self._group, self._memory)
             assert next(stream, None) is None, "the weight stream goes on after the last announced parameter"
             for load in loads:
                 load.result()
         finally:
+            torch.set_num_threads(threads)
             pool.shutdown(wait=False)  # an engine that died leaves its call hanging; the error must not wait for it
         self._client.finish_weight_update(str(version))
 
-    def _send_bucket(self, number: int, stream: Iterator[tuple[str, Tensor]], pool: ThreadPoolExecutor) -> Future[None]:
-        """Fill a bucket and send it; the returned future ends when the engines have loaded it."""
-        bucket = self._buckets[number]
-        flat = self._staged(bucket) if self._memory is None else self._memory.view(bucket)
-        with _one_thread():
-            for meta, part in bucket.split(flat):
-                name, tensor = next(stream)
-                assert name == meta.name, f"the weight stream yielded {name} where {meta.name} was announced"
-                part.copy_(tensor.reshape(-1))
-        loading = pool.submit(self._client.update_weights, {"bucket": number})
-        if self._group is not None:
-            _broadcast(self._group, flat)
-        return loading
-
-    def _staged(self, bucket: Bucket) -> Tensor:
-        """Memory for a bucket; it is reused after the previous broadcast has finished."""
-        size = bucket.end - bucket.start
-        if len(self._staging) < size:
-            self._staging = torch.empty(size, dtype=torch.uint8)
-        return self._staging[:size].view(bucket.dtype)
-
     def close(self) -> None:
-        self._group = self._memory = None
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Copy with one thread: the engine loads at the same time, and threads that wait for a core cost 20 times more.
-
-    Measured with two busy cores: 435 MB in 200 tensors take 2.0 s with two threads per side, 0.08 s with one.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+        self._group, self._memory = None, torch.empty(0)
 
 
 class VLLMSender:
@@ -311,12 +256,12 @@ class VLLMSender:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         for before, meta in itertools.pairwise(source.metadata()):
-            larger = torch_dtype(meta.dtype).itemsize > torch_dtype(before.dtype).itemsize
+            larger = meta.torch_dtype.itemsize > before.torch_dtype.itemsize
             assert not larger, f"{meta.name} has larger elements than {before.name} before it"
 
         class Source(WeightSource):
             def metadata(self) -> list[ParamMeta]:
-                return [ParamMeta(m.name, torch_dtype(m.dtype), m.shape) for m in source.metadata()]
+                return [ParamMeta(meta.name, meta.torch_dtype, meta.shape) for meta in source.metadata()]
 
             def __iter__(self) -> Iterator[tuple[str, Tensor]]:
                 return iter(source)
@@ -324,12 +269,9 @@ class VLLMSender:
         self._client = client
         if backend == "nccl":
             info: Any = NCCLTrainerInitInfo(
-                rank=rank,
-                master_address=rendezvous.host,
-                master_port=rendezvous.port,
-                world_size=rendezvous.world_size,
-                packed_buffer_size_bytes=BUCKET_BYTES,
-            )
+                rank=rank, master_address=rendezvous.host, master_port=rendezvous.port,
+                world_size=rendezvous.world_size, packed_buffer_size_bytes=BUCKET_BYTES,
+            )  # fmt: skip
         else:
             largest = max(meta.bytes for meta in source.metadata())
             info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(largest, BUCKET_BYTES))
@@ -355,7 +297,7 @@ class VLLMSender:
 
 def make_sender(
     backend: str, source: ParameterSource, client: EngineClient, rendezvous: Rendezvous, *, rank: int
-) -> WeightSender:
+) -> CPUSender | VLLMSender:
     """The learner's end of `backend`: rlhf_cpu, nccl or ipc. It connects to the engines, which must be running."""
     client.announced = source.metadata()  # what every transfer brings; one that brings a part will announce that part
     if backend == BACKEND:
@@ -371,8 +313,7 @@ def register_with_vllm() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rlhf.weights.cpu_rotary import rotate_heads_on_cpu
-    from rlhf.weights.cpu_rows import round_rows_alike
+    from rlhf.weights.cpu_kernels import rotate_heads_on_cpu, round_rows_alike
 
     for name in RECEIVERS.values():
         with contextlib.suppress(ValueError):  # registered by an earlier call

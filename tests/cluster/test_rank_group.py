@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -25,6 +25,8 @@ from rlhf.log.reductions import StepMetrics, Sum, UpdateOutcome, merge_metrics
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
 from rlhf.types import Minibatch, Place, PolicyTargets, StepBatch
+
+M = TypeVar("M")
 
 pytestmark = pytest.mark.filterwarnings("error:The given NumPy array is not writable")
 
@@ -56,8 +58,10 @@ class Rank(StepRank):
 
         return self.updates(targets, loss)
 
-    def take_step(self, microbatches: int, forward: Callable[[int], tuple[Any, StepMetrics]]) -> UpdateOutcome:
-        return UpdateOutcome("learner", True, merge_metrics([forward(i)[1] for i in range(microbatches)]))
+    def take_step(
+        self, microbatches: Sequence[M], forward: Callable[[M], tuple[torch.Tensor, StepMetrics]]
+    ) -> UpdateOutcome:
+        return UpdateOutcome("learner", True, merge_metrics([forward(microbatch)[1] for microbatch in microbatches]))
 
 
 class LocalRanks(RankGroup):

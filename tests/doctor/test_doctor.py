@@ -537,7 +537,7 @@ def test_a_healthy_machine_passes_with_two_learners_and_an_engine() -> None:
 # vLLM loads it in each of its processes: weights arrive, and the packed head of tied embeddings stays as it was.
 STALE = """\
 def install():
-    from rlhf.weights.cpu_receiver import CPUWeightTransferEngine
+    from rlhf.weights.receivers import CPUWeightTransferEngine
     CPUWeightTransferEngine._repack_tied_heads = lambda self: None
 """
 

@@ -27,8 +27,7 @@ from worlds import pack_rows, rollout_of
 
 from rlhf.algo.packing import pack, shared_beginnings
 from rlhf.config.sections import ModelConfig
-from rlhf.learner.flex import scored_attention_on_gpu
-from rlhf.learner.packed_attention import PACKED, Window, packed_attention
+from rlhf.learner.packed_attention import PACKED, Scoring, Window, flex_scored_attention, packed_attention
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, check_packed, load_policy, prepare_transformer
 from rlhf.learner.segments import segments_of, take_rows
 from rlhf.learner.value_model import ValueModel
@@ -143,9 +142,8 @@ def test_capped_scores_and_sinks_are_the_same_by_flex_attention_as_in_blocks(bat
     in_blocks, _ = packed_attention(torch.nn.Identity(), q, k, v, window, segments=segments, **options)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     k, v = k[torch.from_numpy(segments.source)], v[torch.from_numpy(segments.source)]
-    by_flex = scored_attention_on_gpu(
-        q, k, v, segments, options.get("scaling"), window and window.size, options.get("softcap"), options.get("s_aux")
-    )
+    scoring = Scoring(*(options.get("scaling"), window and window.size, options.get("softcap"), options.get("s_aux")))
+    by_flex = flex_scored_attention(q, k, v, segments, scoring)
     torch.testing.assert_close(by_flex, in_blocks[0], rtol=0, atol=1e-12)
 
 

@@ -54,7 +54,7 @@ class Fixed(nn.Module):
         self.logprobs = nn.Parameter(logprobs)
         self.entropy = entropy
 
-    def forward(self, tokens: DeviceTokens, *, with_entropy: bool, with_routing: bool) -> PolicyOutput:
+    def forward(self, tokens: DeviceTokens, *, for_update: bool) -> PolicyOutput:
         return PolicyOutput(torch.where(tokens.response_mask, self.logprobs, 0.0), self.entropy, self.routing)
 
 

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import state_of
+from rlhf.learner.host_memory import free_host_memory
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rlhf.learner.host_memory import free_host_memory
 from rlhf.learner.rank_checkpoint import (
     LearnerIndex,
     Slice,
     SliceReader,
     check_shapes,
+    free_host_memory,
     host_copy,
     share,
     write_rank,

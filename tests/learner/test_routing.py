@@ -42,7 +42,7 @@ def load(model_type: str, path: Path, **changes: Any) -> PolicyModel:
 
 
 def routing_of(policy: PolicyModel, sequences: list[np.ndarray]) -> Routing:
-    routing: Routing | None = policy(DeviceTokens.of(pack(sequences), CPU), with_routing=True).routing
+    routing: Routing | None = policy(DeviceTokens.of(pack(sequences), CPU), for_update=True).routing
     assert routing is not None
     return routing
 

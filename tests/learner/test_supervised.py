@@ -38,7 +38,7 @@ def config_for(kind: str, model: Path, *, learners: int = 1, per_update: int = 6
 
 def trainer_of(kind: str, config: Any, place: Place) -> Any:
     from rlhf.learner.reward_trainer import RewardTrainer
-    from rlhf.learner.sft_trainer import SFTTrainer
+    from rlhf.learner.supervised import SFTTrainer
 
     trainer = (SFTTrainer if kind == SFT else RewardTrainer)(config, place)
     trainer.hold(examples(kind), examples(kind))

@@ -74,7 +74,7 @@ def test_packed_sequences_longer_than_the_window_are_computed_as_transformers_do
     tokens = DeviceTokens.of(pack(sequences), torch.device("cpu"))
     assert (tokens.segments.expand is not None) == bool(shared)
 
-    ours = PolicyModel(packed, temperature=0.7)(tokens, with_entropy=True)
+    ours = PolicyModel(packed, temperature=0.7)(tokens, for_update=True)
     logprobs, entropy = alone(plain.eval(), sequences, 0.7)
     assert ours.entropy is not None
     torch.testing.assert_close(ours.logprobs, logprobs, rtol=0, atol=1e-5)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from waiting import WAIT_S
 
-from rlhf.weights.transfer import Bucket, ParameterMeta, SharedMemory
+from rlhf.weights.transfer import create_shared_memory, open_shared_memory
 
 EVENTS: list[str] = []  # of this process, but for those of a thread that waits for engines
 
@@ -83,27 +83,22 @@ class SharedBuffers:
     """Memory of the "device" that another process can open by its handle, a path."""
 
     def __init__(self) -> None:
-        self._paths: dict[int, tuple[str, SharedMemory]] = {}
+        self._paths: dict[int, str] = {}
 
     def empty(self, size: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
         if str(device) != "cuda":
             return torch.empty(size, dtype=dtype, device=device)
-        memory, path = SharedMemory.create(size)
-        tensor = _bytes(memory, size)
-        self._paths[tensor.data_ptr()] = (path, memory)
+        tensor, path = create_shared_memory(size)
+        self._paths[tensor.data_ptr()] = path
         return tensor
 
     def export(self, tensor: torch.Tensor) -> tuple[None, tuple[Any, ...]]:
         """In the places of reduce_tensor's answer; the seventh is the device's number."""
         record(f"export {tensor.nbytes}")
-        return None, (None, None, None, None, None, None, 0, self._paths[tensor.data_ptr()][0], tensor.nbytes)
+        return None, (None, None, None, None, None, None, 0, self._paths[tensor.data_ptr()], tensor.nbytes)
 
     def open(self, *handle: Any) -> torch.Tensor:
-        return _bytes(SharedMemory.open(handle[7]), handle[8])
-
-
-def _bytes(memory: SharedMemory, size: int) -> torch.Tensor:
-    return memory.view(Bucket(0, [ParameterMeta("", "uint8", (size,))]))
+        return open_shared_memory(handle[7])[: handle[8]]
 
 
 class TorchWithSharedMemory:
@@ -126,7 +121,7 @@ def install(gpu: int, patch: Callable[[Any, str, Any], None] = setattr) -> None:
     from torch.multiprocessing import reductions
     from vllm.distributed.weight_transfer import ipc_engine, nccl_common, nccl_engine, packed_tensor
 
-    from rlhf.weights.cpu_receiver import CPUWeightTransferEngine
+    from rlhf.weights.receivers import CPUWeightTransferEngine
 
     sides, buffers = [Stream("side 0"), Stream("side 1")], SharedBuffers()
 

@@ -16,15 +16,7 @@ from torch import Tensor
 from waiting import WAIT_S, free_port
 
 from rlhf.weights import transfer
-from rlhf.weights.transfer import (
-    Bucket,
-    CPUSender,
-    Inbox,
-    ParameterMeta,
-    Rendezvous,
-    SharedMemory,
-    buckets,
-)
+from rlhf.weights.transfer import CPUSender, Inbox, ParameterMeta, Rendezvous, buckets, open_shared_memory
 
 SHAPES = {"embed": (7, 3), "layer.weight": (5,), "norm": (1,), "head": (4, 4)}
 DTYPES = {"embed": torch.bfloat16, "layer.weight": torch.bfloat16, "norm": torch.float32, "head": torch.bfloat16}
@@ -135,9 +127,9 @@ def test_a_learner_that_is_killed_leaves_no_file_and_its_readers_keep_their_byte
     before = set(os.listdir("/dev/shm"))
     program = (
         "import sys, torch\n"
-        "from rlhf.weights.transfer import Bucket, ParameterMeta, SharedMemory\n"
-        "memory, path = SharedMemory.create(4096)\n"
-        "memory.view(Bucket(64, [ParameterMeta('p', 'int32', (3,))])).copy_(torch.tensor([1, 2, 3]))\n"
+        "from rlhf.weights.transfer import create_shared_memory\n"
+        "memory, path = create_shared_memory(4096)\n"
+        "memory[64:67] = torch.tensor([1, 2, 3])\n"
         "print(path, flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -146,12 +138,12 @@ def test_a_learner_that_is_killed_leaves_no_file_and_its_readers_keep_their_byte
     )
     assert learner.stdout is not None
     path = learner.stdout.readline().strip()
-    memory = SharedMemory.open(path)
+    memory = open_shared_memory(path)
     named = set(os.listdir("/dev/shm")) - before
     learner.kill()
     learner.wait()
     learner.stdout.close()
-    assert memory.view(Bucket(64, [ParameterMeta("p", "int32", (3,))])).tolist() == [1, 2, 3]
+    assert memory[64:67].tolist() == [1, 2, 3]
     assert not Path(path).exists()
     assert not [name for name in named if "rlhf" in name]
 

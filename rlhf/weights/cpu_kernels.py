@@ -1,5 +1,6 @@
-"""Makes a CPU engine compute each row to the same bits, whatever else is in the batch (`run.deterministic`).
+"""Corrections of vLLM's kernels on CPU; the plugin makes them in each of vLLM's processes, more than once in some.
 
+A run with `run.deterministic` needs an engine that computes each row to the same bits, whatever else is in the batch.
 Measured on AVX-512 with the kernels of vLLM 0.32, in float32 and bfloat16:
 
     matrix products   on one thread, oneDNN rounds a row equally in every batch, except a single float32 row, which goes
@@ -18,8 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-# The environment of an engine's processes. The plugin runs in each process and reads the first variable.
-ENVIRONMENT = {
+# The environment of an engine's processes whose rows are equal. The plugin reads the first variable in each process.
+EQUAL_ROWS = {
     "RLHF_EQUAL_ROWS": "1",
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM sets the number of threads by the cores of the machine
@@ -28,7 +29,7 @@ ENVIRONMENT = {
 
 
 def round_rows_alike() -> None:
-    """In the processes of an engine with ENVIRONMENT, multiply a single row as one of two equal rows."""
+    """In the processes of an engine with EQUAL_ROWS, multiply a single row as one of two equal rows."""
     from vllm import _custom_ops as ops
 
     module: Any = ops
@@ -42,3 +43,21 @@ def round_rows_alike() -> None:
         return product(handler, x.reshape(1, -1).repeat(2, 1), bias)[:1].reshape(*x.shape[:-1], -1)
 
     module.onednn_mm = onednn_mm
+
+
+def rotate_heads_on_cpu() -> None:
+    """vLLM's rotary kernel for CPU takes [tokens, heads x size]. Models that pass [tokens, heads, size] get torch's.
+
+    For these models (LFM2, DeepSeek) the kernel would rotate only one head of each token, and by a wrong angle.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotary: Any = RotaryEmbedding
+    kernel = rotary.forward_cpu
+    if kernel.__module__ == __name__:
+        return
+
+    def forward_cpu(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        return (kernel if query.dim() == 2 else rotary.forward_native)(self, positions, query, key)
+
+    rotary.forward_cpu = forward_cpu

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf.rollout.requests import request_seed
 from rlhf.types import Prompt
-from rlhf.weights.cpu_rows import round_rows_alike
+from rlhf.weights.cpu_kernels import round_rows_alike
 
 pytestmark = pytest.mark.slow
 
