@@ -16,14 +16,7 @@ from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.sections import ModelConfig, RolloutConfig
 from rlhf.log.reachable import no_answer
 
-USUAL_MODEL_TYPES = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)  # known without a look
+USUAL_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # known without a look
 
 
 def local_model_config(path: str) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -16,9 +16,11 @@ from rlhf.log.background import BackgroundSink, ClosingSink
 from rlhf.log.patient_files import PatientFiles
 from rlhf.log.sinks import MLFLOW_DATABASE, NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink
 from rlhf.log.terminal import Terminal
-from rlhf.log.wandb_sink import WandbSink
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState, code_state
+
+if TYPE_CHECKING:
+    from rlhf.log.wandb_sink import WandbSink
 
 
 class RunLog:
@@ -57,6 +59,8 @@ class RunLog:
         exit_stack.push(self._write_what_waits)
         logging, resolved = self._config.logging, self._config.shown()
         if logging.wandb.mode != "disabled":
+            from rlhf.log.wandb_sink import WandbSink  # imports wandb
+
             run_id = self.wandb_run_id
             resume = None if run_id is None or resume_step is None else (run_id, resume_step)
             wandb = WandbSink(logging.wandb, folder.path, resolved, about(), resume=resume, warn=self.warn)
