@@ -25,7 +25,7 @@ import numpy as np
 
 from rlhf.config.data import TemplateName
 from rlhf.data.examples import MaskedTokens
-from rlhf.data.load import not_text
+from rlhf.data.read import read_messages
 from rlhf.data.templates import PLAIN, chat_text, conversation_ids, no_chat_template, render, template_errors, tokenize
 from rlhf.types import PackedTokens
 
@@ -52,8 +52,8 @@ def pair_encoder(tokenizer: Any, template: TemplateName) -> Callable[[dict[str, 
 
 def pair_conversation(columns: dict[str, Any], column: str) -> list[Message]:
     """The messages of `chosen` or `rejected`, after those of `prompt` if they begin with the assistant's."""
-    messages = read_messages(columns, column, "assistant")
-    return read_messages(columns, "prompt", "user") + messages if messages[0]["role"] == "assistant" else messages
+    messages = _messages(columns, column, "assistant")
+    return _messages(columns, "prompt", "user") + messages if messages[0]["role"] == "assistant" else messages
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class SFTEncoder:
         given: list[Message] = []
         are_texts = False
         if columns.get("messages") is not None:
-            messages = read_messages(columns, "messages", "user")
+            messages = _messages(columns, "messages", "user")
         else:
-            given = read_messages(columns, "prompt", "user")
-            messages = given + read_messages(columns, "completion", "assistant")
+            given = _messages(columns, "prompt", "user")
+            messages = given + _messages(columns, "completion", "assistant")
             are_texts = isinstance(columns["prompt"], str) and isinstance(columns["completion"], str)
         turns = [i for i in range(len(given), len(messages)) if messages[i]["role"] == "assistant"]
         if not turns:
@@ -191,24 +191,5 @@ class SFTEncoder:
         return MaskedTokens(whole, trained)
 
 
-def read_messages(columns: dict[str, Any], column: str, role: str) -> list[Message]:
-    """A column as messages: a text is one message of this role; what is null in a message is left out.
-
-    Raises:
-        ValueError: it is neither, or holds what is no text.
-    """
-    value = columns.get(column)
-    messages = [{"role": role, "content": value}] if isinstance(value, str) else value
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"`{column}` is {value!r:.80}, neither text nor messages. Correct or remove the row.")
-    for message in messages:
-        match message:
-            case {"role": str(), **rest} if isinstance(text := rest.get("content") or "", str):
-                if (problem := not_text(text)) is not None:
-                    raise ValueError(f"`{column}` {problem}. Correct or remove the row.")
-            case _:
-                raise ValueError(
-                    f"`{column}` holds {message!r:.80}, not a message. "
-                    'Write messages as {"role": ..., "content": text}.'
-                )
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+def _messages(columns: dict[str, Any], column: str, role: str) -> list[Message]:
+    return read_messages(columns.get(column), column, role)

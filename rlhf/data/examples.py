@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf.algo.packing import pack
 from rlhf.config.supervised import SupervisedDataConfig
-from rlhf.data.read import BadRows, config_sources, stream_rows
+from rlhf.data.read import Source, config_sources
 from rlhf.types import PackedTokens
 
 
@@ -74,24 +74,23 @@ def load_examples(config: SupervisedDataConfig, which: Literal["train", "eval"],
         ValueError: a source or a row cannot be used, or no row is left.
     """
     examples: list[Sequence[MaskedTokens]] = []
-    too_long, bad = 0, BadRows(skip=config.on_bad_row == "skip")
-    for key, source in config_sources(config, which).items():
-        for row in stream_rows(source, which, key, bad):
-            with bad.leave_out():
-                try:
-                    sequences = encode(row.columns)
-                except (KeyError, TypeError, ValueError) as error:  # the first two: of a chat template
-                    raise ValueError(f"{key}: row {row.number} of {source.path}: {error}") from None
+    too_long, bad_rows = 0, list[str]()
+    for key, settings in config_sources(config, which).items():
+        source = Source(key, settings, which, skip=config.on_bad_row == "skip")
+        for row in source.stream():
+            with source.leave_out(row):
+                sequences = encode(row.columns)
                 if max(len(sequence.token_ids) for sequence in sequences) > config.max_tokens:
                     too_long += 1
                 else:
                     examples.append(sequences)
+        bad_rows += source.reasons
     if not examples:
-        first = f" The first bad row: {bad.reasons[0]}" if bad.reasons else ""
+        first = f" The first bad row: {bad_rows[0]}" if bad_rows else ""
         raise ValueError(
             f"data.{which}: no row is left: {too_long} have more than data.max_tokens={config.max_tokens} tokens, "
-            f"{len(bad.reasons)} cannot be used. Raise max_tokens, or name other data.{first}"
+            f"{len(bad_rows)} cannot be used. Raise max_tokens, or name other data.{first}"
         )
     flat = [sequence for sequences in examples for sequence in sequences]
     tokens = pack([sequence.token_ids for sequence in flat], [sequence.trained for sequence in flat])
-    return Examples(tokens, len(examples), too_long, bad.reasons)
+    return Examples(tokens, len(examples), too_long, bad_rows)
