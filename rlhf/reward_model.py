@@ -23,7 +23,7 @@ from rlhf.plan.report import print_text
 from rlhf.plan.start_checks import run_problems
 
 if TYPE_CHECKING:
-    from rlhf.data.examples import TrainEval
+    from rlhf.data.conversations import TrainEval
     from rlhf.run.run import Run
 
 DESCRIPTION = "Train a reward model from preference pairs (Bradley-Terry)."
@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.print_config:
         print_text(resolved_yaml(config))
         return
-    from rlhf.data.conversations import pair_encoder
-    from rlhf.data.examples import read_examples
+    from rlhf.data.conversations import pair_encoder, read_examples
     from rlhf.data.model_files import load_tokenizer
     from rlhf.run.restarts import Restarts
 

@@ -12,16 +12,9 @@ from typing import Any, cast
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.model_folder import looks_local
 from rlhf.config.program import TrainingProgramConfig
-from rlhf.config.reward_model import RewardModelConfig
+from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.roles import CRITIC, REWARD_MODEL, Role
-from rlhf.data.model_files import (
-    class_problem,
-    lacks_chat_template,
-    local_model_config,
-    recorded_template,
-    reward_template,
-)
-from rlhf.data.weight_files import check_weights
+from rlhf.data.model_files import check_weights, class_problem, lacks_chat_template, local_model_config, reward_template
 
 
 def check_model_files(path: str, *, key: str = "model.path", generates: bool = True) -> None:
@@ -34,18 +27,16 @@ def check_model_files(path: str, *, key: str = "model.path", generates: bool = T
         ValueError: no such folder or no config.json; an unknown model_type; weight files that are missing or cut off.
     """
     if looks_local(path):
-        _check_folder(path, key)
+        if not Path(path).is_dir():
+            raise ValueError(f"{key}={path}: there is no such folder. Give one in Hugging Face format or a hub name.")
+        if not (Path(path) / "config.json").is_file():
+            raise ValueError(f"{key}={path}: no config.json in it. Give a folder in Hugging Face format.")
     if problem := class_problem(path, key, generates=generates):
         raise ValueError(problem)
-    check_weights(path, key)
-
-
-def _check_folder(path: str, key: str) -> None:
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ValueError(f"{key}={path}: there is no such folder. Give a folder in Hugging Face format or a hub name.")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{key}={path}: no config.json in it. Give a folder in Hugging Face format.")
+    try:
+        check_weights(path)
+    except ValueError as error:
+        raise ValueError(f"{key}={path}: {error}") from None
 
 
 def model_problems(
@@ -92,7 +83,7 @@ def _vocabulary_problem(
 
 def _template_problem(role: Role, reward_model: RewardModelConfig) -> str:
     """Why conversations cannot be written in the template that the reward model needs; "" if no reason is known."""
-    recorded = recorded_template(role.model)
+    recorded = reward_model_record(role.model).get("template")
     if reward_model.template is not None and recorded not in (None, reward_model.template):
         return (
             f"reward_model.template={reward_model.template}: {role.model_key}={role.model} was trained with "

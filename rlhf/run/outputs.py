@@ -12,9 +12,9 @@ from rich.console import Console
 from rlhf.cluster.node_report import report
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.secrets import hide_in_output
-from rlhf.log.background import BackgroundSink, ClosingSink
+from rlhf.log import sinks
 from rlhf.log.patient_files import PatientFiles
-from rlhf.log.sinks import MLFLOW_DATABASE, NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink
+from rlhf.log.sinks import NO_DETAILS, Details
 from rlhf.log.terminal import Terminal
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState, code_state
@@ -49,13 +49,13 @@ class RunLog:
         _check_packages(config)
         self._config = config
         self._first_step = first_step
-        self._sinks: list[Sink] = []
+        self._sinks: list[sinks.Sink] = []
         self._wandb: WandbSink | None = None
 
     def open(self, folder: RunFolder, exit_stack: contextlib.AsyncExitStack) -> None:
         """Open every sink; `exit_stack` closes them, and tells them whether the run failed."""
         resume_step = self._first_step if folder.restored is not None else None
-        self._sinks.append(JsonlSink(folder.metrics, self.files, resume_step=resume_step))
+        self._sinks.append(sinks.JsonlSink(folder.metrics, self.files, resume_step=resume_step))
         exit_stack.push(self._write_what_waits)
         logging, resolved = self._config.logging, self._config.shown()
         if logging.wandb.mode != "disabled":
@@ -70,18 +70,17 @@ class RunLog:
             self._wandb = wandb
             exit_stack.enter_context(hide_in_output())  # wandb now stores what is printed
         if logging.tensorboard:
-            self._add_in_background(
-                TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step), "logging.tensorboard", exit_stack
-            )
+            tensorboard = sinks.TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step)
+            self._add_in_background(tensorboard, "logging.tensorboard", exit_stack)
         if logging.mlflow.uri is not None:
             name, run_id = folder.path.name, self.mlflow_run_id
-            mlflow = MlflowSink(logging.mlflow.uri, logging.mlflow.experiment, name, resolved, run_id=run_id)
+            mlflow = sinks.MlflowSink(logging.mlflow.uri, logging.mlflow.experiment, name, resolved, run_id=run_id)
             self.mlflow_run_id = mlflow.run_id
             self._add_in_background(mlflow, "logging.mlflow", exit_stack)
         self._sinks.append(self.terminal)
 
-    def _add_in_background(self, sink: ClosingSink, key: str, exit_stack: contextlib.AsyncExitStack) -> None:
-        background = BackgroundSink(sink, key, self.warn)
+    def _add_in_background(self, sink: sinks.ClosingSink, key: str, exit_stack: contextlib.AsyncExitStack) -> None:
+        background = sinks.BackgroundSink(sink, key, self.warn)
         exit_stack.push(lambda kind, *_: background.close(failed=kind is not None))
         self._sinks.append(background)
 
@@ -107,7 +106,7 @@ def _check_packages(config: TrainingProgramConfig) -> None:
     uri = config.logging.mlflow.uri
     wanted: dict[str, tuple[str, ...]] = {"tensorboard": ("tensorboard",)} if config.logging.tensorboard else {}
     if uri is not None:
-        wanted["mlflow"] = ("mlflow", "sqlalchemy", "alembic") if MLFLOW_DATABASE.match(uri) else ("mlflow",)
+        wanted["mlflow"] = ("mlflow", "sqlalchemy", "alembic") if sinks.MLFLOW_DATABASE.match(uri) else ("mlflow",)
     for key, packages in wanted.items():
         for package in packages:
             if find_spec(package) is None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from rlhf.config.supervised import SupervisedConfig
-from rlhf.data.examples import TrainEval
+from rlhf.data.conversations import TrainEval
 from rlhf.log.reductions import UpdateOutcome, to_values
 from rlhf.run.run import Run
 
