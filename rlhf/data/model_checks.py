@@ -5,6 +5,7 @@ A hub model whose config.json is not in the cache is checked when it is loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -47,38 +48,27 @@ def model_problems(
     Args:
         policy: config.json of model.path; None to read it from there.
     """
-    policy = local_model_config(config.model.path) if policy is None else policy
-    problems = [_context_problem(config, policy or {})]
+    policy = local_model_config(config.model.path) or {} if policy is None else policy
+    problems, context = [], policy.get("max_position_embeddings")
+    if context is not None and config.max_sequence_tokens > context:
+        problems.append(
+            f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
+            f"{config.model.path}, which is {context}. Shorten the sequences."
+        )
     for role in config.roles(trains=trains):
         if role.name == CRITIC:
-            problems.append(_vocabulary_problem(role, config, local_model_config(role.model) or {}, policy or {}))
+            critic_size = (local_model_config(role.model) or {}).get("vocab_size") or math.inf
+            if critic_size < (policy.get("vocab_size") or 0):
+                problems.append(
+                    f"{role.model_key}={role.model}: its vocabulary of {critic_size} tokens is smaller than the "
+                    f"{policy['vocab_size']} of model.path={config.model.path}, whose token ids it reads. Start it "
+                    "from a model with the same tokenizer."
+                )
         if role.name == REWARD_MODEL:
             reward_model = cast(GRPOConfig, config).reward_model
             assert reward_model is not None
             problems.append(_template_problem(role, reward_model))
     return [problem for problem in problems if problem]
-
-
-def _context_problem(config: TrainingProgramConfig, model: Mapping[str, Any]) -> str:
-    context = model.get("max_position_embeddings")
-    if context is None or config.max_sequence_tokens <= context:
-        return ""
-    return (
-        f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
-        f"{config.model.path}, which is {context}. Shorten the sequences."
-    )
-
-
-def _vocabulary_problem(
-    role: Role, config: TrainingProgramConfig, critic: Mapping[str, Any], policy: Mapping[str, Any]
-) -> str:
-    critic_size, policy_size = critic.get("vocab_size"), policy.get("vocab_size")
-    if critic_size is None or policy_size is None or critic_size >= policy_size:
-        return ""
-    return (
-        f"{role.model_key}={role.model}: its vocabulary of {critic_size} tokens is smaller than the {policy_size} of "
-        f"model.path={config.model.path}, whose token ids it reads. Start it from a model with the same tokenizer."
-    )
 
 
 def _template_problem(role: Role, reward_model: RewardModelConfig) -> str:

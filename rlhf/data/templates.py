@@ -45,10 +45,7 @@ def render(messages: Sequence[dict[str, str]], template: TemplateName, tokenizer
     """The text of a prompt, up to the start of the response.
 
     `raw` joins the contents of the messages with blank lines; `qa` marks user messages as questions and assistant
-    messages as answers.
-
-    Raises:
-        ValueError: the model has no chat template, or its template refuses these messages.
+    messages as answers. Raises as `chat_text` does.
     """
     match template:
         case "raw":
