@@ -60,8 +60,7 @@ def config_of(case: Case, folder: Path) -> Any:
 
 def measure(case: Case) -> Row:
     """`losses` and `seconds` of each step, and `tokens` of all."""
-    from rlhf.data.conversations import SFTEncoder
-    from rlhf.data.examples import load_examples
+    from rlhf.data.conversations import SFTEncoder, load_examples
     from rlhf.data.model_files import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:

@@ -245,8 +245,7 @@ def warm_up(folder: Path, *, seed: int) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from rlhf.config.sft import SFTConfig
-    from rlhf.data.conversations import SFTEncoder
-    from rlhf.data.examples import load_examples
+    from rlhf.data.conversations import SFTEncoder, load_examples
     from rlhf.data.model_files import load_tokenizer
     from rlhf.learner.port import free_port
     from rlhf.learner.supervised import SFTTrainer

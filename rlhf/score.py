@@ -89,9 +89,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The checked rows, one after another: a file of JSON lines is never in memory as a whole."""
     from rlhf.config.data import SourceConfig
-    from rlhf.data.read import stream_rows
+    from rlhf.data.read import Source
 
-    for number, columns in stream_rows(SourceConfig(path=options.file), "train", "FILE"):
+    for number, columns in Source("FILE", SourceConfig(path=options.file), "train").stream():
         for key, option in ((options.response_key, "--response-key"), (options.answer_key, "--answer-key")):
             if key is None:
                 continue

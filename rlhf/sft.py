@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.print_config:
         print_text(resolved_yaml(config))
         return
-    from rlhf.data.conversations import SFTEncoder
-    from rlhf.data.examples import read_examples
+    from rlhf.data.conversations import SFTEncoder, read_examples
     from rlhf.data.model_files import load_tokenizer
     from rlhf.run.restarts import train_with_restarts
     from rlhf.run.supervised_loop import train

@@ -20,10 +20,9 @@ from worlds import ALONE, make_ppo_config, rollout_of
 
 from rlhf.config.data import TemplateName
 from rlhf.config.ppo import PPOConfig
-from rlhf.config.reward_model import RECORD_FILE, PairsConfig, RewardModelConfig
-from rlhf.data.conversations import pair_encoder
-from rlhf.data.examples import load_examples
-from rlhf.data.model_files import load_tokenizer, recorded_template, reward_template
+from rlhf.config.reward_model import RECORD_FILE, PairsConfig, RewardModelConfig, reward_model_record
+from rlhf.data.conversations import load_examples, pair_encoder
+from rlhf.data.model_files import load_tokenizer, reward_template
 from rlhf.data.templates import reward_input
 from rlhf.learner.reward_scorer import recorded_normalization
 from rlhf.learner.reward_trainer import pair_loss, pair_metrics
@@ -89,7 +88,7 @@ def test_the_normalization_and_the_template_of_a_model_in_the_hubs_cache_are_use
     }.items():
         (repository / file).parent.mkdir(parents=True, exist_ok=True)
         (repository / file).write_text(text)
-    assert recorded_template("somebody/scores") == "qa"
+    assert reward_model_record("somebody/scores")["template"] == "qa"
     assert recorded_normalization("somebody/scores") == (2.5, 0.5)
 
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import sys
@@ -29,7 +30,7 @@ from rlhf.cluster.session import RaySession
 from rlhf.config.printing import say
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role
-from rlhf.log.clock import Watch, unwatched
+from rlhf.log.clock import Watch
 from rlhf.plan import check_resources
 from rlhf.plan.shared_gpus import check_shared_gpus
 from rlhf.types import Place
@@ -57,7 +58,7 @@ class Cluster:
         first_step: int = 0,
         trains: bool = True,
         compare_nodes: bool = True,
-        watch_stage: Watch = unwatched,
+        watch_stage: Watch = contextlib.nullcontext,
     ) -> None:
         self.config, self.first_step, self.trains, self.watch_stage = config, first_step, trains, watch_stage
         self.roles = config.roles(trains=trains)

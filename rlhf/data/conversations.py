@@ -1,4 +1,4 @@
-"""Rows of supervised data -> tokens: conversations with a mask of what is trained (SFT), and preference pairs.
+"""Rows of supervised data -> examples: conversations with a mask of what is trained (SFT), and preference pairs.
 
 A row of SFT has `messages`, whose assistant turns are trained, or `prompt` and `completion`, each text or messages, of
 which the completion's turns are. How the tokens of a turn are found:
@@ -13,32 +13,53 @@ which the completion's turns are. How the tokens of a turn are found:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from rlhf.algo.packing import pack
 from rlhf.config.data import TemplateName
-from rlhf.data.examples import MaskedTokens
-from rlhf.data.load import not_text
-from rlhf.data.templates import PLAIN, chat_text, conversation_ids, no_chat_template, render, template_errors, tokenize
+from rlhf.config.supervised import SupervisedDataConfig
+from rlhf.data.read import Source, config_sources, read_messages
+from rlhf.data.templates import PLAIN, chat_text, check_has_template, conversation_ids, render, tokenize
 from rlhf.types import PackedTokens
 
 Message = dict[str, Any]
 KEY = "data.template"
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 TOKENS_SHOWN = 8
+# why a beginning of a conversation is not that of a longer one, as plain text and in a chat template; and what to do
+JOINED = (
+    "the tokenizer joins the end of the prompt and the beginning of the completion",
+    "Move the space at the end of the prompt to the beginning of the completion.",
+)
+REWRITTEN = (
+    "the template writes the beginning of this conversation otherwise when more follows",
+    "Give only its last turn as completion, the rest as prompt; or use a template that keeps what it has written, or "
+    "one with {% generation %} tags in the model's folder.",
+)
 
 
-def pair_encoder(tokenizer: Any, template: TemplateName) -> Callable[[dict[str, Any]], list[MaskedTokens]]:
+class MaskedTokens(NamedTuple):
+    """A sequence: `token_ids` [L] int32, and `trained` [L] bool, True at the tokens that a loss on tokens is on."""
+
+    token_ids: np.ndarray
+    trained: np.ndarray
+
+
+Encode = Callable[[dict[str, Any]], Sequence[MaskedTokens]]  # columns of a row -> the sequences of its example
+
+
+def pair_encoder(tokenizer: Any, template: TemplateName) -> Encode:
     """columns of a row -> the chosen and the rejected conversation; raises as `SFTEncoder` does."""
-    if template == "model" and not tokenizer.chat_template:
-        raise ValueError(no_chat_template(KEY))
+    check_has_template(template, tokenizer, KEY)
     token_ids = partial(conversation_ids, tokenizer=tokenizer, template=template, key=KEY)
 
     def encode(columns: dict[str, Any]) -> list[MaskedTokens]:
@@ -52,8 +73,8 @@ def pair_encoder(tokenizer: Any, template: TemplateName) -> Callable[[dict[str, 
 
 def pair_conversation(columns: dict[str, Any], column: str) -> list[Message]:
     """The messages of `chosen` or `rejected`, after those of `prompt` if they begin with the assistant's."""
-    messages = read_messages(columns, column, "assistant")
-    return read_messages(columns, "prompt", "user") + messages if messages[0]["role"] == "assistant" else messages
+    messages = _messages(columns, column, "assistant")
+    return _messages(columns, "prompt", "user") + messages if messages[0]["role"] == "assistant" else messages
 
 
 @dataclass(frozen=True)
@@ -74,10 +95,10 @@ class SFTEncoder:
         given: list[Message] = []
         are_texts = False
         if columns.get("messages") is not None:
-            messages = read_messages(columns, "messages", "user")
+            messages = _messages(columns, "messages", "user")
         else:
-            given = read_messages(columns, "prompt", "user")
-            messages = given + read_messages(columns, "completion", "assistant")
+            given = _messages(columns, "prompt", "user")
+            messages = given + _messages(columns, "completion", "assistant")
             are_texts = isinstance(columns["prompt"], str) and isinstance(columns["completion"], str)
         turns = [i for i in range(len(given), len(messages)) if messages[i]["role"] == "assistant"]
         if not turns:
@@ -131,22 +152,18 @@ class SFTEncoder:
             raise ValueError(f"{KEY}={template}: the tokenizer has no eos token, with which an answer ends.")
         prompt = render(messages[:-1], template, self.tokenizer)
         texts = [prompt, prompt + messages[-1].get("content", "").removesuffix(end) + end]
-        return self._differences(
-            tokenize(texts, template, self.tokenizer),
-            "the tokenizer joins the end of the prompt and the beginning of the completion",
-            "Move the space at the end of the prompt to the beginning of the completion.",
-        )
+        return self._differences(tokenize(texts, template, self.tokenizer), template)
 
     def _tagged(self, messages: list[Message], given: int, tools: Any) -> MaskedTokens:
-        with template_errors(messages, "model", self.tokenizer, KEY):
-            encoded = self.tokenizer.apply_chat_template(
-                messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
-            )
+        encoded = chat_text(
+            messages, "model", self.tokenizer, KEY,
+            tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+        )  # fmt: skip
         ids, trained = np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], bool)
         trained[1:] |= trained[:-1] & (ids[1:] == self.tokenizer.eos_token_id)
         if given:
-            prompt = self._text(messages[:given], "model", tools, prompts=True)
-            trained &= self._chat_differences([*tokenize([prompt], "model", self.tokenizer), ids], "model").trained
+            prompt = chat_text(messages[:given], "model", self.tokenizer, KEY, add_generation_prompt=True, tools=tools)
+            trained &= self._differences([*tokenize([prompt], "model", self.tokenizer), ids], "model").trained
         return MaskedTokens(ids, trained)
 
     def _by_difference(
@@ -155,24 +172,13 @@ class SFTEncoder:
         if turns[0] == 0:
             raise ValueError("its first message is the assistant's, which answers nothing. Put a prompt before it.")
         texts = [
-            self._text(messages[:end], template, tools, prompts=end == turn)
+            chat_text(messages[:end], template, self.tokenizer, KEY, add_generation_prompt=end == turn, tools=tools)
             for turn in turns
             for end in (turn, turn + 1)
         ]
-        return self._chat_differences(tokenize(texts, template, self.tokenizer), template)
+        return self._differences(tokenize(texts, template, self.tokenizer), template)
 
-    def _text(self, messages: list[Message], template: TemplateName, tools: Any, *, prompts: bool) -> str:
-        return chat_text(messages, template, self.tokenizer, KEY, add_generation_prompt=prompts, tools=tools)
-
-    def _chat_differences(self, beginnings: list[np.ndarray], template: TemplateName) -> MaskedTokens:
-        return self._differences(
-            beginnings,
-            f"{KEY}={template}: the template writes the beginning of this conversation otherwise when more follows",
-            "Give only its last turn as completion, the rest as prompt; or use a template that keeps what it has "
-            "written, or one with {% generation %} tags in the model's folder.",
-        )
-
-    def _differences(self, beginnings: list[np.ndarray], reason: str, remedy: str) -> MaskedTokens:
+    def _differences(self, beginnings: list[np.ndarray], template: TemplateName) -> MaskedTokens:
         """The last of these; from the first on, every second difference between neighbours is trained.
 
         Raises:
@@ -186,29 +192,82 @@ class SFTEncoder:
                 different = np.flatnonzero(shorter[:overlap] != longer[:overlap])
                 at = int(different[0]) if len(different) else overlap
                 was, now = (self.tokenizer.decode(ids[at : at + TOKENS_SHOWN].tolist()) for ids in (shorter, longer))
-                raise ValueError(f"{reason}: {was!r} becomes {now!r}. {remedy}")
+                reason, remedy = JOINED if template in PLAIN else REWRITTEN
+                raise ValueError(f"{KEY}={template}: {reason}: {was!r} becomes {now!r}. {remedy}")
             trained[len(shorter) : len(longer)] = number % 2 == 0
         return MaskedTokens(whole, trained)
 
 
-def read_messages(columns: dict[str, Any], column: str, role: str) -> list[Message]:
-    """A column as messages: a text is one message of this role; what is null in a message is left out.
+def _messages(columns: dict[str, Any], column: str, role: str) -> list[Message]:
+    return read_messages(columns.get(column), column, role)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of `data.train` or `data.eval`, in the order of the rows.
+
+    Attributes:
+        tokens: their sequences; the response mask is True at trained tokens.
+        rows: number of examples.
+        too_long: rows left out because a sequence has more than `data.max_tokens`.
+        bad_rows: why the rows were left out that cannot be used (`data.on_bad_row=skip`).
+    """
+
+    tokens: PackedTokens
+    rows: int
+    too_long: int
+    bad_rows: list[str]
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all tokens, of their mask and of where the sequences end."""
+        digest = hashlib.blake2b(digest_size=8)
+        for column in (self.tokens.token_ids, self.tokens.response_mask, self.tokens.cu_seqlens):
+            digest.update(column.tobytes())
+        return digest.hexdigest()
+
+
+class TrainEval(NamedTuple):
+    """The examples of a run; `held_out` None without `data.eval`."""
+
+    train: Examples
+    held_out: Examples | None
+
+
+def read_examples(config: SupervisedDataConfig, encode: Encode) -> TrainEval:
+    """`load_examples` of both."""
+    return TrainEval(
+        load_examples(config, "train", encode), load_examples(config, "eval", encode) if config.eval else None
+    )
+
+
+def load_examples(config: SupervisedDataConfig, which: Literal["train", "eval"], encode: Encode) -> Examples:
+    """Read and tokenize all sources of `data.train` or `data.eval`.
+
+    Args:
+        encode: raises a ValueError with reason and remedy for a row that it cannot read.
 
     Raises:
-        ValueError: it is neither, or holds what is no text.
+        ValueError: a source or a row cannot be used, or no row is left.
     """
-    value = columns.get(column)
-    messages = [{"role": role, "content": value}] if isinstance(value, str) else value
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"`{column}` is {value!r:.80}, neither text nor messages. Correct or remove the row.")
-    for message in messages:
-        match message:
-            case {"role": str(), **rest} if isinstance(text := rest.get("content") or "", str):
-                if (problem := not_text(text)) is not None:
-                    raise ValueError(f"`{column}` {problem}. Correct or remove the row.")
-            case _:
-                raise ValueError(
-                    f"`{column}` holds {message!r:.80}, not a message. "
-                    'Write messages as {"role": ..., "content": text}.'
-                )
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+    examples: list[Sequence[MaskedTokens]] = []
+    too_long, bad_rows = 0, list[str]()
+    for key, settings in config_sources(config, which).items():
+        source = Source(key, settings, which, skip=config.on_bad_row == "skip")
+        for row in source.stream():
+            with source.leave_out(row):
+                sequences = encode(row.columns)
+                if max(len(sequence.token_ids) for sequence in sequences) > config.max_tokens:
+                    too_long += 1
+                else:
+                    examples.append(sequences)
+        bad_rows += source.reasons
+    if not examples:
+        first = f" The first bad row: {bad_rows[0]}" if bad_rows else ""
+        raise ValueError(
+            f"data.{which}: no row is left: {too_long} have more than data.max_tokens={config.max_tokens} tokens, "
+            f"{len(bad_rows)} cannot be used. Raise max_tokens, or name other data.{first}"
+        )
+    flat = [sequence for sequences in examples for sequence in sequences]
+    tokens = pack([sequence.token_ids for sequence in flat], [sequence.trained for sequence in flat])
+    return Examples(tokens, len(examples), too_long, bad_rows)

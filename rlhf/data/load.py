@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import GoldAnswer, extract_answer
-from rlhf.data.read import BadRows, Row, config_sources, read_rows, rows_per_epoch, stream_rows
+from rlhf.data.read import Row, Source, check_text, config_sources, read_messages, rows_per_epoch
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
 
@@ -54,32 +54,29 @@ def load_prompts(
     Raises:
         ValueError: a source, column or row cannot be used, or all prompts of a source are too long.
     """
-    prompts: dict[str, list[Prompt]] = {}
-    dropped: dict[str, int] = {}
-    bad_rows: dict[str, list[str]] = {}
+    loaded = LoadedPrompts({}, {}, {}, {})
     sources, longest = config_sources(config, which), config.max_prompt_tokens
-    for key, source in sources.items():
-        bad = BadRows(skip=config.on_bad_row == "skip")
-        rows = read_rows(source, which, key, bad)
-        if source.rows is not None and source.rows > len(rows):
+    for key, settings in sources.items():
+        source = Source(key, settings, which, skip=config.on_bad_row == "skip")
+        rows = source.read()
+        if settings.rows is not None and settings.rows > len(rows):
             raise ValueError(
-                f"{key}: rows={source.rows}, but {source.path} has only {len(rows)}. Use at most {len(rows)}, or null."
+                f"{key}: rows={settings.rows}: {settings.path} has only {len(rows)}. Use at most {len(rows)}, or null."
             )
         if which == "eval":
-            rows = rows[: source.rows or config.eval_rows]
-        all_prompts = _make_prompts(config, source, rows, tokenizer, gold_answer, key, bad)
-        short_prompts = [prompt for prompt in all_prompts if len(prompt.token_ids) <= longest]
-        if not short_prompts:
-            shortest = min(len(prompt.token_ids) for prompt in all_prompts)
+            rows = rows[: settings.rows or config.eval_rows]
+        prompts = _make_prompts(config, source, rows, tokenizer, gold_answer)
+        short = loaded.prompts[settings.label] = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
+        if not short:
+            shortest = min(len(prompt.token_ids) for prompt in prompts)
             raise ValueError(
-                f"{key}={source.path}: all {len(rows)} prompts are too long: the shortest has {shortest} tokens, the "
+                f"{key}={settings.path}: all {len(rows)} prompts are too long: the shortest has {shortest} tokens, the "
                 f"limit is {longest}. Raise data.max_prompt_tokens to at least {shortest}, if the model's "
                 "context has room for that and rollout.max_response_tokens."
             )
-        prompts[source.label] = short_prompts
-        dropped[source.label] = len(all_prompts) - len(short_prompts)
-        bad_rows[source.label] = bad.reasons
-    return LoadedPrompts(prompts, dropped, rows_per_epoch(sources.values(), prompts), bad_rows)
+        loaded.dropped_too_long[settings.label] = len(prompts) - len(short)
+        loaded.bad_rows[settings.label] = source.reasons
+    return replace(loaded, rows_per_epoch=rows_per_epoch(sources.values(), loaded.prompts))
 
 
 def first_usable(
@@ -89,14 +86,13 @@ def first_usable(
 
     A source without one is skipped: loading it reports the reason.
     """
-    for key, source in config_sources(config, which).items():
+    for key, settings in config_sources(config, which).items():
         with contextlib.suppress(ValueError, IndexError):
-            bad = BadRows(skip=True)
-            rows = list(islice(stream_rows(source, which, key, bad), FIRST_ROWS))
-            row, messages, answer = _usable_rows(config, source, rows, gold_answer, key, bad)[0]
-            no_tokens, label = np.empty(0, np.int32), source.label
+            source = Source(key, settings, which, skip=True)
+            row, messages, answer = _usable_rows(config, source, [*islice(source.stream(), FIRST_ROWS)], gold_answer)[0]
+            no_tokens, label = np.empty(0, np.int32), settings.label
             prompt = Prompt(f"{label}/{row.number}", 0, no_tokens, messages, answer, label, row.columns)
-            yield f"row {row.number} of {key}={source.path}", prompt
+            yield f"row {row.number} of {key}={settings.path}", prompt
 
 
 def leave_out(
@@ -127,69 +123,58 @@ def first_prompt(loaded: LoadedPrompts) -> Prompt:
 
 
 def _make_prompts(
-    config: DataConfig,
-    source: SourceConfig,
-    rows: list[Row],
-    tokenizer: Any,
-    gold_answer: GoldAnswer,
-    key: str,
-    bad: BadRows,
+    config: DataConfig, source: Source[SourceConfig], rows: list[Row], tokenizer: Any, gold_answer: GoldAnswer
 ) -> list[Prompt]:
-    """The prompts of the rows that can be used; there is at least one.
-
-    Raises:
-        ValueError: a row cannot be used and `bad` leaves none out, or no row can be used.
-    """
-    usable = _usable_rows(config, source, rows, gold_answer, key, bad)
-    texts = [render(conversation, config.template, tokenizer) for _, conversation, _ in usable]
-    token_ids = tokenize(texts, config.template, tokenizer) if texts else []
+    """The prompts of the rows that can be used. Raises ValueError: one cannot, and is not left out; or none can."""
+    usable = _usable_rows(config, source, rows, gold_answer)
+    texts = [render(messages, config.template, tokenizer) for _, messages, _ in usable]
+    token_ids, label = tokenize(texts, config.template, tokenizer), source.settings.label
     prompts = []
-    for (row, conversation, answer), text, ids in zip(usable, texts, token_ids, strict=True):
-        with bad.leave_out():
+    for (row, messages, answer), text, ids in zip(usable, texts, token_ids, strict=True):
+        with source.leave_out(row):
             if not len(ids):
                 raise ValueError(
-                    f"{key}: row {row.number} of {source.path} has no token: the tokenizer knows none of its "
-                    "characters. Remove the row, or use a tokenizer for this data."
+                    "it has no token: the tokenizer knows none of its characters. Remove the row, or use a tokenizer "
+                    "for this data."
                 )
-            name, thinks = f"{source.label}/{row.number}", OPENS_THOUGHT.search(text) is not None
-            prompts.append(Prompt(name, 0, ids, conversation, answer, source.label, row.columns, thinks))
+            thinks = OPENS_THOUGHT.search(text) is not None
+            prompts.append(Prompt(f"{label}/{row.number}", 0, ids, messages, answer, label, row.columns, thinks))
     if not prompts:
-        raise ValueError(f"{key}={source.path}: no row can be used. The first one: {bad.reasons[0]}")
+        raise ValueError(f"{source.key}={source.path}: no row can be used. The first one: {source.reasons[0]}")
     return prompts
 
 
 def _usable_rows(
-    config: DataConfig, source: SourceConfig, rows: list[Row], gold_answer: GoldAnswer, key: str, bad: BadRows
+    config: DataConfig, source: Source[SourceConfig], rows: list[Row], gold_answer: GoldAnswer
 ) -> list[tuple[Row, Messages, str]]:
-    """The rows whose prompt and answer can be read, with both. Raises ValueError unless `bad` leaves the others out."""
+    """The rows whose prompt and answer can be read, with both. Raises ValueError unless the others are left out."""
     columns = list({name: None for row in rows for name in row.columns})  # in the order of the file
-    prompt_column = _pick_column("prompt_column", config, source, columns, key)
-    answer_format = source.answer_format or config.answer_format
-    has_answers = answer_format != "none"
-    answer_column = _pick_column("answer_column", config, source, columns, key) if has_answers else ""
+    prompt_column = _pick_column("prompt_column", config, source, columns)
+    answer_format, answer_column, answer = source.settings.answer_format or config.answer_format, "", ""
+    if answer_format != "none":
+        answer_column = _pick_column("answer_column", config, source, columns)
     usable = []
     for row in rows:
-        with bad.leave_out():
-            where = f"{key}: row {row.number} of {source.path}"
-            messages = _read_messages(config, row, prompt_column, where)
-            answer = _read_answer(row, answer_column, answer_format, gold_answer, where) if has_answers else ""
+        with source.leave_out(row):
+            messages = _read_prompt(config, row, prompt_column)
+            if answer_column:
+                answer = _read_answer(row, answer_column, answer_format, gold_answer)
             usable.append((row, messages, answer))
     return usable
 
 
-def _pick_column(setting: str, config: DataConfig, source: SourceConfig, columns: list[str], key: str) -> str:
+def _pick_column(setting: str, config: DataConfig, source: Source[SourceConfig], columns: list[str]) -> str:
     """The column that the config names, or the first usual one that exists, in upper or lower case."""
-    explicit, usual = getattr(source, setting) or getattr(config, setting), USUAL_COLUMNS[setting]
-    if explicit is not None:
+    if explicit := getattr(source.settings, setting) or getattr(config, setting):
         if explicit in columns or explicit.split(".")[0] in columns:
             return str(explicit)
         problem = f"{setting}={explicit}: {source.path} has no such column"
     else:
-        by_lower_case = {column.lower(): column for column in reversed(columns)}
+        usual, by_lower_case = USUAL_COLUMNS[setting], {column.lower(): column for column in reversed(columns)}
         if existing := [by_lower_case[name] for name in usual if name in by_lower_case]:
             return existing[0]
         problem = f"{setting} is not set, and {source.path} has none of {', '.join(usual)}"
-    raise ValueError(f"{key}: {problem}, only {', '.join(columns)}. Name one of these.")
+    raise ValueError(f"{source.key}: {problem}, only {', '.join(columns)}. Name one of these.")
 
 
 def _column_value(columns: dict[str, Any], column: str) -> Any:
@@ -202,70 +187,37 @@ def _column_value(columns: dict[str, Any], column: str) -> Any:
     return value
 
 
-def _read_answer(row: Row, column: str, answer_format: AnswerFormat, gold_answer: GoldAnswer, where: str) -> str:
+def _read_answer(row: Row, column: str, answer_format: AnswerFormat, gold_answer: GoldAnswer) -> str:
     try:
         answer = extract_answer(_column_value(row.columns, column), answer_format, gold_answer)
-        if (problem := not_text(answer)) is not None:
-            raise ValueError(problem)
+        check_text(answer, column)
     except ValueError as error:
         raise ValueError(
-            f"{where} has no usable answer: `{column}` {error}. Correct or remove the row, name another answer_column "
-            "or answer_format, or set data.answer_format=none if no reward needs answers."
+            f"no usable answer: `{column}` {error}. Correct or remove the row, name another answer_column or "
+            "answer_format, or set data.answer_format=none if no reward needs answers."
         ) from None
     return answer
 
 
-def _read_messages(config: DataConfig, row: Row, column: str, where: str) -> Messages:
-    """The prompt as messages: a text becomes a user message; the config's system prompt and suffix are added."""
+def _read_prompt(config: DataConfig, row: Row, column: str) -> Messages:
+    """The prompt as messages, with the config's system prompt and suffix."""
     value = _column_value(row.columns, column)
-    match value:
-        case None:
-            raise ValueError(f"{where} has no prompt: `{column}` is missing. Correct or remove the row.")
-        case str():
-            messages = [{"role": "user", "content": value}]
-        case list() if value:
-            messages = [_read_message(message, column, where) for message in value]
-        case _:
-            raise ValueError(
-                f"{where}: `{column}` is {value!r:.80}, neither text nor a list of messages. "
-                "Correct the row, or name another prompt_column."
-            )
+    if value is None:
+        raise ValueError(f"`{column}` is missing. Correct or remove the row.")
+    messages = [
+        {"role": message["role"], "content": message["content"]}
+        for message in read_messages(value, column, "user", roles=ROLES)
+    ]
     if messages[-1]["role"] == "assistant":
-        raise ValueError(
-            f"{where}: the last message of `{column}` is the assistant's, so there is nothing to answer. Remove it."
-        )
+        raise ValueError(f"the last message of `{column}` is the assistant's: there is nothing to answer. Remove it.")
     if not messages[-1]["content"].strip():
-        raise ValueError(f"{where} has no prompt: `{column}` is empty. Correct or remove the row.")
+        raise ValueError(f"`{column}` is empty. Correct or remove the row.")
     if config.prompt_suffix:
-        messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n{config.prompt_suffix}"}
+        messages[-1]["content"] += f"\n{config.prompt_suffix}"
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     if (length := sum(len(message["content"]) for message in messages)) > MAX_PROMPT_CHARS:
         raise ValueError(
-            f"{where}: `{column}` has {length:,} characters, and a prompt may have {MAX_PROMPT_CHARS:,}. Correct or "
-            "remove the row."
+            f"`{column}` has {length:,} characters, and a prompt may have {MAX_PROMPT_CHARS:,}. Correct or remove it."
         )
-    if (problem := not_text("".join(message["content"] for message in messages))) is not None:
-        raise ValueError(f"{where}: `{column}` {problem}. Correct or remove the row.")
     return tuple(messages)
-
-
-def not_text(text: str) -> str | None:
-    """Why a string cannot be used as text; None if it can."""
-    if "\0" in text:
-        return "holds a NUL character, which ends the text for many programs"
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"holds half a surrogate pair, which is no character ({text[error.start]!a})"
-    return None
-
-
-def _read_message(message: Any, column: str, where: str) -> dict[str, str]:
-    match message:
-        case {"role": role, "content": str(content)} if role in ROLES:
-            return {"role": role, "content": content}
-    raise ValueError(
-        f"{where}: `{column}` holds {message!r:.80}, not a message. "
-        f'Write messages as {{"role": ..., "content": text}} with a role of {", ".join(ROLES)}.'
-    )

@@ -5,6 +5,7 @@ A hub model whose config.json is not in the cache is checked when it is loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -12,16 +13,9 @@ from typing import Any, cast
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.model_folder import looks_local
 from rlhf.config.program import TrainingProgramConfig
-from rlhf.config.reward_model import RewardModelConfig
+from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.roles import CRITIC, REWARD_MODEL, Role
-from rlhf.data.model_files import (
-    class_problem,
-    lacks_chat_template,
-    local_model_config,
-    recorded_template,
-    reward_template,
-)
-from rlhf.data.weight_files import check_weights
+from rlhf.data.model_files import check_weights, class_problem, lacks_chat_template, local_model_config, reward_template
 
 
 def check_model_files(path: str, *, key: str = "model.path", generates: bool = True) -> None:
@@ -34,18 +28,16 @@ def check_model_files(path: str, *, key: str = "model.path", generates: bool = T
         ValueError: no such folder or no config.json; an unknown model_type; weight files that are missing or cut off.
     """
     if looks_local(path):
-        _check_folder(path, key)
+        if not Path(path).is_dir():
+            raise ValueError(f"{key}={path}: there is no such folder. Give one in Hugging Face format or a hub name.")
+        if not (Path(path) / "config.json").is_file():
+            raise ValueError(f"{key}={path}: no config.json in it. Give a folder in Hugging Face format.")
     if problem := class_problem(path, key, generates=generates):
         raise ValueError(problem)
-    check_weights(path, key)
-
-
-def _check_folder(path: str, key: str) -> None:
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ValueError(f"{key}={path}: there is no such folder. Give a folder in Hugging Face format or a hub name.")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{key}={path}: no config.json in it. Give a folder in Hugging Face format.")
+    try:
+        check_weights(path)
+    except ValueError as error:
+        raise ValueError(f"{key}={path}: {error}") from None
 
 
 def model_problems(
@@ -56,11 +48,22 @@ def model_problems(
     Args:
         policy: config.json of model.path; None to read it from there.
     """
-    policy = local_model_config(config.model.path) if policy is None else policy
-    problems = [_context_problem(config, policy or {})]
+    policy = local_model_config(config.model.path) or {} if policy is None else policy
+    problems, context = [], policy.get("max_position_embeddings")
+    if context is not None and config.max_sequence_tokens > context:
+        problems.append(
+            f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
+            f"{config.model.path}, which is {context}. Shorten the sequences."
+        )
     for role in config.roles(trains=trains):
         if role.name == CRITIC:
-            problems.append(_vocabulary_problem(role, config, local_model_config(role.model) or {}, policy or {}))
+            critic_size = (local_model_config(role.model) or {}).get("vocab_size") or math.inf
+            if critic_size < (policy.get("vocab_size") or 0):
+                problems.append(
+                    f"{role.model_key}={role.model}: its vocabulary of {critic_size} tokens is smaller than the "
+                    f"{policy['vocab_size']} of model.path={config.model.path}, whose token ids it reads. Start it "
+                    "from a model with the same tokenizer."
+                )
         if role.name == REWARD_MODEL:
             reward_model = cast(GRPOConfig, config).reward_model
             assert reward_model is not None
@@ -68,31 +71,9 @@ def model_problems(
     return [problem for problem in problems if problem]
 
 
-def _context_problem(config: TrainingProgramConfig, model: Mapping[str, Any]) -> str:
-    context = model.get("max_position_embeddings")
-    if context is None or config.max_sequence_tokens <= context:
-        return ""
-    return (
-        f"{config.sequence_keys}: {config.max_sequence_tokens} tokens exceed the context of model.path="
-        f"{config.model.path}, which is {context}. Shorten the sequences."
-    )
-
-
-def _vocabulary_problem(
-    role: Role, config: TrainingProgramConfig, critic: Mapping[str, Any], policy: Mapping[str, Any]
-) -> str:
-    critic_size, policy_size = critic.get("vocab_size"), policy.get("vocab_size")
-    if critic_size is None or policy_size is None or critic_size >= policy_size:
-        return ""
-    return (
-        f"{role.model_key}={role.model}: its vocabulary of {critic_size} tokens is smaller than the {policy_size} of "
-        f"model.path={config.model.path}, whose token ids it reads. Start it from a model with the same tokenizer."
-    )
-
-
 def _template_problem(role: Role, reward_model: RewardModelConfig) -> str:
     """Why conversations cannot be written in the template that the reward model needs; "" if no reason is known."""
-    recorded = recorded_template(role.model)
+    recorded = reward_model_record(role.model).get("template")
     if reward_model.template is not None and recorded not in (None, reward_model.template):
         return (
             f"reward_model.template={reward_model.template}: {role.model_key}={role.model} was trained with "

@@ -1,4 +1,4 @@
-"""Facts about a model before its weights are loaded: config.json and tokenizer."""
+"""Facts about a model before its weights are loaded: config.json, tokenizer, and the headers of its weight files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.sections import ModelConfig, RolloutConfig
 from rlhf.log.reachable import no_answer
 
-USUAL_MODEL_TYPES = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)  # known without a look
+SAMPLES, SAMPLE_BYTES = 64, 4096  # parts read of each weight file; so few suffice, since training changes every tensor
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
+CHAT_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates/*", "tekken.json")
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+USUAL_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # known without a look
 
 
 def local_model_config(path: str) -> dict[str, Any] | None:
@@ -84,24 +82,21 @@ def use_cache_if_hub_is_silent() -> None:
 def lacks_chat_template(path: str) -> bool:
     """Whether a model's tokenizer is on this machine and has no chat template."""
     folder = local_model_folder(path)
-    if not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
-        return False
-    if any(file for pattern in CHAT_TEMPLATE_FILES for file in folder.glob(pattern)):
+    if not _files(folder, TOKENIZER_FILES) or _files(folder, CHAT_TEMPLATE_FILES):
         return False
     settings = folder / "tokenizer_config.json"
     return not (settings.is_file() and json.loads(settings.read_text()).get("chat_template"))
 
 
-def recorded_template(path: str) -> TemplateName | None:
-    """The template that a reward model was trained with; None if none is recorded."""
-    template: TemplateName | None = reward_model_record(path).get("template")
-    return template
+def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({file for pattern in patterns for file in folder.glob(pattern)})
 
 
 def reward_template(config: RewardModelConfig) -> TemplateName:
     """The template in which conversations are written for a reward model."""
     assert config.path is not None, "an endpoint writes them itself"
-    return config.template or recorded_template(config.path) or "model"
+    recorded: TemplateName | None = reward_model_record(config.path).get("template")
+    return config.template or recorded or "model"
 
 
 def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
@@ -143,12 +138,6 @@ def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:
     return int(ids[0])
 
 
-SAMPLES, SAMPLE_BYTES = 64, 4096  # parts read of each weight file; so few suffice, since training changes every tensor
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
-CHAT_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates/*", "tekken.json")
-WEIGHT_FILES = ("*.safetensors", "*.bin")
-
-
 def model_fingerprint(path: str) -> dict[str, str]:
     """Digests of a model's config, tokenizer and weights; "" for files that are not on this machine.
 
@@ -164,7 +153,7 @@ def model_fingerprint(path: str) -> dict[str, str]:
 
 
 def _digest(folder: Path, patterns: tuple[str, ...], *, sampled: bool = False) -> str:
-    files = sorted({file for pattern in patterns for file in folder.glob(pattern)})
+    files = _files(folder, patterns)
     digest = hashlib.blake2b(digest_size=8)
     for file in files:
         digest.update(f"{file.name}\n{file.stat().st_size}\n".encode())
@@ -176,3 +165,60 @@ def _digest(folder: Path, patterns: tuple[str, ...], *, sampled: bool = False) -
                 content.seek(place)
                 digest.update(content.read(SAMPLE_BYTES))
     return digest.hexdigest() if files else ""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that a model consists of; some may be missing.
+
+    Raises:
+        ValueError: the index is not readable.
+    """
+    return [folder / name for name in sorted(set(_weight_index(folder).values()) or {SINGLE})]
+
+
+def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors of a safetensors file by name.
+
+    Raises:
+        ValueError: it is not a whole safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np") as stored:
+            return {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{file}: not a whole safetensors file ({error}). Download or save it again; if it is a Git LFS pointer, "
+            "run `git lfs pull` there."
+        ) from None
+
+
+def check_weights(path: str) -> None:
+    """Check the weight files of a model in a folder or in the hub's cache, as far as their headers tell.
+
+    Raises:
+        ValueError: a file is missing or not whole, or the index names a tensor that its file does not hold.
+    """
+    folder = local_model_folder(path)
+    files = weight_files(folder)
+    missing = [file.name for file in files if not file.is_file()]
+    if missing and (not looks_local(path) or (files == [folder / SINGLE] and any(folder.glob("*.bin")))):
+        return  # the hub has them, or they are in another format
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: no such file. Download or save the model again.")
+    headers = {file.name: tensor_shapes(file) for file in files}
+    if absent := [f"{name} in {file}" for name, file in _weight_index(folder).items() if name not in headers[file]]:
+        more = f" and {len(absent) - 1} more tensors" if len(absent) > 1 else ""
+        raise ValueError(f"{INDEX} names {absent[0]}{more}, which is not there. Download or save the model again.")
+
+
+def _weight_index(folder: Path) -> dict[str, str]:
+    """Tensor -> name of its file; empty without an index."""
+    file = folder / INDEX
+    if not file.is_file():
+        return {}
+    try:
+        return {str(tensor): str(name) for tensor, name in json.loads(file.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{file}: not an index of weights ({error}). Download or save the model again.") from None

@@ -30,11 +30,7 @@ class PromptStream:
     """
 
     def __init__(
-        self,
-        prompts: Mapping[str, Sequence[Prompt]],
-        *,
-        seed: int,
-        rows_per_epoch: Mapping[str, int] | None = None,
+        self, prompts: Mapping[str, Sequence[Prompt]], *, seed: int, rows_per_epoch: Mapping[str, int] | None = None
     ) -> None:
         self._prompts = {source: prompts[source] for source in sorted(prompts)}
         self._rows_per_epoch = {source: (rows_per_epoch or {}).get(source, len(prompts[source])) for source in prompts}

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from itertools import chain, starmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 from rlhf.config.data import FILE_SUFFIXES, OTHER_SUFFIXES, DatasetConfig, DatasetsConfig, S, SourceConfig
 from rlhf.config.model_folder import looks_local
@@ -28,28 +28,6 @@ FORMATS = {".jsonl": "json", ".json": "json", **{s: s for s in (".parquet", ".cs
 class Row(NamedTuple):
     number: int
     columns: dict[str, Any]
-
-
-class BadRows:
-    """Rows of a source that cannot be used: the first one is an error, or, with `skip`, all are left out and counted.
-
-    Attributes:
-        reasons: the message of each row that was left out.
-    """
-
-    def __init__(self, *, skip: bool = False) -> None:
-        self.skip = skip
-        self.reasons: list[str] = []
-
-    @contextlib.contextmanager
-    def leave_out(self) -> Iterator[None]:
-        """A context that handles one row; a ValueError says what is wrong with it."""
-        try:
-            yield
-        except ValueError as error:
-            if not self.skip:
-                raise
-            self.reasons.append(str(error))
 
 
 def left_out_text(too_long: int, longest: int, bad: Sequence[str]) -> str:
@@ -134,45 +112,124 @@ def local_path(source: DatasetConfig) -> Path | None:
     return path if path.suffix in FILE_SUFFIXES + OTHER_SUFFIXES or looks_local(source.path) else None
 
 
-def stream_rows(source: DatasetConfig, which: str, key: str, bad: BadRows | None = None) -> Iterator[Row]:
-    """The rows of a source, one after another, without the lines that are not rows if `bad` leaves those out.
+class Source(Generic[S]):
+    """The rows of a source of data.train or data.eval.
 
-    Of a .jsonl file only one row is in memory at a time.
+    The first row that cannot be used is an error; with `skip`, all such rows are left out and counted.
 
-    Raises:
-        ValueError: missing or empty file, a line that is not JSON, a row that is not an object, a hub that does not
-            answer.
+    Attributes:
+        key: in the config, for messages. settings: what stands there.
+        reasons: the message of each row that was left out.
     """
-    check_source(source, key)
-    path = local_path(source)
-    if path is None or path.is_dir():
-        return _dataset_rows(source, path, source.split or DEFAULT_SPLIT[which], key)
-    if path.suffix == ".parquet":
-        return _parquet_rows(source, path, key)
-    return _json_rows(source, path, key, bad or BadRows())
 
+    def __init__(self, key: str, settings: S, which: str, *, skip: bool = False) -> None:
+        self.key, self.settings, self.path, self._skip = key, settings, settings.path, skip
+        self._split = settings.split or DEFAULT_SPLIT[which]
+        self.reasons: list[str] = []
 
-def read_rows(source: DatasetConfig, which: str, key: str, bad: BadRows | None = None) -> list[Row]:
-    """All rows of a source. Raises ValueError as `stream_rows` does, and if there is none."""
-    rows = list(stream_rows(source, which, key, bad))
-    if not rows:
-        first = f" that can be used: {bad.reasons[0]}" if bad is not None and bad.reasons else ". Give it at least one."
-        raise ValueError(f"{key}={source.path}: it holds no row{first}")
-    return rows
+    @contextlib.contextmanager
+    def leave_out(self, row: Row | None = None) -> Iterator[None]:
+        """A context that handles one row; a ValueError says what is wrong with it, after the name of `row`."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError) as error:  # the first two: of a chat template
+            problem = str(error) if row is None else f"{self._name(row.number)}: {error}"
+            if not self._skip:
+                raise ValueError(problem) from error
+            self.reasons.append(problem)
 
+    def read(self) -> list[Row]:
+        """All rows. Raises ValueError as `stream` does, and if there is none."""
+        rows = list(self.stream())
+        if not rows:
+            first = f" that can be used: {self.reasons[0]}" if self.reasons else ". Give it at least one."
+            raise ValueError(f"{self.key}={self.path}: it holds no row{first}")
+        return rows
 
-def _json_rows(source: DatasetConfig, path: Path, key: str, bad: BadRows) -> Iterator[Row]:
-    """JSON lines or one list of objects; a .json file may be either."""
-    if (content := _json_list(path)) is not None:
-        for number, columns in enumerate(_parse(content, f"{key}: {source.path}", first_line=1), start=1):
-            with bad.leave_out():
-                yield _row(number, columns, source, key)
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                with bad.leave_out():
-                    yield _parse_row(line.removesuffix(b"\n"), number, source, key)
+    def stream(self) -> Iterator[Row]:
+        """The rows, one after another. Of a .jsonl file only one is in memory at a time.
+
+        Raises:
+            ValueError: missing or empty file, a line that is not JSON, a row that is not an object, a hub that does
+                not answer.
+        """
+        check_source(self.settings, self.key)
+        path = local_path(self.settings)
+        if path is None or path.is_dir():
+            return self._from_dataset(path)
+        return self._from_parquet(path) if path.suffix == ".parquet" else self._from_json(path)
+
+    def _name(self, number: int, unit: str = "row") -> str:
+        return f"{self.key}: {unit} {number} of {self.path}"
+
+    def _from_json(self, path: Path) -> Iterator[Row]:
+        """JSON lines or one list of objects; a .json file may be either."""
+        if (content := _json_list(path)) is not None:
+            for number, columns in enumerate(_parse(content, f"{self.key}: {self.path}"), start=1):
+                with self.leave_out():
+                    yield self._row(number, columns)
+            return
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    with self.leave_out():
+                        yield self._row(number, self._parse_line(line, number))
+
+    def _parse_line(self, line: bytes, number: int) -> Any:
+        where = self._name(number, "line")
+        if len(line) > MAX_ROW_BYTES:
+            raise ValueError(
+                f"{where} has {len(line):,} bytes, and a row may have {MAX_ROW_BYTES:,}. Is a line end missing? "
+                "Correct or remove it."
+            )
+        return _parse(line.removesuffix(b"\n").removeprefix(BYTE_ORDER_MARK), where, first_line=number)
+
+    def _row(self, number: int, columns: Any) -> Row:
+        if not isinstance(columns, dict):
+            raise ValueError(
+                f"{self._name(number)} is a {type(columns).__name__}, not an object with columns. "
+                'Write each row as {"question": ..., "answer": ...}.'
+            )
+        return Row(number, columns)
+
+    def _from_parquet(self, path: Path) -> Iterator[Row]:
+        import pyarrow
+        from pyarrow import parquet
+
+        try:
+            batches = parquet.ParquetFile(path).iter_batches(batch_size=PARQUET_ROWS)
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            yield from starmap(Row, enumerate(rows, start=1))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(
+                f"{self.key}={self.path}: it cannot be read as Parquet ({error}). Write the file anew."
+            ) from error
+
+    def _from_dataset(self, folder: Path | None) -> Iterator[Row]:
+        """A hub data set, a folder of data files, or a folder that `datasets` saved."""
+        if folder is None:
+            use_cache_if_hub_is_silent()
+        import datasets
+
+        name, split = self.settings.name, self._split
+        try:
+            if folder and any((folder / file).exists() for file in SAVED_BY_DATASETS):
+                saved = datasets.load_from_disk(str(folder))
+                table = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+            else:
+                table = datasets.load_dataset(str(folder or self.path), name, split=split)
+            yield from starmap(Row, enumerate(map(dict, table), start=1))
+        except Exception as error:  # the hub's client and the file readers raise many types
+            what = "the folder could not be loaded" if folder else "the hub did not give this data set"
+            remedy = (
+                f"Check that the folder holds .jsonl, .json or .parquet files with a split {split!r}, or set `split`."
+                if folder
+                else f"There is no such local file either. Check the name, its configuration (`name`: {name}) and its "
+                f"split ({split}); without a network, name a local .jsonl or .parquet file, or fetch it where the hub "
+                f"answers: hf download {self.path} --repo-type dataset"
+            )
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(f"{self.key}={self.path}: {what} ({reason}). {remedy}") from error
 
 
 def _json_list(path: Path) -> bytes | None:
@@ -181,83 +238,56 @@ def _json_list(path: Path) -> bytes | None:
     return content if content.lstrip().startswith(b"[") else None
 
 
-def _parse_row(line: bytes, number: int, source: DatasetConfig, key: str) -> Row:
-    where = f"{key}: line {number} of {source.path}"
-    if len(line) > MAX_ROW_BYTES:
-        raise ValueError(
-            f"{where} has {len(line):,} bytes, and a row may have {MAX_ROW_BYTES:,}. Is a line end missing? Correct or "
-            "remove it."
-        )
-    return _row(number, _parse(line.removeprefix(BYTE_ORDER_MARK), where, first_line=number), source, key)
-
-
-def _row(number: int, columns: Any, source: DatasetConfig, key: str) -> Row:
-    if not isinstance(columns, dict):
-        raise ValueError(
-            f"{key}: row {number} of {source.path} is a {type(columns).__name__}, not an object with columns. "
-            'Write each row as {"question": ..., "answer": ...}.'
-        )
-    return Row(number, columns)
-
-
-def _parse(content: bytes, where: str, *, first_line: int) -> Any:
-    """What JSON holds.
-
-    Raises:
-        ValueError: it is not JSON, or nests too deep for a parser.
-    """
+def _parse(content: bytes, where: str, *, first_line: int = 1) -> Any:
+    """What JSON holds. Raises ValueError: it is not JSON, or nests too deep for a parser."""
     try:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where} is not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8."
-        ) from error
+        problem = f"is not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8."
     except json.JSONDecodeError as error:
         position = f"line {first_line + error.lineno - 1}, column {error.colno}"
-        raise ValueError(f"{where} is not JSON ({error.msg}, {position}). Correct or remove it.") from error
+        problem = f"is not JSON ({error.msg}, {position}). Correct or remove it."
     except RecursionError:
-        raise ValueError(f"{where} has brackets within brackets, too many to be read. Correct or remove it.") from None
+        problem = "has brackets within brackets, too many to be read. Correct or remove it."
+    raise ValueError(f"{where} {problem}")
 
 
-def _parquet_rows(source: DatasetConfig, path: Path, key: str) -> Iterator[Row]:
-    import pyarrow
-    from pyarrow import parquet
+def read_messages(value: Any, column: str, role: str, *, roles: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The value of a column as messages: a text is one message of this role; what is null in a message is left out.
 
+    Args:
+        roles: if given, each message has one of these, and content.
+
+    Raises:
+        ValueError: it is neither, or holds what is no text.
+    """
+    messages = [{"role": role, "content": value}] if isinstance(value, str) else value
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"`{column}` is {value!r:.80}, neither text nor messages. Correct or remove the row.")
+    for message in messages:
+        match message:
+            case {"role": str(own), "content": str(text)} if not roles or own in roles:
+                check_text(text, column)
+            case {"role": str(), **rest} if not roles and rest.get("content") is None:
+                pass
+            case _:
+                known = f" with a role of {', '.join(roles)}" if roles else ""
+                raise ValueError(
+                    f"`{column}` holds {message!r:.80}, not a message. "
+                    f'Write messages as {{"role": ..., "content": text}}{known}.'
+                )
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
+def check_text(text: str, column: str) -> None:
+    """Raise a ValueError if a string cannot be used as text."""
+    problem = "a NUL character, which ends the text for many programs" if "\0" in text else ""
     try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=PARQUET_ROWS)
-        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-        yield from starmap(Row, enumerate(rows, start=1))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{key}={source.path}: it cannot be read as Parquet ({error}). Write the file anew."
-        ) from error
-
-
-def _dataset_rows(source: DatasetConfig, folder: Path | None, split: str, key: str) -> Iterator[Row]:
-    """A hub data set, a folder of data files, or a folder that `datasets` saved."""
-    if folder is None:
-        use_cache_if_hub_is_silent()
-    import datasets
-
-    try:
-        if folder and any((folder / name).exists() for name in SAVED_BY_DATASETS):
-            saved = datasets.load_from_disk(str(folder))
-            table = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
-        else:
-            table = datasets.load_dataset(str(folder or source.path), source.name, split=split)
-        for number, columns in enumerate(table, start=1):
-            yield Row(number, dict(columns))
-    except Exception as error:  # the hub's client and the file readers raise many types
-        remedy = (
-            f"Check that the folder holds .jsonl, .json or .parquet files with a split {split!r}, or set `split`."
-            if folder
-            else f"There is no such local file either. Check the name, its configuration (`name`: {source.name}) and "
-            f"its split ({split}); without a network, name a local .jsonl or .parquet file, or fetch it where the hub "
-            f"answers: hf download {source.path} --repo-type dataset"
-        )
-        what = "the folder could not be loaded" if folder else "the hub did not give this data set"
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"{key}={source.path}: {what} ({reason}). {remedy}") from error
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"half a surrogate pair, which is no character ({text[error.start]!a})"
+    if problem:
+        raise ValueError(f"`{column}` holds {problem}. Correct or remove the row.")
 
 
 def count_rows(source: DatasetConfig) -> int | None:
@@ -270,6 +300,6 @@ def count_rows(source: DatasetConfig) -> int | None:
 
         return int(parquet.ParquetFile(path).metadata.num_rows)
     if (content := _json_list(path)) is not None:
-        return len(_parse(content, "it", first_line=1))
+        return len(_parse(content, "it"))
     with path.open("rb") as file:
         return sum(1 for line in file if line.strip())

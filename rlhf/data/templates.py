@@ -6,8 +6,7 @@ A chat template itself writes bos if its model needs it, so no special token is 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,10 +45,7 @@ def render(messages: Sequence[dict[str, str]], template: TemplateName, tokenizer
     """The text of a prompt, up to the start of the response.
 
     `raw` joins the contents of the messages with blank lines; `qa` marks user messages as questions and assistant
-    messages as answers.
-
-    Raises:
-        ValueError: the model has no chat template, or its template refuses these messages.
+    messages as answers. Raises as `chat_text` does.
     """
     match template:
         case "raw":
@@ -57,7 +53,8 @@ def render(messages: Sequence[dict[str, str]], template: TemplateName, tokenizer
         case "qa":
             names = {"system": "", "user": "Question: ", "assistant": "Answer: "}
             return "".join(f"{names[message['role']]}{message['content']}\n" for message in messages) + "Answer:"
-    return chat_text(messages, template, tokenizer, "data.template", add_generation_prompt=True)
+    text: str = chat_text(messages, template, tokenizer, "data.template", add_generation_prompt=True)
+    return text
 
 
 def reward_input(config: GRPOConfig) -> Callable[..., np.ndarray]:
@@ -71,13 +68,8 @@ def conversation_ids(
 ) -> np.ndarray:
     """Token ids [L] int32 of a prompt and its response (the last message), as a reward model reads them.
 
-    As plain text the response follows the prompt without anything between them, as in the policy's own sequence.
-
-    Args:
-        key: the template's key of the config, for error messages.
-
-    Raises:
-        ValueError: the model has no chat template, or its template refuses these messages.
+    As plain text the response follows the prompt without anything between them, as in the policy's own sequence. `key`
+    is the template's in the config, for the errors that `chat_text` raises.
     """
     if template in PLAIN:
         *prompt, response = messages
@@ -87,46 +79,20 @@ def conversation_ids(
     return tokenize([text], template, tokenizer)[0]
 
 
-def no_chat_template(key: str) -> str:
-    """The error message for a model without a chat template."""
-    return (
-        f"{key}=model: the model's tokenizer has no chat template. "
-        f"Use one of {', '.join(CHAT_TEMPLATES)}, qa or raw, or a model that was trained to chat."
-    )
-
-
 def chat_text(
-    messages: Sequence[dict[str, Any]],
-    template: TemplateName,
-    tokenizer: Any,
-    key: str,
-    *,
-    add_generation_prompt: bool,
-    tools: list[Any] | None = None,
-) -> str:
-    """A conversation as a chat template writes it; raises as `render` does."""
-    with template_errors(messages, template, tokenizer, key):
-        text: str = tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=CHAT_TEMPLATES.get(template),
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            tokenize=False,
-        )
-    return text
+    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str, **options: Any
+) -> Any:
+    """A conversation as a chat template writes it: its text, or what else `options` ask transformers for.
 
-
-@contextlib.contextmanager
-def template_errors(
-    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str
-) -> Iterator[None]:
-    """A context in which a chat template may refuse these messages: a ValueError that names the key."""
-    if template == "model" and not tokenizer.chat_template:
-        raise ValueError(no_chat_template(key))
+    Raises:
+        ValueError: the model has no chat template, or its template refuses these messages.
+    """
+    check_has_template(template, tokenizer, key)
     from jinja2.exceptions import TemplateError
 
+    options = {"chat_template": CHAT_TEMPLATES.get(template), "tokenize": False, **options}
     try:
-        yield
+        return tokenizer.apply_chat_template(list(messages), **options)
     except TemplateError as error:  # templates raise it for a role that their model does not have
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(
@@ -135,16 +101,22 @@ def template_errors(
         ) from error
 
 
+def check_has_template(template: TemplateName, tokenizer: Any, key: str) -> None:
+    """Raise a ValueError if the template is to be the tokenizer's own, and it has none."""
+    if template == "model" and not tokenizer.chat_template:
+        raise ValueError(
+            f"{key}=model: the model's tokenizer has no chat template. "
+            f"Use one of {', '.join(CHAT_TEMPLATES)}, qa or raw, or a model that was trained to chat."
+        )
+
+
 def tokenize(texts: Sequence[str], template: TemplateName, tokenizer: Any) -> list[np.ndarray]:
     """Token ids [P] int32 of every rendered prompt."""
-    prefix = [tokenizer.bos_token_id] if template in PLAIN and _starts_plain_text_with_bos(tokenizer) else []
+    bos = tokenizer.bos_token_id
+    begins_with_bos = template in PLAIN and bos is not None and tokenizer("a")["input_ids"][0] == bos
     token_ids = []
     for start in range(0, len(texts), ROWS_PER_BATCH):
         batch = list(texts[start : start + ROWS_PER_BATCH])
         encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        token_ids += [np.array(prefix + ids, dtype=np.int32) for ids in encoded["input_ids"]]
+        token_ids += [np.array([bos] * begins_with_bos + ids, dtype=np.int32) for ids in encoded["input_ids"]]
     return token_ids
-
-
-def _starts_plain_text_with_bos(tokenizer: Any) -> bool:
-    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id

@@ -13,7 +13,7 @@ from rlhf.config.printing import printable
 from rlhf.config.reward import RewardConfig
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient, Status
 from rlhf.doctor.stack import started
-from rlhf.log.diagnosis import RULES, View
+from rlhf.log.diagnosis import View
 from rlhf.log.reductions import to_values
 from rlhf.rewards.grade import TIMEOUT
 from rlhf.rewards.scorer import Scorer
@@ -104,11 +104,11 @@ def judge_responses(
     text = f"{len(samples)} responses to {len(groups)} prompts: {described}"
     text = "\n".join([text, *(line for group in groups[:SHOWN] for line in _example(group))])
     view = View([values | statuses], [{}], [], [], flat_keys(config.model_dump(mode="json")))
-    found = [found for check in RULES.values() if (found := check(view)) is not None]
+    found = list(view.findings())
     if tiny or not found:
         return Finding("ok", text, numbers=numbers)
-    text = "\n".join([text, *(seen for seen, _ in found)])
-    return Finding("warn", text, " ".join(advice for _, advice in found), numbers)
+    text = "\n".join([text, *(seen for _, seen, _ in found)])
+    return Finding("warn", text, " ".join(advice for _, _, advice in found), numbers)
 
 
 def _example(group: RolloutGroup) -> Iterator[str]:

@@ -6,18 +6,15 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-Watch = Callable[[str], contextlib.AbstractContextManager[None]]  # a context around something that has a name
-
-
-def unwatched(name: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
+Watch = Callable[[str], contextlib.AbstractContextManager[Any]]  # a context around something that has a name
 
 
 class Clock:
     """Seconds by phase, of the whole run (a resumed run continues the count) and since the last logged step."""
 
-    def __init__(self, spent: Mapping[str, float], watch: Watch = unwatched) -> None:
+    def __init__(self, spent: Mapping[str, float], watch: Watch = contextlib.nullcontext) -> None:
         self._watch = watch
         self.total: dict[str, float] = defaultdict(float, spent)
         self.step: dict[str, float] = {}

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import operator
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -21,15 +22,18 @@ ENGINE_KL_FROM = {position: f"policy/engine_kl/from_{position}" for position in 
 Scalar = Any  # a number; until its microbatch's step is queued, a tensor of one number on the learner's device
 
 
-class _Added:
-    """A metric whose numbers add up."""
+class Metric:
+    """Fields that add up, unless a metric merges otherwise."""
 
     def merge(self, other: Self) -> Self:
         return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
 
+    @abstractmethod
+    def value(self) -> float: ...
+
 
 @dataclass(frozen=True)
-class Mean(_Added):
+class Mean(Metric):
     """Weighted mean: `total` over `weight`; with weight 0 it is NaN, which is not logged."""
 
     total: Scalar
@@ -48,39 +52,33 @@ class Perplexity(Mean):
 
 
 @dataclass(frozen=True)
-class Sum(_Added):
-    total: Scalar
+class _Number(Metric):
+    """One number, which the kind of metric merges."""
+
+    number: Scalar
 
     def value(self) -> float:
-        return self.total
+        return self.number
 
 
-@dataclass(frozen=True)
-class Max:
-    maximum: Scalar
-
-    def merge(self, other: Max) -> Max:
-        return Max(max(self.maximum, other.maximum))
-
-    def value(self) -> float:
-        return self.maximum
+class Sum(_Number):
+    pass
 
 
-@dataclass(frozen=True)
-class Last:
+class Max(_Number):
+    def merge(self, other: Self) -> Self:
+        return max(self, other, key=Max.value)
+
+
+class Last(_Number):
     """The newest value wins, as for a learning rate or a counter."""
 
-    newest: float
-
-    def merge(self, other: Last) -> Last:
+    def merge(self, other: Self) -> Self:
         return other
-
-    def value(self) -> float:
-        return self.newest
 
 
 @dataclass(frozen=True)
-class EffectiveSampleFraction(_Added):
+class EffectiveSampleFraction(Metric):
     """Kish's effective sample size over n, (sum w)^2 / (n sum w^2), of importance ratios w."""
 
     samples: Scalar
@@ -92,7 +90,7 @@ class EffectiveSampleFraction(_Added):
 
 
 @dataclass(frozen=True)
-class Histogram(_Added):
+class Histogram(Metric):
     """All values; logged as their mean and four quantiles."""
 
     values: tuple[float, ...]
@@ -102,21 +100,21 @@ class Histogram(_Added):
 
 
 @dataclass(frozen=True)
-class Binned:
+class Binned(Metric):
     """Counts in fixed bins, which are shown only as a histogram."""
 
     counts: Any  # an array, or a tensor where a Scalar would be a tensor
     edges: np.ndarray
 
-    def merge(self, other: Binned) -> Binned:
-        return Binned(self.counts + other.counts, self.edges)
+    def merge(self, other: Self) -> Self:
+        return replace(self, counts=self.counts + other.counts)
 
     def value(self) -> float:
         return float(self.counts.sum())
 
 
 @dataclass(frozen=True)
-class ExpertLoad:
+class ExpertLoad(Metric):
     """How evenly the experts of a model are used, from the tokens of each of them in each layer.
 
     Attributes:
@@ -128,8 +126,8 @@ class ExpertLoad:
     tokens: Any
     statistic: Literal["max", "entropy"]
 
-    def merge(self, other: ExpertLoad) -> ExpertLoad:
-        return ExpertLoad(self.tokens + other.tokens, self.statistic)
+    def merge(self, other: Self) -> Self:
+        return replace(self, tokens=self.tokens + other.tokens)
 
     def value(self) -> float:
         if not self.tokens.any():
@@ -144,7 +142,6 @@ class ExpertLoad:
         return float(-(shares * logs).sum(1).mean() / math.log(experts))
 
 
-Metric = Mean | Sum | Max | Last | EffectiveSampleFraction | Histogram | Binned | ExpertLoad
 Counts = tuple[np.ndarray, np.ndarray]  # of a histogram with N bins: counts [N], edges [N+1]
 StepMetrics = dict[str, Metric]
 
@@ -168,7 +165,7 @@ def merge_metrics(parts: list[StepMetrics]) -> StepMetrics:
     merged: StepMetrics = {}
     for part in parts:
         for name, metric in part.items():
-            merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
+            merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged
 
 
@@ -181,12 +178,8 @@ def merge_outcomes(ranks: Sequence[UpdateOutcome]) -> UpdateOutcome:
 
 def mean_over_updates(updates: Sequence[UpdateOutcome]) -> StepMetrics:
     """The metrics of a step from those of its updates; a sum over one update (its loss) becomes a mean over updates."""
-    return merge_metrics(
-        [
-            {name: Mean(m.value(), 1.0) if isinstance(m, Sum) else m for name, m in update.metrics.items()}
-            for update in updates
-        ]
-    )
+    parts = [update.metrics.items() for update in updates]
+    return merge_metrics([{n: Mean(m.value(), 1.0) if isinstance(m, Sum) else m for n, m in part} for part in parts])
 
 
 def to_values(metrics: StepMetrics) -> dict[str, Any]:
@@ -196,9 +189,14 @@ def to_values(metrics: StepMetrics) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for name, metric in metrics.items():
+        if isinstance(metric, Binned) or not math.isfinite(value := metric.value()):
+            continue
         if isinstance(metric, Histogram):
-            values |= {f"{name}/{key}": value for key, value in _describe(metric.values).items()}
-        elif not isinstance(metric, Binned) and math.isfinite(value := metric.value()):
+            quantiles = zip(
+                ("min", "p50", "p95", "max"), np.quantile(metric.values, [0.0, 0.5, 0.95, 1.0]), strict=True
+            )
+            values |= {f"{name}/{key}": number for key, number in (("mean", value), *quantiles)}
+        else:
             values[name] = value
     return values
 
@@ -212,10 +210,3 @@ def to_histograms(metrics: StepMetrics) -> dict[str, Counts]:
         elif isinstance(metric, Binned) and metric.counts.any():
             histograms[name] = (metric.counts, metric.edges)
     return histograms
-
-
-def _describe(values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    low, median, high, top = np.quantile(values, [0.0, 0.5, 0.95, 1.0])
-    return {"mean": float(np.mean(values)), "min": low, "p50": median, "p95": high, "max": top}

@@ -1,15 +1,19 @@
 """Where metrics go: a JSONL file, TensorBoard, MLflow; log/wandb_sink.py has wandb, log/terminal.py the terminal.
 
-The x-axis of every metric is the training step.
+The x-axis of every metric is the training step. A server is written to in a thread, so that it does not slow the run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import queue
 import re
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +38,10 @@ MLFLOW_SETTINGS = {
 }
 MLFLOW_DATABASE_RETRIES = 2
 MLFLOW_DATABASE = re.compile(r"(sqlite|postgresql|mysql|mssql)(\+\w+)?:")
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0  # before a row is tried again; the wait doubles
+CLOSE_S = 20.0  # at the end of a run, for the rows that wait
+MAX_REASON = 200  # characters
+MAX_ROWS = 2000  # rows that can wait; after a longer failure the newest are only in metrics.jsonl
 BOUNDS = ("/low", "/high")  # name endings of the bounds of an evaluation's interval
 
 
@@ -54,6 +62,10 @@ NO_DETAILS = Details()
 
 class Sink(Protocol):
     def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None: ...
+
+
+class ClosingSink(Sink, Protocol):
+    def close(self, *, failed: bool = False) -> None: ...
 
 
 class JsonlSink:
@@ -154,7 +166,7 @@ class MlflowSink:
 
                 utils.MAX_RETRY_COUNT = MLFLOW_DATABASE_RETRIES
             self._client = MlflowClient(uri)
-            self.run_id: str = self._start(experiment, name, config) if run_id is None else run_id
+            self.run_id: str = run_id or self._start(experiment, name, config)
         except Exception as error:  # many types: of MLflow, of SQLAlchemy, of the driver of a database
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
@@ -178,6 +190,52 @@ class MlflowSink:
 
     def close(self, *, failed: bool = False) -> None:
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
+
+
+class BackgroundSink:
+    """Sends rows to `sink` in order, in a thread; one that fails is sent again. `key`: of the config, for messages."""
+
+    def __init__(self, sink: ClosingSink, key: str, warn: Callable[[str], None]) -> None:
+        self._sink, self._key, self._warn = sink, key, warn
+        self._rows: queue.Queue[Callable[[], None]] = queue.Queue(MAX_ROWS)
+        self._lost = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._send, name=key, daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, Any], details: Details = NO_DETAILS) -> None:
+        try:
+            self._rows.put_nowait(lambda: self._sink.log(step, values, details))
+        except queue.Full:
+            self._lost += 1
+
+    def close(self, *, failed: bool = False) -> None:
+        """Send the waiting rows, within CLOSE_S; a warning counts the rows that were not sent."""
+        end = time.monotonic() + CLOSE_S
+        self._closing.set()
+        with contextlib.suppress(queue.Full):
+            self._rows.put_nowait(lambda: self._sink.close(failed=failed))
+        while self._rows.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.01)
+        if left := self._lost + max(0, self._rows.unfinished_tasks - 1):
+            self._warn(f"{self._key}: {left} rows were not sent; metrics.jsonl has them.")
+
+    def _send(self) -> None:
+        while True:
+            send = self._rows.get()
+            for tries in itertools.count():
+                try:
+                    send()
+                    break
+                except Exception as error:  # clients raise many types
+                    if tries == 0:
+                        reason = " ".join(str(error).split())[:MAX_REASON]
+                        self._warn(
+                            f"{self._key}: it takes no rows ({reason}). The run goes on, and they are sent later."
+                        )
+                if self._closing.wait(min(FIRST_WAIT_S * 2 ** min(tries, 20), LONGEST_WAIT_S)):
+                    time.sleep(FIRST_WAIT_S)
+            self._rows.task_done()
 
 
 def shown_reward(reward: float | None) -> tuple[str, str]:

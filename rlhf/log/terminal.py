@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rlhf.config.printing import printable
@@ -50,13 +50,7 @@ class Terminal:
     )
 
     def __init__(
-        self,
-        console: Console,
-        *,
-        total_steps: int,
-        first_step: int = 0,
-        warmup_steps: int = 0,
-        title: str = "",
+        self, console: Console, *, total_steps: int, first_step: int = 0, warmup_steps: int = 0, title: str = ""
     ) -> None:
         self._console = console
         self._is_live = console.is_interactive and console.file.isatty()
@@ -64,8 +58,7 @@ class Terminal:
         self.columns: Sequence[tuple[str, str, str]] = self.ROLLOUT_COLUMNS
         self._warmup_steps = warmup_steps
         self._title = title
-        self._stages: dict[str, float] = {}  # running stages: name -> when the stage began
-        self._phases: dict[str, float] = {}
+        self._running: dict[str, float] = {}  # stages and phases: name -> when it began
         self._began = 0.0  # when the first step did
         self._progress: tuple[str, int, int] | None = None
         self.sampling_waits_for: Callable[[], str] | None = None
@@ -78,21 +71,19 @@ class Terminal:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """A stage of the start-up; stages may overlap."""
-        began = self._stages[name] = time.monotonic()
-        try:
+        began = time.monotonic()
+        with self.phase(name):
             yield
-        finally:
-            del self._stages[name]
         self.print(f"start: {name} {time.monotonic() - began:.1f} s")
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A phase of a step, an evaluation, a checkpoint, the export."""
-        self._phases[name] = time.monotonic()
+        self._running[name] = time.monotonic()
         try:
             yield
         finally:
-            del self._phases[name]
+            del self._running[name]
             self._progress = None
 
     def progress(self, what: str, total: int) -> Callable[[], None]:
@@ -116,13 +107,16 @@ class Terminal:
         self._step, self._values = step, dict(values)
         if details.responses:
             self._responses = details.responses[:2]
-        shown = [f"{name} {form.format(values[key])}" for name, key, form in self.columns if key in values]
-        head = f"step {step:>{len(str(self._total))}}/{self._total}"
-        eta = f"eta {duration(self.remaining_s())}"
-        width = min(self._console.width, 80)
-        while shown and len("  ".join([head, *shown, eta])) > width:
-            shown.pop()
-        self.print("  ".join([head, *shown, eta]))
+        parts = [f"step {step:>{len(str(self._total))}}/{self._total}", *self._shown_values(), self._eta()]
+        while len(parts) > 2 and len("  ".join(parts)) > min(self._console.width, 80):
+            del parts[-2]
+        self.print("  ".join(parts))
+
+    def _shown_values(self) -> list[str]:
+        return [f"{name} {form.format(self._values[key])}" for name, key, form in self.columns if key in self._values]
+
+    def _eta(self) -> str:
+        return f"eta {duration(self.remaining_s())}" if self._step > self._first else "starting"
 
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """One line for each data set."""
@@ -137,19 +131,14 @@ class Terminal:
             self.print(self._evaluation, style="bold")
 
     def warn(self, message: str) -> None:
-        self._print_lines(message, prefix="warning: ", style="yellow")
+        self.print(f"warning: {message}", style="yellow", styled=len("warning: "))
 
-    def print(self, text: str, *, style: str = "", wrap: bool = True) -> None:
-        self._print_lines(text, style=style, wrap=wrap)
-
-    def _print_lines(self, text: str, *, prefix: str = "", style: str = "", wrap: bool = True) -> None:
-        whole = printable(f"{prefix}{text}")
-        lines = wrapped(whole, self._console.width) if wrap else [whole]
-        for number, line in enumerate(lines):
-            shown = Text(line, style="" if prefix else style)
-            if prefix and number == 0:
-                shown.stylize(style, 0, len(prefix))
-            self._console.print(shown, soft_wrap=True)
+    def print(self, text: str, *, style: str = "", styled: int | None = None, wrap: bool = True) -> None:
+        """Print lines; only the first `styled` characters have the style, if it is given."""
+        whole = printable(text)
+        shown = Text("\n".join(wrapped(whole, self._console.width)) if wrap else whole)
+        shown.stylize(style, 0, styled)
+        self._console.print(shown, soft_wrap=True)
 
     def remaining_s(self) -> float:
         """The steps left at their mean since the first one began, with the evaluations and saves between them."""
@@ -157,51 +146,35 @@ class Terminal:
 
     # --- the live view ---
 
-    @contextlib.contextmanager
-    def live(self) -> Iterator[None]:
+    def live(self) -> contextlib.AbstractContextManager[Any]:
         """A context with the live view below the lines, on a terminal."""
         if not self._is_live:
-            yield
-            return
-        with Live(
-            console=self._console,
-            get_renderable=self.view,
-            refresh_per_second=REFRESHES_PER_S,
-            transient=True,
-            vertical_overflow="crop",
-        ):
-            yield
+            return contextlib.nullcontext()
+        return Live(
+            console=self._console, get_renderable=self.view, refresh_per_second=REFRESHES_PER_S,
+            transient=True, vertical_overflow="crop",
+        )  # fmt: skip
 
     def view(self) -> RenderableType:
         """The state of the run now."""
         now = time.monotonic()
-        parts: list[RenderableType] = [self._bar()]
-        running = [f"{name} {now - began:.0f} s" for name, began in [*self._stages.items(), *self._phases.items()]]
+        bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
+        step = Text(f"{printable(self._title)}  step {self._step}/{self._total}", style="bold")
+        bar.add_row(step, ProgressBar(total=self._total, completed=self._step), Text(self._eta()))
+        running = [f"{name} {now - began:.0f} s" for name, began in self._running.items()]
         if self._progress is not None:
             what, done, total = self._progress
             running.append(f"{what} {done}/{total}")
-        if self.sampling_waits_for is not None and "sampling" in self._phases:
+        if self.sampling_waits_for is not None and "sampling" in self._running:
             running.append(self.sampling_waits_for())
         if self._step < self._warmup_steps:
             running.append(f"critic warm-up {self._step + 1}/{self._warmup_steps}")
-        parts.append(_line(f"now     {', '.join(running) or 'between two phases'}", "cyan"))
+        parts: list[RenderableType] = [bar, _line(f"now     {', '.join(running) or 'between two phases'}", "cyan")]
         if self._values:
-            shown = [(name, form.format(self._values[key])) for name, key, form in self.columns if key in self._values]
-            parts.append(_line("last    " + "  ".join(f"{name} {value}" for name, value in shown)))
+            parts.append(_line("  ".join(["last  ", *self._shown_values()])))
         if self._evaluation:
             parts.append(_line(self._evaluation, "bold"))
-        parts += [_response(row) for row in self._responses]
-        return Group(*parts)
-
-    def _bar(self) -> RenderableType:
-        grid = Table.grid(padding=(0, 1), expand=True)
-        grid.add_column(no_wrap=True)
-        grid.add_column(ratio=1)
-        grid.add_column(no_wrap=True)
-        step = f"{printable(self._title)}  step {self._step}/{self._total}"
-        eta = f"eta {duration(self.remaining_s())}" if self._step > self._first else "starting"
-        grid.add_row(Text(step, style="bold"), ProgressBar(total=self._total, completed=self._step), Text(eta))
-        return grid
+        return Group(*parts, *map(_response, self._responses))
 
 
 def _line(text: str, style: str = "") -> Text:
@@ -214,8 +187,8 @@ def _response(row: Row) -> Panel:
     title = f"step {row['step']}, reward {reward}, {row['status']}, {row['finish_reason']}"
     lines = printable(row["text"]).strip().splitlines()
     shown = "\n".join([*lines[:RESPONSE_LINES], *(["..."] if len(lines) > RESPONSE_LINES else [])])
-    block = [_line(prompt, "dim"), Text(shown, no_wrap=True, overflow="ellipsis")]
-    return Panel(Group(*block), title=_line(title), title_align="left", border_style=color)
+    block = Group(_line(prompt, "dim"), Text(shown, no_wrap=True, overflow="ellipsis"))
+    return Panel(block, title=_line(title), title_align="left", border_style=color)
 
 
 def duration(seconds: float) -> str:
@@ -231,10 +204,6 @@ def wrapped(text: str, width: int) -> list[str]:
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())] + "  "
-        whole = len(line) <= width
-        lines += (
-            [line]
-            if whole
-            else textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        )
+        broken = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        lines += broken if len(line) > width else [line]
     return lines or [""]

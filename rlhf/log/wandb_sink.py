@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
+
+import wandb
 
 from rlhf.config.base import first_line
 from rlhf.config.secrets import hide
 from rlhf.config.sections import WandbConfig
 from rlhf.log.reachable import ANSWER_S, no_answer
 from rlhf.log.sinks import NO_DETAILS, STEP, Details
-
-if TYPE_CHECKING:
-    import wandb
 
 WANDB_START_S = 20.0  # for a server that answers to accept the run
 CLOUD_HOST = "api.wandb.ai"  # a key for it is also one for wandb's default server, which has another name now
@@ -51,41 +50,25 @@ class WandbSink:
         resume: tuple[str, int] | None,
         warn: Callable[[str], None],
     ) -> None:
-        import wandb
-
         self._lost, self._warn = False, warn
-        run_id = config.run_id if resume is None else resume[0]
         sys.argv[1:] = map(hide, sys.argv[1:])  # wandb stores them
-
-        def start(mode: Literal["online", "offline"], *, rewind: bool = False) -> wandb.Run:
-            if rewind and resume is not None:
-                going_on: dict[str, Any] = {"resume_from": f"{resume[0]}?_step={resume[1]}"}
-            else:
-                going_on = {"id": run_id, "resume": "allow" if run_id else None}
-            return wandb.init(
-                mode=mode,
-                dir=run_dir,
-                project=config.project,
-                entity=config.entity,
-                group=config.group,
-                name=config.name or run_dir.name,
-                tags=list(config.tags) or None,
-                config={**resolved, "about": dict(about)},
-                # in a git repository, wandb would store the remote's address and every uncommitted change
-                settings=wandb.Settings(
-                    silent=True,
-                    init_timeout=WANDB_START_S,
-                    finish_timeout=WANDB_FINISH_S,
-                    finish_timeout_raises=True,
-                    x_graphql_timeout_seconds=ANSWER_S,
-                    x_graphql_retry_max=WANDB_RETRIES,
-                    disable_git=True,
-                ),
-                **going_on,
-            )
-
+        common: dict[str, Any] = {
+            "dir": run_dir, "project": config.project, "entity": config.entity, "group": config.group,
+            "name": config.name or run_dir.name, "tags": list(config.tags) or None,
+            "config": {**resolved, "about": dict(about)},
+            # in a git repository, wandb would store the remote's address and every uncommitted change
+            "settings": wandb.Settings(
+                disable_git=True, silent=True, init_timeout=WANDB_START_S, finish_timeout=WANDB_FINISH_S,
+                finish_timeout_raises=True, x_graphql_timeout_seconds=ANSWER_S, x_graphql_retry_max=WANDB_RETRIES,
+            ),
+        }  # fmt: skip
+        run_id = config.run_id if resume is None else resume[0]
+        same_run = common | {"id": run_id, "resume": "allow" if run_id else None}
+        # the server removes what was logged after the checkpoint; not every server can
+        rewound = [] if resume is None else [common | {"resume_from": f"{resume[0]}?_step={resume[1]}"}]
         online = config.mode == "online" or (config.mode == "auto" and has_wandb_key())
-        self._run = _start_online(start, run_dir, warn, rewind=resume is not None) if online else start("offline")
+        run = _start_online([*rewound, same_run], run_dir, warn) if online else None
+        self._run = run or wandb.init(mode="offline", **same_run)
         self.run_id: str = self._run.id
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
@@ -109,8 +92,6 @@ class WandbSink:
             )
 
     def _log(self, step: int, values: Mapping[str, Any], details: Details) -> None:
-        import wandb
-
         shown: dict[str, Any] = {STEP: step, **values}
         for name, counts in details.histograms.items():
             shown[name] = wandb.Histogram(np_histogram=counts)
@@ -126,28 +107,20 @@ class WandbSink:
     def close(self, *, failed: bool = False) -> None:
         self._unless_lost(lambda: self._run.finish(exit_code=1 if failed else 0))
         if self._lost:
-            import wandb
-
             with contextlib.suppress(Exception):  # else wandb fails, with a traceback, when the program exits
                 wandb.teardown()
 
 
 def _start_online(
-    start: Callable[..., wandb.Run], run_dir: Path, warn: Callable[[str], None], *, rewind: bool
-) -> wandb.Run:
-    """Start an online run; if the server does not answer or accept it, an offline one, with a warning.
-
-    Args:
-        rewind: ask the server to remove what was logged after the checkpoint; not every server can.
-    """
-    import wandb
-
+    attempts: Sequence[Mapping[str, Any]], run_dir: Path, warn: Callable[[str], None]
+) -> wandb.Run | None:
+    """An online run, by the first of these arguments that the server takes; None, with a warning, if it takes none."""
     # The server is asked first, because a run that fails to start keeps trying in the background, even when the program
     # ends.
     url, problem = server_problem()
-    for rewinds in (True, False) if rewind and not problem else (False,) if not problem else ():
+    for arguments in () if problem else attempts:
         try:
-            return start("online", rewind=rewinds)
+            return wandb.init(mode="online", **arguments)
         except wandb.errors.UsageError:
             raise
         except wandb.errors.Error as error:
@@ -157,13 +130,11 @@ def _start_online(
         f"logging.wandb: {url} does not take the run ({problem}). Metrics are kept in "
         f"{run_dir / 'wandb'}; `wandb sync` uploads them later."
     )
-    return start("offline")
+    return None
 
 
 def server_problem() -> tuple[str, str]:
     """The server's address in wandb's settings, and why it does not answer; "" if it does, or if only wandb can ask."""
-    import wandb
-
     settings = wandb.setup().settings
     through_proxy = settings.http_proxy or settings.https_proxy  # in wandb's own settings, which only wandb can use
     return settings.base_url, "" if through_proxy else no_answer(settings.base_url)
@@ -171,8 +142,6 @@ def server_problem() -> tuple[str, str]:
 
 def has_wandb_key() -> bool:
     """Whether wandb could log in to the server of its settings without asking."""
-    import wandb
-
     if os.environ.get("WANDB_API_KEY"):
         return True
     url = wandb.setup().settings.base_url

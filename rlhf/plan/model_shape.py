@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.config.model_folder import local_model_folder, looks_local
-from rlhf.data.model_files import USUAL_MODEL_TYPES, local_model_config
-from rlhf.data.weight_files import tensor_shapes, weight_files
+from rlhf.data.model_files import USUAL_MODEL_TYPES, local_model_config, tensor_shapes, weight_files
 from rlhf.plan.known_models import known_model
 
 KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' defaults

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from rlhf.log.diagnosis import diagnose_run, outside_at_the_end
-from rlhf.log.healthy import range_of
+from rlhf.log.diagnosis import diagnose_run, outside_at_the_end, range_of
 from rlhf.log.panels import SECTIONS, Panel, matching
 from rlhf.log.sinks import BOUNDS, Row
 from rlhf.report.run_files import RunFiles, conversation, differing_keys, sample_groups, states_no_answer

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from rlhf.cluster.node_report import report
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.secrets import hide_in_output
-from rlhf.log.background import BackgroundSink, ClosingSink
+from rlhf.log import sinks
 from rlhf.log.patient_files import PatientFiles
-from rlhf.log.sinks import MLFLOW_DATABASE, NO_DETAILS, Details, JsonlSink, MlflowSink, Sink, TensorBoardSink
+from rlhf.log.sinks import NO_DETAILS, Details
 from rlhf.log.terminal import Terminal
-from rlhf.log.wandb_sink import WandbSink
 from rlhf.run.folder import RunFolder
 from rlhf.run.state import RunState, code_state
+
+if TYPE_CHECKING:
+    from rlhf.log.wandb_sink import WandbSink
 
 
 class RunLog:
@@ -46,16 +48,18 @@ class RunLog:
         self.wandb_run_id, self.mlflow_run_id = state.wandb_run_id, state.mlflow_run_id
         _check_packages(config)
         self._config, self._first_step = config, state.step
-        self._sinks: list[Sink] = []
+        self._sinks: list[sinks.Sink] = []
         self._wandb: WandbSink | None = None
 
     def open(self, folder: RunFolder, exit_stack: contextlib.AsyncExitStack) -> None:
         """Open every sink; `exit_stack` closes them, and tells them whether the run failed."""
         resume_step = self._first_step if folder.restored is not None else None
-        self._sinks.append(JsonlSink(folder.metrics, self.files, resume_step=resume_step))
+        self._sinks.append(sinks.JsonlSink(folder.metrics, self.files, resume_step=resume_step))
         exit_stack.push(self._write_what_waits)
         logging, resolved = self._config.logging, self._config.shown()
         if logging.wandb.mode != "disabled":
+            from rlhf.log.wandb_sink import WandbSink  # imports wandb
+
             run_id = self.wandb_run_id
             resume = None if run_id is None or resume_step is None else (run_id, resume_step)
             self._wandb = WandbSink(logging.wandb, folder.path, resolved, about(), resume=resume, warn=self.warn)
@@ -63,16 +67,16 @@ class RunLog:
             self.wandb_run_id = self._wandb.run_id
             exit_stack.enter_context(hide_in_output())  # wandb now stores what is printed
         if logging.tensorboard:
-            tensorboard = TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step)
-            self._add(BackgroundSink(tensorboard, "logging.tensorboard", self.warn), exit_stack)
+            tensorboard = sinks.TensorBoardSink(folder.path / "tensorboard", resume_step=resume_step)
+            self._add(sinks.BackgroundSink(tensorboard, "logging.tensorboard", self.warn), exit_stack)
         if logging.mlflow.uri is not None:
             name, run_id = folder.path.name, self.mlflow_run_id
-            mlflow = MlflowSink(logging.mlflow.uri, logging.mlflow.experiment, name, resolved, run_id=run_id)
+            mlflow = sinks.MlflowSink(logging.mlflow.uri, logging.mlflow.experiment, name, resolved, run_id=run_id)
             self.mlflow_run_id = mlflow.run_id
-            self._add(BackgroundSink(mlflow, "logging.mlflow", self.warn), exit_stack)
+            self._add(sinks.BackgroundSink(mlflow, "logging.mlflow", self.warn), exit_stack)
         self._sinks.append(self.terminal)
 
-    def _add(self, sink: ClosingSink, exit_stack: contextlib.AsyncExitStack) -> None:
+    def _add(self, sink: sinks.ClosingSink, exit_stack: contextlib.AsyncExitStack) -> None:
         exit_stack.push(lambda kind, *_: sink.close(failed=kind is not None))
         self._sinks.append(sink)
 
@@ -98,7 +102,7 @@ def _check_packages(config: TrainingProgramConfig) -> None:
     uri = config.logging.mlflow.uri
     wanted = [("tensorboard", "tensorboard")] if config.logging.tensorboard else []
     wanted += [] if uri is None else [("mlflow", "mlflow")]
-    wanted += [("mlflow", name) for name in ("sqlalchemy", "alembic") if uri and MLFLOW_DATABASE.match(uri)]
+    wanted += [("mlflow", name) for name in ("sqlalchemy", "alembic") if uri and sinks.MLFLOW_DATABASE.match(uri)]
     for key, package in wanted:
         if find_spec(package) is None:
             raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf.config.supervised import SupervisedConfig
-from rlhf.data.examples import TrainEval
+from rlhf.data.conversations import TrainEval
 from rlhf.data.read import left_out_text
 from rlhf.log.reductions import UpdateOutcome, to_values
 from rlhf.run.run import Run

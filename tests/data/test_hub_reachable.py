@@ -15,7 +15,7 @@ from worlds import make_config
 
 from rlhf.config.data import SourceConfig
 from rlhf.data.model_files import hub_silence
-from rlhf.data.read import read_rows
+from rlhf.data.read import Source
 from rlhf.log import reachable
 from rlhf.plan.start_checks import input_problems
 
@@ -64,7 +64,7 @@ def test_a_model_in_the_cache_needs_no_hub(tiny_model_dir: Path, empty_cache: Pa
 def test_data_that_only_a_silent_hub_has_ends_the_reading_of_it(silent: str) -> None:
     told = r"^data\.train=a/b: .* hf download a/b --repo-type dataset$"
     with pytest.raises(ValueError, match=told):
-        read_rows(SourceConfig(path="a/b"), "train", "data.train")
+        Source("data.train", SourceConfig(path="a/b"), "train").read()
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import state_of
-from rlhf.learner.host_memory import free_host_memory
 from safetensors import safe_open
 from safetensors.torch import load_file
 

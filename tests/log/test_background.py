@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from waiting import WAIT_S, eventually
 
-from rlhf.log import background
-from rlhf.log.background import BackgroundSink
-from rlhf.log.sinks import NO_DETAILS, Details, MlflowSink
+from rlhf.log import sinks
+from rlhf.log.sinks import NO_DETAILS, BackgroundSink, Details, MlflowSink
 
 
 class Server:
@@ -38,8 +37,8 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(background, "CLOSE_S", WAIT_S)
+    monkeypatch.setattr(sinks, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(sinks, "CLOSE_S", WAIT_S)
 
 
 @pytest.mark.parametrize("server", [Server(), Server(refuses=3), Server(every_second=True)])
@@ -58,7 +57,7 @@ def test_every_row_arrives_in_order(server: Server) -> None:
 def test_a_server_that_never_answers_costs_the_run_nothing_but_a_count_at_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(background, "CLOSE_S", 0.05)
+    monkeypatch.setattr(sinks, "CLOSE_S", 0.05)
     warnings: list[str] = []
     sink = BackgroundSink(server := Server(hangs=True), "logging.mlflow", warnings.append)
     began = time.monotonic()

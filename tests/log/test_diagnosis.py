@@ -10,8 +10,7 @@ import pytest
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys, load_config
-from rlhf.log.diagnosis import RULES, Diagnosis, Finding, diagnose_run, outside_at_the_end
-from rlhf.log.healthy import Outside
+from rlhf.log.diagnosis import RULES, Diagnosis, Finding, Outside, diagnose_run, outside_at_the_end
 
 ROOT = Path(__file__).parent.parent.parent
 HEALTHY = ROOT / "tests/fixtures/healthy_quickstarts.csv"  # metrics of three runs of configs/quickstart.yaml

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from documented import PAGE, check_documented, documented, matches
 
-from rlhf.log.healthy import HEALTHY, range_of
+from rlhf.log.diagnosis import HEALTHY, range_of
 
 TESTS = Path(__file__).parent.parent
 

@@ -14,8 +14,7 @@ from fake_run import FakeCluster, FakeLearners
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.sft import SFTConfig
 from rlhf.config.supervised import SupervisedConfig
-from rlhf.data.conversations import SFTEncoder, pair_encoder
-from rlhf.data.examples import TrainEval, read_examples
+from rlhf.data.conversations import SFTEncoder, TrainEval, pair_encoder, read_examples
 from rlhf.log.reductions import Last, Mean, StepMetrics, Sum, UpdateOutcome
 from rlhf.run.run import Run
 from rlhf.run.supervised_loop import MAX_SKIPPED, train
