@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import ENGINE, LEARNER
 from rlhf.data.model_checks import model_problems
 from rlhf.data.read import too_few_prompts
-from rlhf.plan.memory import GIB, EngineMemory, RoleMemory, total
-from rlhf.plan.model_shape import ModelShape
-from rlhf.plan.shared_gpus import planned_problems
-from rlhf.plan.text import counted
+from rlhf.plan.memory import GIB, RoleMemory, kv_cache, planned_problems, total
+from rlhf.plan.model_shape import ModelShape, config_at
+from rlhf.plan.resources import counted
 
 
 def arithmetic_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
@@ -49,8 +47,10 @@ def arithmetic_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]
         yield f"{problem} The run will be refused."
 
 
-def model_warnings(config: GRPOConfig, model: Mapping[str, Any]) -> Iterator[str]:
+def model_warnings(config: GRPOConfig) -> Iterator[str]:
     """Warnings from the model's config.json: why the run will be refused, by its checks or by an engine."""
+    if (model := config_at(config.model.path)) is None:
+        return
     yield from (f"{problem} The run will be refused." for problem in model_problems(config, policy=model))
     heads = model.get("num_attention_heads")
     if heads is not None and heads % config.cluster.tensor_parallel:
@@ -61,11 +61,7 @@ def model_warnings(config: GRPOConfig, model: Mapping[str, Any]) -> Iterator[str
 
 
 def memory_warnings(
-    config: GRPOConfig,
-    estimates: Sequence[RoleMemory],
-    engine: EngineMemory,
-    shape: ModelShape,
-    host_gib: float,
+    config: GRPOConfig, estimates: Sequence[RoleMemory], shape: ModelShape, host_gib: float
 ) -> Iterator[str]:
     """Warnings from the estimate: roles that do not fit, and a KV cache that is too small.
 
@@ -74,21 +70,21 @@ def memory_warnings(
         host_gib: memory of this machine, for runs on CPU.
     """
     cluster, rollout = config.cluster, config.rollout
-    per_group = rollout.samples_per_prompt * config.max_sequence_tokens
+    (_, kv_tokens), longest = kv_cache(shape, config), config.max_sequence_tokens
+    per_group = rollout.samples_per_prompt * longest
     keys = "rollout.kv_cache_gib"
     if cluster.device == "cuda":
         keys = "rollout.gpu_memory_utilization or cluster.tensor_parallel"
-    if engine.kv_tokens < config.max_sequence_tokens:
+    if kv_tokens < longest:
         yield (
-            f"KV cache: an engine holds {engine.kv_tokens:,} tokens, not even one sequence of "
-            f"{config.max_sequence_tokens:,} (data.max_prompt_tokens + rollout.max_response_tokens). Raise {keys}, or "
-            "shorten sequences."
+            f"KV cache: an engine holds {kv_tokens:,} tokens, not even one sequence of {longest:,} "
+            f"(data.max_prompt_tokens + rollout.max_response_tokens). Raise {keys}, or shorten sequences."
         )
-    elif engine.kv_tokens < per_group:
+    elif kv_tokens < per_group:
         yield (
-            f"KV cache: an engine holds {engine.kv_tokens:,} tokens, less than one group at full length "
-            f"(rollout.samples_per_prompt={rollout.samples_per_prompt} x {config.max_sequence_tokens:,} = {per_group:,}"
-            f"): sequences will be preempted and computed again. Raise {keys}, or shorten sequences."
+            f"KV cache: an engine holds {kv_tokens:,} tokens, less than one group at full length "
+            f"(rollout.samples_per_prompt={rollout.samples_per_prompt} x {longest:,} = {per_group:,}): sequences will "
+            f"be preempted and computed again. Raise {keys}, or shorten sequences."
         )
     if cluster.device == "cpu":
         need = sum(estimate.role.count * total(estimate.parts) for estimate in estimates) / GIB
