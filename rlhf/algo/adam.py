@@ -17,14 +17,7 @@ therefore turns any Adam that reads it, fused or inside DeepSpeed's ZeRO, into t
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
-
-
-class HasParamGroups(Protocol):
-    """A torch optimizer, or DeepSpeed's wrapper around one."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
+from typing import Any
 
 
 def adam_epsilon(adam_step: int, *, variant: str, eps: float, betas: tuple[float, float]) -> float:
@@ -39,11 +32,12 @@ def adam_epsilon(adam_step: int, *, variant: str, eps: float, betas: tuple[float
 
 
 def set_step(
-    optimizer: HasParamGroups, *, lr: float, adam_step: int, variant: str, eps: float, betas: tuple[float, float]
+    optimizer: Any, *, lr: float, adam_step: int, variant: str, eps: float, betas: tuple[float, float]
 ) -> None:
     """Write the learning rate and the effective epsilon of the step about to be taken into every parameter group.
 
     Args:
+        optimizer: torch's, or DeepSpeed's wrapper around one.
         adam_step: t, 1-based: the steps that Adam itself has taken plus one. A skipped update does not advance it.
         eps, betas: as the config names them.
     """

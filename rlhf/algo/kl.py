@@ -51,8 +51,7 @@ def kl_per_token(
     """One estimate of the KL divergence per token (module docstring; weighted k3: arXiv:2512.02556, sec. 3.1).
 
     Args:
-        logprobs: [T] of the policy, with gradient where the KL is part of a loss.
-        ref_logprobs: [T] of the reference.
+        logprobs: [T] of the policy, with gradient where the KL is part of a loss. ref_logprobs: [T] of the reference.
         estimator: one of KL_ESTIMATORS.
         old_logprobs: [T] of the policy that sampled the tokens; k4 and `ratio_weighted` need it.
         ratio_weighted: multiply k3 by pi / pi_old, gradient included.
@@ -68,20 +67,16 @@ def kl_per_token(
     logprobs = masked(logprobs, response_mask)
     difference = logprobs - masked(ref_logprobs, response_mask)
     match estimator:
-        case "k1":
-            return difference
         case "k2":
-            return difference.square() / 2
-        case "k3" if not ratio_weighted:
-            return bounded_exp(-difference) - 1 + difference
+            estimate = difference.square() / 2
         case "k3":
-            weighted = bounded_exp(-difference) - 1 + difference
-        case "k4":
-            weighted = difference
+            estimate = bounded_exp(-difference) - 1 + difference
         case _:
-            raise AssertionError(estimator)
+            estimate = difference
+    if not ratio_weighted and estimator != "k4":
+        return estimate
     assert old_logprobs is not None, "a ratio-weighted estimate needs the policy that sampled"
-    return bounded_exp(logprobs - masked(old_logprobs, response_mask)) * weighted
+    return bounded_exp(logprobs - masked(old_logprobs, response_mask)) * estimate
 
 
 class KLController:
@@ -100,9 +95,7 @@ class KLController:
     MAX_ERROR = 0.2  # sec. 2.2 of the paper
 
     def __init__(self, coef: float, *, target: float | None = None, horizon: int = 1) -> None:
-        self.coef = coef
-        self.target = target
-        self.horizon = horizon
+        self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, rollouts: int) -> None:
         """Take in the mean KL of one step's rollouts, in nats per response.

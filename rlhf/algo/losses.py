@@ -53,8 +53,7 @@ def policy_loss(
                of 1 or more is the paper's own setting, no lower bound
 
     Args:
-        logprobs: [T] with gradient.
-        old_logprobs, advantages: [T] without.
+        logprobs: [T] with gradient. old_logprobs, advantages: [T] without.
         response_mask: [T] bool; tokens elsewhere get loss 0 and gradient 0 for any input.
         dual_clip: c > 1 bounds the loss of ppo and gspo at -c A where A < 0 (arXiv:1912.09729); None: no bound.
         cu_seqlens: [S+1], for gspo.
@@ -68,13 +67,13 @@ def policy_loss(
         weight = ratio.clamp(1 - clip_low, 1 + clip_high)
         not_dual = torch.zeros_like(response_mask)
         return PolicyLossTerms(-weight * advantages * logprobs, ratio * response_mask, weight != ratio, not_dual)
+    assert kind in ("ppo", "gspo"), kind
     if kind == "gspo":
         assert cu_seqlens is not None, "the ratio of gspo is per sequence"
-        sequence = _segment_mean(log_ratio.detach(), response_mask, cu_seqlens)
+        means = segment_sums(log_ratio.detach(), cu_seqlens) / segment_counts(response_mask, cu_seqlens).clamp(min=1)
+        sequence = means[segment_ids(cu_seqlens, len(log_ratio))]
         # The value is the sequence's log ratio (the bracket is exactly 0), the gradient that of the token's log pi.
         log_ratio = torch.where(response_mask, sequence + (logprobs - logprobs.detach()), 0.0)
-    else:
-        assert kind == "ppo", kind
     ratio = bounded_exp(log_ratio)
     free = -ratio * advantages
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -221,9 +220,3 @@ def aggregate(
             assert constant_length
             return values.sum() / (max(rollouts, 1) * constant_length)
     raise AssertionError(aggregation)
-
-
-def _segment_mean(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T]: at each token the mean of x over the True tokens of its segment; x is 0 where the mask is False."""
-    means = segment_sums(x, cu_seqlens) / segment_counts(mask, cu_seqlens).clamp(min=1)
-    return means[segment_ids(cu_seqlens, len(x))]

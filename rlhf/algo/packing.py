@@ -184,29 +184,21 @@ def pack(
     Raises:
         ValueError: a mask or log-probs are not as long as their sequence; they would shift against the tokens.
     """
-    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    lengths = [len(sequence) for sequence in sequences]
+    if response_masks is None:
+        response_masks = [np.arange(length) > 0 for length in lengths]
+    if rollout_logprobs is None:
+        rollout_logprobs = [np.zeros(length, np.float32) for length in lengths]
     for name, columns in (("response_mask", response_masks), ("rollout_logprobs", rollout_logprobs)):
-        pairs = [] if columns is None else zip(lengths.tolist(), columns, strict=True)
-        for row, (length, column) in enumerate(pairs):
+        for row, (length, column) in enumerate(zip(lengths, columns, strict=True)):
             if len(column) != length:
                 raise ValueError(f"row {row}: {length} tokens, but {len(column)} values in {name}")
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    mask = np.ones(cu_seqlens[-1], bool)
-    mask[cu_seqlens[:-1]] = False
     return PackedTokens(
         token_ids=np.concatenate(sequences).astype(np.int32, copy=False),
-        response_mask=mask if response_masks is None else np.concatenate(response_masks),
-        rollout_logprobs=(
-            np.zeros(cu_seqlens[-1], np.float32)
-            if rollout_logprobs is None
-            else np.concatenate(rollout_logprobs).astype(np.float32, copy=False)
-        ),
-        cu_seqlens=cu_seqlens,
-        rollout_tokens=(
-            lengths - 1
-            if response_masks is None
-            else np.array([np.count_nonzero(mask) for mask in response_masks], np.int64)
-        ),
+        response_mask=np.concatenate(response_masks),
+        rollout_logprobs=np.concatenate(rollout_logprobs).astype(np.float32, copy=False),
+        cu_seqlens=np.cumsum([0, *lengths]),
+        rollout_tokens=np.array([np.count_nonzero(mask) for mask in response_masks], np.int64),
     )
 
 
