@@ -112,31 +112,20 @@ def total(parts: Sequence[Part]) -> float:
 
 def learner_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """The parts of one learner at the peak of an update."""
-    state = _trained_state(config.learner, config, shape.parameters)
+    reference: list[Part] = []
     if config.needs_reference:
         dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
         use: Use = "state" if ranks > 1 else "movable"  # a share at ZeRO-3 stays
-        state.append(_divided(f"reference, {dtype}", shape.parameters, BYTES[dtype], ranks, use=use))
-    work = _trained_work(config.learner, config, shape.parameters)
-    return (*state, *work, _activations(shape, config), _head(shape, config), _overhead("learner", config))
+        reference = [_divided(f"reference, {dtype}", shape.parameters, BYTES[dtype], ranks, use=use)]
+    return _trained(config.learner, shape, config, shape.parameters, reference, _head(shape, config))
 
 
 def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
-    """The parts of one rank of the critic at the peak of an update; its head gives one number per token, not logits.
-
-    Args:
-        shape: the critic's model.
-    """
+    """The parts of one rank of the critic at the peak of an update; its head gives one number per token, not logits."""
     section: TrainedConfig = config.critic  # type: ignore[attr-defined]  # of PPO alone
-    count = scalar_parameters(shape)
-    head = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
-    return (
-        *_trained_state(section, config, count),
-        *_trained_work(section, config, count),
-        _activations(shape, config),
-        Part("head: states in float32, gradient", float(head), "one number per token"),
-        _overhead("learner", config),
-    )
+    states = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
+    head = Part("head: states in float32, gradient", float(states), "one number per token")
+    return _trained(section, shape, config, scalar_parameters(shape), [], head)
 
 
 def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
@@ -156,43 +145,41 @@ def scalar_parameters(shape: ModelShape) -> int:
     return shape.parameters - shape.head_parameters + shape.hidden
 
 
-def _trained_state(learner: TrainedConfig, config: GRPOConfig, count: int) -> list[Part]:
-    """Weights and optimizer state of one rank of a trained model with `count` parameters."""
-    dtype = config.model.dtype
-    stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[dtype]
+def _trained(
+    section: TrainedConfig, shape: ModelShape, config: GRPOConfig, count: int, reference: list[Part], head: Part
+) -> tuple[Part, ...]:
+    """One rank of a trained model with `count` parameters: what it holds, gradients and their buffers, activations."""
+    dtype, stage, ranks = config.model.dtype, section.zero_stage, config.cluster.learners
+    b, offload = BYTES[dtype], section.offload_optimizer
     by = ranks if stage >= 1 else 1
-    weights = _divided(f"weights, {dtype}", count, b, ranks if stage == 3 else 1, use="state")
-    if learner.offload_optimizer:
+    state = [_divided(f"weights, {dtype}", count, b, ranks if stage == 3 else 1, use="state")]
+    if offload:
         host = _share(count, MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES, by)
-        return [weights, Part("optimizer", 0.0, f"in host memory: {host}")]
-    moments = _divided("Adam's two moments, float32", count, MOMENTS_BYTES, by, use="movable")
-    if stage == 0 and dtype == "float32":
-        return [weights, moments]
-    return [weights, _divided("master weights, float32", count, MASTER_BYTES, by, use="movable"), moments]
-
-
-def _trained_work(learner: TrainedConfig, config: GRPOConfig, count: int) -> list[Part]:
-    """Gradients and their buffers."""
-    stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[config.model.dtype]
+        state.append(Part("optimizer", 0.0, f"in host memory: {host}"))
+    else:
+        if stage or dtype != "float32":
+            state.append(_divided("master weights, float32", count, MASTER_BYTES, by, use="movable"))
+        state.append(_divided("Adam's two moments, float32", count, MOMENTS_BYTES, by, use="movable"))
     by = ranks if stage >= 2 else 1
     # DeepSpeed's buffers have full size for any model; on CPU the unfilled part takes no memory. ZeRO-1's are float32.
     elements = REDUCE_BUFFERS if config.cluster.device == "cuda" else min(REDUCE_BUFFERS, count)
     width = GRADIENT_BYTES if stage == 1 else b
-    size = width * elements if stage >= 1 else 0
-    bucket = Part("reduction buffer", float(size), f"bucket of {elements / 1e9:.2f} B x {width}")
-    if learner.offload_optimizer:
-        parts = [Part("gradients", b * count / by, f"{_share(count, b, by)}, then in host memory"), bucket]
+    bucket = Part(
+        "reduction buffer", float(width * elements if stage else 0), f"bucket of {elements / 1e9:.2f} B x {width}"
+    )
+    if offload:
+        work = [Part("gradients", b * count / by, f"{_share(count, b, by)}, then in host memory"), bucket]
     elif stage == 0:
-        parts = [_divided("gradients", count, b)]
+        work = [_divided("gradients", count, b)]
         if b != GRADIENT_BYTES:
-            parts.append(_divided("gradients of the step, float32", count, GRADIENT_BYTES))
+            work.append(_divided("gradients of the step, float32", count, GRADIENT_BYTES))
     else:
         copy = _divided("gradients, added and reduced", count, GRADIENT_BYTES, ranks)
         added = replace(copy, size=copy.size + bucket.size, how=f"{copy.how} + {bucket.how}")
-        parts = [_divided("gradients, float32", count, GRADIENT_BYTES, by), added]
+        work = [_divided("gradients, float32", count, GRADIENT_BYTES, by), added]
     if stage == 3:
-        parts.append(_divided("gathered weights", min(ZERO3_MAX_LIVE_PARAMETERS, count), b))
-    return parts
+        work.append(_divided("gathered weights", min(ZERO3_MAX_LIVE_PARAMETERS, count), b))
+    return (*state, *reference, *work, _activations(shape, config), head, _overhead("learner", config))
 
 
 def _overhead(what: str, config: GRPOConfig) -> Part:
