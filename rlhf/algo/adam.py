@@ -1,17 +1,12 @@
-"""The two published forms of Adam, both on torch's own AdamW.
+"""The two published forms of Adam (Kingma & Ba, arXiv:1412.6980), both on torch's own AdamW.
 
-Algorithm 1 of Kingma & Ba (arXiv:1412.6980), which PyTorch implements, adds epsilon to the bias-corrected root:
+    torch       theta -= lr  m_hat / (sqrt(v_hat) + eps)                                            their Algorithm 1
+    tensorflow  theta -= lr sqrt(1 - beta2^t) / (1 - beta1^t)  m / (sqrt(v) + eps_hat)      just before Section 2.1
 
-    theta -= lr  m_hat / (sqrt(v_hat) + eps)            m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t)
-
-The formulation just before their Section 2.1, which TensorFlow implements and the original RLHF work was trained
-with, folds both corrections into the step size and adds "epsilon hat" to the uncorrected root:
-
-    theta -= lr sqrt(1 - beta2^t) / (1 - beta1^t)  m / (sqrt(v) + eps_hat)
-
-Dividing numerator and denominator by sqrt(1 - beta2^t) gives the first form with eps_t = eps_hat / sqrt(1 - beta2^t):
-the two differ by an epsilon that is large at first and decays to eps_hat. Setting `group["eps"]` before each step
-therefore turns any Adam that reads it, fused or inside DeepSpeed's ZeRO, into the TensorFlow one.
+with m_hat = m / (1 - beta1^t) and v_hat = v / (1 - beta2^t).
+The original RLHF work was trained with the second. Dividing numerator and denominator by sqrt(1 - beta2^t) makes it
+the first with eps_t = eps_hat / sqrt(1 - beta2^t), which is large at first and decays to eps_hat. Setting
+`group["eps"]` before each step therefore turns any Adam that reads it, also fused or in ZeRO, into the TensorFlow one.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ WHITEN_EPS = 1e-8  # added to the variance, as in the original RLHF code (openai
 
 
 def advantages_of_kind(kind: str, rewards: Tensor, groups: Tensor, *, lengths: Tensor | None = None) -> Tensor:
-    """[B] advantages by the name of `algo.advantage`: add a case for a new one, and its name in config/sections.py.
+    """[B] advantages by the name of `algo.advantage`.
 
     Args:
         rewards: [B] all responses of the step; NaN for unscorable.

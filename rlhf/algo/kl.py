@@ -5,17 +5,15 @@ With d = log pi - log pi_ref at a sampled token and r = pi / pi_old:
     k1 = d    k2 = d^2 / 2    k3 = exp(-d) - 1 + d    k4 = r d          (k1 to k3: J. Schulman, "Approximating KL
                                                                          divergence", joschu.net/blog/kl-approx.html)
 
-The value of an estimator and its gradient are different questions. As a *loss* that is summed over tokens (aggregation
-`constant`), differentiated at tokens sampled from pi itself, and given each token's prefix, the expected gradient is
+As a *loss* that is summed over tokens (aggregation `constant`), at tokens sampled from pi itself and given each token's
+prefix, the expected gradient is
 
-    k1  zero: E[grad log pi] = 0. It adds variance and controls nothing
-    k2  the gradient of KL(pi || pi_ref)
-    k3  the gradient of KL(pi_ref || pi), the other direction; weighted by r, that of KL(pi || pi_ref)
-    k4  the gradient of KL(pi || pi_ref)
+    k1      zero: E[grad log pi] = 0. It adds variance and controls nothing
+    k2, k4  the gradient of KL(pi || pi_ref)
+    k3      the gradient of KL(pi_ref || pi), the other direction; weighted by r, that of KL(pi || pi_ref)
 
-*Off-policy*, at tokens sampled from pi_old: k4 and ratio-weighted k3 stay exact, because r d and r k3 differentiate to
-r d grad log pi (+ r grad log pi, which averages to 0 for k4). k1, k2 and plain k3 do not: each becomes the same sum
-under pi_old instead of pi, which for k1 is no longer zero.
+*Off-policy*, at tokens sampled from pi_old, k4 and ratio-weighted k3 stay exact. The others become the same sum under
+pi_old instead of pi, which for k1 is no longer zero.
 
 `sequence_mean` and `token_mean` divide by a length N that was sampled. The term 1 x grad log pi, which k1 and k4 have,
 then no longer averages to 0: it is the gradient of E[1/N]. For k1 it is all there is, so a larger coefficient makes
@@ -23,8 +21,6 @@ responses longer and pulls nothing towards the reference.
 
 None of the four sees the effect of a token on later prefixes. A KL in the *reward* does: there k1, summed over the
 response, is exact, while k2 and k3 are biased (and k3 is unbounded where pi is far below pi_ref).
-
-The gradient flows through `logprobs` only; nothing here detaches it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The head, the log-softmax and the choice of the sampled token are one operation, computed in tiles of tokens and
 vocabulary; the backward pass computes each tile of logits again. The factors of a product have the type of the head's
-weight (for tensor cores or AMX). Everything after the product is float32: log-sum-exp, probabilities, entropy, and the
-sums of both gradients over tiles. The product itself is float32 on GPUs, where one kernel reads a tile of it, and has
-the weight's type on CPU. float64 stays float64.
+weight (for tensor cores or AMX). The product is float32 on GPUs and has the weight's type on CPU; everything after it
+is float32, the sums of both gradients over tiles too. float64 stays float64.
 
 Only response tokens are computed. Positions shift in `response_states` and nowhere else: the state at t - 1 predicts
 token t.
@@ -132,9 +131,8 @@ class _Head:
         if self.product.dtype == self.logits.dtype:
             return torch.mm(a, b, out=out) if out is not None else a @ b
         if self.kernels:
-            options: dict[str, Any] = {} if out is None else {"out": out}
-            product: Tensor = torch.mm(a, b, out_dtype=self.logits.dtype, **options)
-            return product
+            options = {} if out is None else {"out": out}
+            return torch.mm(a, b, out_dtype=self.logits.dtype, **options)
         if out is None:
             return a @ b
         return out.copy_(torch.mm(a, b, out=_view(self.product, (out.shape[0], out.shape[1]))))

@@ -104,8 +104,7 @@ def value_loss(
         max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2
 
     Args:
-        values: [T] with gradient. old_values, returns: [T] without.
-        response_mask: [T] bool; elsewhere loss and gradient are 0.
+        values: [T] with gradient. old_values, returns: [T] without. response_mask: [T] bool.
         clip: how far a value may move from its old one; None: the plain squared error.
     """
     values, old_values, returns = (masked(x, response_mask) for x in (values, old_values, returns))
@@ -117,12 +116,12 @@ def value_loss(
 
 
 class ImportanceWeights(NamedTuple):
-    """Weight of each token that corrects for the difference between the learner's policy and the engine's.
+    """What corrects for the difference between the learner's policy and the engine's.
 
     Attributes:
-        weights: [T], 0 outside of the mask; multiply the per-token policy loss with them.
+        weights: [T], 0 outside of the mask; they multiply the per-token policy loss.
         outside: [T] bool, the ratio is beyond the cap: it was cut (truncated) or the token left out (masked).
-        samples: n, the number of terms in the next two sums: tokens, or responses at level `sequence`.
+        samples: number of ratios, of tokens or (level `sequence`) of responses.
         ratio_sum, ratio_square_sum: scalars, of the ratios before any cap, for `EffectiveSampleFraction`.
     """
 
@@ -147,12 +146,10 @@ def importance_weights(
     """Weights w = pi_old / pi_rollout between the learner's policy and the engine's, one per token.
 
         none       1
-        truncated  min(w, cap)                               truncated importance sampling (Ionides 2008), applied
-                                                             to the engine's mismatch as in arXiv:2505.24298
+        truncated  min(w, cap)                               Ionides 2008; for the engine's mismatch arXiv:2505.24298
         masked     w where 1/cap <= w <= cap, 0 elsewhere    arXiv:2510.18855, with one bound for both sides
 
-    At level `sequence` the ratio is that of the whole response, exp(sum of log ratios over its True tokens), the same
-    for each of its tokens; responses that are packed in one row do not touch each other.
+    At level `sequence` the ratio is that of the whole response, exp(sum of log ratios over its True tokens).
 
     Args:
         old_logprobs, rollout_logprobs: [T], from the learner and as the engine reported them.

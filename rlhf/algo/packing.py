@@ -36,10 +36,10 @@ def draw_minibatches(count: int, *, minibatches: int, seed: int, step: int, epoc
 def bundle_samples(
     lengths: np.ndarray, prompts: Sequence[Hashable], prompt_lengths: np.ndarray, *, max_tokens: int, ranks: int
 ) -> list[list[int]]:
-    """Put samples of one prompt together, so that a microbatch computes their prompt once.
+    """Bundles of samples of one prompt, units of `pack_microbatches`: a microbatch computes their prompt once.
 
-    A bundle is a unit of `pack_microbatches`. Its responses take at most an eighth of a microbatch, or of a rank's
-    share where that is less, so that bundles fill budgets and ranks nearly as well as single samples would.
+    The responses of a bundle take at most an eighth of a microbatch, or of a rank's share where that is less, so that
+    bundles fill budgets and ranks nearly as well as single samples would.
 
     Args:
         lengths: [B] int, tokens of each sequence, prompt and response.
@@ -86,20 +86,17 @@ def pack_microbatches(
 ) -> list[list[list[int]]]:
     """Distribute the sequences of one minibatch over microbatches of at most `max_tokens` and over ranks.
 
-    Best-fit decreasing finds how many microbatches are needed, rounded up to a multiple of `ranks`. If there is room,
-    sequences are distributed again, each in decreasing order to the microbatch with the least cost; if the budget is
-    too tight for that, the best-fit microbatches are kept. Microbatches of similar cost run at the same time on all
-    ranks, since a reduction follows each of them.
+    Best-fit decreasing finds how many microbatches are needed, rounded up to a multiple of `ranks`. Then sequences are
+    distributed again, the largest first, each to the microbatch with the least cost; if the budget is too tight for
+    that, the best-fit microbatches stay. A reduction follows each microbatch, so ranks compute similar costs at a time.
 
     Args:
         lengths: [B] int, tokens of each sequence, prompt and response; or of each bundle of sequences.
-        max_tokens: hard budget of one microbatch.
-        ranks: learners.
         costs: [B] float; None: `sequence_cost`, for single sequences.
 
     Returns:
         [rank][microbatch] -> indices into `lengths`, ascending. Equally many microbatches for every rank, at least
-        one; empty lists are fillers. The result depends only on the arguments.
+        one; empty lists are fillers.
 
     Raises:
         ValueError: a single sequence is longer than the budget.
@@ -210,8 +207,7 @@ def filler() -> PackedTokens:
 def shared_beginnings(packed: PackedTokens) -> np.ndarray:
     """[S] int64, how many leading tokens of each sequence equal those of the previous sequence in the row.
 
-    Their states are the same and are computed once: a prompt that samples share, the common beginning of a chosen and a
-    rejected answer. At least one token of each sequence counts as its own.
+    Their states are the same and are computed once. At least one token of each sequence counts as its own.
     """
     shared = np.zeros(len(packed.lengths), np.int64)
     bounds = packed.cu_seqlens.tolist()
