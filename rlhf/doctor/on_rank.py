@@ -38,25 +38,20 @@ PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
 
 # Tiny models: one dense, and one for each kind of mixer without attention. Their weights are large enough that each
 # part of the model matters, and small enough that rounding does not.
+TINY_SIZES = {
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.1,
+}  # fmt: skip
 TINY_MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {  # norms, also of queries and keys, rotary positions, a gated MLP
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-        "initializer_range": 0.1,
-    },
+    "qwen3": {"head_dim": 32},  # norms, also of queries and keys, rotary positions, a gated MLP
     "qwen3_5_text": {  # gated delta rule
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-        "initializer_range": 0.02,
+        "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64, "initializer_range": 0.02,
     },
     "bamba": {  # Mamba 2
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_indices": [1],
-        "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 32, "mamba_chunk_size": 16,
-        "initializer_range": 0.1,
+        "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 32, "mamba_chunk_size": 16,
     },
-    "lfm2": {  # short convolution
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "initializer_range": 0.1,
-    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},  # short convolution
 }  # fmt: skip
 
 
@@ -131,8 +126,7 @@ def model_error(rank: TrainedRank, model_type: str, dtype: str) -> float:
 def _tiny_model(model_type: str, dtype: str, device: torch.device) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128}
-    config = AutoConfig.for_model(model_type, **sizes, **TINY_MODELS[model_type], pad_token_id=None)
+    config = AutoConfig.for_model(model_type, **TINY_SIZES | TINY_MODELS[model_type], pad_token_id=None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformer = AutoModelForCausalLM.from_config(
