@@ -131,8 +131,9 @@ class _Head:
         if self.product.dtype == self.logits.dtype:
             return torch.mm(a, b, out=out) if out is not None else a @ b
         if self.kernels:
-            options = {} if out is None else {"out": out}
-            return torch.mm(a, b, out_dtype=self.logits.dtype, **options)
+            options: dict[str, Any] = {} if out is None else {"out": out}
+            product: Tensor = torch.mm(a, b, out_dtype=self.logits.dtype, **options)
+            return product
         if out is None:
             return a @ b
         return out.copy_(torch.mm(a, b, out=_view(self.product, (out.shape[0], out.shape[1]))))

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.printing import say
 from rlhf.doctor import grading, machine, nodes, training
-from rlhf.doctor.examination import Check, Patient, examine_all, lines
+from rlhf.doctor.examination import Check, Finding, Patient, examine_all, lines
 from rlhf.plan import GPU, local_resources
 from rlhf.plan.memory import GIB
 
@@ -119,12 +119,17 @@ def _described(patient: Patient) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     tiny = not any(argument.split("=")[0] in ("--config", "--help", "-h") for argument in arguments)
-    with tiny_run() if tiny else nullcontext([]) as made:
-        arguments = [*made, *arguments]
+
+    def report(result: Finding) -> None:
+        if not flags.json:
+            say("\n".join(lines(result)))
+
+    with ExitStack() as stack:
+        if tiny:
+            arguments = [*stack.enter_context(tiny_run()), *arguments]
         schema = cli.program_schema(arguments)
         config, flags = cli.parse("rlhf.doctor", DESCRIPTION, schema, arguments, add_flags=add_flags)
         patient = Patient(config, tiny)
-        report = (lambda result: None) if flags.json else (lambda result: say("\n".join(lines(result))))
         results = cli.run_async(examine_all(checks(config), patient, report))
     if flags.json:
         say(json.dumps([asdict(result) for result in results], indent=2))
