@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf.config.grpo import GRPOConfig
-from rlhf.plan.memory import GIB, engine_memory, learner_memory, total
+from rlhf.plan.memory import GIB, engine_memory, kv_cache, learner_memory, total
 from rlhf.plan.model_shape import ModelShape, model_shape
 
 GPUS_PER_NODE = 8
@@ -61,7 +61,7 @@ def layout(shape: ModelShape, gpus: int) -> GRPOConfig | None:
     for width in (1, 2, 4, 8):
         if width <= min(half, GPUS_PER_NODE):
             sampling = config(learners=half, engines=half // width, tensor_parallel=width, stage=2, offload=False)
-            kv_tokens = engine_memory(shape, sampling).kv_tokens
+            _, kv_tokens = kv_cache(shape, sampling)
             if kv_tokens >= GROUPS * sampling.rollout.samples_per_prompt * sampling.max_sequence_tokens:
                 break
             sampling = None
@@ -88,12 +88,12 @@ def table() -> Iterator[str]:
             if chosen is None:
                 yield f"| {name} | {gpus} | does not fit | | | | |"
                 continue
-            cluster, engine = chosen.cluster, engine_memory(shape, chosen)
+            cluster, (weights, *_), (_, tokens) = chosen.cluster, engine_memory(shape, chosen), kv_cache(shape, chosen)
             zero = f"ZeRO {chosen.learner.zero_stage}" + ", offload" * chosen.learner.offload_optimizer
             yield (
                 f"| {name} | {gpus} | {cluster.learners}, {zero} | {total(learner_memory(shape, chosen)) / GIB:.1f} "
-                f"| {cluster.engines} x {cluster.tensor_parallel} | {engine.parts[0].size / GIB:.1f} "
-                f"| {engine.kv_tokens:,} |"
+                f"| {cluster.engines} x {cluster.tensor_parallel} | {weights.size / GIB:.1f} "
+                f"| {tokens:,} |"
             )
 
 

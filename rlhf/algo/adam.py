@@ -1,30 +1,18 @@
-"""The two published forms of Adam, both on torch's own AdamW.
+"""The two published forms of Adam (Kingma & Ba, arXiv:1412.6980), both on torch's own AdamW.
 
-Algorithm 1 of Kingma & Ba (arXiv:1412.6980), which PyTorch implements, adds epsilon to the bias-corrected root:
+    torch       theta -= lr  m_hat / (sqrt(v_hat) + eps)                                            their Algorithm 1
+    tensorflow  theta -= lr sqrt(1 - beta2^t) / (1 - beta1^t)  m / (sqrt(v) + eps_hat)      just before Section 2.1
 
-    theta -= lr  m_hat / (sqrt(v_hat) + eps)            m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t)
-
-The formulation just before their Section 2.1, which TensorFlow implements and the original RLHF work was trained
-with, folds both corrections into the step size and adds "epsilon hat" to the uncorrected root:
-
-    theta -= lr sqrt(1 - beta2^t) / (1 - beta1^t)  m / (sqrt(v) + eps_hat)
-
-Dividing numerator and denominator by sqrt(1 - beta2^t) gives the first form with eps_t = eps_hat / sqrt(1 - beta2^t):
-the two differ by an epsilon that is large at first and decays to eps_hat. Setting `group["eps"]` before each step
-therefore turns any Adam that reads it, fused or inside DeepSpeed's ZeRO, into the TensorFlow one.
+with m_hat = m / (1 - beta1^t) and v_hat = v / (1 - beta2^t).
+The original RLHF work was trained with the second. Dividing numerator and denominator by sqrt(1 - beta2^t) makes it
+the first with eps_t = eps_hat / sqrt(1 - beta2^t), which is large at first and decays to eps_hat. Setting
+`group["eps"]` before each step therefore turns any Adam that reads it, also fused or in ZeRO, into the TensorFlow one.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
-
-
-class HasParamGroups(Protocol):
-    """A torch optimizer, or DeepSpeed's wrapper around one."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
+from typing import Any
 
 
 def adam_epsilon(adam_step: int, *, variant: str, eps: float, betas: tuple[float, float]) -> float:
@@ -39,11 +27,12 @@ def adam_epsilon(adam_step: int, *, variant: str, eps: float, betas: tuple[float
 
 
 def set_step(
-    optimizer: HasParamGroups, *, lr: float, adam_step: int, variant: str, eps: float, betas: tuple[float, float]
+    optimizer: Any, *, lr: float, adam_step: int, variant: str, eps: float, betas: tuple[float, float]
 ) -> None:
     """Write the learning rate and the effective epsilon of the step about to be taken into every parameter group.
 
     Args:
+        optimizer: torch's, or DeepSpeed's wrapper around one.
         adam_step: t, 1-based: the steps that Adam itself has taken plus one. A skipped update does not advance it.
         eps, betas: as the config names them.
     """

@@ -20,7 +20,7 @@ WHITEN_EPS = 1e-8  # added to the variance, as in the original RLHF code (openai
 
 
 def advantages_of_kind(kind: str, rewards: Tensor, groups: Tensor, *, lengths: Tensor | None = None) -> Tensor:
-    """[B] advantages by the name of `algo.advantage`: add a case for a new one, and its name in config/sections.py.
+    """[B] advantages by the name of `algo.advantage`.
 
     Args:
         rewards: [B] all responses of the step; NaN for unscorable.
@@ -40,13 +40,12 @@ def advantages_of_kind(kind: str, rewards: Tensor, groups: Tensor, *, lengths: T
     raise AssertionError(kind)
 
 
-def group_advantages(rewards: Tensor, *, normalize_std: bool, eps: float = STD_EPS) -> Tensor:
+def group_advantages(rewards: Tensor, *, normalize_std: bool) -> Tensor:
     """Group-relative advantages (DeepSeekMath, arXiv:2402.03300, sec. 4.1.2; Dr. GRPO drops the std).
 
     Args:
-        rewards: [G] one scalar per response of the same prompt; NaN marks an unscorable response, which is left out
-            of the baseline.
-        normalize_std: divide by (std + eps) of the scorable rewards, std with n - 1.
+        rewards: [G] one scalar per response of the same prompt; NaN for unscorable, which the baseline leaves out.
+        normalize_std: divide by (std + STD_EPS) of the scorable rewards, std with n - 1.
 
     Returns:
         [G] reward minus the mean of the scorable rewards, divided by their std if asked; exactly 0 for NaN, for a group
@@ -58,27 +57,22 @@ def group_advantages(rewards: Tensor, *, normalize_std: bool, eps: float = STD_E
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
     if len(scores) and scores.max() != scores.min():
         centered = scores - scores.mean()
-        advantages[scorable] = centered / (scores.std() + eps) if normalize_std else centered
+        advantages[scorable] = centered / (scores.std() + STD_EPS) if normalize_std else centered
     return advantages.to(full_precision(rewards).dtype)
 
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
     """REINFORCE leave-one-out (arXiv:2402.14740): each reward minus the mean of the other rewards of its group.
 
-    This equals G / (G - 1) times (reward - mean), where G counts the scorable responses.
-
-    Args:
-        rewards: [G], NaN for unscorable.
-
-    Returns:
-        [G]; exactly 0 for NaN, for a group of one and for equal rewards.
+    This equals G / (G - 1) times (reward - mean), where G counts the scorable responses. Arguments and zeros are those
+    of `group_advantages`.
     """
     count = int((~rewards.isnan()).sum())
     return group_advantages(rewards, normalize_std=False) * (count / max(count - 1, 1))
 
 
 def reinforce_plus_plus_advantages(
-    rewards: Tensor, group_ids: Tensor | None = None, *, lengths: Tensor | None = None, eps: float = STD_EPS
+    rewards: Tensor, group_ids: Tensor | None = None, *, lengths: Tensor | None = None
 ) -> Tensor:
     """REINFORCE++ (arXiv:2501.03262, eqs. 5 and 7): rewards normalized over the global batch, not over the group.
 
@@ -95,31 +89,30 @@ def reinforce_plus_plus_advantages(
         lengths: [B] int, tokens of each response; None: each counts once.
 
     Returns:
-        [B] differences over (std + eps) of the batch, std with n - 1 (n, with lengths). Exactly 0 for NaN and for equal
-        rewards: of the whole batch; in the baseline form of the group (with lengths: of every group).
+        [B] differences over (std + STD_EPS) of the batch, std with n - 1 (n, with lengths). Exactly 0 for NaN and for
+        equal rewards: of the whole batch; in the baseline form of the group (with lengths: of every group).
     """
     if group_ids is None and lengths is None:
-        return group_advantages(rewards, normalize_std=True, eps=eps)
-    centered = full_precision(rewards).double()
+        return group_advantages(rewards, normalize_std=True)
+    centered, scorable = full_precision(rewards).double(), ~rewards.isnan()
     if group_ids is not None:
         for group in group_ids.unique():
             members = group_ids == group
             centered[members] = group_advantages(centered[members], normalize_std=False)
     if lengths is not None:
-        return _normalized_by_tokens(centered, lengths * ~rewards.isnan(), eps).to(full_precision(rewards).dtype)
-    scorable = ~rewards.isnan()
+        return _normalized_by_tokens(centered, lengths * scorable).to(full_precision(rewards).dtype)
     spread = centered[scorable].std() if int(scorable.sum()) > 1 else centered.new_zeros(())
-    return (centered / (spread + eps)).to(full_precision(rewards).dtype)
+    return (centered / (spread + STD_EPS)).to(full_precision(rewards).dtype)
 
 
-def _normalized_by_tokens(values: Tensor, tokens: Tensor, eps: float) -> Tensor:
+def _normalized_by_tokens(values: Tensor, tokens: Tensor) -> Tensor:
     """[B] values with mean 0 and std 1 over all tokens; response i has tokens[i]. 0 for no tokens and equal values."""
     counted = tokens > 0
     kept, weights = values[counted], tokens[counted] / tokens.sum()
     normalized = torch.zeros_like(values)
     if len(kept) and kept.max() != kept.min():
         centered = kept - (weights * kept).sum()
-        normalized[counted] = centered / ((weights * centered.square()).sum().sqrt() + eps)
+        normalized[counted] = centered / ((weights * centered.square()).sum().sqrt() + STD_EPS)
     return normalized
 
 
@@ -148,15 +141,7 @@ class Gae(NamedTuple):
     returns: Tensor
 
 
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    gamma: float,
-    lam: float,
-) -> Gae:
+def gae(rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor, *, gamma: float, lam: float) -> Gae:
     """Generalized advantage estimation (arXiv:1506.02438, eq. 16) on a packed row.
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
@@ -166,8 +151,7 @@ def gae(
 
     Args:
         rewards, values: [T]; V_t is the value of the state in which token t is chosen.
-        response_mask: [T] bool; values where it is False do not matter.
-        cu_seqlens: [S+1].
+        response_mask: [T] bool; values where it is False do not matter. cu_seqlens: [S+1].
     """
     rewards, values = masked(rewards, response_mask), masked(values, response_mask)
     counts = segment_counts(response_mask, cu_seqlens)
@@ -205,13 +189,9 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the True tokens: 1 for a perfect critic, 0 for a constant one.
+    """1 - Var(returns - values) / Var(returns) over the True tokens of the whole batch, from arguments of [T].
 
-    Args:
-        values, returns, response_mask: [T] of the whole batch.
-
-    Returns:
-        At most 1, negative for a critic worse than a constant; NaN where all returns are equal or there are none.
+    It is 1 for a perfect critic, 0 for a constant one, negative for a worse one, NaN if no two returns differ.
     """
     values, returns = values[response_mask].double(), returns[response_mask].double()
     if not len(returns) or returns.max() == returns.min():

@@ -68,7 +68,8 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.contiguous().view(-1, x.shape[-1])
         y, scales = torch.empty_like(rows), rows.new_empty(len(rows), dtype=torch.float32)
-        ctx.sizes = _norm_sizes(rows)
+        width = triton.next_power_of_2(rows.shape[1])
+        ctx.sizes = {"ROWS": max(1, ELEMENTS // width), "WIDTH": width, "num_warps": 4 if width <= ELEMENTS else 16}
         programs = (triton.cdiv(len(rows), ctx.sizes["ROWS"]),)
         launch(_norm_forward, programs, rows, weight, y, scales, *rows.shape, eps, **ctx.sizes)
         ctx.save_for_backward(rows, weight, scales)
@@ -85,11 +86,6 @@ class _Norm(torch.autograd.Function):
             **ctx.sizes,
         )  # fmt: skip
         return grad_x.view(grad.shape), grad_weights.sum(0).to(weight.dtype), None
-
-
-def _norm_sizes(rows: Tensor) -> dict[str, int]:
-    width = triton.next_power_of_2(rows.shape[1])
-    return {"ROWS": max(1, ELEMENTS // width), "WIDTH": width, "num_warps": 4 if width <= ELEMENTS else 16}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,17 +5,15 @@ With d = log pi - log pi_ref at a sampled token and r = pi / pi_old:
     k1 = d    k2 = d^2 / 2    k3 = exp(-d) - 1 + d    k4 = r d          (k1 to k3: J. Schulman, "Approximating KL
                                                                          divergence", joschu.net/blog/kl-approx.html)
 
-The value of an estimator and its gradient are different questions. As a *loss* that is summed over tokens (aggregation
-`constant`), differentiated at tokens sampled from pi itself, and given each token's prefix, the expected gradient is
+As a *loss* that is summed over tokens (aggregation `constant`), at tokens sampled from pi itself and given each token's
+prefix, the expected gradient is
 
-    k1  zero: E[grad log pi] = 0. It adds variance and controls nothing
-    k2  the gradient of KL(pi || pi_ref)
-    k3  the gradient of KL(pi_ref || pi), the other direction; weighted by r, that of KL(pi || pi_ref)
-    k4  the gradient of KL(pi || pi_ref)
+    k1      zero: E[grad log pi] = 0. It adds variance and controls nothing
+    k2, k4  the gradient of KL(pi || pi_ref)
+    k3      the gradient of KL(pi_ref || pi), the other direction; weighted by r, that of KL(pi || pi_ref)
 
-*Off-policy*, at tokens sampled from pi_old: k4 and ratio-weighted k3 stay exact, because r d and r k3 differentiate to
-r d grad log pi (+ r grad log pi, which averages to 0 for k4). k1, k2 and plain k3 do not: each becomes the same sum
-under pi_old instead of pi, which for k1 is no longer zero.
+*Off-policy*, at tokens sampled from pi_old, k4 and ratio-weighted k3 stay exact. The others become the same sum under
+pi_old instead of pi, which for k1 is no longer zero.
 
 `sequence_mean` and `token_mean` divide by a length N that was sampled. The term 1 x grad log pi, which k1 and k4 have,
 then no longer averages to 0: it is the gradient of E[1/N]. For k1 it is all there is, so a larger coefficient makes
@@ -23,8 +21,6 @@ responses longer and pulls nothing towards the reference.
 
 None of the four sees the effect of a token on later prefixes. A KL in the *reward* does: there k1, summed over the
 response, is exact, while k2 and k3 are biased (and k3 is unbounded where pi is far below pi_ref).
-
-The gradient flows through `logprobs` only; nothing here detaches it.
 """
 
 from __future__ import annotations
@@ -51,8 +47,7 @@ def kl_per_token(
     """One estimate of the KL divergence per token (module docstring; weighted k3: arXiv:2512.02556, sec. 3.1).
 
     Args:
-        logprobs: [T] of the policy, with gradient where the KL is part of a loss.
-        ref_logprobs: [T] of the reference.
+        logprobs: [T] of the policy, with gradient where the KL is part of a loss. ref_logprobs: [T] of the reference.
         estimator: one of KL_ESTIMATORS.
         old_logprobs: [T] of the policy that sampled the tokens; k4 and `ratio_weighted` need it.
         ratio_weighted: multiply k3 by pi / pi_old, gradient included.
@@ -68,20 +63,16 @@ def kl_per_token(
     logprobs = masked(logprobs, response_mask)
     difference = logprobs - masked(ref_logprobs, response_mask)
     match estimator:
-        case "k1":
-            return difference
         case "k2":
-            return difference.square() / 2
-        case "k3" if not ratio_weighted:
-            return bounded_exp(-difference) - 1 + difference
+            estimate = difference.square() / 2
         case "k3":
-            weighted = bounded_exp(-difference) - 1 + difference
-        case "k4":
-            weighted = difference
+            estimate = bounded_exp(-difference) - 1 + difference
         case _:
-            raise AssertionError(estimator)
+            estimate = difference
+    if not ratio_weighted and estimator != "k4":
+        return estimate
     assert old_logprobs is not None, "a ratio-weighted estimate needs the policy that sampled"
-    return bounded_exp(logprobs - masked(old_logprobs, response_mask)) * weighted
+    return bounded_exp(logprobs - masked(old_logprobs, response_mask)) * estimate
 
 
 class KLController:
@@ -100,9 +91,7 @@ class KLController:
     MAX_ERROR = 0.2  # sec. 2.2 of the paper
 
     def __init__(self, coef: float, *, target: float | None = None, horizon: int = 1) -> None:
-        self.coef = coef
-        self.target = target
-        self.horizon = horizon
+        self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, rollouts: int) -> None:
         """Take in the mean KL of one step's rollouts, in nats per response.

@@ -2,9 +2,8 @@
 
 The head, the log-softmax and the choice of the sampled token are one operation, computed in tiles of tokens and
 vocabulary; the backward pass computes each tile of logits again. The factors of a product have the type of the head's
-weight (for tensor cores or AMX). Everything after the product is float32: log-sum-exp, probabilities, entropy, and the
-sums of both gradients over tiles. The product itself is float32 on GPUs, where one kernel reads a tile of it, and has
-the weight's type on CPU. float64 stays float64.
+weight (for tensor cores or AMX). The product is float32 on GPUs and has the weight's type on CPU; everything after it
+is float32, the sums of both gradients over tiles too. float64 stays float64.
 
 Only response tokens are computed. Positions shift in `response_states` and nowhere else: the state at t - 1 predicts
 token t.
@@ -68,7 +67,8 @@ def token_logprobs(
     tiles = tiles or HEAD_TILE["cuda" if has_kernels(head_weight) else "cpu"]
     logprobs, entropy = _FusedHead.apply(
         hidden, head_weight, head_bias, states, token_ids[positions].long(),
-        _Transform(logit_scale, logit_cap, temperature), with_entropy, tiles, expand is not None,
+        logit_scale / temperature, None if logit_cap is None else logit_cap / temperature, with_entropy, tiles,
+        expand is not None,
     )  # fmt: skip
     empty = logprobs.new_zeros(len(token_ids))
     return TokenLogprobs(
@@ -92,14 +92,6 @@ def response_states(response_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, 
     return positions, positions - 1
 
 
-class _Transform(NamedTuple):
-    """y -> scale y / temperature, or cap tanh(scale y / cap) / temperature."""
-
-    scale: float
-    cap: float | None
-    temperature: float
-
-
 def _spans(length: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 
@@ -107,15 +99,15 @@ def _spans(length: int, tile: int) -> list[slice]:
 class _Head:
     """Tiles of logits in accumulation precision, made in two buffers that every tile of a pass shares.
 
-    With `kernels`, tiles are products that the kernels transform; otherwise they are transformed logits.
+    Logits are scale y, or limit tanh(scale y / limit), of a product y. With `kernels`, tiles are products that the
+    kernels transform; otherwise they are transformed logits.
     """
 
     def __init__(
-        self, states: Tensor, weight: Tensor, bias: Tensor | None, transform: _Transform, tiles: tuple[int, int]
-    ) -> None:
-        self.states, self.weight, self.bias, self.transform = states, weight, bias, transform
-        self.scale = transform.scale / transform.temperature  # the slope at 0
-        self.limit = None if transform.cap is None else transform.cap / transform.temperature
+        self, states: Tensor, weight: Tensor, bias: Tensor | None, scale: float, limit: float | None,
+        tiles: tuple[int, int],
+    ) -> None:  # fmt: skip
+        self.states, self.weight, self.bias, self.scale, self.limit = states, weight, bias, scale, limit
         self.kernels = has_kernels(weight)
         self.row_tiles, self.vocab_tiles = _spans(len(states), tiles[0]), _spans(len(weight), tiles[1])
         size = min(tiles[0], len(states)) * min(tiles[1], len(weight))
@@ -223,14 +215,9 @@ def _forward_tiles(head: _Head, targets: Tensor, with_entropy: bool) -> tuple[Te
 
 
 def _backward_tiles(
-    head: _Head,
-    targets: Tensor,
-    lse: Tensor,
-    entropy: Tensor | None,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    wants: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    head: _Head, targets: Tensor, lse: Tensor, entropy: Tensor | None, grad_logprobs: Tensor,
+    grad_entropy: Tensor | None, wants: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """-> gradients of states [N, H] in accumulation precision, weight [V, H] and bias [V] in their own types."""
     states, weight, bias = head.states, head.weight, head.bias
     accumulate = head.logits.dtype
@@ -274,21 +261,13 @@ class _FusedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: Tensor,
-        targets: Tensor,
-        transform: _Transform,
-        with_entropy: bool,
-        tiles: tuple[int, int],
-        repeated: bool,
-    ) -> tuple[Tensor, Tensor]:
-        head = _Head(hidden[rows].to(weight.dtype), weight, bias, transform, tiles)
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, targets: Tensor, scale: float,
+        limit: float | None, with_entropy: bool, tiles: tuple[int, int], repeated: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.form, ctx.repeated = (scale, limit, tiles), repeated
+        head = _Head(hidden[rows].to(weight.dtype), weight, bias, *ctx.form)
         lse, chosen, entropy = _forward_tiles(head, targets, with_entropy)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, lse, entropy)
-        ctx.transform, ctx.tiles, ctx.repeated = transform, tiles, repeated
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -302,15 +281,10 @@ class _FusedHead(torch.autograd.Function):
         # A clipped token or one without an advantage has no gradient: it is left out of the backward pass.
         active = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
         used = active.nonzero().squeeze(1)
-        head = _Head(hidden[rows[used]].to(weight.dtype), weight, bias, ctx.transform, ctx.tiles)
+        head = _Head(hidden[rows[used]].to(weight.dtype), weight, bias, *ctx.form)
+        of_entropy = (None, None) if grad_entropy is None else (entropy[used], grad_entropy[used])
         grad_states, grad_weight, grad_bias = _backward_tiles(
-            head,
-            targets[used],
-            lse[used],
-            None if grad_entropy is None else entropy[used],
-            grad_logprobs[used],
-            None if grad_entropy is None else grad_entropy[used],
-            ctx.needs_input_grad[:3],
+            head, targets[used], lse[used], of_entropy[0], grad_logprobs[used], of_entropy[1], ctx.needs_input_grad[:3]
         )
         grad_hidden = None
         if grad_states is not None:
@@ -318,4 +292,4 @@ class _FusedHead(torch.autograd.Function):
                 grad_hidden = add_rows(grad_states, rows[used], len(hidden)).to(hidden.dtype)
             else:
                 grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows[used], grad_states.to(hidden.dtype))
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *[None] * 7

@@ -53,8 +53,7 @@ def policy_loss(
                of 1 or more is the paper's own setting, no lower bound
 
     Args:
-        logprobs: [T] with gradient.
-        old_logprobs, advantages: [T] without.
+        logprobs: [T] with gradient. old_logprobs, advantages: [T] without.
         response_mask: [T] bool; tokens elsewhere get loss 0 and gradient 0 for any input.
         dual_clip: c > 1 bounds the loss of ppo and gspo at -c A where A < 0 (arXiv:1912.09729); None: no bound.
         cu_seqlens: [S+1], for gspo.
@@ -68,13 +67,13 @@ def policy_loss(
         weight = ratio.clamp(1 - clip_low, 1 + clip_high)
         not_dual = torch.zeros_like(response_mask)
         return PolicyLossTerms(-weight * advantages * logprobs, ratio * response_mask, weight != ratio, not_dual)
+    assert kind in ("ppo", "gspo"), kind
     if kind == "gspo":
         assert cu_seqlens is not None, "the ratio of gspo is per sequence"
-        sequence = _segment_mean(log_ratio.detach(), response_mask, cu_seqlens)
+        means = segment_sums(log_ratio.detach(), cu_seqlens) / segment_counts(response_mask, cu_seqlens).clamp(min=1)
+        sequence = means[segment_ids(cu_seqlens, len(log_ratio))]
         # The value is the sequence's log ratio (the bracket is exactly 0), the gradient that of the token's log pi.
         log_ratio = torch.where(response_mask, sequence + (logprobs - logprobs.detach()), 0.0)
-    else:
-        assert kind == "ppo", kind
     ratio = bounded_exp(log_ratio)
     free = -ratio * advantages
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -105,8 +104,7 @@ def value_loss(
         max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2
 
     Args:
-        values: [T] with gradient. old_values, returns: [T] without.
-        response_mask: [T] bool; elsewhere loss and gradient are 0.
+        values: [T] with gradient. old_values, returns: [T] without. response_mask: [T] bool.
         clip: how far a value may move from its old one; None: the plain squared error.
     """
     values, old_values, returns = (masked(x, response_mask) for x in (values, old_values, returns))
@@ -118,12 +116,12 @@ def value_loss(
 
 
 class ImportanceWeights(NamedTuple):
-    """Weight of each token that corrects for the difference between the learner's policy and the engine's.
+    """What corrects for the difference between the learner's policy and the engine's.
 
     Attributes:
-        weights: [T], 0 outside of the mask; multiply the per-token policy loss with them.
+        weights: [T], 0 outside of the mask; they multiply the per-token policy loss.
         outside: [T] bool, the ratio is beyond the cap: it was cut (truncated) or the token left out (masked).
-        samples: n, the number of terms in the next two sums: tokens, or responses at level `sequence`.
+        samples: number of ratios, of tokens or (level `sequence`) of responses.
         ratio_sum, ratio_square_sum: scalars, of the ratios before any cap, for `EffectiveSampleFraction`.
     """
 
@@ -148,12 +146,10 @@ def importance_weights(
     """Weights w = pi_old / pi_rollout between the learner's policy and the engine's, one per token.
 
         none       1
-        truncated  min(w, cap)                               truncated importance sampling (Ionides 2008), applied
-                                                             to the engine's mismatch as in arXiv:2505.24298
+        truncated  min(w, cap)                               Ionides 2008; for the engine's mismatch arXiv:2505.24298
         masked     w where 1/cap <= w <= cap, 0 elsewhere    arXiv:2510.18855, with one bound for both sides
 
-    At level `sequence` the ratio is that of the whole response, exp(sum of log ratios over its True tokens), the same
-    for each of its tokens; responses that are packed in one row do not touch each other.
+    At level `sequence` the ratio is that of the whole response, exp(sum of log ratios over its True tokens).
 
     Args:
         old_logprobs, rollout_logprobs: [T], from the learner and as the engine reported them.
@@ -221,9 +217,3 @@ def aggregate(
             assert constant_length
             return values.sum() / (max(rollouts, 1) * constant_length)
     raise AssertionError(aggregation)
-
-
-def _segment_mean(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T]: at each token the mean of x over the True tokens of its segment; x is 0 where the mask is False."""
-    means = segment_sums(x, cu_seqlens) / segment_counts(mask, cu_seqlens).clamp(min=1)
-    return means[segment_ids(cu_seqlens, len(x))]

@@ -36,10 +36,10 @@ def draw_minibatches(count: int, *, minibatches: int, seed: int, step: int, epoc
 def bundle_samples(
     lengths: np.ndarray, prompts: Sequence[Hashable], prompt_lengths: np.ndarray, *, max_tokens: int, ranks: int
 ) -> list[list[int]]:
-    """Put samples of one prompt together, so that a microbatch computes their prompt once.
+    """Bundles of samples of one prompt, units of `pack_microbatches`: a microbatch computes their prompt once.
 
-    A bundle is a unit of `pack_microbatches`. Its responses take at most an eighth of a microbatch, or of a rank's
-    share where that is less, so that bundles fill budgets and ranks nearly as well as single samples would.
+    The responses of a bundle take at most an eighth of a microbatch, or of a rank's share where that is less, so that
+    bundles fill budgets and ranks nearly as well as single samples would.
 
     Args:
         lengths: [B] int, tokens of each sequence, prompt and response.
@@ -86,20 +86,17 @@ def pack_microbatches(
 ) -> list[list[list[int]]]:
     """Distribute the sequences of one minibatch over microbatches of at most `max_tokens` and over ranks.
 
-    Best-fit decreasing finds how many microbatches are needed, rounded up to a multiple of `ranks`. If there is room,
-    sequences are distributed again, each in decreasing order to the microbatch with the least cost; if the budget is
-    too tight for that, the best-fit microbatches are kept. Microbatches of similar cost run at the same time on all
-    ranks, since a reduction follows each of them.
+    Best-fit decreasing finds how many microbatches are needed, rounded up to a multiple of `ranks`. Then sequences are
+    distributed again, the largest first, each to the microbatch with the least cost; if the budget is too tight for
+    that, the best-fit microbatches stay. A reduction follows each microbatch, so ranks compute similar costs at a time.
 
     Args:
         lengths: [B] int, tokens of each sequence, prompt and response; or of each bundle of sequences.
-        max_tokens: hard budget of one microbatch.
-        ranks: learners.
         costs: [B] float; None: `sequence_cost`, for single sequences.
 
     Returns:
         [rank][microbatch] -> indices into `lengths`, ascending. Equally many microbatches for every rank, at least
-        one; empty lists are fillers. The result depends only on the arguments.
+        one; empty lists are fillers.
 
     Raises:
         ValueError: a single sequence is longer than the budget.
@@ -184,29 +181,21 @@ def pack(
     Raises:
         ValueError: a mask or log-probs are not as long as their sequence; they would shift against the tokens.
     """
-    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    lengths = [len(sequence) for sequence in sequences]
+    if response_masks is None:
+        response_masks = [np.arange(length) > 0 for length in lengths]
+    if rollout_logprobs is None:
+        rollout_logprobs = [np.zeros(length, np.float32) for length in lengths]
     for name, columns in (("response_mask", response_masks), ("rollout_logprobs", rollout_logprobs)):
-        pairs = [] if columns is None else zip(lengths.tolist(), columns, strict=True)
-        for row, (length, column) in enumerate(pairs):
+        for row, (length, column) in enumerate(zip(lengths, columns, strict=True)):
             if len(column) != length:
                 raise ValueError(f"row {row}: {length} tokens, but {len(column)} values in {name}")
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    mask = np.ones(cu_seqlens[-1], bool)
-    mask[cu_seqlens[:-1]] = False
     return PackedTokens(
         token_ids=np.concatenate(sequences).astype(np.int32, copy=False),
-        response_mask=mask if response_masks is None else np.concatenate(response_masks),
-        rollout_logprobs=(
-            np.zeros(cu_seqlens[-1], np.float32)
-            if rollout_logprobs is None
-            else np.concatenate(rollout_logprobs).astype(np.float32, copy=False)
-        ),
-        cu_seqlens=cu_seqlens,
-        rollout_tokens=(
-            lengths - 1
-            if response_masks is None
-            else np.array([np.count_nonzero(mask) for mask in response_masks], np.int64)
-        ),
+        response_mask=np.concatenate(response_masks),
+        rollout_logprobs=np.concatenate(rollout_logprobs).astype(np.float32, copy=False),
+        cu_seqlens=np.cumsum([0, *lengths]),
+        rollout_tokens=np.array([np.count_nonzero(mask) for mask in response_masks], np.int64),
     )
 
 
@@ -218,8 +207,7 @@ def filler() -> PackedTokens:
 def shared_beginnings(packed: PackedTokens) -> np.ndarray:
     """[S] int64, how many leading tokens of each sequence equal those of the previous sequence in the row.
 
-    Their states are the same and are computed once: a prompt that samples share, the common beginning of a chosen and a
-    rejected answer. At least one token of each sequence counts as its own.
+    Their states are the same and are computed once. At least one token of each sequence counts as its own.
     """
     shared = np.zeros(len(packed.lengths), np.int64)
     bounds = packed.cu_seqlens.tolist()

@@ -33,12 +33,7 @@ def learning_rate(
     A warm-up longer than the run is a ramp that never ends.
 
     Args:
-        update: u, from 1 to `total_updates`.
-        total_updates: N, optimizer updates of the whole run.
-        lr: the rate at the end of the warm-up.
-        num_cycles: periods of the cosine; 0.5 is one fall from `lr` to `min_lr`.
-        min_lr: the rate at the end of the decay; the constant schedule and the warm-up ignore it.
-        power: exponent of the polynomial.
+        update: u, from 1 to `total_updates`, N, the optimizer updates of the whole run.
     """
     assert 1 <= update <= total_updates, f"update {update} is outside of the run's updates 1 to {total_updates}"
     if update <= warmup_steps:

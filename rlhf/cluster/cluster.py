@@ -32,7 +32,7 @@ from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role
 from rlhf.log.clock import Watch
 from rlhf.plan import check_resources
-from rlhf.plan.shared_gpus import check_shared_gpus
+from rlhf.plan.memory import check_shared_gpus
 from rlhf.types import Place
 
 

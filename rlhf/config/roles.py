@@ -141,7 +141,7 @@ def engine(config: Any, *, shares_gpus: bool = True) -> Role | None:
     return Role(
         ENGINE, "rollout", "model.path", config.model.path, cluster.engines, cluster.cpus_per_engine,
         0 if shares else _gpus(config) * cluster.tensor_parallel, hosted="rlhf.rollout.engine:RolloutEngine",
-        memory="rlhf.plan.memory:engine_parts", guest=True, coroutines=True,
+        memory="rlhf.plan.memory:engine_memory", guest=True, coroutines=True,
     )  # fmt: skip
 
 

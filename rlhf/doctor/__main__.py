@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,8 +26,8 @@ from rlhf.cluster import node_report
 from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.printing import say
-from rlhf.doctor import grading, machine, nodes, stack, training
-from rlhf.doctor.examination import Check, Patient, Result, examine_all, lines
+from rlhf.doctor import grading, machine, nodes, training
+from rlhf.doctor.examination import Check, Finding, Patient, examine_all, lines
 from rlhf.plan import GPU, local_resources
 from rlhf.plan.memory import GIB
 
@@ -52,11 +52,11 @@ def checks(config: GRPOConfig) -> tuple[Check, ...]:
         Check("nodes", nodes.check_nodes, 120.0, same_network),
         Check("gpu", nodes.check_gpus, 60.0, "`nvidia-smi` on each node"),
         Check("imports", machine.check_imports, 600.0, "a network file system under the environment is too slow"),
-        Check("start-up", stack.check_start, wait_s, start),
+        Check("start-up", training.check_start, wait_s, start),
         Check("kernels", training.check_kernels, 600.0, kernel),
-        Check("collective", stack.check_collective, 300.0, f"NCCL_DEBUG=INFO; {same_network}"),
-        Check("transfer", stack.check_transfer, 600.0, _HANGS),
-        Check("agreement", stack.check_agreement, 600.0, canary),
+        Check("collective", training.check_collective, 300.0, f"NCCL_DEBUG=INFO; {same_network}"),
+        Check("transfer", training.check_transfer, 600.0, _HANGS),
+        Check("agreement", training.check_agreement, 600.0, canary),
         Check("responses", grading.check_responses, 600.0, "rollout.max_response_tokens is long for this machine"),
         Check("update", training.check_update, 600.0, _HANGS),
         Check("cycle", training.check_cycle, 600.0, canary),
@@ -103,28 +103,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the results as one JSON array")
 
 
-async def diagnose(config: GRPOConfig, *, as_json: bool, tiny: bool) -> list[Result]:
-    """The results of all checks. Each is printed at once, unless JSON is asked for.
-
-    Args:
-        tiny: the config is that of `tiny_run`.
-    """
-
-    def report(result: Result) -> None:
-        if not as_json:
-            say("\n".join(lines(result)))
-
-    patient = Patient(config, tiny)
-    results = await examine_all(checks(config), patient, report)
-    if not as_json:
-        say("\n".join(["", *_described(patient)]))
-    return results
-
-
 def _described(patient: Patient) -> list[str]:
     """What a reader of the results has to know about the machine and the run."""
     versions, cluster = node_report.report(), patient.config.cluster
-    gpus = [gpu for node in (patient.nodes or {}).values() for gpu in node["gpus"]]
+    gpus = [gpu for node in patient.nodes.values() for gpu in node["gpus"]]
     memory = f"{psutil.virtual_memory().total / GIB:.0f} GiB"
     return [
         ", ".join(f"{name} {version}" for name, version in versions.items() if name != "node"),
@@ -136,19 +118,23 @@ def _described(patient: Patient) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if any(argument.split("=")[0] in ("--config", "--help", "-h") for argument in arguments):
-        _run(arguments)
-        return
-    with tiny_run() as config:
-        _run([*config, *arguments], tiny=True)
+    tiny = not any(argument.split("=")[0] in ("--config", "--help", "-h") for argument in arguments)
 
+    def report(result: Finding) -> None:
+        if not flags.json:
+            say("\n".join(lines(result)))
 
-def _run(argv: Sequence[str], *, tiny: bool = False) -> None:
-    schema = cli.program_schema(argv)
-    config, flags = cli.parse("rlhf.doctor", DESCRIPTION, schema, argv, add_flags=add_flags)
-    results = cli.run_async(diagnose(config, as_json=flags.json, tiny=tiny))
+    with ExitStack() as stack:
+        if tiny:
+            arguments = [*stack.enter_context(tiny_run()), *arguments]
+        schema = cli.program_schema(arguments)
+        config, flags = cli.parse("rlhf.doctor", DESCRIPTION, schema, arguments, add_flags=add_flags)
+        patient = Patient(config, tiny)
+        results = cli.run_async(examine_all(checks(config), patient, report))
     if flags.json:
         say(json.dumps([asdict(result) for result in results], indent=2))
+    else:
+        say("\n".join(["", *_described(patient)]))
     if failed := [result.name for result in results if result.status == "fail"]:
         raise RuntimeError(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
 

@@ -8,8 +8,8 @@ import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rlhf.cluster.engines import Engines
     from rlhf.types import PolicyTargets, Prompt
 
-T = TypeVar("T")
 Status = Literal["ok", "warn", "fail", "skip"]  # skip: the check needs what this machine or config does not have
 
 
@@ -31,39 +30,47 @@ class Finding:
     Attributes:
         remedy: what to do about a warning or a failure.
         numbers: for programs.
+        name, seconds: of the check, as its runner adds them.
     """
 
     status: Status
     text: str
     remedy: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result(Finding):
-    """A finding with the name of its check and the seconds that the check took."""
-
-    name: str
-    seconds: float
-
-
-@dataclass
-class Patient:
-    """The run that is examined, and results of checks that later checks use; None if they failed."""
-
-    config: GRPOConfig
-    tiny: bool = False  # the model is one that the doctor has made
-    prompts: list[Prompt] | None = None  # the first of each source, tokenized
-    nodes: dict[str, dict[str, Any]] | None = None  # by name: `report` of the node, its `gpus`
-    engines: Engines | None = None  # that have started, with the learners
-    canary: Canary | None = None  # one that engines and learners have passed
-    targets: PolicyTargets | None = None  # of the step that the learners hold
-    least_free: float = math.inf  # bytes: this machine's lowest free memory at the end of a check
-    at_end: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    name: str = ""
+    seconds: float = 0.0
 
 
 class NotCheckedError(Exception):
     """A check cannot run because an earlier one failed; the message says which."""
+
+
+@dataclass
+class Patient:
+    """The run that is examined, and what checks leave for later ones: reading what is missing is a NotCheckedError."""
+
+    config: GRPOConfig
+    tiny: bool = False  # the model is one that the doctor has made
+    nodes: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: `report` of the node, its `gpus`
+    least_free: float = math.inf  # bytes: this machine's lowest free memory at the end of a check
+    at_end: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    prompts: list[Prompt] = field(init=False)  # the first of each source, tokenized
+    engines: Engines = field(init=False)  # that have started, with the learners
+    canary: Canary = field(init=False)  # one that engines and learners have passed
+    targets: PolicyTargets = field(init=False)  # of the step that the learners hold
+
+    def __getattr__(self, name: str) -> Any:
+        if name in MISSING:
+            raise NotCheckedError(MISSING[name])
+        raise AttributeError(name)
+
+
+MISSING = {
+    "prompts": "model or data could not be loaded",
+    "engines": "engines and learners did not start",
+    "canary": "engines and learners do not agree",
+    "targets": "there was no update",
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class Check:
     remedy: str
 
 
-async def examine(check: Check, patient: Patient) -> Result:
+async def examine(check: Check, patient: Patient) -> Finding:
     """Run one check until it returns, fails or exceeds its deadline."""
     began = time.monotonic()
     try:
@@ -95,10 +102,10 @@ async def examine(check: Check, patient: Patient) -> Result:
         else:
             text = str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"
             finding = Finding("fail", text, check.remedy)
-    return Result(**asdict(finding), name=check.name, seconds=round(time.monotonic() - began, 2))
+    return replace(finding, name=check.name, seconds=round(time.monotonic() - began, 2))
 
 
-async def examine_all(checks: Sequence[Check], patient: Patient, report: Callable[[Result], None]) -> list[Result]:
+async def examine_all(checks: Sequence[Check], patient: Patient, report: Callable[[Finding], None]) -> list[Finding]:
     """Run the checks in order; each result is reported at once."""
     results = []
     async with patient.at_end:
@@ -124,7 +131,7 @@ async def in_process(*arguments: str) -> tuple[bytes, str]:
     return output, last_line if process.returncode else ""
 
 
-def lines(result: Result) -> Iterator[str]:
+def lines(result: Finding) -> Iterator[str]:
     """`ok    versions     20 packages ...  [0.1 s]`; further lines and the remedy below."""
     status = result.status if result.status != "fail" else "FAIL"
     first, *rest = result.text.splitlines() or [""]

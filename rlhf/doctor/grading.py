@@ -11,12 +11,14 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import flat_keys
 from rlhf.config.printing import printable
 from rlhf.config.reward import RewardConfig
-from rlhf.doctor.examination import Finding, NotCheckedError, Patient, Status
-from rlhf.doctor.stack import started
+from rlhf.data.model_files import load_tokenizer, truncate_token_id
+from rlhf.doctor.examination import Finding, Patient, Status
 from rlhf.log.diagnosis import View
 from rlhf.log.reductions import to_values
 from rlhf.rewards.grade import TIMEOUT
 from rlhf.rewards.scorer import Scorer
+from rlhf.rollout.sampler import Sampler
+from rlhf.run.grading import Grading, reward_model_client
 from rlhf.run.rollout_log import rollout_metrics
 from rlhf.run.threads import in_thread
 from rlhf.types import RolloutGroup
@@ -28,15 +30,12 @@ HANG_S = 1.0  # then the hanging grader is killed
 
 async def check_scorer(_: Patient) -> Finding:
     """A right answer gets 1, a wrong one 0, and a grader that hangs is killed while the others go on."""
-    return await in_thread(_self_test)
-
-
-def _self_test() -> Finding:
     config = RewardConfig.model_validate(
         {"parts": ["math", HANGING], "workers": 2, "spares": 1, "wall_seconds": HANG_S, "cpu_seconds": HANG_S}
     )
-    with Scorer(config) as scorer:
-        right, wrong = scorer.graded_batch(scorer.submit_batch([r"It is \boxed{5}.", r"It is \boxed{6}."], ["5", "5"]))
+    responses, gold = [r"It is \boxed{5}.", r"It is \boxed{6}."], ["5", "5"]
+    with await in_thread(Scorer, config) as scorer:
+        right, wrong = await in_thread(lambda: scorer.graded_batch(scorer.submit_batch(responses, gold)))
     values, statuses = [grade.metrics["math"] for grade in (right, wrong)], {right.status, wrong.status}
     if values != [1.0, 0.0]:
         problem = f"math gave a right and a wrong answer {values}, not 1 and 0"
@@ -52,8 +51,6 @@ def _self_test() -> Finding:
 
 async def check_rewards(patient: Patient) -> Finding:
     """Rewards that compare with an answer grade the gold answers of the first rows as right."""
-    if patient.prompts is None:
-        raise NotCheckedError("model or data could not be loaded")
     reward, prompts = patient.config.reward, patient.prompts
     with await in_thread(Scorer, reward) as scorer:
         bad_rows = await in_thread(scorer.check_gold, prompts)
@@ -67,14 +64,8 @@ async def check_rewards(patient: Patient) -> Finding:
 
 async def check_responses(patient: Patient) -> Finding:
     """Sample and grade eight prompts as a step would, judge them by the rules of the diagnosis, and show two."""
-    from rlhf.data.model_files import load_tokenizer, truncate_token_id
-    from rlhf.rollout.sampler import Sampler
-    from rlhf.run.grading import Grading, reward_model_client
-
-    engines, config = started(patient), patient.config
-    if patient.canary is None:
-        raise NotCheckedError("engines and learners do not agree")
-    assert patient.prompts is not None
+    engines, config = patient.engines, patient.config
+    _ = patient.canary  # without agreement there is nothing to learn from the answers
     prompts = patient.prompts[:: max(1, len(patient.prompts) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]  # of all sources
     tokenizer = await in_thread(load_tokenizer, config.model)
     with await in_thread(Scorer, config.reward) as scorer:

@@ -7,7 +7,9 @@ import tempfile
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from rlhf.answers.extract import gold_answer
 from rlhf.cluster.node_report import plugin_is_installed
+from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
 from rlhf.doctor.examination import Finding, Patient, Status, in_process
 from rlhf.plan import joins_a_cluster, start_problems, visible_gpus
@@ -88,17 +90,11 @@ async def check_config(patient: Patient) -> Finding:
 
     Later checks use the first prompts.
     """
-    return await in_thread(_load, patient)
-
-
-def _load(patient: Patient) -> Finding:
-    from rlhf.answers.extract import gold_answer
-    from rlhf.data.load import load_prompts
-
-    config, problems = patient.config, start_problems(patient.config)
+    config = patient.config
+    problems = await in_thread(start_problems, config)
     try:
-        tokenizer = load_tokenizer(config.model)
-        prompts = load_prompts(config.data, "train", tokenizer, gold_answer).prompts
+        tokenizer = await in_thread(load_tokenizer, config.model)
+        prompts = (await in_thread(load_prompts, config.data, "train", tokenizer, gold_answer)).prompts
         patient.prompts = [prompt for rows in prompts.values() for prompt in rows[:PROMPTS_PER_SOURCE]]
     except (OSError, ValueError) as error:
         problems = problems or [str(error)]

@@ -12,11 +12,11 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections import Counter
 from typing import Any
 
 from rlhf.cluster import node_report
-from rlhf.doctor.examination import Finding, NotCheckedError, Patient, in_process
+from rlhf.doctor.examination import Finding, Patient, in_process
 from rlhf.plan import count_gpus, joins_a_cluster
 from rlhf.run.threads import in_thread
 
@@ -71,15 +71,16 @@ async def _ask(address: str) -> dict[str, dict[str, Any]]:
 
 async def check_gpus(patient: Patient) -> Finding:
     """The nodes have as many GPUs as the config asks for, new enough, with one driver that is new enough."""
-    if patient.nodes is None:
-        raise NotCheckedError("the nodes did not answer")
     by_node = {name: node["gpus"] for name, node in patient.nodes.items()}
     gpu_count = sum(len(gpus) for gpus in by_node.values())
     if patient.config.cluster.device == "cpu":
         needs = f"a GPU of compute capability {MIN_CAPABILITY} or higher and driver {MIN_DRIVER} or newer"
         return Finding("skip", f"cluster.device=cpu: this needs {needs}; {gpu_count} found")
     need = count_gpus(patient.config.roles())
-    listed = "; ".join(f"{name}: {_grouped(gpus)}" for name, gpus in by_node.items())
+    listed = "; ".join(
+        f"{name}: {', '.join(f'{count} x {gpu}' for gpu, count in Counter(gpus).items()) or 'none'}"
+        for name, gpus in by_node.items()
+    )
     if gpu_count < need:
         remedy = "run `nvidia-smi` on each node to see why; or ask for fewer, or use configs/cpu.yaml"
         return Finding("fail", f"the config asks for {need} GPUs, there are {gpu_count} ({listed})", remedy)
@@ -92,10 +93,6 @@ async def check_gpus(patient: Patient) -> Finding:
     if len(drivers) > 1:
         return Finding("warn", f"drivers differ: {listed}", "install one driver on all nodes")
     return Finding("ok", listed)
-
-
-def _grouped(gpus: Sequence[str]) -> str:
-    return ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
 
 
 def ask_cluster(address: str, deadline_s: float) -> dict[str, dict[str, Any]]:

@@ -12,16 +12,23 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf.algo import logprobs
+from rlhf.algo.packing import pack
+from rlhf.config.sections import ScheduleConfig
+from rlhf.learner import packed_attention
+from rlhf.learner.policy_model import DeviceTokens, PolicyModel, prepare_transformer
+from rlhf.learner.update import policy_microbatch
+from rlhf.log.reductions import StepMetrics, merge_metrics
+
 if TYPE_CHECKING:
-    from rlhf.learner.policy_model import DeviceTokens
     from rlhf.learner.rank import TrainedRank
     from rlhf.learner.worker import Learner
-    from rlhf.log.reductions import StepMetrics
     from rlhf.types import Denominators, PolicyTargets
 
 # Relative error that rounding explains. Measured on CPU: 0.002 to 0.01 in bfloat16, below 1e-6 in float32.
@@ -32,25 +39,20 @@ PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
 
 # Tiny models: one dense, and one for each kind of mixer without attention. Their weights are large enough that each
 # part of the model matters, and small enough that rounding does not.
+TINY_SIZES = {
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.1,
+}  # fmt: skip
 TINY_MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {  # norms, also of queries and keys, rotary positions, a gated MLP
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-        "initializer_range": 0.1,
-    },
+    "qwen3": {"head_dim": 32},  # norms, also of queries and keys, rotary positions, a gated MLP
     "qwen3_5_text": {  # gated delta rule
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-        "initializer_range": 0.02,
+        "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64, "initializer_range": 0.02,
     },
     "bamba": {  # Mamba 2
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_indices": [1],
-        "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 32, "mamba_chunk_size": 16,
-        "initializer_range": 0.1,
+        "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 32, "mamba_chunk_size": 16,
     },
-    "lfm2": {  # short convolution
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "initializer_range": 0.1,
-    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},  # short convolution
 }  # fmt: skip
 
 
@@ -59,9 +61,6 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
 
 def attention_error(rank: TrainedRank, heads: int, kv_heads: int, width: int, dtype: str) -> float:
     """Packed attention of sequences that share their beginnings, forward and backward; the worst relative error."""
-    from rlhf.learner.packed_attention import packed_attention
-    from rlhf.learner.policy_model import DeviceTokens
-
     tokens = DeviceTokens.of(_packed(vocabulary=1000), rank.device)
     assert tokens.segments.expand is not None
     computed, source = len(tokens.segments.computed), torch.from_numpy(tokens.segments.source).to(rank.device)
@@ -71,7 +70,7 @@ def attention_error(rank: TrainedRank, heads: int, kv_heads: int, width: int, dt
 
     def packed(*qkv: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
-        out, _ = packed_attention(torch.nn.Module(), q, k, v, None, segments=tokens.segments)
+        out, _ = packed_attention.packed_attention(torch.nn.Module(), q, k, v, None, segments=tokens.segments)
         return out[0]
 
     def plain(*qkv: Tensor) -> Tensor:
@@ -87,8 +86,6 @@ def attention_error(rank: TrainedRank, heads: int, kv_heads: int, width: int, dt
 
 def head_error(rank: TrainedRank, vocabulary: int, hidden: int, dtype: str) -> float:
     """The fused head's log-probs and gradients against those of whole logits in float32."""
-    from rlhf.algo.logprobs import token_logprobs
-
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (HEAD_TOKENS,), generator=generator).to(rank.device)
     scale, chosen = hidden**-0.5, getattr(torch, dtype)
@@ -98,7 +95,7 @@ def head_error(rank: TrainedRank, vocabulary: int, hidden: int, dtype: str) -> f
     bounds = torch.tensor([0, HEAD_TOKENS], device=rank.device)
 
     def fused(states: Tensor, weight: Tensor) -> Tensor:
-        return token_logprobs(states, weight, ids, mask, bounds).logprobs[1:]
+        return logprobs.token_logprobs(states, weight, ids, mask, bounds).logprobs[1:]
 
     def whole(states: Tensor, weight: Tensor) -> Tensor:
         return torch.log_softmax(states[:-1] @ weight.T, -1).gather(1, ids[1:, None])[:, 0]
@@ -110,9 +107,6 @@ def head_error(rank: TrainedRank, vocabulary: int, hidden: int, dtype: str) -> f
 
 def model_error(rank: TrainedRank, model_type: str, dtype: str) -> float:
     """A tiny model's packed log-probs and their gradient against one sequence at a time in float32 on CPU."""
-    from rlhf.algo.packing import pack
-    from rlhf.learner.policy_model import DeviceTokens
-
     row = _packed(vocabulary=128)
     sequences = np.split(row.token_ids, row.cu_seqlens[1:-1])
     cpu = torch.device("cpu")
@@ -120,8 +114,8 @@ def model_error(rank: TrainedRank, model_type: str, dtype: str) -> float:
     single.load_state_dict({name: tensor.float().cpu() for name, tensor in packed.state_dict().items()})
     own = packed(DeviceTokens.of(row, rank.device)).logprobs
     plain = torch.cat([single(DeviceTokens.of(pack([ids]), cpu)).logprobs for ids in sequences])
-    for logprobs in (own, plain):
-        logprobs.sum().backward()
+    for row_logprobs in (own, plain):
+        row_logprobs.sum().backward()
     gradients = [
         torch.cat([p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None])
         for model in (packed, single)
@@ -133,22 +127,18 @@ def model_error(rank: TrainedRank, model_type: str, dtype: str) -> float:
 def _tiny_model(model_type: str, dtype: str, device: torch.device) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlhf.learner.packed_attention import PACKED
-    from rlhf.learner.policy_model import PolicyModel, prepare_transformer
-
-    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128}
-    config = AutoConfig.for_model(model_type, **sizes, **TINY_MODELS[model_type], pad_token_id=None)
+    config = AutoConfig.for_model(model_type, **TINY_SIZES | TINY_MODELS[model_type], pad_token_id=None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        transformer = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=PACKED)
+        transformer = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=packed_attention.PACKED
+        )
     prepare_transformer(transformer, gradient_checkpointing=False)
     return PolicyModel(transformer.to(device), temperature=1.0)
 
 
 def _packed(*, vocabulary: int) -> Any:
     """Sequences that begin with one prompt, and one that does not."""
-    from rlhf.algo.packing import pack
-
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, vocabulary, PROMPT)
     *alike, other = (rng.integers(0, vocabulary, length) for length in RESPONSES)
@@ -201,10 +191,6 @@ class Updated:
 
 def update(rank: Learner, targets: PolicyTargets, lr: float) -> Updated:
     """One pass of optimizer steps at a fixed learning rate, outside of the run's schedule."""
-    from rlhf.config.sections import ScheduleConfig
-    from rlhf.learner.update import policy_microbatch
-    from rlhf.log.reductions import merge_metrics
-
     started: list[float] = []
 
     def loss(tokens: DeviceTokens, own: PolicyTargets, denominators: Denominators) -> tuple[Tensor, StepMetrics]:
@@ -244,8 +230,6 @@ def peak_bytes(rank: TrainedRank) -> int:
 
 def free_bytes(rank: TrainedRank) -> int:
     """Free memory of the rank's GPU; on CPU, of its node."""
-    import psutil
-
     if rank.device.type == "cuda":
         return torch.cuda.mem_get_info(rank.device)[0]
     return psutil.virtual_memory().available

@@ -1,4 +1,4 @@
-"""Checks of what a step does, on the run's engines and learners: kernels, updates, memory, speed, checkpoints."""
+"""Checks of the run's engines and learners: start, transfer, agreement, and what a step does, its speed and memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,28 @@ import psutil
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.doctor.examination import Finding, NotCheckedError, Patient
-from rlhf.doctor.stack import started
+from rlhf.log.reductions import merge_metrics
 from rlhf.plan.memory import GIB, learner_memory, total
 from rlhf.plan.model_shape import shape_at
 from rlhf.plan.start_checks import existing_folder, run_bytes
 from rlhf.rollout.requests import SamplingSettings
+from rlhf.rollout.sampler import to_rollout
+from rlhf.run.speed import peak_tflops
+from rlhf.step.batch import broadcast_to_tokens, make_batch
+from rlhf.step.minibatches import plan_epochs
+from rlhf.types import (
+    PolicyTargets,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    ScoredRollout,
+    StepBatch,
+    TokenSequence,
+    VersionSpan,
+)
 
 if TYPE_CHECKING:
     from rlhf.cluster.engines import Engines
-    from rlhf.types import PolicyTargets, Prompt, Rollout, StepBatch
 
 HEADS = (8, 2, 64)  # heads, key heads, width of a head; for models whose sizes are not known
 VOCABULARY, HIDDEN = 32_768, 1024
@@ -37,6 +50,77 @@ LONGEST_ON_CPU, BUDGET_ON_CPU = 256, 512  # tokens of a sequence and of a microb
 SAMPLED_ON_CPU, SAMPLED_TOKENS = (16, 32), 512  # sequences, tokens of each
 PEAK_FACTOR = 1.25  # times --plan's estimate: a peak above it shows that the estimate is wrong
 LITTLE_MEMORY = 0.05  # of the host's memory
+REDUCED_ELEMENTS = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # float32: 1 GiB, 64 MiB
+SLOW_GB_PER_SECOND = 5.0  # between GPUs; NVLink and InfiniBand are much faster, TCP over a wrong interface is slower
+SLOW_TRANSFER_S = 30.0
+
+
+# --- start, network and agreement ---
+
+
+async def check_start(patient: Patient) -> Finding:
+    """Start Ray, engines and learners of the config; later checks use them."""
+    from rlhf.cluster.cluster import Cluster
+    from rlhf.cluster.engines import Engines
+
+    config, _ = patient.config.cluster, patient.prompts  # without prompts nothing could be done with what starts
+    cluster = Cluster(patient.config, compare_nodes=False)  # `check_nodes` has done so
+    await patient.at_end.enter_async_context(cluster)
+    patient.engines = await patient.at_end.enter_async_context(Engines(cluster, patient.config))
+    return Finding("ok", f"{config.engines} engine(s), {config.learners} learner(s) on {config.device}")
+
+
+async def check_collective(patient: Patient) -> Finding:
+    """Bandwidth of an all-reduce between the learners: 2 (n - 1) / n x bytes / seconds, as in NCCL's tests."""
+    engines = patient.engines
+    ranks = len(engines.learners.actors)
+    if ranks == 1:
+        return Finding("ok", "one learner: nothing to reduce")
+    elements = REDUCED_ELEMENTS[patient.config.cluster.device]
+    await engines.sleep_if_colocated()
+    seconds = max(await engines.learners.call("apply", on_rank.time_all_reduce, elements))
+    size = 4 * elements
+    speed = 2 * (ranks - 1) / ranks * size / seconds / 1e9
+    text = f"{ranks} learners, all-reduce of {size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {speed:.2f} GB/s"
+    if patient.config.cluster.device == "cuda" and speed < SLOW_GB_PER_SECOND:
+        remedy = (
+            "check the network: NCCL_DEBUG=INFO prints which one is used, NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose it"
+        )
+        return Finding("warn", text, remedy)
+    return Finding("ok", text)
+
+
+async def check_transfer(patient: Patient) -> Finding:
+    """Seconds of a weight transfer into all engines, from pause to resume; a first transfer warms up."""
+    engines = patient.engines
+    size = sum(meta.bytes for meta in (await engines.learners.call("metadata"))[0])
+    await engines.send_weights(0)
+    began = time.monotonic()
+    await engines.send_weights(0)
+    seconds = time.monotonic() - began
+    text = f"{size / 1e6:,.1f} MB by {engines.transport} in {seconds:.2f} s: {size / seconds / 1e9:.3f} GB/s"
+    if seconds > SLOW_TRANSFER_S:
+        return Finding("warn", text, "every step waits this long: use a faster network between learners and engines")
+    return Finding("ok", text)
+
+
+async def check_agreement(patient: Patient) -> Finding:
+    """The canary of a run: engines and learners agree on log-probs, also after all weights were perturbed."""
+    from rlhf.cluster.canary import Canary
+
+    config = patient.config
+    canary = Canary(
+        patient.engines, patient.prompts, dtype=config.model.dtype, max_tokens=config.max_sequence_tokens,
+        noise_seed=config.noise_seed,
+    )  # fmt: skip
+    await canary.measure_noise()
+    metrics = await canary.check_start(0)
+    difference, patient.canary = metrics["sync/canary_difference"], canary
+    return Finding(
+        "ok",
+        f"{config.model.dtype}: mean |log-prob difference| {difference:.2g}, tolerance {canary.tolerance:.2g}; "
+        "engines followed weights that were all perturbed, and back",
+    )
 
 
 # --- kernels ---
@@ -50,7 +134,7 @@ async def check_kernels(patient: Patient) -> Finding:
     """
     from rlhf.doctor import on_rank
 
-    engines, dtype = started(patient), patient.config.model.dtype
+    engines, dtype = patient.engines, patient.config.model.dtype
     shape = shape_at(patient.config.model.path)
     heads = HEADS if shape is None else (shape.heads, shape.kv_heads, shape.head_dim)
     head = (VOCABULARY, HIDDEN) if shape is None else (shape.vocabulary, shape.hidden)
@@ -77,17 +161,11 @@ async def check_kernels(patient: Patient) -> Finding:
 
 
 def _targets(batch: StepBatch, old: np.ndarray) -> PolicyTargets:
-    from rlhf.step.batch import broadcast_to_tokens
-    from rlhf.types import PolicyTargets
-
     advantages = np.where(np.arange(len(batch.rewards)) % 2, -1.0, 1.0)
     return PolicyTargets(broadcast_to_tokens(batch, advantages), old, None)
 
 
 def _batch(rollouts: list[Rollout]) -> StepBatch:
-    from rlhf.step.batch import make_batch
-    from rlhf.types import Prompt, RolloutGroup, ScoredRollout
-
     samples = tuple(ScoredRollout(rollout, "", "", 0.0, {}, "ok") for rollout in rollouts)
     prompt = Prompt("doctor", 0, rollouts[0].sequences[0].token_ids[:1], (), "", "doctor")
     return make_batch([RolloutGroup(prompt, samples)], mask_truncated=False)
@@ -95,7 +173,6 @@ def _batch(rollouts: list[Rollout]) -> StepBatch:
 
 async def _sample(engines: Engines, prompts: Sequence[Prompt], settings: SamplingSettings) -> list[list[Rollout]]:
     """SAMPLES rollouts of each prompt, over all engines."""
-    from rlhf.rollout.sampler import to_rollout
 
     async def sample(prompt: Prompt) -> list[Rollout]:
         completions = await engines.generate(prompt.token_ids, settings, samples=SAMPLES, what=prompt.id)
@@ -107,11 +184,8 @@ async def _sample(engines: Engines, prompts: Sequence[Prompt], settings: Samplin
 async def check_update(patient: Patient) -> Finding:
     """On sampled rollouts every ratio is exactly 1 before the update, and a learning rate of 0 moves nothing."""
     from rlhf.doctor import on_rank
-    from rlhf.log.reductions import merge_metrics
-    from rlhf.step.minibatches import plan_epochs
 
-    engines, config = started(patient), patient.config
-    assert patient.prompts is not None
+    engines, config = patient.engines, patient.config
     settings = SamplingSettings(config.rollout.temperature, min(RESPONSE_TOKENS, config.rollout.max_response_tokens))
     batch = _batch([rollout for group in await _sample(engines, patient.prompts, settings) for rollout in group])
     await engines.sleep_if_colocated()
@@ -136,9 +210,7 @@ async def check_cycle(patient: Patient) -> Finding:
     """Twice as in a step: sleep, update, wake, send, canary; with the free memory after each."""
     from rlhf.doctor import on_rank
 
-    engines, config = started(patient), patient.config
-    if patient.canary is None or patient.targets is None:
-        raise NotCheckedError("engines and learners do not agree, or there was no update")
+    engines, config, canary, targets = patient.engines, patient.config, patient.canary, patient.targets
     lr = config.learner.optimizer.lr
 
     async def free() -> str:
@@ -148,10 +220,10 @@ async def check_cycle(patient: Patient) -> Finding:
     for cycle in range(1, CYCLES + 1):
         await engines.sleep_if_colocated()
         asleep = await free()
-        (updated, *_) = await engines.learners.call("apply", on_rank.update, patient.targets, lr)
+        (updated, *_) = await engines.learners.call("apply", on_rank.update, targets, lr)
         moved, after_update = updated.moved, await free()
         await engines.send_weights(cycle)
-        difference = (await patient.canary.check(cycle))["sync/canary_difference"]
+        difference = (await canary.check(cycle))["sync/canary_difference"]
         lines.append(
             f"{cycle}: GiB free {asleep} before the update, {after_update} after it, {await free()} after the send; "
             f"{len(moved)} of {updated.tensors} tensors moved; canary {difference:.2g}"
@@ -166,45 +238,36 @@ async def check_cycle(patient: Patient) -> Finding:
 # --- speed and memory of a microbatch ---
 
 
-def _full_config(config: GRPOConfig) -> GRPOConfig:
-    """The config with microbatches of the examined size, all in one minibatch."""
-    budget = config.learner.max_tokens_per_microbatch
+def _full_microbatches(config: GRPOConfig, ids: np.ndarray) -> tuple[GRPOConfig, list[Rollout]]:
+    """Full microbatches of the longest sequences for every learner, drawn at random from these tokens.
+
+    Returns:
+        The config with microbatches of that size, all in one minibatch; and the rollouts.
+    """
+    budget, longest = config.learner.max_tokens_per_microbatch, config.max_sequence_tokens
     if config.cluster.device == "cpu":
-        budget = min(budget, BUDGET_ON_CPU)
+        budget, longest = min(budget, BUDGET_ON_CPU), min(longest, LONGEST_ON_CPU)
+    longest = min(longest, budget)
     learner = config.learner.model_copy(update={"max_tokens_per_microbatch": budget, "minibatches_per_epoch": 1})
-    return config.model_copy(update={"learner": learner})
-
-
-def _full_rollouts(config: GRPOConfig, ids: np.ndarray) -> list[Rollout]:
-    """Full microbatches of the longest sequences for every learner, drawn at random from these tokens."""
-    from rlhf.types import Rollout, TokenSequence, VersionSpan
-
-    budget = config.learner.max_tokens_per_microbatch
-    longest = min(config.max_sequence_tokens, budget)
-    if config.cluster.device == "cpu":
-        longest = min(longest, LONGEST_ON_CPU)
     prompt = max(1, longest - config.rollout.max_response_tokens)
+    mask, zeros = np.arange(longest) >= prompt, np.zeros(longest, np.float32)
     rng, rollouts = np.random.default_rng(0), []
     for sample in range(MICROBATCHES * config.cluster.learners * (budget // longest)):
-        mask = np.arange(longest) >= prompt
-        span, zeros = (VersionSpan(prompt, longest, 0),), np.zeros(longest, np.float32)
         tokens = rng.choice(ids, longest).astype(np.int32)
-        rollouts.append(Rollout("doctor", 0, sample, (TokenSequence(tokens, mask, zeros, span),), "stop"))
-    return rollouts
+        sequence = TokenSequence(tokens, mask, zeros, (VersionSpan(prompt, longest, 0),))
+        rollouts.append(Rollout("doctor", 0, sample, (sequence,), "stop"))
+    return config.model_copy(update={"learner": learner}), rollouts
 
 
 async def check_microbatch(patient: Patient) -> Finding:
     """A full microbatch: model FLOPs over the device's peak (MFU), and the peak of memory against --plan."""
     from rlhf.doctor import on_rank
-    from rlhf.run.speed import peak_tflops
-    from rlhf.step.minibatches import plan_epochs
 
-    engines, config = started(patient), _full_config(patient.config)
-    assert patient.prompts is not None
-    batch = _batch(_full_rollouts(config, np.concatenate([prompt.token_ids for prompt in patient.prompts])))
+    engines, ids = patient.engines, np.concatenate([prompt.token_ids for prompt in patient.prompts])
+    config, rollouts = _full_microbatches(patient.config, ids)
+    batch = _batch(rollouts)
     await engines.sleep_if_colocated()
     await engines.learners.start_step(batch, plan_epochs(batch, config, step=0)[:1])
-    patient.targets = None  # the learners hold another step now
     zeros = np.zeros(len(batch.tokens.token_ids), np.float32)
     by_rank = await engines.learners.call("apply", on_rank.update, _targets(batch, zeros), 0.0)
     product = min(await engines.learners.call("apply", on_rank.product_tflops, config.model.dtype))
@@ -232,10 +295,8 @@ async def check_microbatch(patient: Patient) -> Finding:
 
 async def check_sampling(patient: Patient) -> Finding:
     """Sampled tokens per second of the engines while all of them work."""
-    engines, config = started(patient), patient.config
-    if patient.canary is None:
-        raise NotCheckedError("engines and learners do not agree")
-    assert patient.prompts is not None
+    engines, config = patient.engines, patient.config
+    _ = patient.canary  # without agreement the speed of the engines says nothing
     await engines.send_weights(CYCLES + 1)  # wakes engines that share their GPUs
     count, tokens = SAMPLED_ON_CPU
     if config.cluster.device == "cuda":
@@ -256,7 +317,7 @@ async def check_sampling(patient: Patient) -> Finding:
 
 async def check_checkpoint(patient: Patient) -> Finding:
     """Write a checkpoint where the run would, read it back, and remove it: GB/s of both."""
-    engines, config = started(patient), patient.config
+    engines, config = patient.engines, patient.config
     existing, need = existing_folder(config), run_bytes(config)
     if need is not None and shutil.disk_usage(existing).free < need:
         raise NotCheckedError(f"it needs {need / GIB:.1f} GiB on {existing}")
@@ -285,10 +346,9 @@ async def check_memory(patient: Patient) -> Finding:
     text += "unlimited" if unlimited else f"{locked / 2**20:.2g} MiB"
     numbers = {"gib": have / GIB, "least_free_gib": least / GIB}
     if least < LITTLE_MEMORY * have:
-        return Finding(
-            "warn", text, "the run may be killed: use fewer engines or learners, or a smaller model", numbers
-        )
-    if patient.config.cluster.device == "cuda" and patient.nodes and len(patient.nodes) > 1 and not unlimited:
+        remedy = "the run may be killed: use fewer engines or learners, or a smaller model"
+        return Finding("warn", text, remedy, numbers)
+    if patient.config.cluster.device == "cuda" and len(patient.nodes) > 1 and not unlimited:
         remedy = "InfiniBand needs unlimited locked memory: `ulimit -l unlimited` on all nodes (docker/README.md)"
         return Finding("warn", text, remedy, numbers)
     return Finding("ok", text, numbers=numbers)

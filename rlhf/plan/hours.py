@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.roles import CRITIC
-from rlhf.plan.resources import count_gpus
-from rlhf.plan.text import counted
+from rlhf.plan.resources import count_gpus, counted
 
 FORWARD_SHARE = 1 / 3  # of forward and backward together: a backward pass costs two forward passes
 

@@ -14,17 +14,20 @@ float32 model.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rlhf.algo.sizes import HEAD_TILE, REDUCE_BUCKET, WHOLE_TOKENS
+from rlhf.algo.sizes import BUCKET_BYTES, HEAD_TILE, REDUCE_BUCKET, WHOLE_TOKENS
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import LEARNER, Role
 from rlhf.config.sections import TrainedConfig
 from rlhf.plan.model_shape import ModelShape, shape_at
+
+if TYPE_CHECKING:
+    from rlhf.types import GPUMemory
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -34,10 +37,15 @@ REDUCE_BUFFERS = 2 * REDUCE_BUCKET  # elements in two buckets; on CPU one bucket
 ZERO3_MAX_LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's default
 
 # Assumed, on GPU: CUDA context, NCCL and fragmentation of a learner; profile run, CUDA graphs and sampler of an engine.
-GPU_OVERHEAD = {"learner": 2 * GIB, "engine": 3 * GIB}
 # Measured, on CPU: resident memory of the processes around a model of 1 M parameters, KV cache not counted.
-CPU_OVERHEAD = {"learner": 1 * GIB, "engine": 2 * GIB}
-
+OVERHEAD = {
+    "cuda": {"learner": ("CUDA, NCCL, fragmentation", 2 * GIB), "engine": ("working memory, CUDA graphs", 3 * GIB)},
+    "cpu": {"learner": ("process", 1 * GIB), "engine": ("processes", 2 * GIB)},
+}
+# Assumed, on GPUs that roles share: a learner scores the canary while an engine is awake; a sleeping engine keeps
+# CUDA's context and kernels.
+CANARY_BYTES = 1 * GIB
+ASLEEP_BYTES = 2 * GIB
 
 Use = Literal["work", "state", "movable"]
 
@@ -57,19 +65,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class EngineMemory:
-    """One GPU of an engine (on CPU: the engine's processes)."""
-
-    parts: tuple[Part, ...]
-    kv_bytes_per_token: int
-    kv_tokens: int
-
-
-@dataclass(frozen=True)
 class RoleMemory:
-    """Memory of one actor of a role; no parts if its model is not known."""
+    """Memory of one actor of a role (of an engine: of one GPU); no parts if its model is not known."""
 
     role: Role
+    shape: ModelShape | None
     parts: tuple[Part, ...]
 
 
@@ -77,15 +77,14 @@ def memory_of_roles(config: GRPOConfig, policy: ModelShape) -> list[RoleMemory]:
     """The memory of every role of the run; `policy` is the shape of model.path."""
     estimates = []
     for role in config.roles():
-        shape = policy if role.model == config.model.path else shape_at(role.model)
-        estimates.append(RoleMemory(role, () if shape is None else _estimator(role)(shape, config)))
+        shape = _shape_of(role, config, policy)
+        parts = () if shape is None else pkgutil.resolve_name(role.memory)(shape, config)
+        estimates.append(RoleMemory(role, shape, parts))
     return estimates
 
 
-def _estimator(role: Role) -> Callable[[ModelShape, GRPOConfig], tuple[Part, ...]]:
-    module, name = role.memory.split(":")
-    estimator: Callable[[ModelShape, GRPOConfig], tuple[Part, ...]] = getattr(importlib.import_module(module), name)
-    return estimator
+def _shape_of(role: Role, config: TrainingProgramConfig, policy: ModelShape | None) -> ModelShape | None:
+    return policy if role.model == config.model.path else shape_at(role.model)
 
 
 def checkpoint_bytes(config: TrainingProgramConfig, policy: ModelShape | None) -> int | None:
@@ -99,8 +98,7 @@ def checkpoint_bytes(config: TrainingProgramConfig, policy: ModelShape | None) -
     """
     size = 0
     for role, _ in config.trained_roles():
-        shape = policy if role.model == config.model.path else shape_at(role.model)
-        if shape is None:
+        if (shape := _shape_of(role, config, policy)) is None:
             return None
         count = scalar_parameters(shape) if role.scalar else shape.parameters
         moves = config.reference_moves and role.name == LEARNER
@@ -112,43 +110,22 @@ def total(parts: Sequence[Part]) -> float:
     return sum(part.size for part in parts)
 
 
-def kept_while_sampling(parts: Sequence[Part], config: GRPOConfig) -> float:
-    """What a trained role holds on its GPU while engines on the same GPU sample."""
-    uses = ("state",) if config.cluster.offload_while_sampling else ("state", "movable")
-    return total([part for part in parts if part.use in uses])
-
-
 def learner_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
     """The parts of one learner at the peak of an update."""
-    return (*learner_state(shape, config), *learner_work(shape, config))
-
-
-def learner_state(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
-    """What a learner holds between updates: weights, optimizer, reference."""
-    parts = _trained_state(config.learner, config, shape.parameters)
+    reference: list[Part] = []
     if config.needs_reference:
         dtype, ranks = config.model.dtype, config.cluster.learners if config.learner.zero_stage == 3 else 1
         use: Use = "state" if ranks > 1 else "movable"  # a share at ZeRO-3 stays
-        parts.append(replace(_divided(f"reference, {dtype}", shape.parameters, BYTES[dtype], ranks), use=use))
-    return tuple(parts)
+        reference = [_divided(f"reference, {dtype}", shape.parameters, BYTES[dtype], ranks, use=use)]
+    return _trained(config.learner, shape, config, shape.parameters, reference, _head(shape, config))
 
 
 def critic_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
-    """The parts of one rank of the critic at the peak of an update; its head gives one number per token, not logits.
-
-    Args:
-        shape: the critic's model.
-    """
+    """The parts of one rank of the critic at the peak of an update; its head gives one number per token, not logits."""
     section: TrainedConfig = config.critic  # type: ignore[attr-defined]  # of PPO alone
-    count = scalar_parameters(shape)
-    head = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
-    return (
-        *_trained_state(section, config, count),
-        *_trained_work(section, config, count),
-        _activations(shape, config),
-        Part("head: states in float32, gradient", float(head), "one number per token"),
-        _overhead(config),
-    )
+    states = config.learner.max_tokens_per_microbatch * shape.hidden * 2 * 4
+    head = Part("head: states in float32, gradient", float(states), "one number per token")
+    return _trained(section, shape, config, scalar_parameters(shape), [], head)
 
 
 def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
@@ -159,7 +136,7 @@ def reward_model_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ..
     return (
         _divided(f"weights, {dtype}", scalar_parameters(shape), BYTES[dtype]),
         Part("activations of one layer", float(tokens * layer), f"{tokens:,} tokens x {_kib(layer)}"),
-        _overhead(config),
+        _overhead("learner", config),
     )
 
 
@@ -168,58 +145,45 @@ def scalar_parameters(shape: ModelShape) -> int:
     return shape.parameters - shape.head_parameters + shape.hidden
 
 
-def _trained_state(learner: TrainedConfig, config: GRPOConfig, count: int) -> list[Part]:
-    """Weights and optimizer state of one rank of a trained model with `count` parameters."""
-    dtype = config.model.dtype
-    stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[dtype]
+def _trained(
+    section: TrainedConfig, shape: ModelShape, config: GRPOConfig, count: int, reference: list[Part], head: Part
+) -> tuple[Part, ...]:
+    """One rank of a trained model with `count` parameters: what it holds, gradients and their buffers, activations."""
+    dtype, stage, ranks = config.model.dtype, section.zero_stage, config.cluster.learners
+    b, offload = BYTES[dtype], section.offload_optimizer
     by = ranks if stage >= 1 else 1
-    weights = replace(_divided(f"weights, {dtype}", count, b, ranks if stage == 3 else 1), use="state")
-    if learner.offload_optimizer:
+    state = [_divided(f"weights, {dtype}", count, b, ranks if stage == 3 else 1, use="state")]
+    if offload:
         host = _share(count, MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES, by)
-        return [weights, Part("optimizer", 0.0, f"in host memory: {host}")]
-    optimizer = [_divided("Adam's two moments, float32", count, MOMENTS_BYTES, by)]
-    if not (stage == 0 and dtype == "float32"):
-        optimizer.insert(0, _divided("master weights, float32", count, MASTER_BYTES, by))
-    return [weights, *(replace(part, use="movable") for part in optimizer)]
-
-
-def learner_work(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
-    """What an update adds: gradients, their buffers, activations, and the buffers of the head."""
-    work = _trained_work(config.learner, config, shape.parameters)
-    return (*work, _activations(shape, config), _head(shape, config), _overhead(config))
-
-
-def _trained_work(learner: TrainedConfig, config: GRPOConfig, count: int) -> list[Part]:
-    """Gradients and their buffers."""
-    stage, ranks, b = learner.zero_stage, config.cluster.learners, BYTES[config.model.dtype]
-    parts: list[Part] = []
+        state.append(Part("optimizer", 0.0, f"in host memory: {host}"))
+    else:
+        if stage or dtype != "float32":
+            state.append(_divided("master weights, float32", count, MASTER_BYTES, by, use="movable"))
+        state.append(_divided("Adam's two moments, float32", count, MOMENTS_BYTES, by, use="movable"))
     by = ranks if stage >= 2 else 1
     # DeepSpeed's buffers have full size for any model; on CPU the unfilled part takes no memory. ZeRO-1's are float32.
     elements = REDUCE_BUFFERS if config.cluster.device == "cuda" else min(REDUCE_BUFFERS, count)
     width = GRADIENT_BYTES if stage == 1 else b
-    size = width * elements if stage >= 1 else 0
-    bucket = Part("reduction buffer", float(size), f"bucket of {elements / 1e9:.2f} B x {width}")
-    if learner.offload_optimizer:
-        parts.append(Part("gradients", b * count / by, f"{_share(count, b, by)}, then in host memory"))
-        parts.append(bucket)
+    bucket = Part(
+        "reduction buffer", float(width * elements if stage else 0), f"bucket of {elements / 1e9:.2f} B x {width}"
+    )
+    if offload:
+        work = [Part("gradients", b * count / by, f"{_share(count, b, by)}, then in host memory"), bucket]
     elif stage == 0:
-        parts.append(_divided("gradients", count, b))
+        work = [_divided("gradients", count, b)]
         if b != GRADIENT_BYTES:
-            parts.append(_divided("gradients of the step, float32", count, GRADIENT_BYTES))
+            work.append(_divided("gradients of the step, float32", count, GRADIENT_BYTES))
     else:
-        parts.append(_divided("gradients, float32", count, GRADIENT_BYTES, by))
-        copy = GRADIENT_BYTES * count / ranks
-        how = f"{_share(count, GRADIENT_BYTES, ranks)} + {bucket.how}"
-        parts.append(Part("gradients, added and reduced", copy + bucket.size, how))
+        copy = _divided("gradients, added and reduced", count, GRADIENT_BYTES, ranks)
+        added = replace(copy, size=copy.size + bucket.size, how=f"{copy.how} + {bucket.how}")
+        work = [_divided("gradients, float32", count, GRADIENT_BYTES, by), added]
     if stage == 3:
-        parts.append(_divided("gathered weights", min(ZERO3_MAX_LIVE_PARAMETERS, count), b))
-    return parts
+        work.append(_divided("gathered weights", min(ZERO3_MAX_LIVE_PARAMETERS, count), b))
+    return (*state, *reference, *work, _activations(shape, config), head, _overhead("learner", config))
 
 
-def _overhead(config: GRPOConfig) -> Part:
-    if config.cluster.device == "cuda":
-        return Part("CUDA, NCCL, fragmentation", GPU_OVERHEAD["learner"], "assumed")
-    return Part("process", CPU_OVERHEAD["learner"], "assumed")
+def _overhead(what: str, config: GRPOConfig) -> Part:
+    return Part(*OVERHEAD[config.cluster.device][what], "assumed")
 
 
 def layer_activation_bytes(shape: ModelShape, *, b: int) -> int:
@@ -270,35 +234,32 @@ def _head(shape: ModelShape, config: GRPOConfig) -> Part:
     )
 
 
-def engine_memory(shape: ModelShape, config: GRPOConfig) -> EngineMemory:
-    """Weights, working memory, and the KV cache in the remaining memory."""
+def engine_memory(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
+    """The parts of one GPU of an engine (on CPU: of its processes); the KV cache is last, in the remaining memory."""
     cluster, rollout, dtype = config.cluster, config.rollout, config.model.dtype
-    b, parallel = BYTES[dtype], cluster.tensor_parallel
-    kv_heads = max(1, -(-shape.kv_heads // parallel))  # fewer heads than GPUs: each GPU holds one
-    numbers = shape.latent_dim or 2 * kv_heads * shape.head_dim  # a latent is whole on each GPU
-    per_token = shape.layers_with_attention * numbers * b
-    weights = b * shape.parameters / parallel
-    parts = [Part(f"weights, {dtype}", weights, _share(shape.parameters, b, parallel))]
+    parts = (
+        _divided(f"weights, {dtype}", shape.parameters, BYTES[dtype], cluster.tensor_parallel),
+        _overhead("engine", config),
+    )
     if cluster.device == "cuda":
-        parts.append(Part("working memory, CUDA graphs", GPU_OVERHEAD["engine"], "assumed"))
-        room = rollout.gpu_memory_utilization * cluster.gpu_memory_gib * GIB - total(tuple(parts))
+        room = rollout.gpu_memory_utilization * cluster.gpu_memory_gib * GIB - total(parts)
         how = f"rest of {rollout.gpu_memory_utilization:g} x {cluster.gpu_memory_gib:g} GiB"
     else:
-        parts.append(Part("processes", CPU_OVERHEAD["engine"], "assumed"))
         room, how = float(rollout.kv_cache_gib * GIB), "rollout.kv_cache_gib"
-    tokens = max(0, int(room // per_token))
-    parts.append(Part("KV cache", max(0.0, room), how))
-    return EngineMemory(tuple(parts), per_token, tokens)
+    return (*parts, Part("KV cache", max(0.0, room), how))
 
 
-def engine_parts(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
-    """The parts of one GPU of an engine."""
-    return engine_memory(shape, config).parts
+def kv_cache(shape: ModelShape, config: GRPOConfig) -> tuple[int, int]:
+    """Bytes of the KV cache per token on one GPU, and the tokens that it holds."""
+    heads = max(1, -(-shape.kv_heads // config.cluster.tensor_parallel))  # fewer heads than GPUs: each GPU holds one
+    numbers = shape.latent_dim or 2 * heads * shape.head_dim  # a latent is whole on each GPU
+    per_token = shape.attention_layers * numbers * BYTES[config.model.dtype]
+    return per_token, int(engine_memory(shape, config)[-1].size // per_token)
 
 
-def _divided(name: str, count: int, size: int, by: int = 1) -> Part:
+def _divided(name: str, count: int, size: int, by: int = 1, *, use: Use = "work") -> Part:
     """`count` numbers of `size` bytes, divided among `by` ranks."""
-    return Part(name, size * count / by, _share(count, size, by))
+    return Part(name, size * count / by, _share(count, size, by), use)
 
 
 def _share(count: int, size: int, by: int) -> str:
@@ -307,3 +268,90 @@ def _share(count: int, size: int, by: int) -> str:
 
 def _kib(size: float) -> str:
     return f"{size / 1024:.1f} KiB"
+
+
+# --- GPUs that roles share: placement=colocated ---
+#
+#     awake    weights of the learners + what the engine may use, or during a transfer its weights and two buckets
+#     training weights of the learners + what one of them brings back + its work + what a sleeping engine keeps
+#
+# --plan estimates all of it. At the start the learners measure what is really free, before the engines are built.
+
+
+def awake_problem(config: GRPOConfig, shape: ModelShape | None, *, kept: float, have: float) -> str | None:
+    """Why an engine cannot be awake on a GPU on which the learners keep `kept` of `have` bytes."""
+    share = config.rollout.gpu_memory_utilization
+    needed = share * have
+    if shape is not None:
+        weights, working, _ = engine_memory(shape, config)
+        largest = shape.embedding_parameters * weights.size / shape.parameters * config.cluster.tensor_parallel
+        needed = max(needed, weights.size + working.size + 2 * max(BUCKET_BYTES, largest))
+    kept += CANARY_BYTES
+    if kept + needed <= have:
+        return None
+    return (
+        f"memory: on a shared GPU the engine's rollout.gpu_memory_utilization={share:g} x {have / GIB:.4g} GiB plus "
+        f"{kept / GIB:.1f} GiB of the learner's state are {(kept + needed) / GIB:.1f} GiB. Lower it to "
+        f"{max(0.0, int(100 * (1 - kept / have)) / 100):.2f} or less."
+    )
+
+
+def training_problems(peaks: Mapping[str, float], *, kept: float, have: float) -> Iterator[str]:
+    """Roles that do not fit while they train.
+
+    Args:
+        peaks: by role, the bytes that it adds to `kept`.
+    """
+    for role, peak in peaks.items():
+        needed = kept + peak + ASLEEP_BYTES
+        if needed > have:
+            yield (
+                f"memory: on a shared GPU a {role} that trains needs about {peak / GIB:.1f} GiB, beside "
+                f"{kept / GIB:.1f} GiB of weights and {ASLEEP_BYTES / GIB:.0f} GiB of a sleeping engine: "
+                f"{needed / GIB:.1f} GiB of {have / GIB:.4g}. Lower learner.max_tokens_per_microbatch, or use more "
+                "learners with a higher zero_stage."
+            )
+
+
+def planned_problems(config: GRPOConfig, estimates: Sequence[RoleMemory], shape: ModelShape) -> Iterator[str]:
+    """Both problems, from the estimates alone."""
+    stays = ("state",) if config.cluster.offload_while_sampling else ("state", "movable")
+    kept, peaks = 0.0, {}
+    for estimate in estimates:
+        if estimate.role.training is not None:
+            held = total([part for part in estimate.parts if part.use in stays])
+            kept += held
+            peaks[estimate.role.name] = total(estimate.parts) - held
+    have = config.cluster.gpu_memory_gib * GIB
+    if problem := awake_problem(config, shape, kept=kept, have=have):
+        yield problem
+    yield from training_problems(peaks, kept=kept, have=have)
+
+
+def check_shared_gpus(config: GRPOConfig, measured: Mapping[str, Sequence[GPUMemory]]) -> list[str]:
+    """Compare the memory that is free before the engines start with what all roles will need.
+
+    Args:
+        measured: by trained role, what each of its ranks sees of its GPU.
+
+    Returns:
+        Warnings from an estimate, since activations are not measured yet.
+
+    Raises:
+        ValueError: an engine cannot start with what the learners keep on its GPU.
+    """
+    shape = shape_at(config.model.path)
+    ranks = [rank for role in measured.values() for rank in role]
+    fullest = max(ranks, key=lambda rank: rank.total - rank.free)
+    kept = fullest.total - fullest.free
+    if problem := awake_problem(config, shape, kept=kept, have=fullest.total):
+        raise ValueError(problem)
+    if shape is None:
+        return []
+    peaks = {
+        estimate.role.name: max(rank.away for rank in measured[estimate.role.name])
+        + total([part for part in estimate.parts if part.use == "work"])
+        for estimate in memory_of_roles(config, shape)
+        if estimate.role.name in measured
+    }
+    return list(training_problems(peaks, kept=kept, have=fullest.total))

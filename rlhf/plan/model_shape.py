@@ -14,10 +14,26 @@ from typing import Any
 
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.data.model_files import USUAL_MODEL_TYPES, local_model_config, tensor_shapes, weight_files
-from rlhf.plan.known_models import known_model
 
-KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' defaults
+# Sizes of the models that configs/ names, as their config.json on the hub has them, so that plans need no download.
+KNOWN_KEYS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "tie_word_embeddings", "max_position_embeddings",
+)  # fmt: skip
+KNOWN_MODELS = {
+    "Qwen/Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 151936, True, 32768),
+    "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2", 896, 4864, 24, 14, 2, 151936, True, 32768),
+    "Qwen/Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 131072),
+    "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 32768),
+    "Qwen/Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 131072),
+    "Qwen/Qwen2.5-Math-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 4096),
+    "Qwen/Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, 152064, False, 131072),
+    "Qwen/Qwen3-8B-Base": ("qwen3", 4096, 12288, 36, 32, 8, 151936, False, 32768),
+    "allenai/Llama-3.1-Tulu-3-8B-DPO": ("llama", 4096, 14336, 32, 32, 8, 128264, False, 131072),
+}
+
 QWEN3_HEAD_DIM = 128  # if its config.json has no head_dim
+EXPERT_SIZES = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}  # the key of I of an expert
 
 WITHOUT_ATTENTION = ("linear_attention", "mamba", "conv", "mlp", "moe")  # kinds of layers
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
@@ -42,24 +58,21 @@ class ModelShape:
     vocabulary: int
     hidden: int
     layers: int
+    attention_layers: int  # in a hybrid not all
     heads: int
     kv_heads: int
     head_dim: int
     intermediate: int
-    parameters: int
-    active_parameters: int  # of the matrix products that one token goes through, without the head
+    experts: int
+    active_experts: int
     head_parameters: int  # 0 if the head is the input embedding, or if the files hold none
-    qk_norm: bool = False
-    experts: int = 0
-    active_experts: int = 0
+    qk_norm: bool
+    latent_dim: int  # what latent attention caches per token and layer, for all heads; 0: it caches keys and values
     expert_intermediate: int = 0
-    sparse_layers: int = 0
-    attention_layers: int | None = None  # None: all
-    latent_dim: int = 0  # what latent attention caches per token and layer, for all heads; 0: it caches keys and values
-
-    @property
-    def layers_with_attention(self) -> int:
-        return self.layers if self.attention_layers is None else self.attention_layers
+    sparse_layers: int = 0  # of the families that the formula counts
+    parameters: int = 0
+    active_parameters: int = 0  # of the matrix products that one token goes through, without the head
+    source: str = ""  # where the sizes come from
 
     @property
     def embedding_parameters(self) -> int:
@@ -76,7 +89,7 @@ class ModelShape:
             shared: first tokens of each of `lengths` that were computed with another sequence.
         """
         squares = sum(length**2 for length in lengths) - sum(count**2 for count in shared)
-        attention = 6 * self.layers_with_attention * self.heads * self.head_dim * squares
+        attention = 6 * self.attention_layers * self.heads * self.head_dim * squares
         head = 6 * self.embedding_parameters * response_tokens
         return float(6 * self.active_parameters * (sum(lengths) - sum(shared)) + head + attention)
 
@@ -84,26 +97,38 @@ class ModelShape:
 def config_at(path: str) -> dict[str, Any] | None:
     """config.json of a model, or its sizes from our own table; None if neither has it."""
     found = local_model_config(path)
-    return known_model(path) if found is None and not looks_local(path) else found
-
-
-def source_at(path: str) -> str:
-    """Where the sizes of a model come from; "" if they are not known."""
-    if local_model_config(path) is None:
-        return "rlhf's own table, as config.json is not on this machine" if config_at(path) is not None else ""
-    try:
-        return "the weight files" if stored_tensors(path) else "config.json"
-    except ValueError:
-        return ""
+    if found is None and path in KNOWN_MODELS and not looks_local(path):
+        return dict(zip(KNOWN_KEYS, KNOWN_MODELS[path], strict=True))
+    return found
 
 
 def shape_at(path: str) -> ModelShape | None:
-    """The shape of a model; None if its sizes are not known, or neither files nor formula count it."""
-    model = config_at(path)
+    """The shape of a model; None where `read_shape` raises ValueError."""
     try:
-        return None if model is None else model_shape(model, stored_tensors(path))
+        return read_shape(path)
     except ValueError:
         return None
+
+
+def read_shape(path: str) -> ModelShape:
+    """The shape of a model.
+
+    Raises:
+        ValueError: its config.json is not on this machine, or neither files nor formula count the model.
+    """
+    config = config_at(path)
+    if config is None and looks_local(path):
+        raise ValueError(f"there is no config.json in model.path={path}. Give a folder in Hugging Face format.")
+    if config is None:
+        raise ValueError(
+            f"config.json of model.path={path} is not in the hub cache of this machine. Fetch it with `hf download "
+            f"{path} config.json`, or give a local folder."
+        )
+    stored = stored_tensors(path)
+    source = "the weight files" if stored else "config.json"
+    if local_model_config(path) is None:
+        source = "rlhf's own table, as config.json is not on this machine"
+    return replace(model_shape(config, stored), source=source)
 
 
 def stored_tensors(path: str) -> dict[str, tuple[int, ...]]:
@@ -132,39 +157,78 @@ def model_shape(config: Mapping[str, Any], stored: Stored | None = None) -> Mode
     if kind not in USUAL_MODEL_TYPES and not stored:
         raise ValueError(
             f"model_type={config.get('model_type')!r} is not one whose parameters the plan can count without the "
-            f"model's weight files ({', '.join(USUAL_MODEL_TYPES)})"
+            f"model's weight files ({', '.join(USUAL_MODEL_TYPES)})."
         )
     try:
-        hidden, heads = _key(config, "hidden_size", "n_embd"), _key(config, "num_attention_heads", "n_head")
-        layers, vocabulary = _layers(config), config["vocab_size"]
-        experts = _experts(kind, config, layers)
-        intermediate = config.get("intermediate_size") or 4 * hidden
-        if kind in USUAL_MODEL_TYPES and not experts:
-            intermediate = config["intermediate_size"]
+        shape = _sizes(kind, config, stored)
     except KeyError as error:
-        raise ValueError(f"config.json has no {error.args[0]}") from None
+        raise ValueError(f"config.json has no {error.args[0]}.") from None
+    counted, active = _count(stored, shape, _is_tied(config, stored)) if stored else _formula(shape, config)
+    return replace(shape, parameters=counted, active_parameters=active)
+
+
+def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> ModelShape:
+    """What config.json says, with parameters still to be counted. Raises KeyError if a size is missing."""
+    hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
+    layers, attention_layers = _layers(config)
+    sparse = kind in EXPERT_SIZES
+    expert_keys = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    active_keys = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+    every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     rotary = config.get("qk_rope_head_dim", 0)
     latent = config.get("qk_nope_head_dim", 0) + rotary
     has_head = not _is_tied(config, stored) and (not stored or any("lm_head" in name for name in stored))
-    shape = ModelShape(
+    return ModelShape(
         model_type=kind,
-        vocabulary=vocabulary,
+        vocabulary=config["vocab_size"],
         hidden=hidden,
         layers=layers,
+        attention_layers=attention_layers,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or KV_HEADS_DEFAULT.get(kind, heads),
+        kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=latent or config.get("head_dim") or (QWEN3_HEAD_DIM if kind == "qwen3" else hidden // heads),
-        intermediate=intermediate,
-        parameters=0,
-        active_parameters=0,
-        head_parameters=has_head * vocabulary * hidden,
+        intermediate=_first(
+            config, "intermediate_size", missing=None if kind in USUAL_MODEL_TYPES and not sparse else 4 * hidden
+        ),
+        experts=_first(config, *expert_keys, missing=None if sparse else 0),
+        active_experts=_first(config, *active_keys, missing=None if sparse else 0),
+        expert_intermediate=config[EXPERT_SIZES[kind]] if sparse else 0,
+        sparse_layers=sum((i + 1) % every == 0 and i not in dense for i in range(layers)) if sparse else 0,
+        head_parameters=has_head * config["vocab_size"] * hidden,
         qk_norm=kind in ("qwen3", "qwen3_moe"),
-        attention_layers=_attention_layers(config, layers),
         latent_dim=config["kv_lora_rank"] + rotary if config.get("kv_lora_rank") else 0,
-        **experts,
     )
-    counted, active = _count(stored, config, layers) if stored else _formula(shape, config)
-    return replace(shape, parameters=counted, active_parameters=active)
+
+
+def _first(config: Mapping[str, Any], *keys: str, missing: int | None = None) -> int:
+    """The value of the first of these keys that is set; else `missing`, or a KeyError without it."""
+    found: int | None = next((config[key] for key in keys if config.get(key)), missing)
+    if found is None:
+        raise KeyError(keys[0])
+    return found
+
+
+def _layers(config: Mapping[str, Any]) -> tuple[int, int]:
+    """All layers, and those that have attention."""
+    kinds = config.get("layers_block_type") or config.get("layer_types") or ()
+    layers = _first(config, "num_hidden_layers", "n_layer", missing=len(kinds) or None)
+    if kinds:
+        return layers, sum(kind not in WITHOUT_ATTENTION for kind in kinds)
+    if linear := config.get("linear_attn_config"):
+        return layers, len(linear["full_attn_layers"])
+    if (indices := config.get("attn_layer_indices")) is not None:
+        return layers, len(indices)
+    if period := config.get("attn_layer_period"):
+        return layers, sum(i % period == config.get("attn_layer_offset", 0) for i in range(layers))
+    return layers, layers
+
+
+def _is_tied(config: Mapping[str, Any], stored: Stored | None) -> bool:
+    """As config.json says. If the key is missing, the family may tie by default: then the files have no head."""
+    tied = config.get("tie_word_embeddings")
+    if tied is None and stored:
+        return not any("lm_head" in name for name in stored)
+    return bool(tied)
 
 
 def _formula(shape: ModelShape, config: Mapping[str, Any]) -> tuple[int, int]:
@@ -185,18 +249,16 @@ def _formula(shape: ModelShape, config: Mapping[str, Any]) -> tuple[int, int]:
     )
 
 
-def _count(stored: Stored, config: Mapping[str, Any], layers: int) -> tuple[int, int]:
+def _count(stored: Stored, model: ModelShape, tied: bool) -> tuple[int, int]:
     """All parameters, and those of the matrix products of one token, without the head.
 
     Weight files may hold more than the model that is trained: a second copy of tied embeddings, layers that predict
     further tokens, an image encoder, buffers.
     """
-    experts, active_experts = _expert_counts(config)
-    tied = _is_tied(config, stored)
     total = active = 0
     for name, shape in stored.items():
         layer = LAYER.search(name)
-        if NOT_LOADED.search(name) or STORED_BUFFERS.search(name) or (layer and int(layer[1]) >= layers):
+        if NOT_LOADED.search(name) or STORED_BUFFERS.search(name) or (layer and int(layer[1]) >= model.layers):
             continue
         if tied and name.endswith("lm_head.weight"):
             continue
@@ -204,64 +266,7 @@ def _count(stored: Stored, config: Mapping[str, Any], layers: int) -> tuple[int,
         total += count
         if len(shape) < 2 or LOOK_UPS.search(name):
             continue
-        stacked = len(shape) == 3 and shape[0] == experts and shape[1] > 1
-        is_expert = experts and (".experts." in name or stacked)
-        active += count * active_experts // experts if is_expert else count
+        stacked = len(shape) == 3 and shape[0] == model.experts and shape[1] > 1
+        is_expert = model.experts and (".experts." in name or stacked)
+        active += count * model.active_experts // model.experts if is_expert else count
     return total, active
-
-
-def _expert_counts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Experts of a layer, and those that a token goes to; zeros for a dense model."""
-    experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    active = _first(config, "num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
-    return experts, active
-
-
-def _first(config: Mapping[str, Any], *keys: str) -> int:
-    return next((int(config[key]) for key in keys if config.get(key)), 0)
-
-
-def _key(config: Mapping[str, Any], key: str, other: str) -> int:
-    return int(config[key] if key in config or other not in config else config[other])
-
-
-def _layers(config: Mapping[str, Any]) -> int:
-    kinds = config.get("layers_block_type") or config.get("layer_types")
-    if kinds and "num_hidden_layers" not in config:
-        return len(kinds)
-    return _key(config, "num_hidden_layers", "n_layer")
-
-
-def _attention_layers(config: Mapping[str, Any], layers: int) -> int | None:
-    """The layers of a hybrid that have attention; None if all have."""
-    kinds = config.get("layers_block_type") or config.get("layer_types")
-    if kinds:
-        return sum(kind not in WITHOUT_ATTENTION for kind in kinds)
-    if linear := config.get("linear_attn_config"):
-        return len(linear["full_attn_layers"])
-    if config.get("attn_layer_indices") is not None:
-        return len(config["attn_layer_indices"])
-    if period := config.get("attn_layer_period"):
-        return sum(i % period == config.get("attn_layer_offset", 0) for i in range(layers))
-    return None
-
-
-def _is_tied(config: Mapping[str, Any], stored: Stored | None) -> bool:
-    """As config.json says. If the key is missing, the family may tie by default: then the files have no head."""
-    tied = config.get("tie_word_embeddings")
-    if tied is None and stored:
-        return not any("lm_head" in name for name in stored)
-    return bool(tied)
-
-
-def _experts(kind: str, config: Mapping[str, Any], layers: int) -> dict[str, int]:
-    """The expert fields of ModelShape; empty for a dense model, and for a family that is counted from its files."""
-    if kind not in ("mixtral", "qwen3_moe"):
-        return {}
-    every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-    return {
-        "experts": config["num_experts"] if "num_experts" in config else config["num_local_experts"],
-        "active_experts": config["num_experts_per_tok"],
-        "expert_intermediate": config["intermediate_size" if kind == "mixtral" else "moe_intermediate_size"],
-        "sparse_layers": sum((i + 1) % every == 0 and i not in dense for i in range(layers)),
-    }

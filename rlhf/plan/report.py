@@ -1,38 +1,36 @@
-"""The text of --plan: what follows from a config. Plain aligned lines, at most 100 columns."""
+"""The text of --plan: what follows from a config, and what of it is valid but likely wrong.
+
+Plain aligned lines, at most 100 columns.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+import textwrap
+from collections.abc import Iterator, Sequence
 
 import psutil
 
 from rlhf.algo.schedules import learning_rate
+from rlhf.config.data import DataConfig
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import resolved_yaml
 from rlhf.config.model_folder import looks_local
 from rlhf.config.printing import printable
-from rlhf.config.roles import Training
-from rlhf.plan.data_rows import prompts_per_epoch
-from rlhf.plan.gpus import with_gpus_here
+from rlhf.config.roles import CRITIC, ENGINE, LEARNER, REWARD_MODEL, Role, Training
+from rlhf.config.sections import ClusterConfig
+from rlhf.data.model_checks import model_problems
+from rlhf.data.read import count_rows, rows_per_epoch, too_few_prompts
 from rlhf.plan.hours import expected_time
-from rlhf.plan.layout import draw, example_layout
-from rlhf.plan.memory import (
-    GIB,
-    EngineMemory,
-    Part,
-    RoleMemory,
-    checkpoint_bytes,
-    engine_memory,
-    memory_of_roles,
-    total,
-)
-from rlhf.plan.model_shape import ModelShape, config_at, model_shape, source_at, stored_tensors
-from rlhf.plan.plan_warnings import arithmetic_warnings, memory_warnings, model_warnings
-from rlhf.plan.resources import count_gpus
-from rlhf.plan.text import counted, rows, wrapped
+from rlhf.plan.memory import GIB, Part, RoleMemory, checkpoint_bytes, kv_cache, memory_of_roles, planned_problems, total
+from rlhf.plan.model_shape import ModelShape, config_at, read_shape
+from rlhf.plan.resources import count_gpus, counted, with_gpus_here
+
+COLUMNS, LABEL = 100, 28
+FREE = "-"  # a GPU without a role
+SHORT_NAMES = {REWARD_MODEL: "reward"}  # names that are too long for a cell
+CELL_WIDTH = 10  # characters; the usual eight cells and the node's name fit in 100 columns
 
 
 def print_plan(config: GRPOConfig, *, plan: bool = True, whole_config: bool = False) -> None:
@@ -51,17 +49,11 @@ def print_text(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str:
-    """All sections of the plan.
-
-    Args:
-        model: config.json of the model, instead of the one at `model.path`.
-    """
+def plan_text(config: GRPOConfig) -> str:
+    """All sections of the plan."""
     config, gpu_memory = with_gpus_here(config) if config.cluster.device == "cuda" else (config, "")
-    stored = stored_tensors(config.model.path) if model is None else None
-    model = config_at(config.model.path) if model is None else model
     prompts = prompts_per_epoch(config.data)
-    warnings = list(arithmetic_warnings(config, prompts))
+    warnings = [*arithmetic_warnings(config, prompts), *model_warnings(config)]
     sections = [
         ("Batches", _batches(config, prompts)),
         ("Learning rate", _learning_rate(config)),
@@ -69,21 +61,48 @@ def plan_text(config: GRPOConfig, *, model: dict[str, Any] | None = None) -> str
     ]
     if time := expected_time(config):
         sections.append(("Time, expected", rows(*time)))
-    if model is None:
-        sections.append(("Memory", wrapped("  ", _no_model(config.model.path))))
+    try:
+        shape = read_shape(config.model.path)
+    except ValueError as error:
+        sections.append(("Memory", wrapped("  ", f"no estimate: {error}")))
     else:
-        warnings += model_warnings(config, model)
-        try:
-            shape = model_shape(model, stored)
-        except ValueError as error:
-            sections.append(("Memory", wrapped("  ", f"no estimate: {error}.")))
-        else:
-            estimates, engine = memory_of_roles(config, shape), engine_memory(shape, config)
-            sections.append(("Memory, estimated", _memory(config, shape, estimates, engine)))
-            warnings += memory_warnings(config, estimates, engine, shape, psutil.virtual_memory().total / GIB)
+        estimates = memory_of_roles(config, shape)
+        sections.append(("Memory, estimated", _memory(config, shape, estimates)))
+        warnings += memory_warnings(config, estimates, shape, psutil.virtual_memory().total / GIB)
     if warnings:
         sections.append(("Warnings", [line for warning in warnings for line in wrapped("  - ", warning)]))
     return "\n\n".join(f"{title}\n" + "\n".join(lines) for title, lines in sections) + "\n"
+
+
+def rows(*pairs: tuple[str, str]) -> list[str]:
+    """Label and value side by side; long values continue below their own beginning."""
+    return [line for label, value in pairs for line in wrapped(f"  {label:<{LABEL}}", value)]
+
+
+def wrapped(first: str, text: str) -> list[str]:
+    """Text after a label, broken at COLUMNS and continued under its own beginning."""
+    indent = " " * len(first)
+    lines = textwrap.wrap(
+        text, COLUMNS, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return lines or [first.rstrip()]
+
+
+# --- arithmetic ---
+
+
+def prompts_per_epoch(config: DataConfig) -> int | str:
+    """Rows of data.train in an epoch, those that a run leaves out later too; a sentence if they cannot be counted."""
+    rows: dict[str, range] = {}
+    for source in config.train:
+        try:
+            counted_rows = count_rows(source)
+        except (OSError, ValueError) as error:
+            return f"not counted: {source.path}: {error}"
+        if counted_rows is None:
+            return f"not counted: {source.path} is no local file"
+        rows[source.label] = range(counted_rows)
+    return sum(rows_per_epoch(config.train, rows).values())
 
 
 def _batches(config: GRPOConfig, prompts: int | str) -> list[str]:
@@ -144,6 +163,9 @@ def _learning_rate(config: GRPOConfig) -> list[str]:
     return rows(*lines)
 
 
+# --- placement ---
+
+
 def _placement(config: GRPOConfig, gpu_memory: str) -> list[str]:
     cluster, roles = config.cluster, config.roles()
     if cluster.device == "cpu":
@@ -164,34 +186,62 @@ def _placement(config: GRPOConfig, gpu_memory: str) -> list[str]:
     return [*lines, *draw(nodes)]
 
 
-def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemory], engine: EngineMemory) -> list[str]:
+def example_layout(roles: Sequence[Role], cluster: ClusterConfig) -> list[list[str]]:
+    """[node][GPU]: name and number of the actor there; nodes are filled in the order of the roles.
+
+    An example, since Ray chooses the nodes. Two things are certain: the GPUs of one engine are on one node, and
+    colocated engines and critics share the GPUs of the learners that are shown with them.
+    """
+    per_node = cluster.gpus_per_node
+    gpus: list[str] = []
+    for role in roles:
+        label = SHORT_NAMES.get(role.name, role.name)
+        for number in range(role.count):
+            if role.name in (CRITIC, ENGINE) and not role.gpus:
+                each = cluster.learners // role.count
+                for gpu in range(number * each, (number + 1) * each):
+                    gpus[gpu] = f"{gpus[gpu].replace('learner ', 'L')} + {role.name[0].upper()}{number}"
+                continue
+            if 1 < role.gpus <= per_node < len(gpus) % per_node + role.gpus:
+                gpus += [FREE] * (per_node - len(gpus) % per_node)
+            gpus += [f"{label} {number}"] * role.gpus
+    gpus += [FREE] * (-len(gpus) % per_node)
+    return [gpus[start : start + per_node] for start in range(0, len(gpus), per_node)]
+
+
+def draw(nodes: list[list[str]]) -> list[str]:
+    """A header, and one line per node."""
+    table = [("", [f"GPU {i}" for i in range(len(nodes[0]))])]
+    table += [(f"node {number}", gpus) for number, gpus in enumerate(nodes)]
+    return [f"  {name:<9} {' '.join(f'{cell:<{CELL_WIDTH}}' for cell in cells)}".rstrip() for name, cells in table]
+
+
+# --- memory ---
+
+
+def _memory(config: GRPOConfig, shape: ModelShape, estimates: Sequence[RoleMemory]) -> list[str]:
     cluster, longest = config.cluster, config.max_sequence_tokens
-    at_once = min(config.rollout.max_concurrent_sequences, -(-config.rollouts_per_step // cluster.engines))
-    each = "one GPU" if cluster.device == "cuda" else "processes"
+    sources: dict[str, list[str]] = {}  # the names of the hub models whose sizes come from there
+    for path, its in {estimate.role.model: estimate.shape for estimate in estimates}.items():
+        if its is not None:
+            sources.setdefault(its.source, []).extend([] if looks_local(path) else [path])
     lines = rows(
         ("model", f"{shape.model_type}, {shape.parameters:,} parameters"),
-        *_sources(config),
+        *(("sizes from", source + f" ({', '.join(of)})" * bool(of)) for source, of in sources.items()),
         ("checkpoint on disk", _checkpoint(config, shape)),
     )
     for estimate in estimates:
         title = f"{'an' if estimate.role.name[0] in 'aeiou' else 'a'} {estimate.role.name}"
-        lines += _parts(f"{title}, {each}", estimate.parts) if estimate.parts else _unknown(title)
-    return [
-        *lines,
-        *rows(
-            ("the KV cache holds", f"{engine.kv_tokens:,} tokens of {engine.kv_bytes_per_token / 1024:,.1f} KiB = "
-             f"{engine.kv_tokens // longest:,} sequences of {longest:,}; {at_once:,} at once"),
-        ),
-    ]  # fmt: skip
-
-
-def _sources(config: GRPOConfig) -> list[tuple[str, str]]:
-    """A row for each place that the sizes of the models come from, with the names of hub models."""
-    sources: dict[str, list[str]] = {}
-    for path in dict.fromkeys(role.model for role in config.roles()):
-        sources.setdefault(source_at(path), []).extend([] if looks_local(path) else [path])
-    named = {source: f" ({', '.join(names)})" if names else "" for source, names in sources.items() if source}
-    return [("sizes from", f"{source}{names}") for source, names in named.items()]
+        if estimate.parts:
+            lines += _parts(f"{title}, {'one GPU' if cluster.device == 'cuda' else 'processes'}", estimate.parts)
+        else:
+            lines.append(f"  {title}: no estimate, its config.json is not found or not supported")
+    per_token, tokens = kv_cache(shape, config)
+    at_once = min(config.rollout.max_concurrent_sequences, -(-config.rollouts_per_step // cluster.engines))
+    return [*lines, *rows(
+        ("the KV cache holds", f"{tokens:,} tokens of {per_token / 1024:,.1f} KiB = {tokens // longest:,} sequences of "
+         f"{longest:,}; {at_once:,} at once"),
+    )]  # fmt: skip
 
 
 def _checkpoint(config: GRPOConfig, policy: ModelShape) -> str:
@@ -204,10 +254,6 @@ def _checkpoint(config: GRPOConfig, policy: ModelShape) -> str:
     return f"{size / GIB:.1f} GiB (float32 weights and moments of all trained models{reference}); {when}"
 
 
-def _unknown(name: str) -> list[str]:
-    return [f"  {name}: no estimate, its config.json is not found or not supported"]
-
-
 def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
     lines = [f"  {title}"]
     for part in parts:
@@ -215,10 +261,112 @@ def _parts(title: str, parts: tuple[Part, ...]) -> list[str]:
     return [*lines, f"    {'total':<34}{total(parts) / GIB:8.2f} GiB"]
 
 
-def _no_model(path: str) -> str:
-    if looks_local(path):
-        return f"no estimate: there is no config.json in model.path={path}. Give a folder in Hugging Face format."
-    return (
-        f"no estimate: config.json of model.path={path} is not in the hub cache of this machine. "
-        f"Fetch it with `hf download {path} config.json`, or give a local folder."
-    )
+# --- warnings ---
+
+
+def arithmetic_warnings(config: GRPOConfig, prompts: int | str) -> Iterator[str]:
+    """Warnings that need no model: those of the config, idle learners or engines, too few prompts.
+
+    Args:
+        prompts: rows per epoch, or why they are not known.
+    """
+    cluster, rollout, learner = config.cluster, config.rollout, config.learner
+    yield from config.warnings()
+    for role, training in config.trained_roles():
+        smallest = config.rollouts_per_step // training.minibatches_per_epoch
+        if smallest < role.count:
+            yield (
+                f"{role.section}.minibatches_per_epoch={training.minibatches_per_epoch}: a minibatch has {smallest} "
+                f"rollouts (rollout.prompts_per_step x rollout.samples_per_prompt / minibatches_per_epoch), so "
+                f"{role.count - smallest} of {counted(role.count, role.name)} are idle. Use fewer cluster.learners or "
+                "minibatches, or more rollouts."
+            )
+    if rollout.prompts_per_step < cluster.engines:
+        yield (
+            f"cluster.engines={cluster.engines}: a step has rollout.prompts_per_step={rollout.prompts_per_step} "
+            f"groups, and a group stays on one engine, so {cluster.engines - rollout.prompts_per_step} engines are "
+            "idle. Use fewer engines or more prompts."
+        )
+    if cluster.device == "cuda" and cluster.tensor_parallel > cluster.gpus_per_node:
+        yield (
+            f"cluster.tensor_parallel={cluster.tensor_parallel}: an engine does not fit on a node of cluster."
+            f"gpus_per_node={cluster.gpus_per_node} GPUs. Lower it, or set gpus_per_node to what a node has."
+        )
+    if config.algo.kl_coef > 0 and learner.optimizer.lr == 0:
+        yield "learner.optimizer.lr=0 with algo.kl_coef above 0: the policy will not change. Set lr."
+    if isinstance(prompts, int) and (problem := too_few_prompts(prompts, rollout.prompts_per_step)):
+        yield f"{problem} The run will be refused."
+
+
+def model_warnings(config: GRPOConfig) -> Iterator[str]:
+    """Warnings from the model's config.json: why the run will be refused, by its checks or by an engine."""
+    if (model := config_at(config.model.path)) is None:
+        return
+    yield from (f"{problem} The run will be refused." for problem in model_problems(config, policy=model))
+    heads = model.get("num_attention_heads")
+    if heads is not None and heads % config.cluster.tensor_parallel:
+        yield (
+            f"cluster.tensor_parallel={config.cluster.tensor_parallel} does not divide the model's {heads} attention "
+            "heads, so vLLM will refuse it. Use a divisor."
+        )
+
+
+def memory_warnings(
+    config: GRPOConfig, estimates: Sequence[RoleMemory], shape: ModelShape, host_gib: float
+) -> Iterator[str]:
+    """Warnings from the estimate: roles that do not fit, and a KV cache that is too small.
+
+    Args:
+        shape: of model.path. host_gib: memory of this machine, for runs on CPU.
+    """
+    cluster, rollout = config.cluster, config.rollout
+    (_, kv_tokens), longest = kv_cache(shape, config), config.max_sequence_tokens
+    per_group = rollout.samples_per_prompt * longest
+    keys = "rollout.kv_cache_gib"
+    if cluster.device == "cuda":
+        keys = "rollout.gpu_memory_utilization or cluster.tensor_parallel"
+    if kv_tokens < longest:
+        yield (
+            f"KV cache: an engine holds {kv_tokens:,} tokens, not even one sequence of {longest:,} "
+            f"(data.max_prompt_tokens + rollout.max_response_tokens). Raise {keys}, or shorten sequences."
+        )
+    elif kv_tokens < per_group:
+        yield (
+            f"KV cache: an engine holds {kv_tokens:,} tokens, less than one group at full length "
+            f"(rollout.samples_per_prompt={rollout.samples_per_prompt} x {longest:,} = {per_group:,}): sequences will "
+            f"be preempted and computed again. Raise {keys}, or shorten sequences."
+        )
+    if cluster.device == "cpu":
+        need = sum(estimate.role.count * total(estimate.parts) for estimate in estimates) / GIB
+        if need > host_gib:
+            yield (
+                f"memory: {', '.join(counted(e.role.count, e.role.name) for e in estimates)} need about {need:.1f} "
+                f"GiB, this machine has {host_gib:.1f}. Use a smaller model, learner.max_tokens_per_microbatch or "
+                "rollout.kv_cache_gib."
+            )
+        return
+    have = cluster.gpu_memory_gib
+    for estimate in estimates:
+        role, need = estimate.role, total(estimate.parts) / GIB
+        if role.name != ENGINE and need > have:
+            remedy = f"Use a smaller {role.section}.path, or fewer tokens at once."
+            if role.name == LEARNER:
+                remedy = _learner_remedy(config)
+            yield (
+                f"memory: a {role.name} needs about {need:.1f} GiB, a GPU has cluster.gpu_memory_gib={have:g}. {remedy}"
+            )
+    if cluster.placement == "colocated":
+        yield from planned_problems(config, estimates, shape)
+
+
+def _learner_remedy(config: GRPOConfig) -> str:
+    """The keys that can still lower a learner's memory."""
+    learner, longest = config.learner, config.max_sequence_tokens
+    remedies = {
+        "model.gradient_checkpointing=true": not config.model.gradient_checkpointing,
+        f"learner.max_tokens_per_microbatch down to {longest}": learner.max_tokens_per_microbatch > longest,
+        "learner.zero_stage=3": learner.zero_stage < 3,
+        "learner.offload_optimizer=true": not learner.offload_optimizer,
+        "more cluster.learners": True,
+    }
+    return f"Try {', '.join(remedy for remedy, helps in remedies.items() if helps)}."

@@ -1,19 +1,26 @@
-"""The CPUs and GPUs that a run asks for, compared with those that exist."""
+"""The CPUs and GPUs that a run asks for, and those that exist, read through NVML without torch."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.roles import Role
 from rlhf.config.sections import LearnersConfig
-from rlhf.plan.text import counted
 
 T = TypeVar("T")
 
 GPU = "GPU"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 node`, `2 nodes`, `2 minibatches`."""
+    plural = f"{noun}es" if noun.endswith(("batch", "pass")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def check_resources(config: TrainingProgramConfig, available: Mapping[str, float], *, trains: bool = True) -> None:
@@ -85,3 +92,41 @@ def with_nvml(read: Callable[[Any], list[T]]) -> list[T]:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return []
+
+
+class Gpu(NamedTuple):
+    name: str
+    memory_gib: float
+
+
+def gpus_here() -> list[Gpu]:
+    """The GPUs that this process may use."""
+    return with_nvml(lambda nvml: [_read(nvml, name) for name in visible_gpus()])
+
+
+def _read(nvml: Any, visible: str) -> Gpu:
+    """One GPU, which CUDA_VISIBLE_DEVICES names by its number or by its UUID."""
+    by_number = visible.isdigit()
+    handle = nvml.nvmlDeviceGetHandleByIndex(int(visible)) if by_number else nvml.nvmlDeviceGetHandleByUUID(visible)
+    return Gpu(nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30)
+
+
+def with_gpus_here(config: GRPOConfig) -> tuple[GRPOConfig, str]:
+    """The config, with this machine's GPUs for the keys that it does not set; and a text: their memory and its source.
+
+    A run that joins a Ray cluster may use other machines: then nothing is read.
+    """
+    cluster, gpus = config.cluster, [] if joins_a_cluster(config) else gpus_here()
+    least = min((gpu.memory_gib for gpu in gpus), default=0.0)
+    if "gpu_memory_gib" in cluster.model_fields_set:
+        told = f"{cluster.gpu_memory_gib:g} GiB, from cluster.gpu_memory_gib"
+    elif gpus:
+        told = f"{least:.1f} GiB, read here"
+    else:
+        told = f"{cluster.gpu_memory_gib:g} GiB, assumed: no GPU is read here; set cluster.gpu_memory_gib"
+    if not gpus:
+        return config, told
+    here = {"gpu_memory_gib": round(least, 1), "gpus_per_node": len(gpus)}
+    update = {name: value for name, value in here.items() if name not in cluster.model_fields_set}
+    names = ", ".join(f"{count} x {gpu.name}, {gpu.memory_gib:.1f} GiB" for gpu, count in Counter(gpus).items())
+    return config.model_copy(update={"cluster": cluster.model_copy(update=update)}), f"{told}; this machine: {names}"

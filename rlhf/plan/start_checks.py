@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.model_folder import looks_local
@@ -14,11 +16,16 @@ from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.model_checks import check_model_files, model_problems
 from rlhf.data.model_files import hub_silence, local_model_config
 from rlhf.data.read import check_source, config_sources
-from rlhf.plan.local_machine import machine_problems
 from rlhf.plan.memory import BYTES, GIB, checkpoint_bytes
 from rlhf.plan.model_shape import shape_at
 from rlhf.plan.resources import check_resources, joins_a_cluster, local_resources
-from rlhf.plan.reward_trial import reward_problems
+
+SOCKET_PATH_BYTES = 107  # of a Unix socket, as the kernel limits it
+# Below TMPDIR, with the longest of the names; NUMBER is the process, which is this one or one of the same length.
+RAY_SOCKET = "/rlhf-12345678/ray/session_2026-01-02_03-04-05_123456_NUMBER/sockets/plasma_store"
+SHARED_MEMORY = Path("/dev/shm")
+# vLLM's engine refuses to start without 160 MiB for its queue to the workers, and each worker without 240 for its own.
+SHARED_MEMORY_MIB = 256
 
 
 def start_problems(config: GRPOConfig) -> list[str]:
@@ -28,14 +35,13 @@ def start_problems(config: GRPOConfig) -> list[str]:
 
 def run_problems(config: TrainingProgramConfig) -> list[str]:
     """Reasons to refuse a training run: data, models, run folder and its disk, CPUs and GPUs."""
-    machine = _gather(lambda: _check_run_folder(config), lambda: _check_local_resources(config))
-    return input_problems(config) + machine
+    return [*input_problems(config), *_run_folder_problems(config), *_machine_problems(config)]
 
 
 def evaluation_problems(config: GRPOConfig) -> list[str]:
     """Reasons to refuse an evaluation, which starts only engines."""
-    resources = _gather(lambda: _check_local_resources(config, trains=False))
-    return input_problems(config, trains=False) + resources + reward_problems(config, trains=False)
+    machine = _machine_problems(config, trains=False)
+    return input_problems(config, trains=False) + machine + reward_problems(config, trains=False)
 
 
 def input_problems(config: TrainingProgramConfig, *, trains: bool = True, with_data: bool = True) -> list[str]:
@@ -45,21 +51,19 @@ def input_problems(config: TrainingProgramConfig, *, trains: bool = True, with_d
     problems = _gather(*(partial(check_source, source, key) for key, source in sources.items()))
     for role in config.roles(trains=trains):
         problems += _gather(partial(check_model_files, role.model, key=role.model_key, generates=not role.scalar))
-    problems += _gather(lambda: _check_models(config, trains=trains))
-    problems += _hub_problems({role.model_key: role.model for role in config.roles(trains=trains)})
-    return list(dict.fromkeys(problems))
-
-
-def _hub_problems(models: Mapping[str, str]) -> list[str]:
-    """A message for each model, by its key, that only the hub has, if the hub does not answer."""
+    try:
+        problems += model_problems(config, trains=trains)
+    except ValueError as error:  # a config.json is not JSON
+        problems.append(str(error))
+    models = {role.model_key: role.model for role in config.roles(trains=trains)}
     absent = {key: name for key, name in models.items() if not looks_local(name) and local_model_config(name) is None}
-    if not absent or not (reason := hub_silence()):
-        return []
-    return [
-        f"{key}={name}: there is no such folder, the cache of this machine does not have it, and the hub cannot be "
-        f"asked ({reason}). Name a local folder, or fetch it where the hub answers: hf download {name}"
-        for key, name in absent.items()
-    ]
+    if absent and (reason := hub_silence()):
+        problems += [
+            f"{key}={name}: there is no such folder, the cache of this machine does not have it, and the hub cannot be "
+            f"asked ({reason}). Name a local folder, or fetch it where the hub answers: hf download {name}"
+            for key, name in absent.items()
+        ]
+    return list(dict.fromkeys(problems))
 
 
 def _gather(*checks: Callable[[], None]) -> list[str]:
@@ -73,23 +77,16 @@ def _gather(*checks: Callable[[], None]) -> list[str]:
     return problems
 
 
-def _check_models(config: TrainingProgramConfig, *, trains: bool) -> None:
-    if problems := model_problems(config, trains=trains):  # raises where a config.json is not JSON
-        raise ValueError("\n".join(problems))
-
-
-def _check_local_resources(config: TrainingProgramConfig, *, trains: bool = True) -> None:
-    if joins_a_cluster(config):
-        return
-    resources = _gather(lambda: check_resources(config, local_resources(), trains=trains))
-    if problems := [*machine_problems(), *resources]:
-        raise ValueError("\n".join(problems))
+# --- run folder ---
 
 
 def existing_folder(config: TrainingProgramConfig) -> Path:
     """run.dir, or the nearest folder above it that exists."""
-    run_dir = Path(config.run.dir).absolute()
-    return next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    return _existing(Path(config.run.dir).absolute())
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def run_bytes(config: TrainingProgramConfig, *, written: int = 0) -> int | None:
@@ -109,18 +106,115 @@ def run_bytes(config: TrainingProgramConfig, *, written: int = 0) -> int | None:
     return checkpoints * checkpoint + config.run.export * BYTES[config.model.dtype] * policy.parameters
 
 
-def _check_run_folder(config: TrainingProgramConfig) -> None:
-    """Raises ValueError if the run folder cannot be written, or if its disk has no room for the checkpoints."""
+def _run_folder_problems(config: TrainingProgramConfig) -> Iterator[str]:
+    """The run folder cannot be written, or its disk has no room for the checkpoints."""
     folder = existing_folder(config)
     if not folder.is_dir():
-        raise ValueError(f"run.dir={config.run.dir}: {folder} is a file. Name a folder.")
+        yield f"run.dir={config.run.dir}: {folder} is a file. Name a folder."
+        return
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"run.dir={config.run.dir}: {folder} cannot be written. Name a folder that can be.")
+        yield f"run.dir={config.run.dir}: {folder} cannot be written. Name a folder that can be."
+        return
     written = len(list(Path(config.run.dir).glob("checkpoints/step-" + 6 * "[0-9]")))  # by a run that is resumed
     needed, free = run_bytes(config, written=written) or 0, shutil.disk_usage(folder).free
     if needed > free:
-        raise ValueError(
+        yield (
             f"run.dir={config.run.dir}: checkpoints and export need {needed / GIB:.1f} GiB (checkpoint.keep="
             f"{config.checkpoint.keep}, and those being written and copied), but {folder} has {free / GIB:.1f} GiB "
             "free. Make room, keep fewer, or write to another disk."
         )
+
+
+# --- this machine ---
+
+
+def _machine_problems(config: TrainingProgramConfig, *, trains: bool = True) -> list[str]:
+    if joins_a_cluster(config):
+        return []
+    return [*machine_problems(), *_gather(lambda: check_resources(config, local_resources(), trains=trains))]
+
+
+def machine_problems() -> Iterator[str]:
+    """What Ray and vLLM need of this machine besides cores: a short TMPDIR, a home folder to write, shared memory."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        yield f"TMPDIR: {error.strerror or error}. Set it to a folder that can be written, such as TMPDIR=/tmp."
+    else:
+        longest = SOCKET_PATH_BYTES - len(RAY_SOCKET.replace("NUMBER", str(os.getpid())))
+        if (length := len(os.fsencode(os.path.abspath(folder)))) > longest:
+            yield (
+                f"TMPDIR={folder}: it has {length} characters, and Ray can use at most {longest} here: the paths of "
+                f"its sockets end at {SOCKET_PATH_BYTES}. Set it to a shorter folder, such as TMPDIR=/tmp."
+            )
+    if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
+        yield from _home_problems()
+    yield from shared_memory_problems(SHARED_MEMORY)
+
+
+def _home_problems() -> Iterator[str]:
+    remedy = "Set HOME to a folder that can be written, such as HOME=/tmp/home: Ray makes the file of its token there."
+    try:
+        home = Path.home().absolute()
+    except RuntimeError:
+        yield f"HOME: it is not set, and user {os.getuid()} has no home folder. {remedy}"
+        return
+    existing = _existing(home)
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        yield f"HOME={home}: {existing} cannot be written ({error.strerror}). {remedy}"
+
+
+def shared_memory_problems(folder: Path) -> Iterator[str]:
+    """A problem if the file system of this folder has too little room for what processes share."""
+    if not folder.is_dir():
+        return  # vLLM and Ray then use other means, or say so
+    free = shutil.disk_usage(folder).free // 2**20
+    if free < SHARED_MEMORY_MIB:
+        yield (
+            f"{folder}: {free} MiB are free, and vLLM needs {SHARED_MEMORY_MIB} for what its processes share. Start "
+            "the container with --shm-size=8g or more (Docker's default is 64 MB); on a machine remove old files there."
+        )
+
+
+# --- the user's rewards ---
+
+
+def reward_problems(config: GRPOConfig, *, trains: bool = True) -> list[str]:
+    """Why user functions of the reward cannot grade: each is tried with a response or a group for a row of each source.
+
+    A function that raises, runs into a limit or returns no number is refused, unless `reward.failure_fraction` is 1.
+    Built-in rewards are tried with every gold answer later.
+    """
+    reward = config.reward.model_copy(update={"workers": 1, "spares": 0})
+    if not any(part.is_user_function for part in reward.all_parts) or reward.failure_fraction == 1:
+        return []
+    # imported here, so that --plan needs no numpy
+    from rlhf.answers.extract import alternatives, gold_answer
+    from rlhf.data.load import first_usable
+    from rlhf.rewards.scorer import Scorer
+
+    kinds: tuple[Literal["train", "eval"], ...] = ("train", "eval") if trains else ("eval",)
+    rows = [
+        (config.rollout if which == "train" else config.evaluations[prompt.source], row, prompt)
+        for which in kinds
+        for row, prompt in first_usable(config.data, which, gold_answer)
+    ]
+    problems: dict[tuple[str, str], str] = {}  # by function and error: it is the same for every source
+    try:
+        with Scorer(reward) as scorer:
+            for of, row, prompt in rows:
+                responses = _responses(alternatives(prompt.answer)[0], of.samples_per_prompt)
+                for name, error in scorer.try_functions(prompt, responses).items():
+                    problem = f"reward name={name!r}: it fails for a response to {row}: {error}".removesuffix(".")
+                    problems.setdefault((name, error), f"{problem}. Repair the function (docs/rewards.md).")
+    except (ValueError, RuntimeError) as error:
+        return [*problems.values(), str(error)]
+    return list(problems.values())
+
+
+def _responses(answer: str, count: int) -> list[str]:
+    """Responses with the right answer, no two alike."""
+    text = f"The answer is \\boxed{{{answer}}}." if answer else "This is the response."
+    return [f"{text}{' It is.' * number}" for number in range(count)]

@@ -26,9 +26,9 @@ from worlds import make_groups
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
-from rlhf.doctor import grading, machine, nodes, on_rank, stack, training
+from rlhf.doctor import grading, machine, nodes, on_rank, training
 from rlhf.doctor.__main__ import checks
-from rlhf.doctor.examination import Check, Finding, Patient, Result, examine_all, lines
+from rlhf.doctor.examination import Check, Finding, Patient, examine_all, lines
 from rlhf.log import reachable
 from rlhf.log.reductions import Max, Mean
 from rlhf.plan import visible_gpus
@@ -255,7 +255,7 @@ def test_responses_that_can_be_learned_from_are_ok_and_two_are_shown_on_lines_of
     assert response.startswith("response  First I think.")
     assert response.endswith(r" It is \boxed{2}.")
     assert graded == "graded    math 1; ok; extracted 2, gold 2; stop"
-    shown = list(lines(Result(**vars(result), name="responses", seconds=1.0)))
+    shown = list(lines(replace(result, name="responses", seconds=1.0)))
     assert len(shown) == 7
     assert all(len(line) <= 80 and line.isprintable() for line in shown[1:])
 
@@ -346,7 +346,6 @@ def test_a_node_that_died_or_does_not_answer_is_named(
     result = finding(nodes.check_nodes, patient)
     assert result.status == status
     assert says in result.text
-    assert patient.nodes is not None
     assert list(patient.nodes) == ["a"]
 
 
@@ -382,7 +381,7 @@ def test_an_engine_that_keeps_old_weights_is_named(make: Any) -> None:
     assert result.status == "fail"
     assert "engine 0 does not hold the perturbed weights" in result.text
     assert "do not train on this" in result.remedy
-    assert finding(stack.check_agreement, examined(make(), everything)).status == "ok"
+    assert finding(training.check_agreement, examined(make(), everything)).status == "ok"
 
 
 class FakeLearners:

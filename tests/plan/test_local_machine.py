@@ -15,7 +15,7 @@ import pytest
 from worlds import make_config
 
 from rlhf.plan import start_problems
-from rlhf.plan.local_machine import RAY_SOCKET, SHARED_MEMORY_MIB, machine_problems, shared_memory_problems
+from rlhf.plan.start_checks import RAY_SOCKET, SHARED_MEMORY_MIB, machine_problems, shared_memory_problems
 
 
 @pytest.fixture

@@ -16,15 +16,14 @@ from rlhf.plan.memory import (
     Part,
     critic_memory,
     engine_memory,
+    kv_cache,
     layer_activation_bytes,
     learner_memory,
-    learner_state,
-    learner_work,
     reward_model_memory,
     scalar_parameters,
     total,
 )
-from rlhf.plan.model_shape import model_shape
+from rlhf.plan.model_shape import ModelShape, model_shape
 
 QWEN25_1B5 = {
     "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
@@ -142,6 +141,11 @@ def make(tmp_path: Path) -> Any:
     return build
 
 
+def learner_state(shape: ModelShape, config: GRPOConfig) -> tuple[Part, ...]:
+    """What a learner holds between updates."""
+    return tuple(part for part in learner_memory(shape, config) if part.use != "work")
+
+
 def gigabytes(parts: tuple[Part, ...]) -> dict[str, float]:
     """Bytes / 10^9 by name, rounded to 10 MB."""
     return {part.name: round(part.size / 1e9, 2) for part in parts}
@@ -155,7 +159,7 @@ def test_8b_on_6_learners_at_zero_2_keeps_whole_weights_and_a_sixth_of_the_rest(
         "Adam's two moments, float32": 10.71,
         "reference, bfloat16": 16.06,
     }
-    work = gigabytes(learner_work(shape, config))
+    work = gigabytes(learner_memory(shape, config))
     assert work["gradients, float32"] == 5.35
     assert work["gradients, added and reduced"] == 6.35  # and a bucket of half a billion
     assert total(learner_memory(shape, config)) / GIB == pytest.approx(63, abs=1)
@@ -170,7 +174,7 @@ def test_the_reduction_buffers_of_a_tiny_model_have_full_size_on_a_gpu(
 ) -> None:
     tiny = model_shape({"model_type": "qwen2", **SMALL})
     config = make(f"cluster.device={device}", f"model.dtype={dtype}", f"learner.zero_stage={stage}")
-    assert gigabytes(learner_work(tiny, config))["gradients, added and reduced"] == held
+    assert gigabytes(learner_memory(tiny, config))["gradients, added and reduced"] == held
 
 
 def test_70b_on_64_learners_at_zero_3_divides_everything(make: Any) -> None:
@@ -182,12 +186,11 @@ def test_70b_on_64_learners_at_zero_3_divides_everything(make: Any) -> None:
         "Adam's two moments, float32": 8.82,
         "reference, bfloat16": 2.20,
     }
-    work = gigabytes(learner_work(shape, config))
+    work = gigabytes(learner_memory(shape, config))
     assert (work["gradients, float32"], work["gathered weights"]) == (4.41, 2.0)
     assert work["activations, checkpointed"] == 14.09
-    engine = engine_memory(shape, config)
-    assert gigabytes(engine.parts)["weights, bfloat16"] == 17.64
-    assert engine.kv_bytes_per_token == 40_960  # keys and values of 80 layers, one of the 8 heads on each GPU
+    assert gigabytes(engine_memory(shape, config))["weights, bfloat16"] == 17.64
+    assert kv_cache(shape, config)[0] == 40_960  # keys and values of 80 layers, one of the 8 heads on each GPU
 
 
 @pytest.mark.parametrize(
@@ -262,24 +265,24 @@ def test_an_offloaded_optimizer_takes_no_gpu_memory(make: Any) -> None:
 
 def test_without_checkpointing_every_layer_keeps_its_activations(make: Any) -> None:
     shape = model_shape(LLAMA31_8B)
-    checkpointed = gigabytes(learner_work(shape, make()))["activations, checkpointed"]
-    plain = gigabytes(learner_work(shape, make("model.gradient_checkpointing=false")))["activations"]
+    checkpointed = gigabytes(learner_memory(shape, make()))["activations, checkpointed"]
+    plain = gigabytes(learner_memory(shape, make("model.gradient_checkpointing=false")))["activations"]
     # 8,192 tokens x 32 layers x 208 KiB, or x (32 inputs of 8 KiB + 208 KiB)
     assert (plain, checkpointed) == (55.83, 3.89)
 
 
 def test_the_kv_cache_of_8b_at_tensor_parallel_2(make: Any) -> None:
-    engine = engine_memory(model_shape(LLAMA31_8B), make("rollout.gpu_memory_utilization=0.9"))
-    assert engine.kv_bytes_per_token == 65_536  # keys and values of 32 layers, 4 of the 8 heads on each GPU
-    assert gigabytes(engine.parts)["KV cache"] == 66.06  # 0.9 x 80 GiB - 8.03 GB of weights - 3 GiB
-    assert engine.kv_tokens == 1_007_963
+    shape, config = model_shape(LLAMA31_8B), make("rollout.gpu_memory_utilization=0.9")
+    # 0.9 x 80 GiB - 8.03 GB of weights - 3 GiB
+    assert gigabytes(engine_memory(shape, config))["KV cache"] == 66.06
+    # keys and values of 32 layers, 4 of the 8 heads on each GPU
+    assert kv_cache(shape, config) == (65_536, 1_007_963)
 
 
 def test_fewer_kv_heads_than_gpus_are_held_by_each_of_them(make: Any) -> None:
     shape = model_shape(QWEN25_1B5)  # 2 heads
-    of_two = engine_memory(shape, make("cluster.tensor_parallel=2"))
-    of_four = engine_memory(shape, make("cluster.tensor_parallel=4"))
-    assert of_two.kv_bytes_per_token == of_four.kv_bytes_per_token == 14_336
+    for gpus in (2, 4):
+        assert kv_cache(shape, make(f"cluster.tensor_parallel={gpus}"))[0] == 14_336
 
 
 def test_latent_attention_caches_one_latent_per_token_and_layer_whole_on_each_gpu(make: Any) -> None:
@@ -287,13 +290,13 @@ def test_latent_attention_caches_one_latent_per_token_and_layer_whole_on_each_gp
     sizes = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128}
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "vocab_size": 129280}
     shape = model_shape({"model_type": "deepseek_v3", **sizes, **latent}, {"model.norm.weight": (7168,)})
-    of_one, of_eight = (engine_memory(shape, make(f"cluster.tensor_parallel={gpus}")) for gpus in (1, 8))
-    assert of_one.kv_bytes_per_token == of_eight.kv_bytes_per_token == 70_272
+    for gpus in (1, 8):
+        assert kv_cache(shape, make(f"cluster.tensor_parallel={gpus}"))[0] == 70_272
 
 
 def test_on_cpu_the_kv_cache_is_what_the_config_says(make: Any) -> None:
     config = make("cluster.device=cpu", "rollout.kv_cache_gib=2", "model.dtype=float32", "cluster.tensor_parallel=1")
-    assert engine_memory(model_shape(QWEN25_1B5), config).kv_tokens == 37_449  # of 56 KiB
+    assert kv_cache(model_shape(QWEN25_1B5), config) == (56 * 1024, 37_449)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])

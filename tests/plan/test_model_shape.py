@@ -69,7 +69,7 @@ def test_the_attention_layers_of_kimi_linear_are_those_that_its_config_names() -
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 32}
     linear = {"linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}}
     config = {"model_type": "kimi_linear", **sizes, **linear}
-    assert model_shape(config, {"model.norm.weight": (64,)}).layers_with_attention == 1
+    assert model_shape(config, {"model.norm.weight": (64,)}).attention_layers == 1
 
 
 def test_the_headers_of_a_folder_are_read_and_what_is_not_trained_is_left_out(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,8 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.plan import check_resources, resources
-from rlhf.plan.gpus import gpus_here
-from rlhf.plan.layout import draw, example_layout
-from rlhf.plan.report import plan_text
+from rlhf.plan.report import draw, example_layout, plan_text
+from rlhf.plan.resources import gpus_here
 
 ROOT = Path(__file__).parents[2]
 LLAMA31_8B = {
@@ -54,6 +54,14 @@ def make(tmp_path: Path) -> Any:
         return load_config(GRPOConfig, [str(file)], overrides)
 
     return build
+
+
+def plan_with(config: GRPOConfig, model: dict[str, Any]) -> str:
+    """The plan with this config.json at model.path."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model))
+        model_section = config.model.model_copy(update={"path": folder})
+        return plan_text(config.model_copy(update={"model": model_section}))
 
 
 def line_of(text: str, label: str) -> str:
@@ -141,7 +149,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_the_plan_takes_number_and_memory_of_the_gpus_that_are_there(make: Any) -> None:
-    text = plan_text(make(), model=LLAMA31_8B)
+    text = plan_with(make(), LLAMA31_8B)
     (memory,) = re.findall(r"memory of a GPU +(.*\n.*)\n", text)
     assert " ".join(memory.split()) == (
         "23.0 GiB, read here; this machine: 1 x NVIDIA GeForce RTX 4090, 24.0 GiB, 1 x NVIDIA GeForce RTX 4090, "
@@ -153,7 +161,7 @@ def test_the_plan_takes_number_and_memory_of_the_gpus_that_are_there(make: Any) 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_what_the_config_says_of_gpus_wins_over_what_is_there(make: Any) -> None:
-    text = plan_text(make("cluster.gpu_memory_gib=60", "cluster.gpus_per_node=4"), model=LLAMA31_8B)
+    text = plan_with(make("cluster.gpu_memory_gib=60", "cluster.gpus_per_node=4"), LLAMA31_8B)
     assert line_of(text, "memory of a GPU").startswith("60 GiB, from cluster.gpu_memory_gib; this machine: 1 x NVIDIA")
     assert line_of(text, "GPUs") == "8 on 2 nodes of 4"
     elsewhere = plan_text(make("cluster.ray_address=10.0.0.1:6379"))
@@ -198,7 +206,7 @@ QWEN25_15B = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads
 def test_the_configs_for_one_gpu_fit_it_without_a_warning(name: str, shape: dict[str, int], memory: float) -> None:
     file = ROOT / "configs" / f"{name}.yaml"
     config = load_config(GRPOConfig, [str(file)])
-    text = plan_text(config, model=QWEN25 | shape)
+    text = plan_with(config, QWEN25 | shape)
     assert "Warnings" not in text
     assert line_of(text, "memory of a GPU").startswith(f"{memory} GiB, from cluster.gpu_memory_gib")
     assert line_of(text, "GPUs") == "1 on 1 node of 1"
@@ -208,7 +216,7 @@ def test_the_configs_for_one_gpu_fit_it_without_a_warning(name: str, shape: dict
         f"rollouts a step, {minibatches} minibatches of {rollouts // minibatches}"
     ) in file.read_text()
     assert f"= {config.training.total_updates} optimizer steps" in file.read_text()
-    too_big = plan_text(config, model=QWEN25 | QWEN25_15B | {"num_hidden_layers": 60})
+    too_big = plan_with(config, QWEN25 | QWEN25_15B | {"num_hidden_layers": 60})
     assert "Warnings" in too_big
 
 
@@ -261,7 +269,7 @@ def test_the_number_of_gpus_per_node_is_configurable(make: Any) -> None:
     ],
 )
 def test_the_plan_says_how_often_a_checkpoint_is_saved(make: Any, override: str, words: str) -> None:
-    text = " ".join(plan_text(make(override), model=LLAMA31_8B).split())
+    text = " ".join(plan_with(make(override), LLAMA31_8B).split())
     assert f"; {words} " in text
 
 
@@ -272,7 +280,7 @@ def test_a_model_that_is_not_found_gives_one_sentence_with_the_remedy(make: Any)
 
 
 def test_an_unknown_architecture_gives_one_sentence(make: Any) -> None:
-    text = " ".join(plan_text(make(), model={"model_type": "mamba"}).split())
+    text = " ".join(plan_with(make(), {"model_type": "mamba"}).split())
     assert "no estimate: model_type='mamba'" in text
 
 
@@ -343,7 +351,7 @@ def test_config_json_of_this_machine_comes_before_the_table(
 
 
 def warnings_of(config: GRPOConfig, **changed: Any) -> str:
-    text = plan_text(config, model={**LLAMA31_8B, **changed})
+    text = plan_with(config, {**LLAMA31_8B, **changed})
     return " ".join(text.partition("\nWarnings\n")[2].split())
 
 

@@ -14,7 +14,7 @@ from worlds import make_config
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.plan import evaluation_problems, start_problems
-from rlhf.plan.reward_trial import reward_problems
+from rlhf.plan.start_checks import reward_problems
 from rlhf.rewards.pool import Pool
 
 CODE = """

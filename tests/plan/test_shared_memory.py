@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from worlds import make_config, make_ppo_config
 
-from rlhf.plan.memory import GIB
-from rlhf.plan.shared_gpus import check_shared_gpus
+from rlhf.plan.memory import GIB, check_shared_gpus
 from rlhf.types import GPUMemory
 
 LLAMA31_8B = {

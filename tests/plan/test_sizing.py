@@ -15,10 +15,9 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.plan.hours import expected_time
-from rlhf.plan.layout import example_layout
-from rlhf.plan.memory import GIB, engine_memory, learner_memory, total
+from rlhf.plan.memory import GIB, kv_cache, learner_memory, total
 from rlhf.plan.model_shape import model_shape
-from rlhf.plan.report import plan_text
+from rlhf.plan.report import example_layout, plan_text
 
 ROOT = Path(__file__).parents[2]
 SIZING = runpy.run_path(str(ROOT / "tools/sizing.py"))
@@ -54,7 +53,7 @@ def test_8b_on_16_to_128_gpus(make: Any, learners: int, gib: float) -> None:
     # 16.06 GB of weights, as much of a reference, 160.6 GB divided among the learners, and 10.9 GB of activations,
     # tiles of logits, buckets and overhead
     assert total(learner_memory(shape, config)) / GIB == pytest.approx(gib, abs=0.01)
-    assert engine_memory(shape, config).kv_tokens == 402_984  # 0.85 x 79 GiB - 16.06 GB - 3 GiB, in 128 KiB
+    assert kv_cache(shape, config)[1] == 402_984  # 0.85 x 79 GiB - 16.06 GB - 3 GiB, in 128 KiB
     nodes = example_layout(config.roles(), config.cluster)
     assert len(nodes) == 2 * learners // 8
     assert nodes[learners // 8 - 1] == [f"learner {rank}" for rank in range(learners - 8, learners)]
@@ -78,7 +77,7 @@ def test_70b_on_16_to_128_gpus(make: Any, learners: int, gib: float, offloaded_g
         offloaded = make(LLAMA_70B, *overrides, "learner.offload_optimizer=true")
         assert total(learner_memory(shape, offloaded)) / GIB == pytest.approx(offloaded_gib, abs=0.05)
         assert "memory: a learner needs" not in " ".join(plan_text(offloaded).split())
-    assert engine_memory(shape, config).kv_tokens == 410_201  # two of the 8 heads on each of 4 GPUs
+    assert kv_cache(shape, config)[1] == 410_201  # two of the 8 heads on each of 4 GPUs
     nodes = example_layout(config.roles(), config.cluster)
     assert len(nodes) == 2 * learners // 8
     assert nodes[-1] == [f"engine {engines - 2}"] * 4 + [f"engine {engines - 1}"] * 4
