@@ -106,10 +106,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             help="responses of an earlier evaluation: print what changed, and a p-value",
         )
 
-    schema = cli.program_schema(argv, trains=False)
     config, arguments = cli.parse(
-        "rlhf.evaluate", DESCRIPTION, schema, argv, add_flags=add_flags, check=problems, complete=complete
-    )
+        "rlhf.evaluate", DESCRIPTION, cli.program_schema(argv), argv, add_flags=add_flags,
+        contradictions=lambda config: config.sampling_contradictions(), check=problems, complete=complete,
+    )  # fmt: skip
     from rich.console import Console
 
     from rlhf.log.sinks import evaluation_table

@@ -244,7 +244,7 @@ def warm_up(folder: Path, *, seed: int) -> None:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from rlhf.config.sft import SFTConfig
+    from rlhf.config.supervised import SFTConfig
     from rlhf.data.conversations import SFTEncoder
     from rlhf.data.examples import load_examples
     from rlhf.data.model_files import load_tokenizer

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rlhf.config import cli
 from rlhf.config.load import resolved_yaml
 from rlhf.config.printing import say
-from rlhf.config.sft import SFTConfig
+from rlhf.config.supervised import SFTConfig
 from rlhf.plan.report import print_text
 from rlhf.plan.start_checks import run_problems
 

@@ -20,7 +20,7 @@ from rlhf.config.cli import run_program
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.config.sft import SFTConfig
+from rlhf.config.supervised import SFTConfig
 from rlhf.quickstart import Problem
 from rlhf.types import Place
 

@@ -26,10 +26,11 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import NAMES_ELSEWHERE, flat_keys, load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.printing import say
+from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.config.secrets import hide_in_output
 
-C = TypeVar("C", bound=Section)
+C = TypeVar("C", bound=TrainingProgramConfig)
 R = TypeVar("R")
 
 USER_ERROR = 2  # the config, the data or the machine is not what the run needs
@@ -72,35 +73,17 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class EvaluatedGRPOConfig(GRPOConfig):
-    """A config whose model is only sampled: contradictions between keys of its training do not matter."""
-
-    def contradictions(self) -> Iterator[str]:
-        return self.sampling_contradictions()
-
-
-class EvaluatedPPOConfig(PPOConfig):
-    """A config whose policy is only sampled."""
-
-    def contradictions(self) -> Iterator[str]:
-        return self.sampling_contradictions()
-
-
-PROGRAMS: dict[str, type[GRPOConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
-EVALUATED: dict[str, type[GRPOConfig]] = {"grpo": EvaluatedGRPOConfig, "ppo": EvaluatedPPOConfig}
-
-
 def program_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--program", choices=PROGRAMS, default="grpo", help="the program that the config is for (default: grpo)"
+        "--program", choices=("grpo", "ppo"), default="grpo", help="the program that the config is for (default: grpo)"
     )
 
 
-def program_schema(argv: Sequence[str] | None, *, trains: bool = True) -> type[GRPOConfig]:
+def program_schema(argv: Sequence[str] | None) -> type[GRPOConfig]:
     """The schema that --program names; the other arguments are parsed later, with this schema."""
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     program_flag(chooser)
-    return (PROGRAMS if trains else EVALUATED)[chooser.parse_known_args(argv)[0].program]
+    return PPOConfig if chooser.parse_known_args(argv)[0].program == "ppo" else GRPOConfig
 
 
 def started_as(module: str) -> str:
@@ -117,6 +100,7 @@ def parse(
     argv: Sequence[str] | None,
     *,
     add_flags: Callable[[argparse.ArgumentParser], None] = training_flags,
+    contradictions: Callable[[C], Iterable[str]] = lambda config: config.contradictions(),
     check: Callable[[C], Iterable[str]] = lambda config: (),
     complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
 ) -> tuple[C, argparse.Namespace]:
@@ -124,7 +108,7 @@ def parse(
 
     Args:
         add_flags: adds the program's own flags.
-        complete: adds values for keys that the schema requires and the program does not read.
+        contradictions, complete: as for `load_config`.
         check: problems of this machine with a config, such as a missing file; not called if nothing is started.
 
     Raises:
@@ -149,8 +133,11 @@ def parse(
         example = (named or ["configs/math.yaml"])[0]
         raise ValueError(f"--config: no file given. Name a YAML file: {started_as(program)} --config {example}")
     starts_nothing = any(vars(arguments).get(flag) for flag in ("plan", "print_config"))
-    checks = (lambda config: ()) if starts_nothing else check
-    return load_config(schema, arguments.config, arguments.overrides, check=checks, complete=complete), arguments
+    config = load_config(
+        schema, arguments.config, arguments.overrides, contradictions=contradictions,
+        check=(lambda config: ()) if starts_nothing else check, complete=complete,
+    )  # fmt: skip
+    return config, arguments
 
 
 def _remedy(argument: str, schema: type[Section]) -> str:

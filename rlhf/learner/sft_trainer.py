@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhf.config.sft import SFTConfig
+from rlhf.config.supervised import SFTConfig
 from rlhf.learner.policy_model import check_packed, load_policy
 from rlhf.learner.step import HeldMicrobatch
 from rlhf.learner.supervised import SupervisedRank

@@ -12,7 +12,7 @@ from byte_tokenizer import byte_tokenizer
 
 from rlhf.algo.packing import pack
 from rlhf.config.data import TemplateName
-from rlhf.config.sft import SFTDataConfig
+from rlhf.config.supervised import SFTDataConfig
 from rlhf.data.conversations import SFTEncoder, pair_conversation
 from rlhf.data.examples import Examples, load_examples
 

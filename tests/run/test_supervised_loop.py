@@ -13,8 +13,7 @@ from fake_run import FakeCluster, FakeLearners
 
 from rlhf import reward_model, sft
 from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.config.sft import SFTConfig
-from rlhf.config.supervised import SupervisedConfig
+from rlhf.config.supervised import SFTConfig, SupervisedConfig
 from rlhf.data.conversations import SFTEncoder, pair_encoder
 from rlhf.data.examples import TrainEval, read_examples
 from rlhf.log.reductions import Last, Mean, StepMetrics, Sum, UpdateOutcome
