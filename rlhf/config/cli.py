@@ -45,6 +45,8 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_SIGNAL_S = 0.5
 END_AT_ONCE_S = 10.0  # after a second signal
 
+INSTALLED_CONFIGS = Path(sys.prefix, "share", "rlhf", "configs")  # as pyproject.toml says
+
 HELP_COLUMNS = 100
 KEYS_HEADER = """\
 Keys of the YAML: key = default, type, meaning.
@@ -172,6 +174,12 @@ def _key_lines(key: Key) -> Iterable[str]:
     line = f"{name:<48} [{key.kind}]"
     yield from [line] if len(line) <= HELP_COLUMNS else [name, f"      [{key.kind}]"]
     yield from textwrap.wrap(key.description, HELP_COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def config_folder() -> Path:
+    """The configs of the checkout that this package is in, or those that were installed with it."""
+    checkout = Path(__file__).parents[2] / "configs"
+    return checkout if checkout.is_dir() else INSTALLED_CONFIGS
 
 
 def check_new_folder(folder: Path, key: str = "") -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rlhf.config.base import Section, first_line, suggest
 from rlhf.config.describe import Key, describe_keys
 from rlhf.config.program import TrainingProgramConfig
-from rlhf.config.secrets import HIDDEN, missing_secrets, remember, with_references
+from rlhf.config.secrets import HIDDEN, remember, with_references
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -73,8 +73,9 @@ def load_config(
             "where it is text."
         ) from None
     remember(values)
-    if missing := "\n".join(missing_secrets(values)):
-        raise ValueError(missing)
+    if unknown := [f"{key}={value}" for key, value in flat_keys(values).items() if HIDDEN in str(value)]:
+        reason = "a secret stood here, which is stored nowhere. Set an environment variable to it, and write"
+        raise ValueError("\n".join(f"{given}: {reason} ${{oc.env:VARIABLE}} in its place." for given in unknown))
     config = validated(schema, complete(values))
     if problems := [*contradictions(config), *check(config)]:
         raise ValueError("\n".join(problems))
