@@ -17,7 +17,6 @@ preferred to wrong work.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.cli import check_new_folder, config_folder, run_program, started_as
+from rlhf.config.cli import check_new_folder, config_folder, parser_of, run_program
 from rlhf.config.load import load_config, merged
 from rlhf.config.printing import say
 
@@ -304,10 +303,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog=started_as("rlhf.quickstart"),
-        description="Makes a tiny warmed-up model, its tokenizer and arithmetic data.",
-    )
+    parser = parser_of("rlhf.quickstart", "Makes a tiny warmed-up model, its tokenizer and arithmetic data.")
     parser.add_argument("--output", required=True, type=Path, help="a new or empty folder")
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, weights and warm-up (default 0)")
     warmup = f"supervised updates; 0 leaves the model untrained (default {WARMUP_STEPS})"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.config.base import first_line
-from rlhf.config.cli import run_program, started_as
+from rlhf.config.cli import parser_of, run_program
 from rlhf.config.data import SourceConfig
 from rlhf.config.load import validated
 from rlhf.config.printing import say
@@ -36,9 +36,7 @@ ROWS_PER_BATCH, MAX_BATCHES = 1024, 4  # at most: rows of a batch, and batches t
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=started_as("rlhf.score"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("rlhf.score", __doc__)
     parser.add_argument("file", help="JSONL with a response in every row, and a gold answer if the reward compares")
     parser.add_argument("--response-key", default="response", help="column of the response (default: response)")
     parser.add_argument("--answer-key", help="of the answer (default: ground_truth, if the reward reads answers)")

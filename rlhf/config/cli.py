@@ -95,6 +95,12 @@ def started_as(module: str) -> str:
     return f"python -m {module}"
 
 
+def parser_of(program: str, description: str | None, **settings: Any) -> argparse.ArgumentParser:
+    """A parser whose usage names the program as the user typed it; the description keeps its lines."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=started_as(program), description=description, formatter_class=form, **settings)
+
+
 def parse(
     program: str,
     description: str,
@@ -116,11 +122,10 @@ def parse(
     Raises:
         ValueError: from the config, or from arguments that are neither a flag nor an override.
     """
-    parser = argparse.ArgumentParser(
-        prog=started_as(program),
-        description=description,
+    parser = parser_of(
+        program,
+        description,
         usage=f"{started_as(program)} --config FILE ... [flags] [section.key=value ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_list_keys(schema, unread=flat_keys(complete({}))).replace("%", "%%"),
         allow_abbrev=False,
     )
@@ -144,15 +149,14 @@ def parse(
 
 def _remedy(argument: str, schema: type[Section]) -> str:
     """How to write what an unknown flag may mean."""
-    name, _, given = argument.lstrip("-").partition("=")
-    name, value = name.replace("-", "_"), given or "VALUE"
-    keys = [key.name for key in describe_keys(schema) if "[]" not in key.name]
-    meant = (
-        [NAMES_ELSEWHERE[name]] if name in NAMES_ELSEWHERE else [key for key in keys if f".{key}".endswith(f".{name}")]
-    )
+    name, _, value = argument.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    elsewhere = NAMES_ELSEWHERE.get(name)
+    keys = [key.name for key in describe_keys(schema) if f".{key.name}".endswith(f".{name}") and "[]" not in key.name]
+    meant = " or ".join(f"{key}={value or 'VALUE'}" for key in ([elsewhere] if elsewhere else keys))
     if not meant:
         return "Flags and keys are listed by --help; keys are written without dashes, as section.key=value."
-    return f"Write it without dashes, as a key: {' or '.join(f'{key}={value}' for key in meant)}."
+    return f"Write it without dashes, as a key: {meant}."
 
 
 def _list_keys(schema: type[Section], *, unread: Collection[str] = ()) -> str:
@@ -287,27 +291,22 @@ def run_program(main: Callable[[], None]) -> int:
             stream.reconfigure(errors="backslashreplace")
     with hide_in_output():
         try:
-            return _exit_status(main)
+            main()
+        except NothingToDoError as done:
+            say(str(done))
+        except ValueError as error:
+            say(f"error: {error}", file=sys.stderr)
+            return USER_ERROR
+        except (RuntimeError, OSError) as error:  # OSError: a disk that is full, say
+            say(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
+            return RESUMABLE if isinstance(error, ResumableError) else RUN_ERROR
+        except KeyboardInterrupt:
+            say("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except asyncio.CancelledError as error:  # `run_async` names the signal
+            say("terminated", file=sys.stderr)
+            return 128 + error.args[0] if error.args else TERMINATED
         except Exception:  # a defect of the program: its traceback may hold secrets too
             say(traceback.format_exc(), file=sys.stderr)
             return RUN_ERROR
-
-
-def _exit_status(main: Callable[[], None]) -> int:
-    try:
-        main()
-    except NothingToDoError as done:
-        say(str(done))
-    except ValueError as error:
-        say(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
-    except (RuntimeError, OSError) as error:  # OSError: a disk that is full, say
-        say(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
-        return RESUMABLE if isinstance(error, ResumableError) else RUN_ERROR
-    except KeyboardInterrupt:
-        say("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except asyncio.CancelledError as error:  # `run_async` names the signal
-        say("terminated", file=sys.stderr)
-        return 128 + error.args[0] if error.args else TERMINATED
     return 0

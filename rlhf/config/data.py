@@ -34,7 +34,7 @@ class DatasetConfig(Section):
     """One data set: a local file or folder, or a data set of the hub."""
 
     path: FilePath = Field(
-        min_length=1, description="local .jsonl, .json or .parquet file, folder, or hub name such as openai/gsm8k"
+        min_length=1, description="local .jsonl, .json or .parquet, a folder, or a hub name such as openai/gsm8k"
     )
     name: str | None = key(None, "configuration of a hub data set, e.g. main; local files have none")
     split: str | None = key(None, "of a hub data set or folder; null: train for data.train, test for data.eval")
@@ -44,7 +44,7 @@ class SourceConfig(DatasetConfig):
     """One data set of prompts."""
 
     source: str | None = key(
-        None, "label in ids, metrics and rewards; null: the file's stem or the hub name's end", pattern=r"^[^/\s]+$"
+        None, "label in ids and metrics; null: the file's stem or end of the name", pattern=r"^[^/\s]+$"
     )
     weight: PositiveFloat | None = key(None, "relative share of an epoch, drawn anew for each; the scarcest is used up")
     rows: PositiveInt | None = key(None, "drawn anew for each epoch (data.eval: the first ones); null: all")
@@ -65,9 +65,8 @@ class SourceConfig(DatasetConfig):
     @model_validator(mode="after")
     def _one_way_of_mixing(self) -> Self:
         if self.weight is not None and self.rows is not None:
-            raise ValueError(
-                f"weight={self.weight:g} and rows={self.rows} of {self.path}: both set its share of an epoch. Keep one."
-            )
+            reason = "both set its share of an epoch. Keep one."
+            raise ValueError(f"weight={self.weight:g} and rows={self.rows} of {self.path}: {reason}")
         return self
 
     @property
@@ -91,21 +90,15 @@ class DatasetsConfig(Section, Generic[S]):
     @classmethod
     def _as_sources(cls, value: Any, info: ValidationInfo) -> Any:
         """Read a string, a mapping, or a list of either, as a tuple of mappings."""
-        if value is None:
-            return ()
-        entries = value if isinstance(value, list | tuple) else (value,)
+        entries = value if isinstance(value, list | tuple) else () if value is None else (value,)
+        if not entries and info.field_name == "train":
+            raise ValueError("data.train is empty: there is nothing to train on. Name a file or a hub data set.")
         for index, entry in enumerate(entries):
             if not isinstance(entry, str | dict | DatasetConfig):
                 name = f"data.{info.field_name}" if len(entries) == 1 else f"data.{info.field_name}.{index}"
                 remedy = "Use a path or hub name, a mapping with `path`, or a list of either."
                 raise ValueError(f"{name}: {entry!r} names no data. {remedy}")
         return tuple({"path": entry} if isinstance(entry, str) else entry for entry in entries)
-
-    @model_validator(mode="after")
-    def _something_to_train_on(self) -> Self:
-        if not self.train:
-            raise ValueError("data.train is empty: there is nothing to train on. Name a file or a hub data set.")
-        return self
 
 
 class DataConfig(DatasetsConfig[SourceConfig]):

@@ -130,8 +130,30 @@ class GRPOConfig(TrainingProgramConfig):
 
     def sampling_contradictions(self) -> Iterator[str]:
         """Those that also an evaluation meets, which trains nothing."""
-        yield from _truncation_problems(self)
-        yield from _evaluation_problems(self)
+        rollout = self.rollout
+        token, limit = rollout.truncate_token, rollout.max_response_tokens
+        if rollout.truncate_after and (token is None or rollout.truncate_after >= limit):
+            yield (
+                f"{rollout.truncate_after=} with {rollout.truncate_token=!s} and {rollout.max_response_tokens=}: no "
+                "response could be truncated. Name a token, and stay below the longest response; or leave it at 0."
+            )
+        if rollout.truncate == "graded_text" and (token is None or rollout.stop):
+            yield (
+                f"{rollout.truncate=!s} with {rollout.truncate_token=!s} and rollout.stop={list(rollout.stop)}: "
+                "responses go on to max_response_tokens, and the text that is graded ends at that token alone. Name a "
+                "token and no stop strings, or set truncate=response."
+            )
+        for evaluation in self.evaluations.values() or [self.evaluation]:
+            if (evaluation.max_response_tokens or 0) > rollout.max_response_tokens:
+                yield (
+                    f"{evaluation.max_response_tokens=} with {rollout.max_response_tokens=}: the engines would cut "
+                    "evaluation responses off at the latter. Raise it to at least the former."
+                )
+            if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
+                yield (
+                    f"{evaluation.samples_per_prompt=} with evaluation.temperature=0: greedy samples of a prompt are "
+                    "all the same, and an engine takes one. Take one sample, or a temperature."
+                )
         yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
 
     def contradictions(self) -> Iterator[str]:
@@ -145,25 +167,17 @@ class GRPOConfig(TrainingProgramConfig):
 def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
     rollout, algo, reward_model = config.rollout, config.algo, config.reward_model
     if rollout.samples_per_prompt < 2 and algo.advantage in NEEDS_A_GROUP:
-        yield (
-            f"{rollout.samples_per_prompt=}: the advantages of {algo.advantage=!s} would all be zero. Use at least 2, "
-            "or algo.advantage=reinforce_pp."
-        )
+        remedy = "Use at least 2, or algo.advantage=reinforce_pp."
+        yield f"{rollout.samples_per_prompt=}: the advantages of {algo.advantage=!s} would all be zero. {remedy}"
     if algo.normalize_over == "tokens" and not algo.advantage.startswith("reinforce_pp"):
-        yield (
-            f"{algo.normalize_over=!s} with {algo.advantage=!s}: only reinforce_pp and reinforce_pp_baseline read it. "
-            "Remove it, or set one of them."
-        )
+        reason = "only reinforce_pp and reinforce_pp_baseline read it. Remove it, or set one of them."
+        yield f"{algo.normalize_over=!s} with {algo.advantage=!s}: {reason}"
     if algo.ref_update != "fixed" and not config.needs_reference:
-        yield (
-            f"{algo.ref_update=!s} with algo.kl_coef=0: there is no reference. Set kl_coef or log_kl=true, or "
-            "ref_update=fixed."
-        )
+        remedy = "Set kl_coef or log_kl=true, or ref_update=fixed."
+        yield f"{algo.ref_update=!s} with algo.kl_coef=0: there is no reference. {remedy}"
     if rollout.dynamic_sampling and rollout.samples_per_prompt < 2:
-        yield (
-            f"rollout.dynamic_sampling=true with {rollout.samples_per_prompt=}: rewards of a group of one are always "
-            "equal. Use at least 2, or false."
-        )
+        reason = "rewards of a group of one are always equal. Use at least 2, or false."
+        yield f"rollout.dynamic_sampling=true with {rollout.samples_per_prompt=}: {reason}"
     if rollout.dynamic_sampling_part is not None:
         common_parts = config.reward.parts_of_every_source + ("reward_model",) * (reward_model is not None)
         given = f"{rollout.dynamic_sampling_part=!s}"
@@ -171,27 +185,19 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             yield f"{given} without rollout.dynamic_sampling: nothing reads it. Set that too, or remove it."
         elif rollout.dynamic_sampling_part not in common_parts:
             lists = ["reward.parts", *(f"reward.by_source.{source}" for source in config.reward.by_source)]
-            yield (
-                f"{given}: not in all of {' and '.join(lists)}, and groups without it would all be replaced. Name a "
-                f"part that each of them has ({', '.join(common_parts) or 'none'}), or null."
-            )
+            remedy = f"Name a part that each of them has ({', '.join(common_parts) or 'none'}), or null."
+            yield f"{given}: not in all of {' and '.join(lists)}, and groups without it would all be replaced. {remedy}"
     if config.reward.leaves_something_ungraded and reward_model is None:
-        yield (
-            "reward=[] without a reward_model: nothing would grade the responses. Name a reward, such as "
-            "[{name: math}], or a reward_model."
-        )
+        remedy = "Name a reward, such as [{name: math}], or a reward_model."
+        yield f"reward=[] without a reward_model: nothing would grade the responses. {remedy}"
     if rollout.max_policy_lag > 0 and algo.importance_correction == "none":
-        yield (
-            f"{algo.importance_correction=!s} with {rollout.max_policy_lag=}: lagging rollouts need a correction. Use "
-            "truncated or masked, or a lag of 0."
-        )
+        reason = "lagging rollouts need a correction. Use truncated or masked, or a lag of 0."
+        yield f"{algo.importance_correction=!s} with {rollout.max_policy_lag=}: {reason}"
     if algo.kl_place == "reward" and algo.kl_estimator == "k4":
         yield f"{algo.kl_estimator=!s} with {algo.kl_place=!s}: k4 equals k1 there (the ratio is 1). Use k1."
     if algo.kl_ratio_weighted and (algo.kl_estimator != "k3" or algo.kl_place != "loss"):
-        yield (
-            f"algo.kl_ratio_weighted=true with {algo.kl_estimator=!s} and {algo.kl_place=!s}: it is defined for k3 in "
-            "the loss. Set kl_estimator=k3 and kl_place=loss, or false."
-        )
+        reason = "it is defined for k3 in the loss. Set kl_estimator=k3 and kl_place=loss, or false."
+        yield f"algo.kl_ratio_weighted=true with {algo.kl_estimator=!s} and {algo.kl_place=!s}: {reason}"
     if config.run.deterministic and rollout.max_policy_lag > 0:
         yield (
             f"run.deterministic=true with {rollout.max_policy_lag=}: which tokens new weights sample depends on the "
@@ -202,37 +208,6 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             f"run.deterministic=true with {reward_model.endpoint=!s}: nothing here can make its scores the same in a "
             "second run. Set reward_model.path instead, or deterministic=false."
         )
-
-
-def _truncation_problems(config: GRPOConfig) -> Iterator[str]:
-    rollout = config.rollout
-    token, limit = rollout.truncate_token, rollout.max_response_tokens
-    if rollout.truncate_after and (token is None or rollout.truncate_after >= limit):
-        yield (
-            f"{rollout.truncate_after=} with {rollout.truncate_token=!s} and {rollout.max_response_tokens=}: no "
-            "response could be truncated. Name a token, and stay below the longest response; or leave it at 0."
-        )
-    if rollout.truncate == "graded_text" and (token is None or rollout.stop):
-        yield (
-            f"{rollout.truncate=!s} with {rollout.truncate_token=!s} and rollout.stop={list(rollout.stop)}: responses "
-            "go on to max_response_tokens, and the text that is graded ends at that token alone. Name a token and no "
-            "stop strings, or set truncate=response."
-        )
-
-
-def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
-    rollout = config.rollout
-    for evaluation in config.evaluations.values() or [config.evaluation]:
-        if (evaluation.max_response_tokens or 0) > rollout.max_response_tokens:
-            yield (
-                f"{evaluation.max_response_tokens=} with {rollout.max_response_tokens=}: the engines would cut "
-                "evaluation responses off at the latter. Raise it to at least the former."
-            )
-        if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
-            yield (
-                f"{evaluation.samples_per_prompt=} with evaluation.temperature=0: greedy samples of a prompt are all "
-                "the same, and an engine takes one. Take one sample, or a temperature."
-            )
 
 
 def _best_problems(config: GRPOConfig) -> Iterator[str]:
@@ -273,10 +248,8 @@ def _learner_problems(config: GRPOConfig) -> Iterator[str]:
         yield from training_problems(role.section, training.section, dtype=config.model.dtype)
         yield from warmup_problems(role.section, training.section, training.total_updates, training.counted_as)
     if algo.constant_length is not None and algo.loss_aggregation != "constant":
-        yield (
-            f"{algo.constant_length=} with {algo.loss_aggregation=!s}: only loss_aggregation=constant reads it. Remove "
-            "it, or set loss_aggregation=constant."
-        )
+        reason = "only loss_aggregation=constant reads it. Remove it, or set loss_aggregation=constant."
+        yield f"{algo.constant_length=} with {algo.loss_aggregation=!s}: {reason}"
     if algo.clip_low >= 1.0 and algo.policy_loss != "cispo":
         yield f"{algo.clip_low=}: the lower bound 1 - clip_low must be above 0. Use 0.2."
     if algo.dual_clip is not None and algo.policy_loss == "cispo":
@@ -288,10 +261,8 @@ def _cluster_problems(config: GRPOConfig) -> Iterator[str]:
     if reward_model is not None and reward_model.path is not None:
         yield from dtype_problems("reward_model.dtype", reward_model.dtype, cluster.device)
     if cluster.min_engines > cluster.engines:
-        yield (
-            f"{cluster.min_engines=} with {cluster.engines=}: sampling would wait for engines that nobody starts. Use "
-            "at most cluster.engines."
-        )
+        reason = "sampling would wait for engines that nobody starts. Use at most cluster.engines."
+        yield f"{cluster.min_engines=} with {cluster.engines=}: {reason}"
     if cluster.placement != "colocated":
         return
     if cluster.device == "cpu":
@@ -302,7 +273,5 @@ def _cluster_problems(config: GRPOConfig) -> Iterator[str]:
             f"{cluster.learners=}. Both must be the same GPUs, so the numbers must be equal."
         )
     if rollout.max_policy_lag > 0:
-        yield (
-            f"{cluster.placement=!s} with {rollout.max_policy_lag=}: on shared GPUs sampling and training take turns. "
-            "Use separate placement or a lag of 0."
-        )
+        reason = "on shared GPUs sampling and training take turns. Use separate placement or a lag of 0."
+        yield f"{cluster.placement=!s} with {rollout.max_policy_lag=}: {reason}"

@@ -113,9 +113,8 @@ def _read(file: str) -> dict[str, Any]:
 
     path = Path(file)
     if not path.is_file():
-        raise ValueError(
-            f"--config {file}: there is no such file. Give the path of a YAML file; `rlhf configs` lists some."
-        )
+        remedy = "Give the path of a YAML file; `rlhf configs` lists some."
+        raise ValueError(f"--config {file}: there is no such file. {remedy}")
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # the YAML parser raises many types, all about the file

@@ -39,8 +39,7 @@ class CriticConfig(TrainedConfig):
 
     path: FilePath | None = key(
         None,
-        "start model, such as a reward model, whose head is divided by the std of its scores; null: model.path with a "
-        "head of zeros",
+        "start model; of a reward model the head is divided by the std of its scores; null: model.path, head of zeros",
     )
     epochs_per_step: PositiveInt | None = key(None, "its passes over the rollouts of a step; null: as the policy")
     minibatches_per_epoch: PositiveInt | None = key(None, "its optimizer steps in a pass; null: as the policy")
@@ -84,10 +83,8 @@ class PPOConfig(GRPOConfig):
         yield from super().contradictions()
         run, algo, critic = self.run, self.algo, self.critic
         if critic.warmup_steps >= run.steps:
-            yield (
-                f"{critic.warmup_steps=}: the run has {run.steps=}, so the policy would never be updated. Shorten the "
-                "warm-up or run longer."
-            )
+            remedy = "Shorten the warm-up or run longer."
+            yield f"{critic.warmup_steps=}: the run has {run.steps=}, so the policy would never be updated. {remedy}"
         if algo.kl_controller == "adaptive" and not self.kl_in_reward:
             yield (
                 f"{algo.kl_controller=!s} with {algo.kl_coef=} and {algo.kl_place=!s}: the controller multiplies a "

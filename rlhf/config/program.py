@@ -10,7 +10,7 @@ from pydantic import ValidationInfo, model_validator
 
 from rlhf.config import sections
 from rlhf.config.base import Section
-from rlhf.config.roles import Role, Training, roles_of
+from rlhf.config.roles import ROLES, Role, Training, engine
 from rlhf.config.secrets import hidden
 
 if TYPE_CHECKING:
@@ -71,8 +71,9 @@ class TrainingProgramConfig(Section):
         return Training(self.learner, epochs_per_step=1, minibatches_per_epoch=1, steps=self.steps)
 
     def roles(self, *, trains: bool = True) -> tuple[Role, ...]:
-        """The roles of the run, or of an evaluation: see `roles_of`."""
-        return roles_of(self, trains=trains)
+        """All roles of the run; `trains=False`: of an evaluation, which starts only engines, on GPUs of their own."""
+        found = [make(self) for make in ROLES] if trains else [engine(self, shares_gpus=False)]
+        return tuple(role for role in found if role is not None)
 
     def trained_roles(self) -> tuple[tuple[Role, Training], ...]:
         """The roles that learn, and how."""
@@ -146,7 +147,5 @@ def warmup_problems(key: str, trained: sections.TrainedConfig, updates: int, cou
 def dtype_problems(key: str, dtype: str, device: str) -> Iterator[str]:
     """A problem if the attention for packed rows does not support the dtype on the device."""
     if device == "cuda" and dtype == "float32":
-        yield (
-            f"{key}=float32 with cluster.device=cuda: flash attention on packed rows takes bfloat16. Set "
-            f"{key}=bfloat16 (master weights are float32 anyway), or cluster.device=cpu."
-        )
+        remedy = f"Set {key}=bfloat16 (master weights are float32 anyway), or cluster.device=cpu."
+        yield f"{key}=float32 with cluster.device=cuda: flash attention on packed rows takes bfloat16. {remedy}"

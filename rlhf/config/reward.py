@@ -38,7 +38,7 @@ class MathOptions(Section):
 
     mode: Literal["strict", "lenient"] = key("strict", "strict takes a boxed answer only, lenient any stated answer")
     extract: tuple[ExtractionStep, ...] | None = key(
-        None, "places of answers, in order; null: as the mode says", strict=False
+        None, "where to look, in order; null: as the mode says", strict=False
     )
     tolerance: Tolerance | None = key(None, "{relative, absolute} distance of a right number; null: none")
     evaluated: bool | None = key(None, "whether an answer must be worked out: 7, not 3+4; null: in strict mode")
@@ -173,7 +173,6 @@ class RewardConfig(Section):
     bad_gold: Literal["fail", "skip"] = key("fail", "if a gold answer cannot be graded: stop, or leave its row out")
     failure_fraction: Fraction = key(0.02, "share of the calls of a user function that may fail before the run stops")
     failures_always_allowed: NonNegativeInt = key(10, "failures of a user function that never stop the run")
-
     accept_changed_code: bool = key(False, "--resume accepts user functions whose code is not what the run began with")
 
     @model_validator(mode="before")
@@ -183,16 +182,11 @@ class RewardConfig(Section):
             value = {"parts": value}
         if not isinstance(value, dict):
             return value
-        normalized = dict(value)
-        if "parts" in value:
-            normalized["parts"] = _parts(value["parts"], "reward.parts")
         by_source = value.get("by_source", {})
         if not isinstance(by_source, dict):
             raise ValueError(f"reward.by_source={by_source!r}: not a mapping. Write {{source: [{{name: gsm8k}}]}}.")
-        normalized["by_source"] = {
-            source: _parts(parts, f"reward.by_source.{source}") for source, parts in by_source.items()
-        }
-        return normalized
+        read = {"by_source": {name: _parts(parts, f"reward.by_source.{name}") for name, parts in by_source.items()}}
+        return value | read | ({"parts": _parts(value["parts"], "reward.parts")} if "parts" in value else {})
 
     def parts_of(self, source: str) -> tuple[RewardPart, ...]:
         return self.by_source.get(source, self.parts)
@@ -220,9 +214,7 @@ def _parts(value: Any, key: str) -> tuple[RewardPart, ...]:
     names = [part.name for part in parts]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise ValueError(
-                f"{key}.{index}.name={name!r}: named twice, and parts are logged by name. Keep one of the two."
-            )
+            raise ValueError(f"{key}.{index}.name={name!r}: named twice, and parts are logged by name. Keep one.")
     return parts
 
 

@@ -52,10 +52,8 @@ class RewardModelConfig(Section):
                 "both. Remove the key, or mean and std."
             )
         if self.template is not None and self.endpoint is not None:
-            raise ValueError(
-                f"{reward_model.template=!s} with {reward_model.endpoint=!s}: an endpoint gets messages, and writes "
-                "them itself. Remove one of them."
-            )
+            reason = "an endpoint gets messages, and writes them itself. Remove one of them."
+            raise ValueError(f"{reward_model.template=!s} with {reward_model.endpoint=!s}: {reason}")
         return self
 
 

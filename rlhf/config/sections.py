@@ -36,9 +36,7 @@ class AnyRunConfig(Section):
 class RunConfig(AnyRunConfig):
     steps: PositiveInt = Field(description="training steps, each of prompts_per_step x samples_per_prompt rollouts")
     max_useless_steps: PositiveInt | None = key(
-        20,
-        "steps in a row, or all of a shorter run, without an update or a signal in any group, after which the run "
-        "ends; null: never",
+        20, "steps in a row, or all of a shorter run, without an update or a signal before the run ends; null: never"
     )
 
 
@@ -52,8 +50,7 @@ class RolloutConfig(Section):
     truncate_after: NonNegativeInt = key(0, "first tokens of a response in which truncate_token does not end it")
     truncate: Literal["response", "graded_text"] = key(
         "response",
-        "what ends at truncate_token: the response, or only the text that is graded; then all tokens up to "
-        "max_response_tokens are sampled and trained",
+        "what ends at truncate_token: the response, or (if it goes on to the longest length) the text that is graded",
     )
     non_stop_reward: float | None = key(None, "replaces the reward of a response that did not stop; null: nothing does")
     missing_eos_penalty: NonNegative = key(0.0, "subtracted from the reward of a response that did not stop")
@@ -62,7 +59,7 @@ class RolloutConfig(Section):
     max_replacements: NonNegativeInt = key(64, "groups that it may replace for one step; then it trains on equal ones")
     max_policy_lag: NonNegativeInt = key(0, "largest age of a rollout's oldest token, training steps; 0 is synchronous")
     on_stale: Literal["wait", "drop"] = key(
-        "wait", "wait for groups that get too old, or discard them and so train slow prompts less often"
+        "wait", "wait for groups that get too old, or discard them, often the slow ones"
     )
     on_weight_update: Literal["recompute", "keep_kv"] = key("recompute", "KV cache of running requests")
     gpu_memory_utilization: Fraction = key(0.85, "share of a GPU that an engine takes")
@@ -106,9 +103,7 @@ class AlgoConfig(Section):
 
 
 class OptimizerConfig(Section):
-    variant: Literal["torch", "tensorflow"] = key(
-        "torch", "Adam adds epsilon outside the bias-corrected root, or in it"
-    )
+    variant: Literal["torch", "tensorflow"] = key("torch", "where Adam adds epsilon: outside the root, or inside it")
     lr: NonNegative = key(1e-6, "peak learning rate")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.95), "decay of the first and second moment")
     eps: PositiveFloat = key(1e-8, "Adam's epsilon, used as variant says")
@@ -158,9 +153,7 @@ class CheckpointConfig(Section):
     )
     keep: PositiveInt = key(2, "newest complete checkpoints that are kept")
     best: str | None = key(
-        None,
-        "metric of an evaluation, such as eval/math/avg@8: the checkpoint where it is highest is kept as well; null: "
-        "none",
+        None, "metric of an evaluation, such as eval/math/avg@8, whose best checkpoint is kept too; null: none"
     )
     mirror: FilePath | None = key(
         None, "address of a copy, such as s3://bucket/run, for --resume; null: none", min_length=1
@@ -221,7 +214,7 @@ class AnyLoggingConfig(Section):
     tensorboard: bool = key(False, "write event files for TensorBoard to tensorboard/ in the run folder")
     mlflow: MlflowConfig = MlflowConfig()
     profile_steps: tuple[PositiveInt, ...] = key(
-        (), "training steps that learner 0 profiles, to profile/ in the run folder"
+        (), "training steps that learner 0 profiles, into profile/ of the folder"
     )
     level: Literal["debug", "info", "warning"] = key("warning", "log level of the libraries")
 
@@ -229,9 +222,7 @@ class AnyLoggingConfig(Section):
 class LoggingConfig(AnyLoggingConfig):
     rollouts: bool = key(True, "write every trained rollout, with text, reward parts and advantage")
     token_values: bool = key(
-        False,
-        "write the advantage and learner minus engine log-prob of each of their tokens, for the colours of the "
-        "report; rollouts/ becomes several times as large",
+        False, "write their tokens with advantage and log-prob difference, for the report; takes several times the disk"
     )
 
 
@@ -252,9 +243,7 @@ class ClusterConfig(LearnersConfig):
     tensor_parallel: PositiveInt = key(1, "GPUs of one engine")
     min_engines: PositiveInt = key(1, "engines without which sampling waits; with more, a run goes on if one is lost")
     placement: Literal["separate", "colocated"] = key("separate", "engines and learners on different or the same GPUs")
-    offload_while_sampling: bool = key(
-        True, "colocated: optimizer and reference are in host memory while engines are awake"
-    )
+    offload_while_sampling: bool = key(True, "colocated: optimizer and reference leave the GPU while engines are awake")
     gpus_per_node: PositiveInt = key(8, "for --plan, which takes this machine's if it is not set; a run asks Ray")
     gpu_memory_gib: PositiveFloat = key(79.0, "memory of a GPU, GiB, for --plan; not set: of this machine's")
     peak_tflops: PositiveFloat | None = key(None, "bf16 TFLOP/s of a learner's device, for learner/mfu; null: as named")

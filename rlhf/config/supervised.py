@@ -94,9 +94,7 @@ class SupervisedConfig(TrainingProgramConfig):
 class SFTDataConfig(SupervisedDataConfig):
     """Rows with `messages`, or with `prompt` and `completion`, each text or messages."""
 
-    template: TemplateName | None = key(
-        None, "how rows are written, as data.template of rlhf.grpo; null: messages as model, texts as raw"
-    )
+    template: TemplateName | None = key(None, "as data.template of rlhf.grpo; null: model for messages, raw for texts")
 
 
 class SFTLearnerConfig(sections.AnyLearnerConfig):
