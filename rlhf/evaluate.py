@@ -90,21 +90,13 @@ def _longest_response(section: Any) -> int | None:
     return section.get("max_response_tokens") if isinstance(section, dict) else None
 
 
-def with_model(config: GRPOConfig, path: str) -> GRPOConfig:
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": with_home(path)})})
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     def add_flags(parser: argparse.ArgumentParser) -> None:
         cli.program_flag(parser)
         parser.add_argument("--also", action="append", metavar="MODEL", help="a further model; may be repeated")
         parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON; of several models, by model")
         parser.add_argument("--responses", metavar="FILE", help="write every response with its grade, as JSON lines")
-        parser.add_argument(
-            "--compare-with",
-            metavar="FILE",
-            help="responses of an earlier evaluation: print what changed, and a p-value",
-        )
+        parser.add_argument("--compare-with", metavar="FILE", help="earlier --responses: print changes, and a p-value")
 
     config, arguments = cli.parse(
         "rlhf.evaluate", DESCRIPTION, cli.program_schema(argv), argv, add_flags=add_flags,
@@ -116,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rlhf.run.comparison import compare, graded_responses, read_responses
     from rlhf.run.evaluation import evaluation_metrics
 
-    also = {path: with_model(config, path) for path in arguments.also or ()}
+    models = {path: config.model.model_copy(update={"path": with_home(path)}) for path in arguments.also or ()}
+    also = {path: config.model_copy(update={"model": model}) for path, model in models.items()}
     unfit = [input_problems(each, trains=False, with_data=False) for each in also.values()]
     if any(unfit):
         raise ValueError("\n".join(itertools.chain(*unfit)))

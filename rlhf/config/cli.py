@@ -70,15 +70,12 @@ def training_flags(parser: argparse.ArgumentParser) -> None:
 def run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print-config", action="store_true", help="print every key with its value as YAML, and stop")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
-    parser.add_argument(
-        "--resume-from", metavar="NAME", help="continue from `best` or from step-000020, and remove newer checkpoints"
-    )
+    resume_from = "continue from `best` or from step-000020, and remove newer checkpoints"
+    parser.add_argument("--resume-from", metavar="NAME", help=resume_from)
 
 
 def program_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--program", choices=("grpo", "ppo"), default="grpo", help="the program that the config is for (default: grpo)"
-    )
+    parser.add_argument("--program", choices=("grpo", "ppo"), default="grpo", help="of the config (default: grpo)")
 
 
 def program_schema(argv: Sequence[str] | None) -> type[GRPOConfig]:

@@ -11,7 +11,7 @@ Keys of a part other than `name` and `weight` are options of that reward.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -20,10 +20,7 @@ from rlhf.config.load import validated
 
 ExtractionStep = Literal["box", "answer_tag", "hash", "answer_is", "math_span", "last_number"]
 
-STEPS_OF_MODE: dict[str, tuple[ExtractionStep, ...]] = {
-    "strict": ("box",),
-    "lenient": ("box", "answer_tag", "hash", "answer_is", "math_span", "last_number"),
-}
+STEPS_OF_MODE: dict[str, tuple[ExtractionStep, ...]] = {"strict": ("box",), "lenient": get_args(ExtractionStep)}
 
 
 class Tolerance(Section):
