@@ -40,7 +40,7 @@ def write_rows(file: Path, count: int) -> None:
 
 def config_of(case: Case, folder: Path) -> Any:
     """A config of rlhf.sft with rows for the steps of the case, none of them twice."""
-    from rlhf.config.sft import SFTConfig
+    from rlhf.config.supervised import SFTConfig
 
     rows = case["steps"] * case["per_update"]
     write_rows(folder / "rows.jsonl", rows)

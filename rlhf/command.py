@@ -11,6 +11,7 @@ No heavy package is imported before the requested program starts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import re
 import runpy
@@ -20,6 +21,7 @@ import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
 
 from rlhf.config import cli
 from rlhf.config.printing import say
@@ -41,7 +43,6 @@ PROGRAMS = {
 OTHERS = {"configs": "list the configs of this package; copy one", "completion": "completion for a shell"}
 PACKAGES = ("doctor", "report")
 SHELLS = ("bash", "zsh", "tcsh")
-INSTALLED_CONFIGS = Path(sys.prefix, "share", "rlhf", "configs")  # as pyproject.toml says
 
 # Keys end in "=", after which bash must not put a space.
 NO_SPACE_AFTER_KEYS = """
@@ -51,23 +52,21 @@ complete -o filenames -F _rlhf rlhf
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = _parser()
-    arguments = parser.parse_args((sys.argv[1:] if argv is None else argv)[:1])
-    rest = list(sys.argv[2:] if argv is None else argv[1:])
-    if arguments.program == "configs":
+    given = sys.argv[1:] if argv is None else list(argv)
+    program, rest = _parser().parse_args(given[:1]).program, given[1:]
+    if program == "configs":
         _configs(rest)
-    elif arguments.program == "completion":
+    elif program == "completion":
         shell = argparse.ArgumentParser(prog="rlhf completion", description="Print a script for a shell to evaluate.")
         shell.add_argument("shell", choices=SHELLS)
         say(completion(shell.parse_args(rest).shell))
     else:
         sys.argv[1:] = rest
-        runpy.run_module(_module(arguments.program), run_name="__main__", alter_sys=True)
+        runpy.run_module(_module(program), run_name="__main__", alter_sys=True)
 
 
 def _parser() -> argparse.ArgumentParser:
-    width = max(map(len, PROGRAMS))
-    lines = (f"  {name:<{width}}  {text}" for name, text in (PROGRAMS | OTHERS).items())
+    lines = (f"  {name:<12}  {text}" for name, text in (PROGRAMS | OTHERS).items())
     parser = argparse.ArgumentParser(
         prog="rlhf",
         usage="rlhf PROGRAM ...",
@@ -84,15 +83,6 @@ def _module(program: str) -> str:
     return f"rlhf.{program.replace('-', '_')}"
 
 
-# --- configs ---
-
-
-def config_folder() -> Path:
-    """The configs of the checkout that this package is in, or those that were installed with it."""
-    checkout = Path(__file__).parents[1] / "configs"
-    return checkout if checkout.is_dir() else INSTALLED_CONFIGS
-
-
 def _configs(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="rlhf configs", description="List the configs of this package, or copy one.")
     actions = parser.add_subparsers(dest="action")
@@ -100,24 +90,21 @@ def _configs(argv: Sequence[str]) -> None:
     copy.add_argument("name", metavar="NAME", help="such as quickstart")
     copy.add_argument("file", metavar="FILE", nargs="?", help="YAML file to write (default: NAME.yaml)")
     arguments = parser.parse_args(argv)
-    files = {path.stem: path for path in sorted(config_folder().glob("*.yaml"))}
+    files = {path.stem: path for path in sorted(cli.config_folder().glob("*.yaml"))}
     if arguments.action is None:
-        say(f"{config_folder()}:")
+        say(f"{cli.config_folder()}:")
         for name, path in files.items():
             first = path.read_text().splitlines()[0].removeprefix("# ")
             say(f"  {name:<27} {textwrap.shorten(first, 50, placeholder=' ...')}")
         return
     name = arguments.name.removesuffix(".yaml")
     if name not in files:
-        raise ValueError(f"configs copy {arguments.name}: there is no such config. There are {', '.join(files)}.")
+        raise ValueError(f"configs copy {name}: there is no such config. There are {', '.join(files)}.")
     target = Path(arguments.file or f"{name}.yaml")
     if target.exists():
-        raise ValueError(f"configs copy {arguments.name}: {target} exists. Name another file after it.")
+        raise ValueError(f"configs copy {name}: {target} exists. Name another file after it.")
     shutil.copyfile(files[name], target)
     say(f"{target}: edit it, then: rlhf grpo --config {target} --plan")
-
-
-# --- completion ---
 
 
 def completion(shell: str) -> str:
@@ -136,7 +123,7 @@ def completion(shell: str) -> str:
         programs.add_parser(name, help=text, parents=[built], add_help=False)
     configs = programs.add_parser("configs", help=OTHERS["configs"])  # shtab leaves out programs without help
     copy = configs.add_subparsers().add_parser("copy", help="copy a config to a file here")
-    copy.add_argument("name", choices=[path.stem for path in sorted(config_folder().glob("*.yaml"))])
+    copy.add_argument("name", choices=[path.stem for path in sorted(cli.config_folder().glob("*.yaml"))])
     programs.add_parser("completion", help=OTHERS["completion"]).add_argument("shell", choices=SHELLS)
     script: str = shtab.complete(parser, shell=shell)
     return script + (NO_SPACE_AFTER_KEYS if shell == "bash" else "")
@@ -148,29 +135,19 @@ def keys_of(program: str) -> list[str]:
     return [f"{key}=" for key in re.findall(r"^  ([\w.]+) (?:=|\(required\))", epilog, flags=re.MULTILINE)]
 
 
-class _ParserBuiltError(Exception):
-    """Carries the parser out of a program that is about to parse with it."""
-
-
 def parser_of(program: str) -> argparse.ArgumentParser:
-    """The parser of a program; every program builds it before it does anything else."""
+    """The parser of a program, which is stopped where it is about to parse: before it does anything else."""
+    built: list[argparse.ArgumentParser] = []
 
-    def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> argparse.Namespace:
-        raise _ParserBuiltError(parser)
+    def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        built.append(parser)
+        raise SystemExit
 
     module = importlib.import_module(_module(program) + (".__main__" if program in PACKAGES else ""))
-    of_parser = argparse.ArgumentParser
-    before = of_parser.parse_args, of_parser.parse_known_intermixed_args
-    of_parser.parse_args = of_parser.parse_known_intermixed_args = stop  # type: ignore[method-assign, assignment]
-    try:
+    patched = mock.patch.multiple(argparse.ArgumentParser, parse_args=stop, parse_known_intermixed_args=stop)
+    with patched, contextlib.suppress(SystemExit):
         module.main(["--config", "FILE"])
-    except _ParserBuiltError as built:
-        (parser,) = built.args
-        assert isinstance(parser, argparse.ArgumentParser)
-        return parser
-    finally:
-        of_parser.parse_args, of_parser.parse_known_intermixed_args = before  # type: ignore[method-assign]
-    raise AssertionError(f"{program} has no parser")
+    return built[0]
 
 
 def start() -> None:

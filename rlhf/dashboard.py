@@ -10,14 +10,13 @@ call makes a new view; runs are not touched. It needs wandb-workspaces (pip inst
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from rlhf.config.base import first_line
-from rlhf.config.cli import run_program, started_as
+from rlhf.config.cli import parser_of, run_program
 from rlhf.config.printing import say
 from rlhf.log.panels import SECTIONS, Panel
 
@@ -71,9 +70,7 @@ def workspace(entity: str, project: str, name: str) -> ws.Workspace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog=started_as("rlhf.dashboard"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("rlhf.dashboard", __doc__)
     parser.add_argument("--entity", required=True, help="team or user")
     parser.add_argument("--project", default="rlhf", help="project (default: rlhf)")
     parser.add_argument("--name", default="rlhf", help="of the view (default: rlhf)")

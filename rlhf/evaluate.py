@@ -90,32 +90,25 @@ def _longest_response(section: Any) -> int | None:
     return section.get("max_response_tokens") if isinstance(section, dict) else None
 
 
-def with_model(config: GRPOConfig, path: str) -> GRPOConfig:
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": with_home(path)})})
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     def add_flags(parser: argparse.ArgumentParser) -> None:
         cli.program_flag(parser)
         parser.add_argument("--also", action="append", metavar="MODEL", help="a further model; may be repeated")
         parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON; of several models, by model")
         parser.add_argument("--responses", metavar="FILE", help="write every response with its grade, as JSON lines")
-        parser.add_argument(
-            "--compare-with",
-            metavar="FILE",
-            help="responses of an earlier evaluation: print what changed, and a p-value",
-        )
+        parser.add_argument("--compare-with", metavar="FILE", help="earlier --responses: print changes, and a p-value")
 
-    schema = cli.program_schema(argv, trains=False)
     config, arguments = cli.parse(
-        "rlhf.evaluate", DESCRIPTION, schema, argv, add_flags=add_flags, check=problems, complete=complete
-    )
+        "rlhf.evaluate", DESCRIPTION, cli.program_schema(argv), argv, add_flags=add_flags,
+        contradictions=lambda config: config.sampling_contradictions(), check=problems, complete=complete,
+    )  # fmt: skip
     from rich.console import Console
 
     from rlhf.log.sinks import evaluation_table
     from rlhf.run.evaluation import compare, evaluation_metrics, graded_responses, read_responses
 
-    also = {path: with_model(config, path) for path in arguments.also or ()}
+    models = {path: config.model.model_copy(update={"path": with_home(path)}) for path in arguments.also or ()}
+    also = {path: config.model_copy(update={"model": model}) for path, model in models.items()}
     unfit = [input_problems(each, trains=False, with_data=False) for each in also.values()]
     if any(unfit):
         raise ValueError("\n".join(itertools.chain(*unfit)))

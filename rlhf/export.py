@@ -8,7 +8,6 @@ start model. The folder holds safetensors, config, tokenizer, and a model card t
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -21,9 +20,7 @@ from rlhf.config.reward_model import RECORD_FILE, RewardTrainingConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog=cli.started_as("rlhf.export"), description="Write a checkpoint as a model folder in Hugging Face format."
-    )
+    parser = cli.parser_of("rlhf.export", "Write a checkpoint as a model folder in Hugging Face format.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run (its newest checkpoint), or a checkpoint")
     parser.add_argument("folder", type=Path, metavar="DIR", help="new folder for the model")
     parser.add_argument("--push-to-hub", metavar="USER/NAME", help="also upload it, to a private repository")

@@ -17,7 +17,6 @@ preferred to wrong work.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -28,11 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.cli import check_new_folder, run_program, started_as
+from rlhf.config.cli import check_new_folder, config_folder, parser_of, run_program
+from rlhf.config.load import load_config, merged
 from rlhf.config.printing import say
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+
+    from rlhf.config.supervised import SFTConfig
 
 END_TOKEN = "<|end|>"
 PAD_TOKEN = "<|pad|>"
@@ -61,8 +63,7 @@ FAR_MISS_FRACTION = 0.25
 TRAIN_ROWS = 16_384
 TEST_ROWS = 512
 WARMUP_STEPS = 600
-WARMUP_BATCH = 64
-WARMUP_FRACTION = 0.066  # of the steps, in which the learning rate rises: 40 of 600
+WARMUP_BATCH = 64  # of configs/sft_quickstart.yaml
 
 
 @dataclass(frozen=True)
@@ -136,15 +137,11 @@ def make_problems(count: int, seed: int) -> list[Problem]:
     """`count` problems in seeded order; no two have the same operands, in either order."""
     low, high = 10 ** (COLUMNS - 1), 10**COLUMNS
     rng = random.Random(f"problems {seed}")
-    seen: set[tuple[int, int]] = set()
-    problems: list[Problem] = []
+    problems: dict[frozenset[int], Problem] = {}
     while len(problems) < count:
         left, right = rng.randrange(low, high), rng.randrange(low, high)
-        pair = (min(left, right), max(left, right))
-        if pair not in seen:
-            seen.add(pair)
-            problems.append(Problem(left, right))
-    return problems
+        problems.setdefault(frozenset((left, right)), Problem(left, right))
+    return list(problems.values())
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
@@ -195,10 +192,7 @@ def make_model(
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()
     model.generation_config = GenerationConfig(
-        eos_token_id=[tokenizer.eos_token_id],
-        pad_token_id=tokenizer.pad_token_id,
-        do_sample=True,
-        temperature=1.0,
+        eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )
     return model
 
@@ -206,33 +200,23 @@ def make_model(
 def make_demonstrations(problems: list[Problem], count: int, seed: int) -> list[dict[str, Any]]:
     """Conversations with the careless pupil, who works on a random problem in each."""
     rng = random.Random(f"demonstrations {seed}")
-    drawn = [problems[rng.randrange(len(problems))] for _ in range(count)]
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": problem.question},
-                {"role": "assistant", "content": problem.worked(rng)},
-            ]
-        }
-        for problem in drawn
-    ]
+    drawn = [rng.choice(problems) for _ in range(count)]
+    turns = [(("user", problem.question), ("assistant", problem.worked(rng))) for problem in drawn]
+    return [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in turns]
 
 
-def warmup_config(folder: Path, *, seed: int) -> dict[str, Any]:
-    """The sections of an rlhf.sft config, as in configs/sft_quickstart.yaml: one pass over the demonstrations."""
-    return {
+def warmup_config(folder: Path, *, seed: int) -> SFTConfig:
+    """configs/sft_quickstart.yaml for the files in a folder: one pass over the demonstrations."""
+    from rlhf.config.supervised import SFTConfig
+
+    here = {
         "run": {"dir": str(folder / "run"), "seed": seed},
-        "model": {"path": str(folder / "untrained"), "dtype": "float32"},
-        "data": {"train": str(folder / "demonstrations.jsonl"), "max_tokens": 64},
-        "learner": {
-            "sequences_per_update": WARMUP_BATCH,
-            "max_tokens_per_microbatch": 16384,
-            "zero_stage": 0,
-            "optimizer": {"lr": 3e-3, "betas": [0.9, 0.98]},
-            "schedule": {"name": "cosine", "warmup_fraction": WARMUP_FRACTION},
-        },
-        "cluster": {"device": "cpu"},
+        "model": {"path": str(folder / "untrained")},
+        "data": {"train": str(folder / "demonstrations.jsonl")},
     }
+    return load_config(
+        SFTConfig, [str(config_folder() / "sft_quickstart.yaml")], complete=lambda values: merged(values, here)
+    )
 
 
 def warm_up(folder: Path, *, seed: int) -> None:
@@ -244,7 +228,6 @@ def warm_up(folder: Path, *, seed: int) -> None:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from rlhf.config.sft import SFTConfig
     from rlhf.data.conversations import SFTEncoder, load_examples
     from rlhf.data.model_files import load_tokenizer
     from rlhf.learner.port import free_port
@@ -253,7 +236,7 @@ def warm_up(folder: Path, *, seed: int) -> None:
 
     disable_progress_bar()
     began = time.monotonic()
-    config = SFTConfig.model_validate_json(json.dumps(warmup_config(folder, seed=seed)))
+    config = warmup_config(folder, seed=seed)
     examples = load_examples(config.data, "train", SFTEncoder(load_tokenizer(config.model), config.data.template))
     config = config.with_steps(examples.rows)
     trainer = SFTTrainer(config, Place(0, 1, 0, "127.0.0.1", free_port(), torch.get_num_threads()))
@@ -319,26 +302,19 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog=started_as("rlhf.quickstart"),
-        description="Makes a tiny warmed-up model, its tokenizer and arithmetic data.",
-    )
+    parser = parser_of("rlhf.quickstart", "Makes a tiny warmed-up model, its tokenizer and arithmetic data.")
     parser.add_argument("--output", required=True, type=Path, help="a new or empty folder")
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, weights and warm-up (default 0)")
-    parser.add_argument(
-        "--warmup-steps",
-        type=int,
-        default=WARMUP_STEPS,
-        help=f"supervised updates; 0 leaves the model untrained (default {WARMUP_STEPS})",
-    )
+    warmup = f"supervised updates; 0 leaves the model untrained (default {WARMUP_STEPS})"
+    parser.add_argument("--warmup-steps", type=int, default=WARMUP_STEPS, help=warmup)
     options = parser.parse_args(arguments)
     began = time.monotonic()
     try:
         write_quickstart(options.output, seed=options.seed, warmup_steps=options.warmup_steps)
     except OSError as error:
         raise ValueError(f"--output={options.output}: {error}. Name another folder.") from None
-    seconds = time.monotonic() - began
-    say(f"wrote model, train.jsonl, test.jsonl and preference pairs to {options.output} in {seconds:.0f} s")
+    took = f"{time.monotonic() - began:.0f} s"
+    say(f"wrote model, train.jsonl, test.jsonl and preference pairs to {options.output} in {took}")
 
 
 if __name__ == "__main__":

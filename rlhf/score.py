@@ -13,36 +13,34 @@ import json
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlhf.config.base import first_line
-from rlhf.config.cli import run_program, started_as
+from rlhf.config.cli import parser_of, run_program
+from rlhf.config.data import SourceConfig
+from rlhf.config.load import validated
 from rlhf.config.printing import say
+from rlhf.config.reward import RewardConfig
+from rlhf.config.secrets import remember
 from rlhf.rewards.grade import BAD_GOLD, UNSCORABLE, Grade
 from rlhf.rewards.protocol import as_json
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from rlhf.config.reward import RewardConfig
     from rlhf.rewards.scorer import Scorer
 
-Progress = Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]]
 ANSWER_KEY = "ground_truth"
 ROWS_PER_BATCH, MAX_BATCHES = 1024, 4  # at most: rows of a batch, and batches that wait for grades
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=started_as("rlhf.score"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("rlhf.score", __doc__)
     parser.add_argument("file", help="JSONL with a response in every row, and a gold answer if the reward compares")
     parser.add_argument("--response-key", default="response", help="column of the response (default: response)")
-    parser.add_argument(
-        "--answer-key", help="column of the answer (default: ground_truth, if the reward reads answers)"
-    )
+    parser.add_argument("--answer-key", help="of the answer (default: ground_truth, if the reward reads answers)")
     parser.add_argument("--output", help="JSONL to write: every row with score, extracted and status")
     parser.add_argument(
         "--reward",
@@ -75,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         started = time.perf_counter()
         try:
             with _output(options.output) as output:
-                totals, score = _grade(scorer, options, _progress_bar(rows), output)
+                totals, score = _grade(scorer, options, rows, output)
         except RuntimeError as error:
             raise RuntimeError("\n".join([str(error), *_failures(scorer)])) from None
         _report(totals, score, time.perf_counter() - started)
@@ -88,14 +86,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The checked rows, one after another: a file of JSON lines is never in memory as a whole."""
-    from rlhf.config.data import SourceConfig
     from rlhf.data.read import Source
 
     for number, columns in Source("FILE", SourceConfig(path=options.file), "train").stream():
         for key, option in ((options.response_key, "--response-key"), (options.answer_key, "--answer-key")):
-            if key is None:
-                continue
-            if key not in columns or not _is_text(columns[key], several=key == options.answer_key):
+            if key and not (key in columns and _is_text(columns[key], several=key == options.answer_key)):
                 names = ", ".join(columns) or "no columns"
                 raise ValueError(f"{options.file}:{number}: no text in column {key!r}; it has {names}. Set {option}.")
         yield columns
@@ -124,10 +119,6 @@ def _output(path: str | None) -> Iterator[TextIO | None]:
 
 
 def _reward_config(options: argparse.Namespace) -> RewardConfig:
-    from rlhf.config.load import validated
-    from rlhf.config.reward import RewardConfig
-    from rlhf.config.secrets import remember
-
     part = _yaml(options.reward) if options.reward.startswith("{") else {"name": options.reward}
     if options.reward == "math":
         part["mode"] = "strict" if options.strict else "lenient"
@@ -147,7 +138,7 @@ def _yaml(text: str) -> Any:
 
 
 def _grade(
-    scorer: Scorer, options: argparse.Namespace, progress: Progress, output: TextIO | None
+    scorer: Scorer, options: argparse.Namespace, count: int, output: TextIO | None
 ) -> tuple[Counter[str], float]:
     """Grade the file row by row, and write each row as soon as it and all rows before it are graded.
 
@@ -168,7 +159,7 @@ def _grade(
                 row |= {"score": grade.value or 0.0, "extracted": grade.extracted, "status": grade.status}
                 output.write(json.dumps(row, default=as_json) + "\n")
 
-    rows = iter(progress(_rows(options)))
+    rows = iter(_with_progress(_rows(options), count))
     while batch := list(itertools.islice(rows, ROWS_PER_BATCH)):
         responses = [_text(row[options.response_key]) for row in batch]
         golds = [_gold(row.get(options.answer_key or ANSWER_KEY)) for row in batch]
@@ -180,13 +171,13 @@ def _grade(
     return totals, score
 
 
-def _progress_bar(rows: int) -> Progress:
-    """A progress bar on a terminal; imported late, since the import takes longer than grading a small file."""
+def _with_progress(rows: Iterable[dict[str, Any]], count: int) -> Iterable[dict[str, Any]]:
+    """The rows, with a progress bar on a terminal; rich is imported late: that takes longer than a small file."""
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    return lambda items: track(items, "grading", rows, console=console) if console.is_terminal else items
+    return track(rows, "grading", count, console=console) if console.is_terminal else rows
 
 
 def _text(value: Any) -> str:

@@ -16,7 +16,7 @@ from functools import partial
 from rlhf.config import cli
 from rlhf.config.load import resolved_yaml
 from rlhf.config.printing import say
-from rlhf.config.sft import SFTConfig
+from rlhf.config.supervised import SFTConfig
 from rlhf.plan.report import print_text
 from rlhf.plan.start_checks import run_problems
 

@@ -19,16 +19,14 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
-from rlhf.config.cli import run_program, started_as
+from rlhf.config.cli import parser_of, run_program
 from rlhf.config.printing import printable
 from rlhf.log.sinks import Row, shown_reward
 from rlhf.report.run_files import RunFiles, conversation, read_groups, read_run, states_no_answer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog=started_as("rlhf.show"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("rlhf.show", __doc__)
     parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, help="training step (default: all, the newest first)")
     parser.add_argument("--status", help="of the grading, such as no_answer or timeout")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import command
+from rlhf.config import cli
 from rlhf.config.describe import describe_keys
 from rlhf.config.ppo import PPOConfig
 
@@ -70,7 +71,7 @@ def test_a_config_is_copied_once(tmp_path: Path) -> None:
 def test_installed_configs_lie_where_the_command_looks_for_them() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (place,) = settings["tool"]["setuptools"]["data-files"]
-    assert Path(sys.prefix, place) == command.INSTALLED_CONFIGS
+    assert Path(sys.prefix, place) == cli.INSTALLED_CONFIGS
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

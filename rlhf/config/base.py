@@ -5,9 +5,15 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+T = TypeVar("T")
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
@@ -17,6 +23,12 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def key(default: T, description: str, **constraints: Any) -> T:
+    """A key of a section that need not be set; --help shows the description, one line with its unit."""
+    field: T = Field(default, description=description, **constraints)
+    return field
 
 
 def with_home(path: str) -> str:

@@ -26,10 +26,11 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import NAMES_ELSEWHERE, flat_keys, load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.printing import say
+from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.config.secrets import hide_in_output
 
-C = TypeVar("C", bound=Section)
+C = TypeVar("C", bound=TrainingProgramConfig)
 R = TypeVar("R")
 
 USER_ERROR = 2  # the config, the data or the machine is not what the run needs
@@ -43,6 +44,8 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # some schedulers to the command and to its driver.
 SAME_SIGNAL_S = 0.5
 END_AT_ONCE_S = 10.0  # after a second signal
+
+INSTALLED_CONFIGS = Path(sys.prefix, "share", "rlhf", "configs")  # as pyproject.toml says
 
 HELP_COLUMNS = 100
 KEYS_HEADER = """\
@@ -67,40 +70,19 @@ def training_flags(parser: argparse.ArgumentParser) -> None:
 def run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print-config", action="store_true", help="print every key with its value as YAML, and stop")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
-    parser.add_argument(
-        "--resume-from", metavar="NAME", help="continue from `best` or from step-000020, and remove newer checkpoints"
-    )
-
-
-class EvaluatedGRPOConfig(GRPOConfig):
-    """A config whose model is only sampled: contradictions between keys of its training do not matter."""
-
-    def contradictions(self) -> Iterator[str]:
-        return self.sampling_contradictions()
-
-
-class EvaluatedPPOConfig(PPOConfig):
-    """A config whose policy is only sampled."""
-
-    def contradictions(self) -> Iterator[str]:
-        return self.sampling_contradictions()
-
-
-PROGRAMS: dict[str, type[GRPOConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
-EVALUATED: dict[str, type[GRPOConfig]] = {"grpo": EvaluatedGRPOConfig, "ppo": EvaluatedPPOConfig}
+    resume_from = "continue from `best` or from step-000020, and remove newer checkpoints"
+    parser.add_argument("--resume-from", metavar="NAME", help=resume_from)
 
 
 def program_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--program", choices=PROGRAMS, default="grpo", help="the program that the config is for (default: grpo)"
-    )
+    parser.add_argument("--program", choices=("grpo", "ppo"), default="grpo", help="of the config (default: grpo)")
 
 
-def program_schema(argv: Sequence[str] | None, *, trains: bool = True) -> type[GRPOConfig]:
+def program_schema(argv: Sequence[str] | None) -> type[GRPOConfig]:
     """The schema that --program names; the other arguments are parsed later, with this schema."""
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     program_flag(chooser)
-    return (PROGRAMS if trains else EVALUATED)[chooser.parse_known_args(argv)[0].program]
+    return PPOConfig if chooser.parse_known_args(argv)[0].program == "ppo" else GRPOConfig
 
 
 def started_as(module: str) -> str:
@@ -110,6 +92,12 @@ def started_as(module: str) -> str:
     return f"python -m {module}"
 
 
+def parser_of(program: str, description: str | None, **settings: Any) -> argparse.ArgumentParser:
+    """A parser whose usage names the program as the user typed it; the description keeps its lines."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=started_as(program), description=description, formatter_class=form, **settings)
+
+
 def parse(
     program: str,
     description: str,
@@ -117,6 +105,7 @@ def parse(
     argv: Sequence[str] | None,
     *,
     add_flags: Callable[[argparse.ArgumentParser], None] = training_flags,
+    contradictions: Callable[[C], Iterable[str]] = lambda config: config.contradictions(),
     check: Callable[[C], Iterable[str]] = lambda config: (),
     complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
 ) -> tuple[C, argparse.Namespace]:
@@ -124,17 +113,16 @@ def parse(
 
     Args:
         add_flags: adds the program's own flags.
-        complete: adds values for keys that the schema requires and the program does not read.
+        contradictions, complete: as for `load_config`.
         check: problems of this machine with a config, such as a missing file; not called if nothing is started.
 
     Raises:
         ValueError: from the config, or from arguments that are neither a flag nor an override.
     """
-    parser = argparse.ArgumentParser(
-        prog=started_as(program),
-        description=description,
+    parser = parser_of(
+        program,
+        description,
         usage=f"{started_as(program)} --config FILE ... [flags] [section.key=value ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_list_keys(schema, unread=flat_keys(complete({}))).replace("%", "%%"),
         allow_abbrev=False,
     )
@@ -149,21 +137,23 @@ def parse(
         example = (named or ["configs/math.yaml"])[0]
         raise ValueError(f"--config: no file given. Name a YAML file: {started_as(program)} --config {example}")
     starts_nothing = any(vars(arguments).get(flag) for flag in ("plan", "print_config"))
-    checks = (lambda config: ()) if starts_nothing else check
-    return load_config(schema, arguments.config, arguments.overrides, check=checks, complete=complete), arguments
+    config = load_config(
+        schema, arguments.config, arguments.overrides, contradictions=contradictions,
+        check=(lambda config: ()) if starts_nothing else check, complete=complete,
+    )  # fmt: skip
+    return config, arguments
 
 
 def _remedy(argument: str, schema: type[Section]) -> str:
     """How to write what an unknown flag may mean."""
-    name, _, given = argument.lstrip("-").partition("=")
-    name, value = name.replace("-", "_"), given or "VALUE"
-    keys = [key.name for key in describe_keys(schema) if "[]" not in key.name]
-    meant = (
-        [NAMES_ELSEWHERE[name]] if name in NAMES_ELSEWHERE else [key for key in keys if f".{key}".endswith(f".{name}")]
-    )
+    name, _, value = argument.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    elsewhere = NAMES_ELSEWHERE.get(name)
+    keys = [key.name for key in describe_keys(schema) if f".{key.name}".endswith(f".{name}") and "[]" not in key.name]
+    meant = " or ".join(f"{key}={value or 'VALUE'}" for key in ([elsewhere] if elsewhere else keys))
     if not meant:
         return "Flags and keys are listed by --help; keys are written without dashes, as section.key=value."
-    return f"Write it without dashes, as a key: {' or '.join(f'{key}={value}' for key in meant)}."
+    return f"Write it without dashes, as a key: {meant}."
 
 
 def _list_keys(schema: type[Section], *, unread: Collection[str] = ()) -> str:
@@ -185,6 +175,12 @@ def _key_lines(key: Key) -> Iterable[str]:
     line = f"{name:<48} [{key.kind}]"
     yield from [line] if len(line) <= HELP_COLUMNS else [name, f"      [{key.kind}]"]
     yield from textwrap.wrap(key.description, HELP_COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def config_folder() -> Path:
+    """The configs of the checkout that this package is in, or those that were installed with it."""
+    checkout = Path(__file__).parents[2] / "configs"
+    return checkout if checkout.is_dir() else INSTALLED_CONFIGS
 
 
 def check_new_folder(folder: Path, key: str = "") -> None:
@@ -292,27 +288,22 @@ def run_program(main: Callable[[], None]) -> int:
             stream.reconfigure(errors="backslashreplace")
     with hide_in_output():
         try:
-            return _exit_status(main)
+            main()
+        except NothingToDoError as done:
+            say(str(done))
+        except ValueError as error:
+            say(f"error: {error}", file=sys.stderr)
+            return USER_ERROR
+        except (RuntimeError, OSError) as error:  # OSError: a disk that is full, say
+            say(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
+            return RESUMABLE if isinstance(error, ResumableError) else RUN_ERROR
+        except KeyboardInterrupt:
+            say("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except asyncio.CancelledError as error:  # `run_async` names the signal
+            say("terminated", file=sys.stderr)
+            return 128 + error.args[0] if error.args else TERMINATED
         except Exception:  # a defect of the program: its traceback may hold secrets too
             say(traceback.format_exc(), file=sys.stderr)
             return RUN_ERROR
-
-
-def _exit_status(main: Callable[[], None]) -> int:
-    try:
-        main()
-    except NothingToDoError as done:
-        say(str(done))
-    except ValueError as error:
-        say(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
-    except (RuntimeError, OSError) as error:  # OSError: a disk that is full, say
-        say(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
-        return RESUMABLE if isinstance(error, ResumableError) else RUN_ERROR
-    except KeyboardInterrupt:
-        say("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except asyncio.CancelledError as error:  # `run_async` names the signal
-        say("terminated", file=sys.stderr)
-        return 128 + error.args[0] if error.args else TERMINATED
     return 0

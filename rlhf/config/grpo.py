@@ -5,25 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from pydantic import Field
-
+from rlhf.config import sections
+from rlhf.config.base import key
 from rlhf.config.data import DataConfig
 from rlhf.config.program import TrainingProgramConfig, dtype_problems, training_problems, warmup_problems
 from rlhf.config.reward import RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.roles import Training
-from rlhf.config.sections import (
-    AlgoConfig,
-    CheckpointConfig,
-    ClusterConfig,
-    EvaluationConfig,
-    LearnerConfig,
-    LoggingConfig,
-    ModelConfig,
-    PlanConfig,
-    RolloutConfig,
-    RunConfig,
-)
 
 NEEDS_A_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
@@ -34,21 +22,19 @@ class GRPOConfig(TrainingProgramConfig):
     program: ClassVar[str] = "grpo"
     hosted_learner: ClassVar[str] = "rlhf.learner.worker:Learner"
 
-    run: RunConfig
-    model: ModelConfig
+    run: sections.RunConfig
+    model: sections.ModelConfig
     data: DataConfig
     reward: RewardConfig = RewardConfig()
-    reward_model: RewardModelConfig | None = Field(
-        None, description="a learned reward, added to `reward`: path or endpoint, weight, mean, std; null: none"
-    )
-    rollout: RolloutConfig
-    algo: AlgoConfig = AlgoConfig()
-    learner: LearnerConfig = LearnerConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    logging: LoggingConfig = LoggingConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    plan: PlanConfig = PlanConfig()
+    reward_model: RewardModelConfig | None = key(None, "a learned reward, added to `reward`; null: none")
+    rollout: sections.RolloutConfig
+    algo: sections.AlgoConfig = sections.AlgoConfig()
+    learner: sections.LearnerConfig = sections.LearnerConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    evaluation: sections.EvaluationConfig = sections.EvaluationConfig()
+    logging: sections.LoggingConfig = sections.LoggingConfig()
+    cluster: sections.ClusterConfig = sections.ClusterConfig()
+    plan: sections.PlanConfig = sections.PlanConfig()
 
     @property
     def rollouts_per_step(self) -> int:
@@ -77,7 +63,7 @@ class GRPOConfig(TrainingProgramConfig):
         return f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
 
     @property
-    def evaluations(self) -> dict[str, EvaluationConfig]:
+    def evaluations(self) -> dict[str, sections.EvaluationConfig]:
         """The `evaluation` section of each set of data.eval, by its label, with the keys that the set replaces."""
         return {source.label: self.evaluation.model_copy(update=source.sampling) for source in self.data.eval}
 
@@ -114,45 +100,60 @@ class GRPOConfig(TrainingProgramConfig):
 
     def warnings(self) -> Iterator[str]:
         yield from super().warnings()
-        algo = self.algo
+        algo, rollout, learner = self.algo, self.rollout, self.learner
         if self.kl_in_reward and algo.kl_estimator in ("k2", "k3"):
             blow_up = "; k3 grows like exp(-d) and can blow up" if algo.kl_estimator == "k3" else ""
-            yield (
-                f"algo.kl_estimator={algo.kl_estimator} with algo.kl_place=reward: biased in the reward{blow_up}. "
-                "Only k1 is exact there."
-            )
+            yield f"{algo.kl_estimator=!s} with {algo.kl_place=!s}: biased{blow_up}. Only k1 is exact there."
         if self.kl_in_reward and algo.advantage == "grpo":
             yield (
-                "algo.advantage=grpo with algo.kl_place=reward: where the rewards of a group are equal, their KL "
+                f"{algo.advantage=!s} with {algo.kl_place=!s}: where the rewards of a group are equal, their KL "
                 "penalties are divided by their own std, so they weigh as much as a right answer, whatever "
-                f"algo.kl_coef={algo.kl_coef} is. Use algo.advantage=dr_grpo or rloo, or algo.kl_place=loss."
+                f"{algo.kl_coef=} is. Use algo.advantage=dr_grpo or rloo, or algo.kl_place=loss."
             )
         if self.kl_in_loss and algo.kl_estimator == "k1":
-            on_policy = (
-                "zero on-policy"
-                if algo.loss_aggregation == "constant"
-                else "not that of the KL: on-policy it only makes responses longer"
-            )
+            longer = "not that of the KL: on-policy it only makes responses longer"
+            on_policy = "zero on-policy" if algo.loss_aggregation == "constant" else longer
             yield (
-                f"algo.kl_estimator=k1 with algo.kl_place=loss and algo.loss_aggregation={algo.loss_aggregation}: its "
-                f"expected gradient is {on_policy}. It will not hold the policy near the reference. Use k2 in the "
-                "loss, or k1 in the reward."
+                f"{algo.kl_estimator=!s} with {algo.kl_place=!s} and {algo.loss_aggregation=!s}: its expected gradient "
+                f"is {on_policy}. It does not hold the policy near the reference. Use k2 there, or k1 in the reward."
             )
-        if self.rollout.on_stale == "drop" and self.rollout.max_policy_lag:
+        if rollout.on_stale == "drop" and rollout.max_policy_lag:
             yield (
-                "rollout.on_stale=drop: groups that come too late are discarded, so slow prompts, which are often the "
+                f"{rollout.on_stale=!s}: groups that come too late are discarded, so slow prompts, which are often the "
                 "long and hard ones, are trained less often than they are drawn. wait trains every sampled group."
             )
-        if self.rollouts_per_step % self.learner.minibatches_per_epoch:
+        if self.rollouts_per_step % learner.minibatches_per_epoch:
             yield (
-                f"{self.rollouts_per_step} rollouts per step do not divide by learner.minibatches_per_epoch="
-                f"{self.learner.minibatches_per_epoch}: minibatches differ by one rollout."
+                f"{self.rollouts_per_step} rollouts per step do not divide by {learner.minibatches_per_epoch=}: "
+                "minibatches differ by one rollout."
             )
 
     def sampling_contradictions(self) -> Iterator[str]:
         """Those that also an evaluation meets, which trains nothing."""
-        yield from _truncation_problems(self)
-        yield from _evaluation_problems(self)
+        rollout = self.rollout
+        token, limit = rollout.truncate_token, rollout.max_response_tokens
+        if rollout.truncate_after and (token is None or rollout.truncate_after >= limit):
+            yield (
+                f"{rollout.truncate_after=} with {rollout.truncate_token=!s} and {rollout.max_response_tokens=}: no "
+                "response could be truncated. Name a token, and stay below the longest response; or leave it at 0."
+            )
+        if rollout.truncate == "graded_text" and (token is None or rollout.stop):
+            yield (
+                f"{rollout.truncate=!s} with {rollout.truncate_token=!s} and rollout.stop={list(rollout.stop)}: "
+                "responses go on to max_response_tokens, and the text that is graded ends at that token alone. Name a "
+                "token and no stop strings, or set truncate=response."
+            )
+        for evaluation in self.evaluations.values() or [self.evaluation]:
+            if (evaluation.max_response_tokens or 0) > rollout.max_response_tokens:
+                yield (
+                    f"{evaluation.max_response_tokens=} with {rollout.max_response_tokens=}: the engines would cut "
+                    "evaluation responses off at the latter. Raise it to at least the former."
+                )
+            if evaluation.temperature == 0 and evaluation.samples_per_prompt > 1:
+                yield (
+                    f"{evaluation.samples_per_prompt=} with evaluation.temperature=0: greedy samples of a prompt are "
+                    "all the same, and an engine takes one. Take one sample, or a temperature."
+                )
         yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
 
     def contradictions(self) -> Iterator[str]:
@@ -161,189 +162,116 @@ class GRPOConfig(TrainingProgramConfig):
         yield from _best_problems(self)
         yield from _learner_problems(self)
         yield from _cluster_problems(self)
-        if self.run.deterministic:
-            yield from _nondeterministic_settings(self)
 
 
 def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
-    rollout, algo = config.rollout, config.algo
+    rollout, algo, reward_model = config.rollout, config.algo, config.reward_model
     if rollout.samples_per_prompt < 2 and algo.advantage in NEEDS_A_GROUP:
-        yield (
-            f"rollout.samples_per_prompt={rollout.samples_per_prompt}: the advantages of algo.advantage="
-            f"{algo.advantage} would all be zero. Use at least 2, or algo.advantage=reinforce_pp."
-        )
+        remedy = "Use at least 2, or algo.advantage=reinforce_pp."
+        yield f"{rollout.samples_per_prompt=}: the advantages of {algo.advantage=!s} would all be zero. {remedy}"
     if algo.normalize_over == "tokens" and not algo.advantage.startswith("reinforce_pp"):
-        yield (
-            f"algo.normalize_over=tokens with algo.advantage={algo.advantage}: only reinforce_pp and "
-            "reinforce_pp_baseline read it. Remove it, or set one of them."
-        )
+        reason = "only reinforce_pp and reinforce_pp_baseline read it. Remove it, or set one of them."
+        yield f"{algo.normalize_over=!s} with {algo.advantage=!s}: {reason}"
     if algo.ref_update != "fixed" and not config.needs_reference:
-        yield (
-            f"algo.ref_update={algo.ref_update} with algo.kl_coef=0: there is no reference. Set kl_coef or "
-            "log_kl=true, or ref_update=fixed."
-        )
+        remedy = "Set kl_coef or log_kl=true, or ref_update=fixed."
+        yield f"{algo.ref_update=!s} with algo.kl_coef=0: there is no reference. {remedy}"
     if rollout.dynamic_sampling and rollout.samples_per_prompt < 2:
-        yield (
-            f"rollout.dynamic_sampling=true with rollout.samples_per_prompt={rollout.samples_per_prompt}: rewards of a "
-            "group of one are always equal. Use at least 2, or false."
-        )
+        reason = "rewards of a group of one are always equal. Use at least 2, or false."
+        yield f"rollout.dynamic_sampling=true with {rollout.samples_per_prompt=}: {reason}"
     if rollout.dynamic_sampling_part is not None:
-        common_parts = config.reward.parts_of_every_source + ("reward_model",) * (config.reward_model is not None)
-        given = f"rollout.dynamic_sampling_part={rollout.dynamic_sampling_part}"
+        common_parts = config.reward.parts_of_every_source + ("reward_model",) * (reward_model is not None)
+        given = f"{rollout.dynamic_sampling_part=!s}"
         if not rollout.dynamic_sampling:
             yield f"{given} without rollout.dynamic_sampling: nothing reads it. Set that too, or remove it."
         elif rollout.dynamic_sampling_part not in common_parts:
-            lists = " and ".join(
-                ["reward.parts", *(f"reward.by_source.{source}" for source in config.reward.by_source)]
-            )
-            yield (
-                f"{given}: not in all of {lists}, and groups without it would all be replaced. Name a part that "
-                f"each of them has ({', '.join(common_parts) or 'none'}), or null."
-            )
-    if config.reward.leaves_something_ungraded and config.reward_model is None:
-        yield (
-            "reward=[] without a reward_model: nothing would grade the responses. Name a reward, such as "
-            "[{name: math}], or a reward_model."
-        )
+            lists = ["reward.parts", *(f"reward.by_source.{source}" for source in config.reward.by_source)]
+            remedy = f"Name a part that each of them has ({', '.join(common_parts) or 'none'}), or null."
+            yield f"{given}: not in all of {' and '.join(lists)}, and groups without it would all be replaced. {remedy}"
+    if config.reward.leaves_something_ungraded and reward_model is None:
+        remedy = "Name a reward, such as [{name: math}], or a reward_model."
+        yield f"reward=[] without a reward_model: nothing would grade the responses. {remedy}"
     if rollout.max_policy_lag > 0 and algo.importance_correction == "none":
-        yield (
-            f"algo.importance_correction=none with rollout.max_policy_lag={rollout.max_policy_lag}: lagging rollouts "
-            "need a correction. Use truncated or masked, or a lag of 0."
-        )
+        reason = "lagging rollouts need a correction. Use truncated or masked, or a lag of 0."
+        yield f"{algo.importance_correction=!s} with {rollout.max_policy_lag=}: {reason}"
     if algo.kl_place == "reward" and algo.kl_estimator == "k4":
-        yield (
-            "algo.kl_estimator=k4 with algo.kl_place=reward: in the reward k4 equals k1 (the ratio is 1 there). Use k1."
-        )
+        yield f"{algo.kl_estimator=!s} with {algo.kl_place=!s}: k4 equals k1 there (the ratio is 1). Use k1."
     if algo.kl_ratio_weighted and (algo.kl_estimator != "k3" or algo.kl_place != "loss"):
+        reason = "it is defined for k3 in the loss. Set kl_estimator=k3 and kl_place=loss, or false."
+        yield f"algo.kl_ratio_weighted=true with {algo.kl_estimator=!s} and {algo.kl_place=!s}: {reason}"
+    if config.run.deterministic and rollout.max_policy_lag > 0:
         yield (
-            f"algo.kl_ratio_weighted=true with algo.kl_estimator={algo.kl_estimator} and algo.kl_place="
-            f"{algo.kl_place}: it is defined for k3 in the loss. Set kl_estimator=k3 and kl_place=loss, or false."
+            f"run.deterministic=true with {rollout.max_policy_lag=}: which tokens new weights sample depends on the "
+            "speed of engines and learners. Use a lag of 0, or deterministic=false."
         )
-
-
-def _truncation_problems(config: GRPOConfig) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.truncate_after and (
-        rollout.truncate_token is None or rollout.truncate_after >= rollout.max_response_tokens
-    ):
+    if config.run.deterministic and reward_model is not None and reward_model.endpoint is not None:
         yield (
-            f"rollout.truncate_after={rollout.truncate_after} with rollout.truncate_token={rollout.truncate_token} and "
-            f"rollout.max_response_tokens={rollout.max_response_tokens}: no response could be truncated. Name a token, "
-            "and stay below the longest response; or leave it at 0."
+            f"run.deterministic=true with {reward_model.endpoint=!s}: nothing here can make its scores the same in a "
+            "second run. Set reward_model.path instead, or deterministic=false."
         )
-    if rollout.truncate == "graded_text" and (rollout.truncate_token is None or rollout.stop):
-        yield (
-            f"rollout.truncate=graded_text with rollout.truncate_token={rollout.truncate_token} and rollout.stop="
-            f"{list(rollout.stop)}: responses go on to max_response_tokens, and the text that is graded ends at that "
-            "token alone. Name a token and no stop strings, or set truncate=response."
-        )
-
-
-def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
-    rollout = config.rollout
-    for each in config.evaluations.values() or [config.evaluation]:
-        longest = each.max_response_tokens
-        if longest is not None and longest > rollout.max_response_tokens:
-            yield (
-                f"evaluation.max_response_tokens={longest} with rollout.max_response_tokens="
-                f"{rollout.max_response_tokens}: the engines would cut evaluation responses off at the latter. Raise "
-                "it to at least the former."
-            )
-        if each.temperature == 0 and each.samples_per_prompt > 1:
-            yield (
-                f"evaluation.samples_per_prompt={each.samples_per_prompt} with evaluation.temperature=0: greedy "
-                "samples of a prompt are all the same, and an engine takes one. Take one sample, or a temperature."
-            )
 
 
 def _best_problems(config: GRPOConfig) -> Iterator[str]:
-    best = config.checkpoint.best
-    if best is None:
+    checkpoint = config.checkpoint
+    if checkpoint.best is None:
         return
     names = [
         f"eval/{label}/{name}@{each.samples_per_prompt}"
         for label, each in config.evaluations.items()
         for name in (("avg", "pass", "maj") if each.samples_per_prompt > 1 else ("avg",))
     ]
-    if best not in names:
-        yield f"checkpoint.best={best}: no evaluation measures it. Use {' or '.join(names) or 'it with data.eval'}."
+    given = f"{checkpoint.best=!s}"
+    if checkpoint.best not in names:
+        yield f"{given}: no evaluation measures it. Use {' or '.join(names) or 'it with data.eval'}."
     elif config.evaluation.every is None:
-        yield f"checkpoint.best={best} without evaluation.every: only the last step is measured. Set it, or null here."
-    if config.checkpoint.every is None:
-        yield f"checkpoint.best={best} with checkpoint.every=null: no checkpoint is saved. Set every, or null here."
+        yield f"{given} without evaluation.every: only the last step is measured. Set it, or null here."
+    if checkpoint.every is None:
+        yield f"{given} with checkpoint.every=null: no checkpoint is saved. Set every, or null here."
 
 
 def _learner_problems(config: GRPOConfig) -> Iterator[str]:
-    learner, algo = config.learner, config.algo
-    if later := [step for step in config.logging.profile_steps if step > config.run.steps]:
-        yield f"logging.profile_steps={later}: the run ends at run.steps={config.run.steps}. Name steps up to that."
+    run, learner, algo = config.run, config.learner, config.algo
+    if later := [step for step in config.logging.profile_steps if step > run.steps]:
+        yield f"logging.profile_steps={later}: the run ends at {run.steps=}. Name steps up to that."
     if learner.max_tokens_per_microbatch < config.max_sequence_tokens:
         yield (
-            f"learner.max_tokens_per_microbatch={learner.max_tokens_per_microbatch}: one sequence may have "
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {config.max_sequence_tokens} tokens. "
-            "Raise the budget to at least that, or shorten prompts or responses."
+            f"{learner.max_tokens_per_microbatch=}: one sequence may have data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {config.max_sequence_tokens} tokens. Raise the budget to at least that, or "
+            "shorten prompts or responses."
         )
     for role, training in config.trained_roles():
         if training.minibatches_per_epoch > config.rollouts_per_step:
             yield (
                 f"{role.section}.minibatches_per_epoch={training.minibatches_per_epoch}: there are only "
-                f"{config.rollouts_per_step} rollouts per step (rollout.prompts_per_step x samples_per_prompt). "
-                "Take fewer minibatches, or more rollouts."
+                f"{config.rollouts_per_step} rollouts per step (rollout.prompts_per_step x samples_per_prompt). Take "
+                "fewer minibatches, or more rollouts."
             )
         yield from training_problems(role.section, training.section, dtype=config.model.dtype)
         yield from warmup_problems(role.section, training.section, training.total_updates, training.counted_as)
     if algo.constant_length is not None and algo.loss_aggregation != "constant":
-        yield (
-            f"algo.constant_length={algo.constant_length} with algo.loss_aggregation={algo.loss_aggregation}: only "
-            "loss_aggregation=constant reads it. Remove it, or set loss_aggregation=constant."
-        )
+        reason = "only loss_aggregation=constant reads it. Remove it, or set loss_aggregation=constant."
+        yield f"{algo.constant_length=} with {algo.loss_aggregation=!s}: {reason}"
     if algo.clip_low >= 1.0 and algo.policy_loss != "cispo":
-        yield f"algo.clip_low={algo.clip_low}: the lower bound 1 - clip_low must be above 0. Use 0.2."
+        yield f"{algo.clip_low=}: the lower bound 1 - clip_low must be above 0. Use 0.2."
     if algo.dual_clip is not None and algo.policy_loss == "cispo":
-        yield (
-            f"algo.dual_clip={algo.dual_clip} with algo.policy_loss={algo.policy_loss}: cispo has none. Remove it, or "
-            "set policy_loss=ppo."
-        )
+        yield f"{algo.dual_clip=} with {algo.policy_loss=!s}: cispo has none. Remove it, or set policy_loss=ppo."
 
 
 def _cluster_problems(config: GRPOConfig) -> Iterator[str]:
-    cluster, reward_model = config.cluster, config.reward_model
+    cluster, reward_model, rollout = config.cluster, config.reward_model, config.rollout
     if reward_model is not None and reward_model.path is not None:
         yield from dtype_problems("reward_model.dtype", reward_model.dtype, cluster.device)
     if cluster.min_engines > cluster.engines:
+        reason = "sampling would wait for engines that nobody starts. Use at most cluster.engines."
+        yield f"{cluster.min_engines=} with {cluster.engines=}: {reason}"
+    if cluster.placement != "colocated":
+        return
+    if cluster.device == "cpu":
+        yield f"{cluster.placement=!s} with {cluster.device=!s}: there are no GPUs to share. Use placement=separate."
+    elif (engine_gpus := cluster.engines * cluster.tensor_parallel) != cluster.learners:
         yield (
-            f"cluster.min_engines={cluster.min_engines} with cluster.engines={cluster.engines}: sampling would wait "
-            "for engines that nobody starts. Use at most cluster.engines."
+            f"{cluster.placement=!s}: cluster.engines x cluster.tensor_parallel = {engine_gpus} GPUs, but "
+            f"{cluster.learners=}. Both must be the same GPUs, so the numbers must be equal."
         )
-    if cluster.placement == "colocated":
-        engine_gpus = cluster.engines * cluster.tensor_parallel
-        if cluster.device == "cpu":
-            yield (
-                "cluster.placement=colocated with cluster.device=cpu: there are no GPUs to share. "
-                "Use placement=separate."
-            )
-        elif engine_gpus != cluster.learners:
-            yield (
-                f"cluster.placement=colocated: cluster.engines x cluster.tensor_parallel = {engine_gpus} GPUs, but "
-                f"cluster.learners={cluster.learners}. Both must be the same GPUs, so the numbers must be equal."
-            )
-        if config.rollout.max_policy_lag > 0:
-            yield (
-                f"cluster.placement=colocated with rollout.max_policy_lag={config.rollout.max_policy_lag}: on shared "
-                "GPUs sampling and training take turns. Use separate placement or a lag of 0."
-            )
-
-
-def _nondeterministic_settings(config: GRPOConfig) -> Iterator[str]:
-    """Settings that make two runs differ, whatever engines and learners do."""
-    rollout = config.rollout
     if rollout.max_policy_lag > 0:
-        yield (
-            f"run.deterministic=true with rollout.max_policy_lag={rollout.max_policy_lag}: which tokens new weights "
-            "sample depends on the speed of engines and learners. Use a lag of 0, or deterministic=false."
-        )
-    if config.reward_model is not None and config.reward_model.endpoint is not None:
-        yield (
-            f"run.deterministic=true with reward_model.endpoint={config.reward_model.endpoint}: nothing here can make "
-            "its scores the same in a second run. Set reward_model.path instead, or deterministic=false."
-        )
+        reason = "on shared GPUs sampling and training take turns. Use separate placement or a lag of 0."
+        yield f"{cluster.placement=!s} with {rollout.max_policy_lag=}: {reason}"

@@ -12,12 +12,14 @@ from pydantic import ValidationError
 
 from rlhf.config.base import Section, first_line, suggest
 from rlhf.config.describe import Key, describe_keys
-from rlhf.config.secrets import HIDDEN, missing_secrets, remember, with_references
+from rlhf.config.program import TrainingProgramConfig
+from rlhf.config.secrets import HIDDEN, remember, with_references
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-C = TypeVar("C", bound=Section)
+C = TypeVar("C", bound=TrainingProgramConfig)
+S = TypeVar("S", bound=Section)
 
 NAMES_ELSEWHERE = {
     "learning_rate": "learner.optimizer.lr",
@@ -41,15 +43,14 @@ def load_config(
     files: Sequence[str],
     overrides: Sequence[str] = (),
     *,
+    contradictions: Callable[[C], Iterable[str]] = lambda config: config.contradictions(),
     check: Callable[[C], Iterable[str]] = lambda config: (),
     complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
 ) -> C:
-    """Read the YAML files in order (later ones win), then the overrides, and validate.
+    """Read the YAML files in order (later ones win), then the overrides (`section.key=value`), and validate.
 
     Args:
-        schema: the config model of the program.
-        files: paths of YAML files.
-        overrides: `section.key=value` strings.
+        contradictions: between keys that the program reads.
         check: further problems of a config, such as a missing file.
         complete: adds values for keys that the schema requires and the program does not read.
 
@@ -72,9 +73,13 @@ def load_config(
             "where it is text."
         ) from None
     remember(values)
-    if missing := "\n".join(missing_secrets(values)):
-        raise ValueError(missing)
-    return validated(schema, complete(values), check)
+    if unknown := [f"{key}={value}" for key, value in flat_keys(values).items() if HIDDEN in str(value)]:
+        reason = "a secret stood here, which is stored nowhere. Set an environment variable to it, and write"
+        raise ValueError("\n".join(f"{given}: {reason} ${{oc.env:VARIABLE}} in its place." for given in unknown))
+    config = validated(schema, complete(values))
+    if problems := [*contradictions(config), *check(config)]:
+        raise ValueError("\n".join(problems))
+    return config
 
 
 def resolved_yaml(config: Section) -> str:
@@ -108,9 +113,8 @@ def _read(file: str) -> dict[str, Any]:
 
     path = Path(file)
     if not path.is_file():
-        raise ValueError(
-            f"--config {file}: there is no such file. Give the path of a YAML file; `rlhf configs` lists some."
-        )
+        remedy = "Give the path of a YAML file; `rlhf configs` lists some."
+        raise ValueError(f"--config {file}: there is no such file. {remedy}")
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # the YAML parser raises many types, all about the file
@@ -145,21 +149,14 @@ def merged(base: Any, overlay: Any) -> Any:
     return base | {key: merged(base.get(key), value) for key, value in overlay.items()}
 
 
-def validated(
-    schema: type[C],
-    values: dict[str, Any],
-    check: Callable[[C], Iterable[str]] = lambda config: (),
-    *,
-    section: str = "",
-) -> C:
-    """The config of these values, or of the section of this name.
+def validated(schema: type[S], values: dict[str, Any], *, section: str = "") -> S:
+    """The config of these values, which may contradict each other, or of the section of this name.
 
     Raises:
-        ValueError: naming all wrong keys and values; if there are none, all contradictions and findings of `check`.
+        ValueError: naming all wrong keys and values.
     """
-    contradictions: list[str] = []
     try:
-        config = schema.model_validate_json(json.dumps(values), context={"contradictions": contradictions})
+        return schema.model_validate_json(json.dumps(values), context={})
     except ValidationError as error:
         keys = {key.name: key for key in describe_keys(schema, _general(f"{section}.") if section else "")}
         found = error.errors()
@@ -167,9 +164,6 @@ def validated(
             found = [problem for problem in found if problem["type"] != "missing"]
         lines = dict.fromkeys(line for problem in found for line in _lines(problem, keys, section))
         raise ValueError("\n".join(lines)) from None
-    if problems := [*contradictions, *check(config)]:
-        raise ValueError("\n".join(problems))
-    return config
 
 
 def _lines(problem: ErrorDetails, keys: Mapping[str, Key], section: str) -> Iterator[str]:

@@ -12,15 +12,11 @@ def looks_local(path: str) -> bool:
 
 def local_model_folder(path: str) -> Path:
     """The folder of a local model, or of a model in the hub's cache; it may not exist."""
-    folder = Path(path)
-    return folder if (folder / "config.json").is_file() or looks_local(path) else _cached_folder(path)
+    if looks_local(path):
+        return Path(path)
+    from huggingface_hub import constants  # the hub's own look-up would import an HTTP client
 
-
-def _cached_folder(name: str) -> Path:
-    """The folder of a model in the hub's cache; it may not exist. The hub's own look-up would import an HTTP client."""
-    from huggingface_hub import constants
-
-    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{path.replace('/', '--')}"
     reference = repository / "refs" / "main"
     revision = reference.read_text().strip() if reference.is_file() else "main"
     return repository / "snapshots" / revision

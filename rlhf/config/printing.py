@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 KEPT = "\n\t\u200c\u200d"  # lines, tabs, and the joiners that Persian, Hindi and emoji are written with
@@ -37,31 +37,43 @@ def lossy_output() -> Iterator[None]:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    before = sys.stdout, sys.stderr
-    lossy: Any = _Lossy(sys.stdout, warn=True), _Lossy(sys.stderr, warn=False)
-    sys.stdout, sys.stderr = lossy
-    try:
-        yield
-    finally:
-        for stream in before:
-            _drop_unwritten(stream)
-        sys.stdout, sys.stderr = before
+    streams = sys.stdout, sys.stderr
+    lossy: Any = _Lossy(sys.stdout), _Lossy(sys.stderr)
+    lossy[1].warns = False
+    with contextlib.redirect_stdout(lossy[0]), contextlib.redirect_stderr(lossy[1]):
+        try:
+            yield
+        finally:
+            for stream in streams:
+                _drop_unwritten(stream)
 
 
-class _Lossy:
+class WrappedStream:
+    """A text stream whose text goes through `write`; all else is that of the stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        raise NotImplementedError
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Lossy(WrappedStream):
     """A text stream whose `write` and `flush` do not fail."""
 
-    def __init__(self, stream: TextIO, *, warn: bool) -> None:
-        self._stream, self._warn = stream, warn
+    warns = True  # of the first failure
 
     def write(self, text: str) -> int:
         with self._failures_dropped():
             self._stream.write(text)
         return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
 
     def flush(self) -> None:
         with self._failures_dropped():
@@ -72,12 +84,9 @@ class _Lossy:
         try:
             yield
         except OSError as error:
-            if self._warn:
-                self._warn = False
+            if self.warns:
+                self.warns = False
                 say(f"warning: standard output: {error.strerror}. The program goes on without it.", file=sys.stderr)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _drop_unwritten(stream: TextIO) -> None:

@@ -8,41 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import ValidationInfo, model_validator
 
+from rlhf.config import sections
 from rlhf.config.base import Section
-from rlhf.config.roles import Role, Training, roles_of
+from rlhf.config.roles import ROLES, Role, Training, engine
 from rlhf.config.secrets import hidden
-from rlhf.config.sections import TrainedConfig
 
 if TYPE_CHECKING:
     from rlhf.config.data import DatasetsConfig
-    from rlhf.config.sections import (
-        AnyEvaluationConfig,
-        AnyLoggingConfig,
-        AnyRunConfig,
-        CheckpointConfig,
-        LearnersConfig,
-        ModelConfig,
-    )
 
 
-class ProgramConfig(Section):
-    """The whole config of a program; one message names all its contradictions."""
-
-    def contradictions(self) -> Iterator[str]:
-        """A sentence for each: the keys, their values, and what to change."""
-        yield from ()
-
-    @model_validator(mode="after")
-    def _refuse_contradictions(self, info: ValidationInfo) -> Self:
-        problems = list(self.contradictions())
-        if info.context is not None:  # load_config reports them with the other problems of the files
-            info.context["contradictions"].extend(problems)
-        elif problems:
-            raise ValueError("\n".join(problems))
-        return self
-
-
-class TrainingProgramConfig(ProgramConfig):
+class TrainingProgramConfig(Section):
     """The sections of any program that trains a model, and what follows from them.
 
     Attributes:
@@ -56,14 +31,24 @@ class TrainingProgramConfig(ProgramConfig):
     scalar_learner: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # every program declares them, in its own order
-        run: AnyRunConfig
-        model: ModelConfig
+        run: sections.AnyRunConfig
+        model: sections.ModelConfig
         data: DatasetsConfig[Any]
-        learner: TrainedConfig
-        evaluation: AnyEvaluationConfig
-        checkpoint: CheckpointConfig
-        logging: AnyLoggingConfig
-        cluster: LearnersConfig
+        learner: sections.AnyLearnerConfig
+        evaluation: sections.AnyEvaluationConfig
+        checkpoint: sections.CheckpointConfig
+        logging: sections.AnyLoggingConfig
+        cluster: sections.LearnersConfig
+
+    def contradictions(self) -> Iterator[str]:
+        """A sentence for each: the keys, their values, and what to change."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self, info: ValidationInfo) -> Self:
+        if info.context is None and (problems := list(self.contradictions())):  # `load_config` asks for them itself
+            raise ValueError("\n".join(problems))
+        return self
 
     @property
     def steps(self) -> int:
@@ -86,8 +71,9 @@ class TrainingProgramConfig(ProgramConfig):
         return Training(self.learner, epochs_per_step=1, minibatches_per_epoch=1, steps=self.steps)
 
     def roles(self, *, trains: bool = True) -> tuple[Role, ...]:
-        """The roles of the run, or of an evaluation: see `roles_of`."""
-        return roles_of(self, trains=trains)
+        """All roles of the run; `trains=False`: of an evaluation, which starts only engines, on GPUs of their own."""
+        found = [make(self) for make in ROLES] if trains else [engine(self, shares_gpus=False)]
+        return tuple(role for role in found if role is not None)
 
     def trained_roles(self) -> tuple[tuple[Role, Training], ...]:
         """The roles that learn, and how."""
@@ -115,11 +101,9 @@ class TrainingProgramConfig(ProgramConfig):
 
     def warnings(self) -> Iterator[str]:
         """Settings that are allowed but likely a mistake, one sentence each."""
-        if self.evaluation.every is not None and not self.data.eval:
-            yield (
-                f"evaluation.every={self.evaluation.every} without data.eval: there is nothing to evaluate on. "
-                "Name a data set, or leave it out."
-            )
+        evaluation = self.evaluation
+        if evaluation.every is not None and not self.data.eval:
+            yield f"{evaluation.every=} without data.eval: there is nothing to evaluate on. Name a data set, or null."
 
     def shown(self) -> dict[str, Any]:
         """The resolved config as JSON, without secrets."""
@@ -127,19 +111,16 @@ class TrainingProgramConfig(ProgramConfig):
         return values
 
 
-def training_problems(key: str, trained: TrainedConfig, *, dtype: str) -> Iterator[str]:
+def training_problems(key: str, trained: sections.TrainedConfig, *, dtype: str) -> Iterator[str]:
     """Contradictions within the section of one trained model; `key` is the name of the section."""
     schedule, lr = trained.schedule, trained.optimizer.lr
     if schedule.warmup_steps and schedule.warmup_fraction:
         yield (
-            f"{key}.schedule.warmup_steps={schedule.warmup_steps} and {key}.schedule.warmup_fraction="
-            f"{schedule.warmup_fraction}: both set the warm-up. Set one of them."
+            f"{key}.schedule.warmup_steps={schedule.warmup_steps} and "
+            f"{key}.schedule.warmup_fraction={schedule.warmup_fraction}: both set the warm-up. Set one of them."
         )
     if schedule.min_lr > lr:
-        yield (
-            f"{key}.schedule.min_lr={schedule.min_lr}: above {key}.optimizer.lr={lr}. "
-            "The minimum must not exceed the peak."
-        )
+        yield (f"{key}.schedule.min_lr={schedule.min_lr}: above {key}.optimizer.lr={lr}. It must not exceed the peak.")
     if trained.offload_optimizer and trained.zero_stage == 0:
         yield f"{key}.offload_optimizer=true with {key}.zero_stage=0: offloading needs stage 1, 2 or 3."
     if trained.zero_stage == 0 and dtype == "bfloat16":
@@ -149,7 +130,7 @@ def training_problems(key: str, trained: TrainedConfig, *, dtype: str) -> Iterat
         )
 
 
-def warmup_problems(key: str, trained: TrainedConfig, updates: int, counted_as: str) -> Iterator[str]:
+def warmup_problems(key: str, trained: sections.TrainedConfig, updates: int, counted_as: str) -> Iterator[str]:
     """A problem if the warm-up is not shorter than the run, which has `updates` optimizer steps.
 
     Args:
@@ -158,15 +139,13 @@ def warmup_problems(key: str, trained: TrainedConfig, updates: int, counted_as: 
     warmup = trained.schedule.warmup_steps
     if warmup >= max(1, updates):
         yield (
-            f"{key}.schedule.warmup_steps={warmup}: the run has only {updates} optimizer steps ({counted_as}). "
-            "Shorten the warm-up (as warmup_fraction it follows the length of the run), or run longer."
+            f"{key}.schedule.warmup_steps={warmup}: the run has only {updates} optimizer steps ({counted_as}). Shorten "
+            "the warm-up (as warmup_fraction it follows the length of the run), or run longer."
         )
 
 
 def dtype_problems(key: str, dtype: str, device: str) -> Iterator[str]:
     """A problem if the attention for packed rows does not support the dtype on the device."""
     if device == "cuda" and dtype == "float32":
-        yield (
-            f"{key}=float32 with cluster.device=cuda: flash attention on packed rows takes bfloat16. Set "
-            f"{key}=bfloat16 (master weights are float32 anyway), or cluster.device=cpu."
-        )
+        remedy = f"Set {key}=bfloat16 (master weights are float32 anyway), or cluster.device=cpu."
+        yield f"{key}=float32 with cluster.device=cuda: flash attention on packed rows takes bfloat16. {remedy}"

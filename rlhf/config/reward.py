@@ -11,48 +11,36 @@ Keys of a part other than `name` and `weight` are options of that reward.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from rlhf.config.base import FilePath, Section, suggest
+from rlhf.config.base import FilePath, Fraction, NonNegative, NonNegativeInt, Section, key, suggest
 from rlhf.config.load import validated
 
 ExtractionStep = Literal["box", "answer_tag", "hash", "answer_is", "math_span", "last_number"]
 
-STEPS_OF_MODE: dict[str, tuple[ExtractionStep, ...]] = {
-    "strict": ("box",),
-    "lenient": ("box", "answer_tag", "hash", "answer_is", "math_span", "last_number"),
-}
+STEPS_OF_MODE: dict[str, tuple[ExtractionStep, ...]] = {"strict": ("box",), "lenient": get_args(ExtractionStep)}
 
 
 class Tolerance(Section):
     """How far a number may be from the gold answer; a number that rounds to a gold decimal is always near enough."""
 
-    relative: float = Field(0.0, ge=0, lt=1, description="share of the gold answer")
-    absolute: float = Field(0.0, ge=0, description="in the unit of the gold answer")
+    relative: float = key(0.0, "share of the gold answer", ge=0, lt=1)
+    absolute: NonNegative = key(0.0, "in the unit of the gold answer")
 
 
 class MathOptions(Section):
     """A math answer, found in the response and compared with the gold answer."""
 
-    mode: Literal["strict", "lenient"] = Field(
-        "strict", description="strict takes a boxed answer only, lenient any stated answer"
+    mode: Literal["strict", "lenient"] = key("strict", "strict takes a boxed answer only, lenient any stated answer")
+    extract: tuple[ExtractionStep, ...] | None = key(
+        None, "where to look, in order; null: as the mode says", strict=False
     )
-    extract: tuple[ExtractionStep, ...] | None = Field(
-        None, strict=False, description="places to look for an answer, in order; null: those of the mode"
-    )
-    tolerance: Tolerance | None = Field(
-        None, description="{relative, absolute}: count a number that is near enough as right; null: only equal numbers"
-    )
-    evaluated: bool | None = Field(
-        None,
-        description="whether an answer must be worked out: 7, not 3+4; null: in strict mode",
-    )
+    tolerance: Tolerance | None = key(None, "{relative, absolute} distance of a right number; null: none")
+    evaluated: bool | None = key(None, "whether an answer must be worked out: 7, not 3+4; null: in strict mode")
 
-    decimal_comma: bool = Field(
-        False, description="read 3,5 and 1.234 in an answer as 3.5 and 1234, as many languages write numbers"
-    )
+    decimal_comma: bool = key(False, "read 3,5 and 1.234 in an answer as 3.5 and 1234, as in many languages")
 
     @property
     def steps(self) -> tuple[ExtractionStep, ...]:
@@ -70,29 +58,28 @@ class Gsm8kOptions(Section):
 class MultipleChoiceOptions(Section):
     """The letter of the chosen option."""
 
-    letters: str = Field("ABCDEFGHIJ", min_length=2, description="the letters that name options")
+    letters: str = key("ABCDEFGHIJ", "the letters that name options", min_length=2)
 
 
 class ExactOptions(Section):
     """The whole answer as a string."""
 
-    ignore_case: bool = Field(True, description="upper and lower case count as equal")
+    ignore_case: bool = key(True, "upper and lower case count as equal")
 
 
 class F1Options(Section):
     """Overlap of the words of answer and gold."""
 
-    threshold: float | None = Field(None, gt=0, le=1, description="give 1 at this F1 or above, else 0; null: F1 itself")
+    threshold: float | None = key(None, "give 1 at this F1 or above, else 0; null: F1 itself", gt=0, le=1)
 
 
 class FormatOptions(Section):
     """The form of the response, whatever it answers."""
 
-    style: Literal["think", "think_answer", "boxed"] = Field(
-        "think_answer",
-        description="<think>..</think> first; also <answer>..</answer> last; exactly one box",
+    style: Literal["think", "think_answer", "boxed"] = key(
+        "think_answer", "<think>..</think> first; also <answer>..</answer> last; exactly one box"
     )
-    pattern: str | None = Field(None, description="regular expression for the whole response, in place of a style")
+    pattern: str | None = key(None, "regular expression for the whole response, in place of a style")
 
     @field_validator("pattern")
     @classmethod
@@ -107,9 +94,9 @@ class FormatOptions(Section):
 class LengthOptions(Section):
     """0 within the bounds; outside them it falls linearly to -1 over the buffer."""
 
-    min_tokens: int = Field(0, ge=0, description="shortest response without a penalty, tokens")
-    max_tokens: int | None = Field(None, ge=1, description="longest response allowed, tokens; null: no upper bound")
-    buffer_tokens: int = Field(0, ge=0, description="tokens before a bound over which the penalty grows")
+    min_tokens: NonNegativeInt = key(0, "shortest response without a penalty, tokens")
+    max_tokens: PositiveInt | None = key(None, "longest response allowed, tokens; null: no upper bound")
+    buffer_tokens: NonNegativeInt = key(0, "tokens before a bound over which the penalty grows")
 
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> Self:
@@ -121,8 +108,8 @@ class LengthOptions(Section):
 class RepetitionOptions(Section):
     """A penalty: the share of word n-grams that occurred before."""
 
-    ngram: int = Field(8, ge=1, description="words in an n-gram")
-    free_fraction: float = Field(0.1, ge=0, lt=1, description="share of repeated n-grams that costs nothing")
+    ngram: PositiveInt = key(8, "words in an n-gram")
+    free_fraction: float = key(0.1, "share of repeated n-grams that costs nothing", ge=0, lt=1)
 
 
 OPTIONS_OF_REWARD: dict[str, type[Section]] = {
@@ -148,17 +135,13 @@ class RewardPart(Section):
     name: FilePath = Field(
         description=f"{', '.join(OPTIONS_OF_REWARD)}, your_package.your_module:your_function or a/file.py:your_function"
     )
-    weight: float = Field(1.0, description="factor of this part in the sum")
-    options: dict[str, Any] = Field({}, description="options of this reward")
-    group: bool = Field(False, description="your function gets all responses to a prompt at once, and returns a list")
-    concurrency: int = Field(
-        128, ge=1, description="calls of your `async def` function that wait at the same time in one worker"
-    )
-    env: tuple[str, ...] = Field((), strict=False, description="environment variables that your function gets")
-    network: bool = Field(False, description="let your function open network connections")
-    files: tuple[FilePath, ...] = Field(
-        (), strict=False, description="files and folders that your function may read and write, besides its code"
-    )
+    weight: float = key(1.0, "factor of this part in the sum")
+    options: dict[str, Any] = key({}, "options of this reward")
+    group: bool = key(False, "your function gets all responses to a prompt at once, and returns a list")
+    concurrency: PositiveInt = key(128, "calls of your `async def` function that wait at the same time in one worker")
+    env: tuple[str, ...] = key((), "environment variables that your function gets", strict=False)
+    network: bool = key(False, "let your function open network connections")
+    files: tuple[FilePath, ...] = key((), "what else than its code your function may read and write", strict=False)
 
     @property
     def is_user_function(self) -> bool:
@@ -173,36 +156,21 @@ class RewardPart(Section):
 class RewardConfig(Section):
     """The rewards that are summed, and the limits of the processes that compute them."""
 
-    parts: tuple[RewardPart, ...] = Field(
+    parts: tuple[RewardPart, ...] = key(
         (RewardPart(name="math"),),
-        json_schema_extra={"default": [{"name": "math"}]},  # in --help; the keys of a part have lines of their own
-        description="rewards whose weighted sum is the reward of a response; []: reward_model alone gives the reward",
+        "rewards whose weighted sum is the reward of a response; []: reward_model alone gives the reward",
+        json_schema_extra={"default": [{"name": "math"}]},
     )
-    by_source: dict[str, tuple[RewardPart, ...]] = Field(
-        {}, description="other parts for the prompts of the named data sources"
-    )
-    workers: int | None = Field(None, ge=1, description="grading processes; null: the cores, at most 8")
-    spares: int = Field(1, ge=0, description="processes that are ready to replace a killed one")
-    cpu_seconds: float = Field(2.0, gt=0, description="CPU seconds that one part may take for one response")
-    wall_seconds: float = Field(
-        10.0,
-        gt=0,
-        description="seconds that it may take by the clock, without the time spent waiting for a core",
-    )
-    memory_mb: int = Field(1024, ge=64, description="memory that a grading process may add to what it starts with, MiB")
-    bad_gold: Literal["fail", "skip"] = Field(
-        "fail", description="if the gold answer of a row cannot be graded: stop the run, or leave the row out"
-    )
-    failure_fraction: float = Field(
-        0.02, ge=0, le=1, description="share of the calls of a user function that may fail before the run stops"
-    )
-    failures_always_allowed: int = Field(
-        10, ge=0, description="failures of a user function that never stop the run, however few the calls"
-    )
-
-    accept_changed_code: bool = Field(
-        False, description="let --resume continue with user functions whose code is not what the run began with"
-    )
+    by_source: dict[str, tuple[RewardPart, ...]] = key({}, "other parts for the prompts of the named data sources")
+    workers: PositiveInt | None = key(None, "grading processes; null: the cores, at most 8")
+    spares: NonNegativeInt = key(1, "processes that are ready to replace a killed one")
+    cpu_seconds: PositiveFloat = key(2.0, "CPU seconds that one part may take for one response")
+    wall_seconds: PositiveFloat = key(10.0, "seconds that it may take by the clock, without waiting for a core")
+    memory_mb: int = key(1024, "memory that a grading process may add to what it starts with, MiB", ge=64)
+    bad_gold: Literal["fail", "skip"] = key("fail", "if a gold answer cannot be graded: stop, or leave its row out")
+    failure_fraction: Fraction = key(0.02, "share of the calls of a user function that may fail before the run stops")
+    failures_always_allowed: NonNegativeInt = key(10, "failures of a user function that never stop the run")
+    accept_changed_code: bool = key(False, "--resume accepts user functions whose code is not what the run began with")
 
     @model_validator(mode="before")
     @classmethod
@@ -211,16 +179,11 @@ class RewardConfig(Section):
             value = {"parts": value}
         if not isinstance(value, dict):
             return value
-        normalized = dict(value)
-        if "parts" in value:
-            normalized["parts"] = _parts(value["parts"], "reward.parts")
         by_source = value.get("by_source", {})
         if not isinstance(by_source, dict):
             raise ValueError(f"reward.by_source={by_source!r}: not a mapping. Write {{source: [{{name: gsm8k}}]}}.")
-        normalized["by_source"] = {
-            source: _parts(parts, f"reward.by_source.{source}") for source, parts in by_source.items()
-        }
-        return normalized
+        read = {"by_source": {name: _parts(parts, f"reward.by_source.{name}") for name, parts in by_source.items()}}
+        return value | read | ({"parts": _parts(value["parts"], "reward.parts")} if "parts" in value else {})
 
     def parts_of(self, source: str) -> tuple[RewardPart, ...]:
         return self.by_source.get(source, self.parts)
@@ -248,9 +211,7 @@ def _parts(value: Any, key: str) -> tuple[RewardPart, ...]:
     names = [part.name for part in parts]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise ValueError(
-                f"{key}.{index}.name={name!r}: named twice, and parts are logged by name. Keep one of the two."
-            )
+            raise ValueError(f"{key}.{index}.name={name!r}: named twice, and parts are logged by name. Keep one.")
     return parts
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from rlhf.config.base import FilePath, Section
+from rlhf.config.base import FilePath, NonNegativeInt, Section, key
 from rlhf.config.data import TemplateName
 from rlhf.config.model_folder import local_model_folder
-from rlhf.config.sections import NonNegativeInt
-from rlhf.config.supervised import SupervisedConfig, SupervisedDataConfig, SupervisedLearnerConfig
+from rlhf.config.sections import AnyLearnerConfig, ModelDType
+from rlhf.config.supervised import SupervisedConfig, SupervisedDataConfig
 
 RECORD_FILE = "reward_normalization.json"  # of a trained model: {"mean", "std"} of its scores, and its "template"
 
@@ -26,65 +26,45 @@ def reward_model_record(path: str) -> dict[str, Any]:
 class RewardModelConfig(Section):
     """A reward model whose normalized score, times its weight, is added to the reward of every response."""
 
-    path: FilePath | None = Field(None, description="sequence-classification model with one label; null: an endpoint")
-    endpoint: str | None = Field(
-        None, description='URL that takes {"conversations": [[{role, content}]]} and returns {"scores": [number]}'
+    path: FilePath | None = key(None, "sequence-classification model with one label; null: an endpoint")
+    endpoint: str | None = key(None, 'URL: {"conversations": [[{role, content}]]} -> {"scores": [number]}')
+    weight: float = key(1.0, "factor in the sum with the parts of `reward`")
+    mean: float | None = key(None, "subtracted from scores; null: as recorded with the model, else 0")
+    std: PositiveFloat | None = key(None, "then divides scores; null: as recorded with the model, else 1")
+    reference_samples: int | None = key(
+        None, "responses of the start policy over which scores get mean 0 and variance 1; null: as above", ge=2
     )
-    weight: float = Field(1.0, description="factor in the sum with the parts of `reward`")
-    mean: float | None = Field(None, description="subtracted from scores; null: as recorded with the model, else 0")
-    std: PositiveFloat | None = Field(None, description="then divides scores; null: as recorded with the model, else 1")
-    reference_samples: int | None = Field(
-        None,
-        ge=2,
-        description="responses of the start policy, sampled before the first step, over which scores get mean 0 and "
-        "variance 1; null: mean and std as above",
-    )
-    template: TemplateName | None = Field(
-        None,
-        description="how a prompt and its response are written for it, as data.template; null: as recorded with the "
-        "model, else model",
-    )
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="type of its weights")
-    replicas: PositiveInt = Field(1, description="copies of the model, a GPU each; or concurrent requests")
-    max_tokens_per_batch: PositiveInt = Field(16384, description="tokens in one forward pass of one copy")
-    timeout_s: PositiveFloat = Field(60.0, description="seconds that one request to the endpoint may take")
-    retries: NonNegativeInt = Field(5, description="further tries of a failed request; the wait doubles each time")
+    template: TemplateName | None = key(None, "of its input, as data.template; null: as recorded, else model")
+    dtype: ModelDType = key("bfloat16", "type of its weights")
+    replicas: PositiveInt = key(1, "copies of the model, a GPU each; or concurrent requests")
+    max_tokens_per_batch: PositiveInt = key(16384, "tokens in one forward pass of one copy")
+    timeout_s: PositiveFloat = key(60.0, "seconds that one request to the endpoint may take")
+    retries: NonNegativeInt = key(5, "further tries of a failed request; the wait doubles each time")
 
     @model_validator(mode="after")
-    def _one_source(self) -> RewardModelConfig:
+    def _one_source(self) -> Self:
+        reward_model = self
         if (self.path is None) == (self.endpoint is None):
-            raise ValueError(
-                f"reward_model.path={self.path} and reward_model.endpoint={self.endpoint}: set exactly one of them."
-            )
+            raise ValueError(f"{reward_model.path=!s} and {reward_model.endpoint=!s}: set exactly one of them.")
         if self.reference_samples is not None and (self.mean is not None or self.std is not None):
             raise ValueError(
-                f"reward_model.reference_samples={self.reference_samples} with reward_model.mean={self.mean} and "
-                f"reward_model.std={self.std}: the samples set both. Remove the key, or mean and std."
+                f"{reward_model.reference_samples=} with {reward_model.mean=} and {reward_model.std=}: the samples set "
+                "both. Remove the key, or mean and std."
             )
         if self.template is not None and self.endpoint is not None:
-            raise ValueError(
-                f"reward_model.template={self.template} with reward_model.endpoint={self.endpoint}: an endpoint gets "
-                "messages, and writes them itself. Remove one of them."
-            )
+            reason = "an endpoint gets messages, and writes them itself. Remove one of them."
+            raise ValueError(f"{reward_model.template=!s} with {reward_model.endpoint=!s}: {reason}")
         return self
 
 
 class PairsConfig(SupervisedDataConfig):
     """Rows with `chosen` and `rejected`: messages, or texts with a `prompt`."""
 
-    template: TemplateName = Field(
-        "model",
-        description="how a conversation is written: model (the tokenizer's chat template), chatml, qwen-math, tulu, "
-        "qa, raw (the response right after the prompt); recorded with the model",
-    )
+    template: TemplateName = key("model", "how a conversation is written, and will be for the trained model")
 
 
-class RewardTrainerConfig(SupervisedLearnerConfig):
-    pairs_per_update: PositiveInt = Field(64, description="preference pairs of one optimizer step, over all learners")
-
-    @property
-    def examples_per_update(self) -> int:
-        return self.pairs_per_update
+class RewardTrainerConfig(AnyLearnerConfig):
+    pairs_per_update: PositiveInt = key(64, "preference pairs of one optimizer step, over all learners")
 
 
 class RewardTrainingConfig(SupervisedConfig):
@@ -93,6 +73,7 @@ class RewardTrainingConfig(SupervisedConfig):
     program: ClassVar[str] = "reward_model"
     hosted_learner: ClassVar[str] = "rlhf.learner.reward_trainer:RewardTrainer"
     scalar_learner: ClassVar[bool] = True
+    examples_key: ClassVar[str] = "pairs_per_update"
     sequences_per_example: ClassVar[int] = 2
     best_metrics: ClassVar[tuple[str, ...]] = ("eval/accuracy", "eval/margin")
 

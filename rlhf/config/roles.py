@@ -1,4 +1,4 @@
-"""The roles of a run in one table: `roles_of`. Cluster, plan, doctor and the checks walk it.
+"""The roles of a run in one table, ROLES. Cluster, plan, doctor and the checks walk `config.roles()`.
 
 A new role is a function here that returns its Role, or None where the config has none, and its name in ROLES. What it
 names, a class that is hosted in an actor and a function that estimates its memory, stands elsewhere.
@@ -146,17 +146,6 @@ def engine(config: Any, *, shares_gpus: bool = True) -> Role | None:
 
 
 ROLES: tuple[Callable[[Any], Role | None], ...] = (learner, critic, reward_model, engine)
-
-
-def roles_of(config: Any, *, trains: bool = True) -> tuple[Role, ...]:
-    """All roles of a run.
-
-    Args:
-        config: of any program that trains.
-        trains: False for an evaluation, which starts only engines, on GPUs of their own.
-    """
-    found = [make(config) for make in ROLES] if trains else [engine(config, shares_gpus=False)]
-    return tuple(role for role in found if role is not None)
 
 
 def _gpus(config: Any) -> int:

@@ -1,13 +1,9 @@
 """What a secret is, and the only place that keeps secrets out of files and output.
 
-Secrets are
-
-- the value of an environment variable or of a config key with a name such as OPENAI_API_KEY or password;
-- the password in an address: https://user:password@host.
-
-`config.yaml` names the environment variable in place of a value, so that the same run can start from it again. Where no
-variable has the value, and everywhere else, `<secret>` stands for it. The config of a program itself has the true
-values.
+Secrets are the values of environment variables and config keys with a name such as OPENAI_API_KEY or password, and the
+password in an address: https://user:password@host. `config.yaml` names the environment variable in place of a value, so
+that the same run can start from it again. Where no variable has the value, and everywhere else, `<secret>` stands for
+it. The config of a program itself has the true values.
 """
 
 from __future__ import annotations
@@ -17,7 +13,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
+
+from rlhf.config.printing import WrappedStream
 
 HIDDEN = "<secret>"
 # A word of a name; TOKEN is not a word of TOKENIZERS_PARALLELISM. The value of a name ending in _FILE is no secret.
@@ -50,7 +48,11 @@ def is_secret_name(name: str) -> bool:
 
 def remember(values: Any) -> None:
     """Keep the secrets of a config until this program ends, so that `hide` knows them."""
-    _of_config.update(text for text in _secrets_in(values) if len(text) >= MIN_LENGTH)
+    secrets: list[str] = []
+    _replaced(
+        values, lambda text: secrets.extend(found[2] or found[4] for found in IN_ADDRESS.finditer(text)), secrets.append
+    )
+    _of_config.update(text for text in secrets if len(text) >= MIN_LENGTH)
 
 
 def hide(text: str) -> str:
@@ -83,49 +85,20 @@ def with_references(values: Any) -> Any:
     return _replaced(values, refer, refer_or_hide)
 
 
-def missing_secrets(values: Any, key: str = "") -> Iterator[str]:
-    """A message for each value that holds `<secret>`, because the file was written without the secret."""
-    if isinstance(values, Mapping):
-        for name, value in values.items():
-            yield from missing_secrets(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(values, list | tuple):
-        for index, value in enumerate(values):
-            yield from missing_secrets(value, f"{key}.{index}")
-    elif isinstance(values, str) and HIDDEN in values:
-        yield (
-            f"{key}={values}: a secret stood here, which is stored nowhere. Set an environment variable to it, and "
-            f"write ${{oc.env:VARIABLE}} in its place."
-        )
-
-
 @contextlib.contextmanager
 def hide_in_output() -> Iterator[None]:
     """A context in which this process prints no secret: its output may be a file."""
-    before = sys.stdout, sys.stderr
     hiding: Any = _Hiding(sys.stdout), _Hiding(sys.stderr)
-    sys.stdout, sys.stderr = hiding
-    try:
+    with contextlib.redirect_stdout(hiding[0]), contextlib.redirect_stderr(hiding[1]):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
-class _Hiding:
+class _Hiding(WrappedStream):
     """A text stream whose `write` hides secrets."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
 
     def write(self, text: str) -> int:
         self._stream.write(hide(text))
         return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _hide_in_addresses(text: str) -> str:
@@ -140,20 +113,8 @@ def _of_environment() -> set[str]:
     return {value for name, value in os.environ.items() if len(value) >= MIN_LENGTH and is_secret_name(name)}
 
 
-def _secrets_in(values: Any, *, named: bool = False) -> Iterator[str]:
-    """Every secret text of a config; `named`: the name of the section, or one above it, makes all text in it secret."""
-    if isinstance(values, Mapping):
-        for name, value in values.items():
-            yield from _secrets_in(_as_text(name, value), named=named or is_secret_name(str(name)))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _secrets_in(value, named=named)
-    elif isinstance(values, str):
-        yield from (values,) if named else (found[2] or found[4] for found in IN_ADDRESS.finditer(values))
-
-
-def _replaced(values: Any, text: Callable[[str], str], secret: Callable[[str], str]) -> Any:
-    """The values with every text replaced: by `secret` where its name says that it is one, else by `text`."""
+def _replaced(values: Any, text: Callable[[str], Any], secret: Callable[[str], Any]) -> Any:
+    """The values with every text replaced: by `secret` where its name, or one above, is that of one, else by `text`."""
     if isinstance(values, Mapping):
         return {
             name: _replaced(_as_text(name, value), secret if is_secret_name(str(name)) else text, secret)

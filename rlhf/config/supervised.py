@@ -1,76 +1,52 @@
-"""What the configs of `rlhf.sft` and `rlhf.reward_model` have in common: both learn from fixed examples."""
+"""The configs of programs that learn from fixed examples: what they share, and that of supervised fine-tuning."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
-from rlhf.config.data import DatasetConfig, DatasetsConfig
+from rlhf.config import sections
+from rlhf.config.base import key
+from rlhf.config.data import DatasetConfig, DatasetsConfig, TemplateName
 from rlhf.config.program import TrainingProgramConfig, dtype_problems, training_problems, warmup_problems
-from rlhf.config.sections import (
-    AnyEvaluationConfig,
-    AnyLoggingConfig,
-    AnyRunConfig,
-    CheckpointConfig,
-    LearnersConfig,
-    ModelConfig,
-    TrainedConfig,
-)
 
 
-class SupervisedRunConfig(AnyRunConfig):
-    epochs: PositiveInt = Field(1, description="passes over data.train")
-    steps: PositiveInt | None = Field(
-        None, description="training steps, one optimizer step each; null: as many as run.epochs take"
-    )
+class SupervisedRunConfig(sections.AnyRunConfig):
+    epochs: PositiveInt = key(1, "passes over data.train")
+    steps: PositiveInt | None = key(None, "training steps, one optimizer step each; null: run.epochs passes")
 
 
 class SupervisedDataConfig(DatasetsConfig[DatasetConfig]):
-    max_tokens: PositiveInt = Field(
-        2048, description="longest sequence, tokens; rows with a longer one are left out and counted"
-    )
-    on_bad_row: Literal["fail", "skip"] = Field(
-        "fail", description="a row that cannot be used ends the program before it starts, or is left out and counted"
-    )
-
-
-class SupervisedLearnerConfig(TrainedConfig):
-    max_tokens_per_microbatch: PositiveInt = Field(
-        16384,
-        description="tokens in one forward and backward pass of a learner; changes memory and speed, never the result",
-    )
-
-    @property
-    def examples_per_update(self) -> int:
-        """Rows of data of one optimizer step, over all learners."""
-        raise NotImplementedError
+    max_tokens: PositiveInt = key(2048, "longest sequence, tokens; longer rows are left out and counted")
 
 
 class SupervisedConfig(TrainingProgramConfig):
     """The config of a program that takes one optimizer step per training step, on a minibatch of its examples.
 
     Attributes:
+        examples_key: the key of `learner` that holds the rows of data of one optimizer step, over all learners.
         sequences_per_example: the adjacent sequences that a row of data becomes.
         best_metrics: of an evaluation, those whose highest value is the best.
     """
 
+    examples_key: ClassVar[str]
     sequences_per_example: ClassVar[int] = 1
     best_metrics: ClassVar[tuple[str, ...]] = ()
 
     run: SupervisedRunConfig
-    model: ModelConfig
+    model: sections.ModelConfig
     data: SupervisedDataConfig
-    learner: SupervisedLearnerConfig
-    cluster: LearnersConfig = LearnersConfig()
-    evaluation: AnyEvaluationConfig = AnyEvaluationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    logging: AnyLoggingConfig = AnyLoggingConfig()
+    learner: sections.AnyLearnerConfig
+    cluster: sections.LearnersConfig = sections.LearnersConfig()
+    evaluation: sections.AnyEvaluationConfig = sections.AnyEvaluationConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    logging: sections.AnyLoggingConfig = sections.AnyLoggingConfig()
 
     def updates_per_epoch(self, examples: int) -> int:
-        return math.ceil(examples / self.learner.examples_per_update)
+        return math.ceil(examples / getattr(self.learner, self.examples_key))
 
     def with_steps(self, examples: int) -> Self:
         """This config for so many training examples: `run.steps` is set.
@@ -98,17 +74,39 @@ class SupervisedConfig(TrainingProgramConfig):
         return f"data.max_tokens={self.data.max_tokens}"
 
     def contradictions(self) -> Iterator[str]:
-        yield from training_problems("learner", self.learner, dtype=self.model.dtype)
+        learner, data, checkpoint = self.learner, self.data, self.checkpoint
+        yield from training_problems("learner", learner, dtype=self.model.dtype)
         yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
-        longest = self.sequences_per_example * self.data.max_tokens
-        if self.learner.max_tokens_per_microbatch < longest:
+        longest = self.sequences_per_example * data.max_tokens
+        if learner.max_tokens_per_microbatch < longest:
             times = f"{self.sequences_per_example} x " if self.sequences_per_example > 1 else ""
             yield (
-                f"learner.max_tokens_per_microbatch={self.learner.max_tokens_per_microbatch}: an example may have "
-                f"{times}data.max_tokens = {longest} tokens and is never split. Raise one or lower the other."
+                f"{learner.max_tokens_per_microbatch=}: an example may have {times}data.max_tokens = {longest} tokens "
+                "and is never split. Raise one or lower the other."
             )
-        best, evaluates = self.checkpoint.best, self.data.eval and self.evaluation.every
-        if best is not None and (best not in self.best_metrics or not evaluates):
+        evaluates = data.eval and self.evaluation.every
+        if checkpoint.best is not None and (checkpoint.best not in self.best_metrics or not evaluates):
             known = ", ".join(self.best_metrics)
             use = f"Use {known}, with data.eval and evaluation.every, or null." if known else "Set it to null."
-            yield f"checkpoint.best={best}: no evaluation measures it as a value of which the highest is best. {use}"
+            yield f"{checkpoint.best=!s}: no evaluation measures it as a value of which the highest is best. {use}"
+
+
+class SFTDataConfig(SupervisedDataConfig):
+    """Rows with `messages`, or with `prompt` and `completion`, each text or messages."""
+
+    template: TemplateName | None = key(None, "as data.template of rlhf.grpo; null: model for messages, raw for texts")
+
+
+class SFTLearnerConfig(sections.AnyLearnerConfig):
+    sequences_per_update: PositiveInt = key(64, "rows of one optimizer step, at most, over all learners")
+
+
+class SFTConfig(SupervisedConfig):
+    """Everything that `python -m rlhf.sft` reads."""
+
+    program: ClassVar[str] = "sft"
+    hosted_learner: ClassVar[str] = "rlhf.learner.supervised:SFTTrainer"
+    examples_key: ClassVar[str] = "sequences_per_update"
+
+    data: SFTDataConfig
+    learner: SFTLearnerConfig = SFTLearnerConfig()

@@ -72,6 +72,8 @@ async def check_start(patient: Patient) -> Finding:
 
 async def check_collective(patient: Patient) -> Finding:
     """Bandwidth of an all-reduce between the learners: 2 (n - 1) / n x bytes / seconds, as in NCCL's tests."""
+    from rlhf.doctor import on_rank
+
     engines = patient.engines
     ranks = len(engines.learners.actors)
     if ranks == 1:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf.algo.packing import draw_minibatches, pack_microbatches
-from rlhf.config.sft import SFTConfig
-from rlhf.config.supervised import SupervisedConfig
+from rlhf.config.supervised import SFTConfig, SupervisedConfig
 from rlhf.learner.policy_model import check_packed, load_policy
 from rlhf.learner.rank import TrainedRank
 from rlhf.learner.step import HeldMicrobatch, hold

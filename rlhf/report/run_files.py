@@ -16,7 +16,7 @@ from rlhf.config.load import flat_keys, stored_values, validated
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.config.sft import SFTConfig
+from rlhf.config.supervised import SFTConfig
 from rlhf.log.sinks import Row, read_rows, read_summary
 from rlhf.rewards.grade import NO_ANSWER
 

@@ -14,7 +14,7 @@ from rlhf.config.load import load_config, resolved_yaml
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.sections import ScheduleConfig
-from rlhf.config.sft import SFTConfig
+from rlhf.config.supervised import SFTConfig
 
 ROOT = Path(__file__).parents[2]
 BASE: dict[str, Any] = {

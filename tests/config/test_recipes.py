@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rlhf import evaluate, grpo, ppo
-from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOAlgoConfig, PPOConfig
@@ -76,15 +76,17 @@ def test_the_command_of_each_recipe_names_its_files() -> None:
 def test_the_evaluation_on_mathematics_loads_as_its_command_says_and_samples_as_its_paper() -> None:
     (command,) = re.findall(r"^#     (rlhf evaluate .*)$", (ROOT / "configs/eval_math.yaml").read_text(), re.MULTILINE)
     _, _, _, file, *overrides = command.split()
-    schema = cli.program_schema([], trains=False)
-    config = load_config(schema, [str(ROOT / file)], overrides[:1], complete=evaluate.complete)
+    read = partial(
+        load_config, GRPOConfig, contradictions=GRPOConfig.sampling_contradictions, complete=evaluate.complete
+    )
+    config = read([str(ROOT / file)], overrides[:1])
     assert not list(config.warnings())
     drawn = {name: (each.samples_per_prompt, each.temperature, each.top_p) for name, each in config.evaluations.items()}
     assert drawn == {"MATH-500": (4, 0.6, 0.95), "aime_2024": (32, 0.6, 0.95), "aime25": (32, 0.6, 0.95)}
     assert config.reward.parts[0].name == "math"
     longer = "rollout.max_response_tokens=32768"
     assert longer in (ROOT / file).read_text()
-    load_config(schema, [str(ROOT / file)], [longer], complete=evaluate.complete)
+    read([str(ROOT / file)], [longer])
 
 
 def test_the_run_of_the_real_model_has_no_warnings_and_adds_up_as_its_header_says() -> None:

@@ -16,7 +16,7 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward import OPTIONS_OF_REWARD
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.secrets import HIDDEN, hidden, hide, hide_in_output, is_secret_name, remember
-from rlhf.config.sft import SFTConfig
+from rlhf.config.supervised import SFTConfig
 from rlhf.run.resume import changed_keys
 
 JUDGE, PASSWORD, IN_ARGUMENT = "fake-judge-key-31", "fake-password-41", "fake-argument-59"

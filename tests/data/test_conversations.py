@@ -12,7 +12,7 @@ from byte_tokenizer import byte_tokenizer
 
 from rlhf.algo.packing import pack
 from rlhf.config.data import TemplateName
-from rlhf.config.sft import SFTDataConfig
+from rlhf.config.supervised import SFTDataConfig
 from rlhf.data.conversations import Examples, SFTEncoder, load_examples, pair_conversation
 
 TURNS = "{% for m in messages %}[{{ m.role }}]BODY{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -13,8 +13,7 @@ from worlds import relative_error, run_world, save
 
 from rlhf.algo.packing import draw_minibatches, pack
 from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.config.sft import SFTConfig
-from rlhf.config.supervised import SupervisedConfig
+from rlhf.config.supervised import SFTConfig, SupervisedConfig
 from rlhf.log.reductions import merge_metrics, merge_outcomes
 from rlhf.types import PackedTokens, Place
 

@@ -16,7 +16,6 @@ import yaml
 from processes import cpu_seconds
 
 from rlhf import evaluate, grpo
-from rlhf.config import cli
 from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
@@ -324,7 +323,8 @@ def test_on_a_fresh_machine_every_config_for_gpus_has_its_memory(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     schema = PPOConfig if file.name.startswith("ppo") else GRPOConfig
     if file.name.startswith("eval"):
-        config = load_config(cli.program_schema([], trains=False), [str(file)], complete=evaluate.complete)
+        sampled = GRPOConfig.sampling_contradictions
+        config = load_config(GRPOConfig, [str(file)], contradictions=sampled, complete=evaluate.complete)
     else:
         config = load_config(schema, [str(file)])
     text = plan_text(config)

@@ -12,8 +12,7 @@ from byte_tokenizer import byte_tokenizer
 from fake_run import FakeCluster, FakeLearners
 
 from rlhf.config.reward_model import RewardTrainingConfig
-from rlhf.config.sft import SFTConfig
-from rlhf.config.supervised import SupervisedConfig
+from rlhf.config.supervised import SFTConfig, SupervisedConfig
 from rlhf.data.conversations import SFTEncoder, TrainEval, pair_encoder, read_examples
 from rlhf.log.reductions import Last, Mean, StepMetrics, Sum, UpdateOutcome
 from rlhf.run.run import Run
