@@ -111,7 +111,7 @@ class DataConfig(DatasetsConfig[SourceConfig]):
         None, f"of answers, a.b if nested; null: the first of {', '.join(USUAL_COLUMNS['answer_column'])}"
     )
     answer_format: AnswerFormat = key(
-        "auto", "where the answer is: after the last ####, in the last box, all text, the first of these, or nowhere"
+        "auto", "where in its column: the first that fits, after the last ####, in the last box, all of it, or nowhere"
     )
     template: TemplateName = key("model", "the tokenizer's chat template (model), or another; qa: Question:/Answer:")
     system_prompt: str | None = key(None, "system message for prompts that have none; null: none", min_length=1)

@@ -245,8 +245,8 @@ class ClusterConfig(LearnersConfig):
     placement: Literal["separate", "colocated"] = key("separate", "engines and learners on different or the same GPUs")
     offload_while_sampling: bool = key(True, "colocated: optimizer and reference leave the GPU while engines are awake")
     gpus_per_node: PositiveInt = key(8, "for --plan, which takes this machine's if it is not set; a run asks Ray")
-    gpu_memory_gib: PositiveFloat = key(79.0, "memory of a GPU, GiB, for --plan; not set: of this machine's")
-    peak_tflops: PositiveFloat | None = key(None, "bf16 TFLOP/s of a learner's device, for learner/mfu; null: as named")
+    gpu_memory_gib: PositiveFloat = key(79.0, "memory of a GPU, GiB, for --plan; if not set, this machine's")
+    peak_tflops: PositiveFloat | None = key(None, "bf16 TFLOP/s of a learner's GPU, for learner/mfu; null: by its name")
     cpus_per_engine: PositiveFloat = key(0.5, "CPU cores reserved for each engine")
 
 
