@@ -52,7 +52,8 @@ class Partition:
         """The held elements that this rank writes: each element has one owner."""
         slices = []
         for name, param in params.items():
-            first, _ = start, stop = self.held(param)
+            first, stop = self.held(param)
+            start = first
             if not hasattr(param, "ds_id") and not hasattr(param, "_hp_mapping"):
                 start, stop = share(param.numel(), self._place.rank, self._place.world_size)
             slices.append(Slice(name, start, self.values(param, kind)[start - first : stop - first]))

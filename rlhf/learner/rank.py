@@ -118,9 +118,8 @@ class TrainedRank:
 
     def whole(self, param: Tensor, *, modify: bool = False) -> contextlib.AbstractContextManager[None]:
         """A context in which the tensor is whole: gathered where ZeRO-3 partitions it, unchanged elsewhere."""
-        return deepspeed.zero.GatheredParameters(
-            [param], modifier_rank=0 if modify else None, enabled=hasattr(param, "ds_id")
-        )
+        writer = 0 if modify else None
+        return deepspeed.zero.GatheredParameters([param], modifier_rank=writer, enabled=hasattr(param, "ds_id"))
 
     def each_whole(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """These tensors by name, each whole until the next one is asked for."""
@@ -160,7 +159,7 @@ class TrainedRank:
             # averages them instead (it divides by nothing else: accumulation steps are 1); this undoes it.
             self.deepspeed.backward(loss * self.place.world_size)
             parts.append(metrics)
-        lr = self._next_learning_rate()
+        lr = self._next_lr()
         options = self.training.section.optimizer.model_dump(include={"variant", "eps", "betas"})
         set_step(self.deepspeed.optimizer, lr=lr, adam_step=self.adam_steps + 1, **options)
         grad_norm, taken = self._apply()
@@ -171,11 +170,9 @@ class TrainedRank:
 
     def skip_updates(self, count: int) -> list[UpdateOutcome]:
         """Count optimizer steps as skipped: they take their place in the schedule."""
-        return [
-            UpdateOutcome(self.name, False, self._schedule_metrics(self._next_learning_rate())) for _ in range(count)
-        ]
+        return [UpdateOutcome(self.name, False, self._schedule_metrics(self._next_lr())) for _ in range(count)]
 
-    def _next_learning_rate(self) -> float:
+    def _next_lr(self) -> float:
         self.updates_done += 1
         return learning_rate(self.updates_done, **self.training.schedule_arguments)
 

@@ -61,8 +61,8 @@ class FrozenCopy:
 class MovingCopy(FrozenCopy):
     """A copy that follows the policy: it is replaced by it at intervals, or is its moving average.
 
-    An average is kept in float32 in host memory, where each rank has its share of each parameter: in bfloat16 the small
-    change of one step would be lost in rounding. Each rank writes an equal share of the copy into a checkpoint.
+    In bfloat16 the small change of one step would be lost in rounding: an average is in host memory in float32, an
+    equal share of each parameter on each rank. Such a share is also what a rank writes into a checkpoint.
     """
 
     def __init__(self, model: PolicyModel, rank: TrainedRank, *, averages: bool) -> None:

@@ -113,7 +113,10 @@ class Segments:
         # Segments that share nothing are of class 0; in another one, numbers of queries differ by a factor of up to 2.
         classes = np.where(shared > 0, np.ceil(np.log2(np.maximum(own, 1))).astype(np.int64) + 1, 0)
         order = np.lexsort((-lengths, classes))
-        keys, queries, blocks, start = [], [], [], 0
+        keys: list[np.ndarray] = []
+        queries: list[np.ndarray] = []
+        blocks: list[Block] = []
+        start = 0
         while start < len(order):
             first, rest = order[start], order[start:]
             fits = (classes[rest] == classes[first]) & (lengths[rest] >= SIMILAR_LENGTH * lengths[first])

@@ -1,7 +1,6 @@
 """One rank of a module that learns from fixed examples, all of which it holds.
 
-The minibatch of an optimizer step depends on seed and step alone: it is drawn, and its denominators are fixed, before
-the number of ranks or the budget of a microbatch is known.
+The minibatch of a step, with its denominators, depends on seed and step alone, not on ranks or the microbatch's budget.
 """
 
 from __future__ import annotations

@@ -68,8 +68,7 @@ class Learner(StepRank):
     def canary(self, sequences: list[np.ndarray], in_float32: bool = False) -> list[np.ndarray]:
         """Log-probs at temperature 1 of given sequences under the current weights: [L] each, entry 0 is 0.
 
-        The sequences are packed into one row, as in training, so that the comparison also checks packing. `in_float32`
-        computes in float32 from the same weights, instead of in the model's own type.
+        They are packed into one row, so that the comparison also checks packing. `in_float32`: as in `PolicyModel`.
         """
         packed = pack(sequences)
         tokens = DeviceTokens.of(packed, self.device)

@@ -26,8 +26,7 @@ class EngineClient:
         self._call, self._workers, self._engines = call, workers_per_engine, engines  # names of engines, by index
         self.version = 0
         self.announced: Sequence[ParameterMeta] = ()  # the tensors of the next transfer, or of all if nobody changes it
-        # What each worker of an engine loaded in the first transfer, which the canary has proved: a matrix or its part
-        # of one, nothing of a constant that vLLM sets itself.
+        # What each worker of an engine loaded in the first transfer, which the canary has proved.
         self.proved: Sequence[Loaded] | None = None
         self.on_failure: Callable[[], object] = lambda: None  # when an engine fails to load, maybe in another thread
         self.failure: Exception | None = None  # of the engine
