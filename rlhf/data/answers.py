@@ -43,17 +43,11 @@ def extract_answer(value: Any, answer_format: AnswerFormat, gold_answer: GoldAns
 
 
 def _as_text(value: Any) -> str:
-    match value:
-        case None:
-            raise ValueError("is missing")
-        case float() if math.isnan(value):
-            raise ValueError("is missing")
-        case float() if value.is_integer():
-            text = str(int(value))
-        case str() | int() | float():
-            text = str(value).strip()
-        case _:
-            raise ValueError(f"is a {type(value).__name__}, not text or a number: {_shortened(str(value))}")
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        raise ValueError("is missing")
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"is a {type(value).__name__}, not text or a number: {_shortened(str(value))}")
+    text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
     if not text:
         raise ValueError("is empty")
     return text

@@ -29,7 +29,9 @@ def check_model_files(path: str, *, key: str = "model.path", generates: bool = T
     """
     if looks_local(path):
         if not Path(path).is_dir():
-            raise ValueError(f"{key}={path}: there is no such folder. Give one in Hugging Face format or a hub name.")
+            raise ValueError(
+                f"{key}={path}: there is no such folder. Give a folder in Hugging Face format, or a hub name."
+            )
         if not (Path(path) / "config.json").is_file():
             raise ValueError(f"{key}={path}: no config.json in it. Give a folder in Hugging Face format.")
     if problem := class_problem(path, key, generates=generates):

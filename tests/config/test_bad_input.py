@@ -200,7 +200,8 @@ def test_a_disk_without_room_for_the_checkpoints_is_named_with_both_sizes(
 ) -> None:
     config = make_config(model, run={"dir": str(tmp_path / "a" / "b")})
     assert start_problems(config) == []
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20))
+    free = {"/dev/shm": 2**40}
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free.get(str(path), 2**20)))
     (problem,) = start_problems(config)
     assert problem.startswith(f"run.dir={tmp_path}/a/b: ")
     assert "need 0.0 GiB (checkpoint.keep=2, " in problem

@@ -83,7 +83,7 @@ ROWS: dict[str, tuple[str, str, str]] = {
     "[1]": ("row 2 of", "is a list, not an object", 'Write each row as {"question"'),
     '{"question": "x", "answer": ""}': ("row 2 of", "`answer` is empty", "set data.answer_format=none"),
     '{"answer": "2"}': ("row 2 of", "`question` is missing", "Correct or remove"),
-    '{"question": 7, "answer": "2"}': ("row 2 of", "`question` is 7", "name another prompt_column"),
+    '{"question": 7, "answer": "2"}': ("row 2 of", "`question` is 7", "name another column"),
     '{"question": [{"role": "usr", "content": "x"}], "answer": "2"}': ("row 2 of", "'usr'", "a role of system, user"),
     '{"question": [{"role": "assistant", "content": "x"}], "answer": "2"}': (
         "row 2 of",
