@@ -133,7 +133,7 @@ def bare_engine(config: GRPOConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
     Both are those of the run's own engine, without what only a trainer needs: weight transfer, sleep, priorities.
     """
-    from rlhf.cluster.placement import environment_of
+    from rlhf.cluster.actor_start import environment_of
     from rlhf.config.roles import ENGINE
     from rlhf.rollout.requests import engine_arguments
 

@@ -76,9 +76,9 @@ def ours(config: Any, tokens: Any, _tokenizer: Any, case: Case) -> Row:
 
     from rlhf.learner.port import free_port
     from rlhf.learner.supervised import SFTTrainer
-    from rlhf.types import Place
+    from rlhf.types import World
 
-    trainer = SFTTrainer(config, Place(0, 1, 0, "127.0.0.1", free_port(), torch.get_num_threads()))
+    trainer = SFTTrainer(config, World(0, 1, 0, "127.0.0.1", free_port(), torch.get_num_threads()))
     trainer.hold(tokens, None)
     losses, seconds = [], []
     for step in range(config.steps):

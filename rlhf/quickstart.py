@@ -232,14 +232,14 @@ def warm_up(folder: Path, *, seed: int) -> None:
     from rlhf.data.model_files import load_tokenizer
     from rlhf.learner.port import free_port
     from rlhf.learner.supervised import SFTTrainer
-    from rlhf.types import Place
+    from rlhf.types import World
 
     disable_progress_bar()
     began = time.monotonic()
     config = warmup_config(folder, seed=seed)
     examples = load_examples(config.data, "train", SFTEncoder(load_tokenizer(config.model), config.data.template))
     config = config.with_steps(examples.rows)
-    trainer = SFTTrainer(config, Place(0, 1, 0, "127.0.0.1", free_port(), torch.get_num_threads()))
+    trainer = SFTTrainer(config, World(0, 1, 0, "127.0.0.1", free_port(), torch.get_num_threads()))
     trainer.hold(examples.tokens, None)
     for step in range(config.steps):
         loss = trainer.train(step).metrics["train/loss"].value()

@@ -287,11 +287,11 @@ class ValueTargets:
 
 
 @dataclass(frozen=True)
-class Place:
+class World:
     """What one actor of a role is told about itself; the actors of a trained role are the ranks of one world."""
 
     rank: int
-    world_size: int
+    size: int
     local_rank: int
     master_host: str
     master_port: int

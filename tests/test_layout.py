@@ -23,7 +23,7 @@ ON_THE_STACK = {
     "cluster/cluster.py": "ray",
     "cluster/engines.py": "ray",
     "cluster/heartbeat.py": "ray",
-    "cluster/placement.py": "ray",
+    "cluster/actor_start.py": "ray",
     "cluster/rank_group.py": "ray",
     "cluster/replacement.py": "ray",
     "cluster/session.py": "ray",
@@ -52,7 +52,7 @@ def name_of(path: Path) -> str:
 
 
 def part_of(module: str) -> str:
-    """rlhf.learner.worker -> learner."""
+    """rlhf.learner.policy -> learner."""
     return module.split(".")[1]
 
 

@@ -22,7 +22,7 @@ from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.supervised import SFTConfig
 from rlhf.quickstart import Problem
-from rlhf.types import Place
+from rlhf.types import World
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TINY = {"hidden_size": 32, "num_layers": 1, "num_heads": 1}
@@ -195,7 +195,7 @@ def test_near_and_far_misses_are_never_right() -> None:
     assert problem.worked() not in {quickstart.far_miss(problem, problem, rng) for _ in range(100)}
 
 
-def warmed_up(_: Place, folder: Path, seed: int) -> str:
+def warmed_up(_: World, folder: Path, seed: int) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         quickstart.write_quickstart(
             folder, seed=seed, warmup_steps=25, train_rows=300, test_rows=10, model_options={**TINY, "hidden_size": 64}

@@ -26,7 +26,6 @@ from rlhf.step.minibatches import plan_epochs
 from rlhf.types import (
     Minibatch,
     PackedTokens,
-    Place,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -34,25 +33,26 @@ from rlhf.types import (
     StepBatch,
     TokenSequence,
     VersionSpan,
+    World,
 )
 
 # Ranks are forks of a server that has only imported this: fresh processes, without 5 s of imports each.
-PRELOADED = ["rlhf.learner.worker", "rlhf.learner.critic", "transformers.models.qwen2.modeling_qwen2"]
+PRELOADED = ["rlhf.learner.policy", "rlhf.learner.critic", "transformers.models.qwen2.modeling_qwen2"]
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(PRELOADED)
 # Waits for the server's end, which takes seconds on a busy machine; otherwise it would outlive the tests.
 atexit.register(forkserver._forkserver._stop)  # type: ignore[attr-defined]
 
 
-ALONE = Place(0, 1, 0, "127.0.0.1", 0, threads=1)  # of an actor that meets no other
+ALONE = World(0, 1, 0, "127.0.0.1", 0, threads=1)  # of an actor that meets no other
 
 
 def run_world(target: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """Call target(place, *arguments) on every rank of a new world; the results by rank."""
     results: Any = FORKED.Queue()
     port = free_port()
-    places = [Place(rank, world_size, rank, "127.0.0.1", port, threads=1) for rank in range(world_size)]
-    ranks = [FORKED.Process(target=_rank, args=(results, target, place, arguments)) for place in places]
+    worlds = [World(rank, world_size, rank, "127.0.0.1", port, threads=1) for rank in range(world_size)]
+    ranks = [FORKED.Process(target=_rank, args=(results, target, world, arguments)) for world in worlds]
     for process in ranks:
         process.start()
     try:
@@ -89,11 +89,11 @@ class RankFailure:
         self.text = text
 
 
-def _rank(results: Any, target: Callable[..., Any], place: Place, arguments: tuple[Any, ...]) -> None:
+def _rank(results: Any, target: Callable[..., Any], world: World, arguments: tuple[Any, ...]) -> None:
     try:
-        results.put((place.rank, target(place, *arguments)))
+        results.put((world.rank, target(world, *arguments)))
     except BaseException:
-        results.put((place.rank, RankFailure(traceback.format_exc())))
+        results.put((world.rank, RankFailure(traceback.format_exc())))
 
 
 def save(rank: Any, folder: Path) -> None:

@@ -87,10 +87,10 @@ def training_rank(
 
 
 def make_learner(config: GRPOConfig, rank: int, processes: int, port: int) -> Any:
-    from rlhf.learner.worker import Learner
-    from rlhf.types import Place
+    from rlhf.learner.policy import Learner
+    from rlhf.types import World
 
-    return Learner(config, Place(rank, processes, rank, "127.0.0.1", port, threads=1))
+    return Learner(config, World(rank, processes, rank, "127.0.0.1", port, threads=1))
 
 
 def train_step(learner: Any, config: GRPOConfig, groups: Sequence[RolloutGroup], step: int) -> tuple[Any, int]:
@@ -106,13 +106,13 @@ def train_step(learner: Any, config: GRPOConfig, groups: Sequence[RolloutGroup],
     rows = rows_with_gradient(batch, advantages, config)
     epochs = plan_epochs(batch, config, step=step, rows_to_compute=rows)
     learner.start_step(batch.tokens, epochs)
-    own = batch.tokens.token_indices(rows_of_rank(epochs[:1], learner.place.rank))
+    own = batch.tokens.token_indices(rows_of_rank(epochs[:1], learner.world.rank))
     columns = []
     for computed in learner.logprobs():
         columns.append(np.zeros(len(batch.tokens.token_ids), np.float32))  # the tokens of other ranks are not read
         columns[-1][own] = computed
     updates = learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), *columns))
-    return updates, sum(len(m.microbatches[learner.place.rank]) for epoch in epochs for m in epoch)
+    return updates, sum(len(m.microbatches[learner.world.rank]) for epoch in epochs for m in epoch)
 
 
 def sample_groups(

@@ -52,7 +52,7 @@ from rlhf.rollout.sampler import to_rollout
 from rlhf.step.advantages import penalize_kl, step_advantages
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.types import Place, PolicyTargets, Prompt, Rollout, RolloutGroup, StepBatch, VersionSpan
+from rlhf.types import PolicyTargets, Prompt, Rollout, RolloutGroup, StepBatch, VersionSpan, World
 
 BETAS = (0.01, 0.03, 0.1, 0.3, 1.0)
 SEEDS = (0, 1, 2)
@@ -124,12 +124,12 @@ class Trainer:
     def __init__(self, config: GRPOConfig) -> None:
         from transformers import AutoModelForCausalLM  # imported here, because --workers 0 needs neither
 
-        from rlhf.learner.worker import Learner
+        from rlhf.learner.policy import Learner
 
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
         self.prompts = load_prompts(config.data, "train", self.tokenizer, gold_answer).prompts
-        self.learner = Learner(config, Place(0, 1, 0, "127.0.0.1", free_port(), threads=1))
+        self.learner = Learner(config, World(0, 1, 0, "127.0.0.1", free_port(), threads=1))
         self.engine: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
         self._exit_stack = ExitStack()
         self.close = self._exit_stack.close

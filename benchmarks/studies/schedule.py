@@ -87,9 +87,9 @@ def our_rank(rank: int, processes: int, port: int, of_runs: Sequence[Run]) -> li
     from rlhf.config.roles import Training
     from rlhf.config.sections import ModelConfig, OptimizerConfig, ScheduleConfig, TrainedConfig
     from rlhf.learner.rank import TrainedRank
-    from rlhf.types import Place
+    from rlhf.types import World
 
-    place = Place(rank, processes, rank, "127.0.0.1", port, threads=1)
+    world = World(rank, processes, rank, "127.0.0.1", port, threads=1)
     rates_of_runs = []
     for run in of_runs:
         section = TrainedConfig(
@@ -98,7 +98,7 @@ def our_rank(rank: int, processes: int, port: int, of_runs: Sequence[Run]) -> li
         )
         training = Training(section, epochs_per_step=1, minibatches_per_epoch=run.updates, steps=1)
         model = ModelConfig(path="", dtype="float32")
-        trained = TrainedRank(place, name="learner", training=training, model=model, device="cpu")
+        trained = TrainedRank(world, name="learner", training=training, model=model, device="cpu")
         trained.wrap(torch.nn.Sequential(OrderedDict(transformer=torch.nn.Linear(4, 1))))
         rates = []
         for _ in range(run.updates):

@@ -22,9 +22,9 @@ from typing import Any, cast
 import ray
 from ray.util.placement_group import remove_placement_group
 
+from rlhf.cluster.actor_start import create, create_guest, environment_of, new_actor, shared_gpus
 from rlhf.cluster.actors import ActorGroup
 from rlhf.cluster.heartbeat import Heartbeat
-from rlhf.cluster.placement import create, create_guest, environment_of, new_actor, shared_gpus
 from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints, folder_of
 from rlhf.cluster.session import RaySession
 from rlhf.config.printing import say
@@ -33,7 +33,7 @@ from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role
 from rlhf.log.clock import Watch
 from rlhf.plan import check_resources
 from rlhf.plan.memory import check_shared_gpus
-from rlhf.types import Place
+from rlhf.types import World
 
 
 class Cluster:
@@ -192,9 +192,9 @@ class Cluster:
             read = (getattr(importlib.import_module(module), function)(self.config),)
         arguments = []
         for rank, node in enumerate(nodes):
-            place = Place(
+            world = World(
                 rank,
-                world_size=len(nodes),
+                size=len(nodes),
                 # A learner sees only its own GPU, as device 0; on CPU the ranks of a node are numbered.
                 local_rank=0 if config.device == "cuda" else nodes[:rank].count(node),
                 master_host=locations[0].host,
@@ -207,7 +207,7 @@ class Cluster:
             environment = environment_of(role.name, self.config, sockets=self._session.temp)  # deleted with this folder
             if role.guest and self.shares_gpus:
                 environment["CUDA_VISIBLE_DEVICES"] = shared_gpus(self.learners.locations, role, rank)
-            arguments.append((environment, self.config, place, *read))
+            arguments.append((environment, self.config, world, *read))
         return arguments
 
     async def start_another(self, role_name: str, rank: int, *, version: int) -> ActorGroup:

@@ -20,7 +20,7 @@ class GRPOConfig(TrainingProgramConfig):
     """Everything that `python -m rlhf.grpo` reads."""
 
     program: ClassVar[str] = "grpo"
-    hosted_learner: ClassVar[str] = "rlhf.learner.worker:Learner"
+    hosted_learner: ClassVar[str] = "rlhf.learner.policy:Learner"
 
     run: sections.RunConfig
     model: sections.ModelConfig

@@ -72,7 +72,7 @@ class Role:
         model_key, model: the key that names the model, and its value.
         count: actors of the role, over all nodes.
         cpus, gpus: what each actor reserves; 0 GPUs on CPU, or if it shares the GPUs of the learners.
-        hosted: module and class that an actor hosts; it is constructed with the config and its `Place`.
+        hosted: module and class that an actor hosts; it is constructed with the config and its `World`.
         memory: module and function that estimates the memory of one actor (`plan/memory.py`).
         training: None if the role is not trained.
         guest: shares the GPUs of the learners where they are shared at all (`cluster.placement`).

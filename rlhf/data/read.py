@@ -264,7 +264,7 @@ def read_messages(value: Any, column: str, role: str, *, roles: Sequence[str] = 
     messages = [{"role": role, "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:
         raise ValueError(
-            f"`{column}` is {value!r:.80}, neither text nor messages. Correct or remove the row, or name another column."
+            f"`{column}` is {value!r:.80}, neither text nor messages. Correct the row, or name another column."
         )
     for message in messages:
         match message:

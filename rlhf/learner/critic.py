@@ -16,15 +16,15 @@ from rlhf.learner.step import StepRank
 from rlhf.learner.update import masked_mean
 from rlhf.learner.value_model import HEAD, ValueModel, load_scalar_transformer
 from rlhf.log.reductions import StepMetrics, Sum, UpdateOutcome
-from rlhf.types import Denominators, Place, ValueTargets
+from rlhf.types import Denominators, ValueTargets, World
 
 
 class Critic(StepRank):
     """One rank of the critic, hosted by an actor of `rlhf.cluster.actors`."""
 
-    def __init__(self, config: PPOConfig, place: Place) -> None:
+    def __init__(self, config: PPOConfig, world: World) -> None:
         training, device = config.critic_training, config.cluster.device
-        super().__init__(place, name="critic", training=training, model=config.model, device=device)
+        super().__init__(world, name="critic", training=training, model=config.model, device=device)
         self.clip = config.critic.value_clip
         key, path = config.critic_model
         with self.loading():

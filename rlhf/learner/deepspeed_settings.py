@@ -13,60 +13,60 @@ import torch.distributed as dist
 from rlhf.algo.sizes import REDUCE_BUCKET
 from rlhf.config.sections import TrainedConfig
 from rlhf.learner.packed_attention import use_flash_attention_3
-from rlhf.types import Place
+from rlhf.types import World
 
 SHM_OP = "deepspeed_shm_comm"
 
 _meeting_places: list[dist.TCPStore] = []  # they last as long as their process
 
 
-def join_world(device: str, place: Place) -> torch.device:
+def join_world(device: str, world: World) -> torch.device:
     """Join the process group of all ranks; -> the device of this rank."""
-    rank, ranks, local, port = map(str, (place.rank, place.world_size, place.local_rank, place.master_port))
-    os.environ.update(RANK=rank, WORLD_SIZE=ranks, LOCAL_RANK=local, MASTER_ADDR=place.master_host, MASTER_PORT=port)
-    if place.master_host.startswith(("localhost", "127.")) and not dist.is_initialized():
-        _meet_on_loopback(place)
+    rank, ranks, local, port = map(str, (world.rank, world.size, world.local_rank, world.master_port))
+    os.environ.update(RANK=rank, WORLD_SIZE=ranks, LOCAL_RANK=local, MASTER_ADDR=world.master_host, MASTER_PORT=port)
+    if world.master_host.startswith(("localhost", "127.")) and not dist.is_initialized():
+        _meet_on_loopback(world)
     if device == "cpu":
-        torch.set_num_threads(place.threads)
+        torch.set_num_threads(world.threads)
         os.environ["DS_ACCELERATOR"] = "cpu"
         # At the first start on a machine DeepSpeed would compile an all-reduce over shared memory here. If the build is
         # killed, its lock makes every later start wait forever. gloo does the same work.
         deepspeed.ops.__compatible_ops__[SHM_OP] = False
-    if place.deterministic:
+    if world.deterministic:
         torch.manual_seed(0)  # by default each process has another seed
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
     deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
     if device == "cpu":
         return torch.device("cpu")
-    if not place.deterministic:  # torch documents a deterministic backward pass only for version 2
+    if not world.deterministic:  # torch documents a deterministic backward pass only for version 2
         use_flash_attention_3()
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _meet_on_loopback(place: Place) -> None:
+def _meet_on_loopback(world: World) -> None:
     """Let the ranks of one machine listen only on its loopback interface; by default they listen on every interface."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     # The variable of torchrun, whose agent holds the store: every rank then connects to a store that exists already.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    if place.rank == 0:
-        listener = socket.create_server((place.master_host, place.master_port))
-        host, port, fd = place.master_host, place.master_port, listener.detach()
+    if world.rank == 0:
+        listener = socket.create_server((world.master_host, world.master_port))
+        host, port, fd = world.master_host, world.master_port, listener.detach()
         _meeting_places.append(dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
 
 
-def any_settings(place: Place, *, dtype: str, zero: dict[str, Any]) -> dict[str, Any]:
+def any_settings(world: World, *, dtype: str, zero: dict[str, Any]) -> dict[str, Any]:
     """Settings of a model, trained or not; `zero` is DeepSpeed's section of that name."""
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "train_batch_size": place.world_size,
+        "train_batch_size": world.size,
         "bf16": {"enabled": dtype == "bfloat16"},
         "zero_optimization": zero,
     }
 
 
-def training_settings(section: TrainedConfig, place: Place, *, dtype: str, device: str) -> dict[str, Any]:
+def training_settings(section: TrainedConfig, world: World, *, dtype: str, device: str) -> dict[str, Any]:
     """Settings of a model that is trained, with one optimizer step per call of `step`."""
     zero: dict[str, Any] = {"stage": section.zero_stage}
     if device == "cuda" and section.zero_stage > 0:
@@ -75,7 +75,7 @@ def training_settings(section: TrainedConfig, place: Place, *, dtype: str, devic
         zero["overlap_comm"] = section.zero_stage == 3 or not section.offload_optimizer
     if section.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
-    return any_settings(place, dtype=dtype, zero=zero) | {
+    return any_settings(world, dtype=dtype, zero=zero) | {
         "gradient_accumulation_steps": 1,
         "gradient_clipping": section.max_grad_norm or 0.0,
         "zero_allow_untested_optimizer": True,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf.learner.rank_checkpoint import WEIGHTS, Slice, SliceReader, share
-from rlhf.types import Place
+from rlhf.types import World
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
@@ -30,16 +30,16 @@ class Partition:
     one flat buffer of all parameters, so that a rank holds parts of only some; stage 3 cuts each parameter.
     """
 
-    def __init__(self, deepspeed: Any, place: Place) -> None:
+    def __init__(self, deepspeed: Any, world: World) -> None:
         self._optimizer = deepspeed.optimizer
         # While DeepSpeed has moved the state away, the parameters have no link to it, and a checkpoint would lack it.
         assert not getattr(self._optimizer, "offloaded_states", None), "reload the optimizer's state first"
-        self._place = place
+        self._world = world
 
     def held(self, param: Any) -> tuple[int, int]:
         """Elements [start, stop) of the flattened parameter."""
         if hasattr(param, "ds_id"):
-            size, rank = param.ds_tensor.ds_numel, self._place.rank
+            size, rank = param.ds_tensor.ds_numel, self._world.rank
             return min(rank * size, param.ds_numel), min((rank + 1) * size, param.ds_numel)
         if not hasattr(param, "_hp_mapping"):
             return 0, param.numel()
@@ -55,7 +55,7 @@ class Partition:
             first, stop = self.held(param)
             start = first
             if not hasattr(param, "ds_id") and not hasattr(param, "_hp_mapping"):
-                start, stop = share(param.numel(), self._place.rank, self._place.world_size)
+                start, stop = share(param.numel(), self._world.rank, self._world.size)
             slices.append(Slice(name, start, self.values(param, kind)[start - first : stop - first]))
         return slices
 

@@ -35,7 +35,7 @@ from rlhf.learner.policy_model import DeviceTokens
 from rlhf.learner.rank_checkpoint import MOMENTS, RNG, WEIGHTS, LearnerIndex, Slice, SliceReader
 from rlhf.learner.update import on_host
 from rlhf.log.reductions import Last, Mean, StepMetrics, UpdateOutcome, merge_metrics
-from rlhf.types import GPUMemory, Place, SaveReport
+from rlhf.types import GPUMemory, SaveReport, World
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -51,13 +51,13 @@ class TrainedRank:
             with the model. Both maps use the names of the model in the module's `transformer`.
     """
 
-    def __init__(self, place: Place, *, name: str, training: Training, model: ModelConfig, device: str) -> None:
+    def __init__(self, world: World, *, name: str, training: Training, model: ModelConfig, device: str) -> None:
         self.name = name
         self.training = training
-        self.place = place
-        self.device = join_world(device, place)
+        self.world = world
+        self.device = join_world(device, world)
         self._model = model
-        self._settings = training_settings(training.section, place, dtype=model.dtype, device=self.device.type)
+        self._settings = training_settings(training.section, world, dtype=model.dtype, device=self.device.type)
         self.updates_done = 0  # u of the schedule: taken and skipped
         self.adam_steps = 0  # t of Adam: taken
         self.deepspeed: Any = None
@@ -95,7 +95,7 @@ class TrainedRank:
         """Move a frozen module to the device; at ZeRO-3 it is partitioned like the trained one."""
         if self.training.section.zero_stage < 3:
             return module.to(self.device)
-        settings = any_settings(self.place, dtype=self._model.dtype, zero={"stage": 3})
+        settings = any_settings(self.world, dtype=self._model.dtype, zero={"stage": 3})
         wrapped, *_ = deepspeed.initialize(model=module, config=settings)
         return wrapped
 
@@ -157,7 +157,7 @@ class TrainedRank:
             loss, metrics = forward(microbatch)
             # The loss is a share under the global denominators, so the ranks' gradients must be summed. DeepSpeed
             # averages them instead (it divides by nothing else: accumulation steps are 1); this undoes it.
-            self.deepspeed.backward(loss * self.place.world_size)
+            self.deepspeed.backward(loss * self.world.size)
             parts.append(metrics)
         lr = self._next_lr()
         options = self.training.section.optimizer.model_dump(include={"variant", "eps", "betas"})
@@ -208,10 +208,10 @@ class TrainedRank:
 
     def state(self) -> dict[str, list[Slice]]:
         """This rank's part of a checkpoint, by kind; no collective for what is trained, and no copy on a GPU."""
-        partition = Partition(self.deepspeed, self.place)
+        partition = Partition(self.deepspeed, self.world)
         kinds = (WEIGHTS, *MOMENTS) if self.adam_steps else (WEIGHTS,)
         slices = {kind: partition.slices(self.trained, kind) for kind in kinds}
-        if self.place.rank == 0:
+        if self.world.rank == 0:
             slices[WEIGHTS] += [Slice(name, 0, tensor.detach().reshape(-1)) for name, tensor in self._untrained()]
         slices[RNG] = [Slice(name, 0, generator.get_state()) for name, generator in generators(self.device).items()]
         return slices
@@ -232,17 +232,17 @@ class TrainedRank:
         """
         assert self._saving is None or self._saving.done(), "the save before this one is under way"
         state = self.state()
-        ranks, shapes = self.place.world_size, {name: whole_shape(tensor) for name, tensor in self.published.items()}
+        ranks, shapes = self.world.size, {name: whole_shape(tensor) for name, tensor in self.published.items()}
         index = LearnerIndex(ranks=ranks, adam_steps=self.adam_steps, updates_done=self.updates_done, shapes=shapes)
-        copy = rank_checkpoint.host_copy(state, ranks_on_node=self.place.ranks_on_node)
+        copy = rank_checkpoint.host_copy(state, ranks_on_node=self.world.ranks_on_node)
         self._saving = self._writer.submit(self._write, Path(folder), copy or state, index)
         if copy is None:
             self._saving.exception()  # waits
 
     def _write(self, folder: Path, state: dict[str, list[Slice]], index: LearnerIndex) -> SaveReport:
         """Write this rank's files; rank 0 also writes those that all ranks have in common."""
-        if self.place.rank != 0:
-            return rank_checkpoint.write_rank(folder, self.place.rank, state, None)
+        if self.world.rank != 0:
+            return rank_checkpoint.write_rank(folder, self.world.rank, state, None)
         try:
             write_model_config(folder / rank_checkpoint.MODEL_FOLDER, self.transformer)
         except OSError as error:
@@ -265,7 +265,7 @@ class TrainedRank:
         rank_checkpoint.check_shapes(
             path, index, {name: whole_shape(tensor) for name, tensor in self.published.items()}
         )
-        partition, reader = Partition(self.deepspeed, self.place), SliceReader(path, WEIGHTS, ranks=range(index.ranks))
+        partition, reader = Partition(self.deepspeed, self.world), SliceReader(path, WEIGHTS, ranks=range(index.ranks))
         partition.fill(self.trained, WEIGHTS, reader)
         for name, buffer in self._untrained():
             buffer.copy_(reader.read(name, 0, buffer.numel()).view(buffer.shape))
@@ -277,8 +277,8 @@ class TrainedRank:
         adam = getattr(self.deepspeed.optimizer, "optimizer", self.deepspeed.optimizer)
         for state in adam.state.values():
             state["step"].fill_(float(self.adam_steps))
-        if index.ranks == self.place.world_size:
-            reader = SliceReader(path, RNG, ranks=[self.place.rank])
+        if index.ranks == self.world.size:
+            reader = SliceReader(path, RNG, ranks=[self.world.rank])
             for name, generator in generators(self.device).items():
                 if name in reader.parts:
                     generator.set_state(reader.read(name, 0, len(generator.get_state())))
@@ -300,7 +300,7 @@ class TrainedRank:
     def export(self, folder: str, tokenizer_path: str) -> None:
         """Write the model in Hugging Face format, with the tokenizer, in the dtype it was trained in."""
         tensors = self.each_whole(self.published.items())
-        if self.place.rank != 0:
+        if self.world.rank != 0:
             for _ in tensors:  # takes part in gathering
                 pass
             return

@@ -105,7 +105,7 @@ class MovingCopy(FrozenCopy):
 
     def _span(self, name: str) -> tuple[int, int]:
         """The elements [start, stop) of a flattened parameter that are this rank's share."""
-        return share(math.prod(whole_shape(self._params[name])), self._rank.place.rank, self._rank.place.world_size)
+        return share(math.prod(whole_shape(self._params[name])), self._rank.world.rank, self._rank.world.size)
 
     def _share(self, name: str) -> Tensor:
         """[stop - start] float32 in host memory, this rank's share of a parameter."""
@@ -119,7 +119,7 @@ class MovingCopy(FrozenCopy):
         """Give a parameter its values, put together from the shares of all ranks."""
         if self._averages:
             self._average[name] = values
-        param, ranks = self._params[name], self._rank.place.world_size
+        param, ranks = self._params[name], self._rank.world.size
         shape, own = whole_shape(param), values.to(self._rank.device)
         size = -(-math.prod(shape) // ranks)
         gathered = own.new_empty(ranks * size)

@@ -14,7 +14,7 @@ from rlhf.config.reward_model import reward_model_record
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.policy_model import DeviceTokens, check_packed
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
-from rlhf.types import Place
+from rlhf.types import World
 
 Conversation = list[dict[str, str]]
 
@@ -26,14 +26,14 @@ class RewardScorer:
         token_ids: (conversation, tokenizer) -> [L] int32, as in the model's training.
     """
 
-    def __init__(self, run: GRPOConfig, place: Place, token_ids: Callable[[Conversation, Any], np.ndarray]) -> None:
+    def __init__(self, run: GRPOConfig, world: World, token_ids: Callable[[Conversation, Any], np.ndarray]) -> None:
         from transformers import AutoTokenizer
 
         config, device = run.reward_model, run.cluster.device
         assert config is not None
         assert config.path is not None
         if device == "cpu":
-            torch.set_num_threads(place.threads)
+            torch.set_num_threads(world.threads)
         self.device = torch.device(device)
         self.token_ids = token_ids
         self.tokenizer = AutoTokenizer.from_pretrained(config.path)

@@ -19,7 +19,7 @@ from rlhf.learner.step import HeldMicrobatch
 from rlhf.learner.supervised import SupervisedRank
 from rlhf.learner.value_model import RewardModel, load_scalar_transformer
 from rlhf.log.reductions import Mean, StepMetrics
-from rlhf.types import Place
+from rlhf.types import World
 
 NORMALIZATION_PAIRS = 2048  # evenly spaced; their scores give the mean to about 0.02 of the std
 
@@ -29,8 +29,8 @@ class RewardTrainer(SupervisedRank):
 
     config: RewardTrainingConfig
 
-    def __init__(self, config: RewardTrainingConfig, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: RewardTrainingConfig, world: World) -> None:
+        super().__init__(config, world)
         torch.manual_seed(config.run.seed)  # the head is drawn alike on every rank
         with self.loading():
             transformer = load_scalar_transformer(config.model.path, config.model, key="model.path", new_head="random")
@@ -53,7 +53,7 @@ class RewardTrainer(SupervisedRank):
                 "finite, and no model is written. Lower lr, or set learner.max_grad_norm."
             )
         super().export(folder, tokenizer_path)
-        if self.place.rank == 0:
+        if self.world.rank == 0:
             record = {"mean": mean, "std": std, "template": self.config.data.template}
             (Path(folder) / RECORD_FILE).write_text(json.dumps(record) + "\n")
 
@@ -63,7 +63,7 @@ class RewardTrainer(SupervisedRank):
         count = self._count(self._train)
         microbatches = self._own(self._train, np.arange(0, count, math.ceil(count / NORMALIZATION_PAIRS)))
         scores = [self.deepspeed(held.tokens)[: 0 if held.is_filler else None].tolist() for held in microbatches]
-        by_rank: list[Any] = [None] * self.place.world_size
+        by_rank: list[Any] = [None] * self.world.size
         dist.all_gather_object(by_rank, np.concatenate(scores))
         every = np.concatenate(by_rank)
         return float(every.mean()), float(every.std())

@@ -53,7 +53,7 @@ class StepRank(TrainedRank):
             [S] int64, epoch after epoch: the leading tokens of each sequence that are shared with the previous one.
         """
         self._epochs = []  # first frees the memory of the previous step's microbatches
-        self._epochs = [[hold(tokens, x, self.place.rank, self.device) for x in epoch] for epoch in epochs]
+        self._epochs = [[hold(tokens, x, self.world.rank, self.device) for x in epoch] for epoch in epochs]
         held = [x for epoch in self._epochs for minibatch in epoch for x in minibatch if not x.is_filler]
         return np.concatenate([np.zeros(0, np.int64), *(x.tokens.segments.shared for x in held)])
 

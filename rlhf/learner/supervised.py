@@ -18,7 +18,7 @@ from rlhf.learner.rank import TrainedRank
 from rlhf.learner.step import HeldMicrobatch, hold
 from rlhf.learner.update import on_host
 from rlhf.log.reductions import Perplexity, StepMetrics, Sum, UpdateOutcome, merge_metrics
-from rlhf.types import Denominators, Minibatch, PackedTokens, Place
+from rlhf.types import Denominators, Minibatch, PackedTokens, World
 
 
 class SupervisedRank(TrainedRank):
@@ -27,9 +27,9 @@ class SupervisedRank(TrainedRank):
     _train: PackedTokens
     _held_out: PackedTokens | None
 
-    def __init__(self, config: SupervisedConfig, place: Place) -> None:
+    def __init__(self, config: SupervisedConfig, world: World) -> None:
         training, device = config.training, config.cluster.device
-        super().__init__(place, name="learner", training=training, model=config.model, device=device)
+        super().__init__(world, name="learner", training=training, model=config.model, device=device)
         self.config = config
 
     def hold(self, train: PackedTokens, held_out: PackedTokens | None) -> None:
@@ -73,7 +73,7 @@ class SupervisedRank(TrainedRank):
         """This rank's microbatches of a minibatch of these examples."""
         sequences = self.config.sequences_per_example
         rows = examples[:, None] * sequences + np.arange(sequences)
-        max_tokens, ranks = self.config.learner.max_tokens_per_microbatch, self.place.world_size
+        max_tokens, ranks = self.config.learner.max_tokens_per_microbatch, self.world.size
         packed = pack_microbatches(data.lengths[rows].sum(1), max_tokens=max_tokens, ranks=ranks)
         trained = data.response_mask[data.token_indices(rows.ravel())]
         minibatch = Minibatch(
@@ -81,14 +81,14 @@ class SupervisedRank(TrainedRank):
             # an example counts as a rollout
             Denominators(tokens=int(trained.sum()), rollouts=len(examples), sequences=rows.size),
         )
-        return hold(data, minibatch, self.place.rank, self.device)
+        return hold(data, minibatch, self.world.rank, self.device)
 
 
 class SFTTrainer(SupervisedRank):
     """The rank of supervised fine-tuning: cross entropy of the trained tokens, by the model and kernels of GRPO."""
 
-    def __init__(self, config: SFTConfig, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: SFTConfig, world: World) -> None:
+        super().__init__(config, world)
         model = config.model
         with self.loading():
             policy = load_policy(model, temperature=1.0)

@@ -23,7 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rlhf.config.grpo import GRPOConfig
 from rlhf.rollout import vllm_process
 from rlhf.rollout.requests import Completion, SamplingSettings, engine_arguments, engine_seed
-from rlhf.types import Place, VersionSpan
+from rlhf.types import VersionSpan, World
 from rlhf.weights.client import Loaded
 from rlhf.weights.transfer import RECEIVERS, WORKER_EXTENSION, backend_of
 
@@ -37,13 +37,13 @@ CANARY_PRIORITY, ROLLOUT_PRIORITY = -1, 0  # lower goes first
 class RolloutEngine:
     """One vLLM engine; every method is a coroutine."""
 
-    def __init__(self, config: GRPOConfig, place: Place) -> None:
+    def __init__(self, config: GRPOConfig, world: World) -> None:
         self._keep_kv = config.rollout.on_weight_update == "keep_kv"
         self._request_ids = itertools.count()
         self._failed_update: Exception | None = None
         backend = backend_of(config.cluster.device, config.cluster.placement)
         arguments = AsyncEngineArgs(
-            **engine_arguments(config, engine_seed(config.run.seed, place.rank, place.version)),
+            **engine_arguments(config, engine_seed(config.run.seed, world.rank, world.version)),
             weight_transfer_config=WeightTransferConfig(backend=RECEIVERS[backend]),
             worker_extension_cls=WORKER_EXTENSION,
         )

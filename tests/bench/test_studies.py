@@ -32,7 +32,7 @@ from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
 from rlhf.config.ppo import PPOConfig
 from rlhf.step.batch import make_batch
-from rlhf.types import Place
+from rlhf.types import World
 
 ROOT = Path(__file__).parents[2]
 TINY = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
@@ -350,7 +350,7 @@ def test_the_table_has_the_median_and_the_range_over_seeds_of_the_median_of_the_
     assert note.endswith("python -m benchmarks.studies.kl, 2026-11-22")
 
 
-def train_kl_runs(place: Place, data: Path, runs: list[kl.Run]) -> list[list[report.Row]]:
+def train_kl_runs(world: World, data: Path, runs: list[kl.Run]) -> list[list[report.Row]]:
     trainer = kl.Trainer(kl.study_config(data, steps=2, prompts=2))
     try:
         return [trainer.run(run) for run in runs]

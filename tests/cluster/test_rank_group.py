@@ -24,7 +24,7 @@ from rlhf.learner.step import StepRank
 from rlhf.log.reductions import StepMetrics, Sum, UpdateOutcome, merge_metrics
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.types import Minibatch, Place, PolicyTargets, StepBatch
+from rlhf.types import Minibatch, PolicyTargets, StepBatch, World
 
 M = TypeVar("M")
 
@@ -44,7 +44,7 @@ class Rank(StepRank):
     """Its outputs are the token ids; `update` checks that the advantages of its microbatch are the ids, too."""
 
     def __init__(self, rank: int) -> None:
-        self.place, self.device = Place(rank, LEARNERS, rank, "nowhere", 0, threads=1), torch.device("cpu")
+        self.world, self.device = World(rank, LEARNERS, rank, "nowhere", 0, threads=1), torch.device("cpu")
 
     def token_ids(self) -> tuple[np.ndarray, None]:
         return self.passes(lambda tokens: tokens.token_ids), None

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from worlds import make_config, make_groups, plan_first_epoch, run_world
 
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import Place, PolicyTargets
+from rlhf.types import PolicyTargets, World
 
 pytestmark = pytest.mark.stack
 
@@ -45,16 +45,16 @@ def in_transformers(model: Path, state: dict[str, Tensor]) -> list[np.ndarray]:
     return by_sequence
 
 
-def float32_pass(place: Place, model: Path, stage: int) -> None:
-    from rlhf.learner.worker import Learner
+def float32_pass(world: World, model: Path, stage: int) -> None:
+    from rlhf.learner.policy import Learner
 
     config = make_config(
         model,
         model={"dtype": "bfloat16"},
         learner={"zero_stage": stage, "optimizer": {"lr": 1e-3}},
-        cluster={"device": "cpu", "learners": place.world_size},
+        cluster={"device": "cpu", "learners": world.size},
     )
-    learner = Learner(config, place)
+    learner = Learner(config, world)
     batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
     learner.start_step(batch.tokens, [minibatches])
     targets = PolicyTargets(broadcast_to_tokens(batch, advantages), None, None)
@@ -93,14 +93,14 @@ class NewMemory(TorchDispatchMode):
         return result
 
 
-def perturb_and_restore(place: Place, model: Path, stage: int) -> None:
-    from rlhf.learner.worker import Learner
+def perturb_and_restore(world: World, model: Path, stage: int) -> None:
+    from rlhf.learner.policy import Learner
 
     config = make_config(
-        model, learner={"zero_stage": stage}, cluster={"device": "cpu", "learners": place.world_size},
+        model, learner={"zero_stage": stage}, cluster={"device": "cpu", "learners": world.size},
         model={"dtype": "bfloat16"},
     )  # fmt: skip
-    learner = Learner(config, place)
+    learner = Learner(config, world)
     names = list(learner.trained)
     with learner.whole(learner.trained[names[4]], modify=True), torch.no_grad():
         learner.trained[names[4]].zero_()

@@ -13,7 +13,7 @@ from worlds import make_groups, make_ppo_config, relative_error, rows_of_minibat
 from rlhf.config.ppo import PPOConfig
 from rlhf.step.batch import make_batch
 from rlhf.step.minibatches import plan_epochs
-from rlhf.types import Minibatch, Place, ValueTargets
+from rlhf.types import Minibatch, ValueTargets, World
 
 pytestmark = pytest.mark.stack
 
@@ -40,7 +40,7 @@ def minibatches_of(config: PPOConfig) -> list[Minibatch]:
     return plan_epochs(BATCH, config, step=0)[0]
 
 
-def collect_gradients(place: Place, model: Path) -> Any:
+def collect_gradients(world: World, model: Path) -> Any:
     """(stage, budget) -> gradients of the first minibatch by name, on this rank, through the real DeepSpeed engine."""
     from deepspeed.utils import safe_get_full_grad
 
@@ -54,8 +54,8 @@ def collect_gradients(place: Place, model: Path) -> Any:
     by_case = {}
     for stage in STAGES:
         for budget in BUDGETS:
-            config = config_for(model, learners=place.world_size, budget=budget, stage=stage)
-            critic = Probe(config, place)
+            config = config_for(model, learners=world.size, budget=budget, stage=stage)
+            critic = Probe(config, world)
             critic.start_step(BATCH.tokens, [minibatches_of(config)[:1]])
             critic.update(TARGETS)
             by_case[stage, budget] = {name: grad.numpy() for name, grad in critic.seen.items()}
@@ -108,11 +108,11 @@ def test_the_critics_gradient_is_the_plain_one_for_1_and_2_learners_2_budgets_an
                 assert relative_error(gradients, expected) < 2e-5, (learners, rank, case)
 
 
-def first_values(place: Place, model: Path) -> np.ndarray:
+def first_values(world: World, model: Path) -> np.ndarray:
     from rlhf.learner.critic import Critic
 
     config = config_for(model, learners=1, budget=4096, stage=2)
-    critic = Critic(config, place)
+    critic = Critic(config, world)
     critic.start_step(BATCH.tokens, [minibatches_of(config)])
     return critic.values()[0]
 
@@ -128,18 +128,18 @@ def test_a_critic_from_a_reward_model_starts_with_its_head_over_the_recorded_std
     np.testing.assert_allclose(scaled, raw / 4.0, rtol=1e-5, atol=1e-7)
 
 
-def train_save_resume(place: Place, model: Path, folder: Path) -> dict[str, Any]:
+def train_save_resume(world: World, model: Path, folder: Path) -> dict[str, Any]:
     from rlhf.learner.critic import Critic
 
     config = config_for(model, learners=1, budget=4096, stage=2)
-    critic = Critic(config, place)
+    critic = Critic(config, world)
     critic.start_step(BATCH.tokens, [minibatches_of(config)])
     (before,) = critic.values()
     critic.update(TARGETS)
     folder.mkdir()
     save(critic, folder)
     critic.update(TARGETS)
-    resumed = Critic(config, place)
+    resumed = Critic(config, world)
     resumed.load(str(folder))
     resumed.start_step(BATCH.tokens, [minibatches_of(config)])
     metrics = resumed.update(TARGETS)[0].metrics

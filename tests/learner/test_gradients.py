@@ -19,7 +19,7 @@ from worlds import (
 )
 
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import Place, PolicyTargets
+from rlhf.types import PolicyTargets, World
 
 pytestmark = pytest.mark.stack
 
@@ -43,12 +43,12 @@ def config_for(model: Path, *, learners: int, budget: int, stage: int, dtype: st
     )
 
 
-def collect_gradients(place: Place, model: Path, budgets: tuple[int, ...], stages: tuple[int, ...], dtype: str) -> Any:
+def collect_gradients(world: World, model: Path, budgets: tuple[int, ...], stages: tuple[int, ...], dtype: str) -> Any:
     """(stage, budget) -> gradients of the first minibatch by name, on this rank, through the real DeepSpeed engine."""
     from deepspeed.utils import safe_get_full_grad
 
+    from rlhf.learner.policy import Learner
     from rlhf.learner.policy_model import load_policy
-    from rlhf.learner.worker import Learner
 
     class Probe(Learner):
         def _apply(self) -> tuple[float, bool]:
@@ -59,8 +59,8 @@ def collect_gradients(place: Place, model: Path, budgets: tuple[int, ...], stage
     groups = make_groups(**GROUPS)
     for stage in stages:
         for budget in budgets:
-            config = config_for(model, learners=place.world_size, budget=budget, stage=stage, dtype=dtype)
-            learner = Probe(config, place)
+            config = config_for(model, learners=world.size, budget=budget, stage=stage, dtype=dtype)
+            learner = Probe(config, world)
             with learner.loading():  # at stage 3 a share of each parameter, from the first byte on
                 loaded = load_policy(config.model, temperature=1.0)
             assert all((p.numel() == 0) == (stage == 3) for p in loaded.parameters())

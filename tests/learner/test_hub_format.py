@@ -16,7 +16,7 @@ from rlhf.algo.packing import pack
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.hub_format import hub_shapes, hub_tensors, state_buffers
 from rlhf.learner.policy_model import DeviceTokens, load_policy
-from rlhf.types import Place
+from rlhf.types import World
 
 # stacked experts under three names, renamed layers, buffers that are state, weights that layers share
 REBUILT = ["llama", "mixtral", "granitemoehybrid", "nemotron_h", "kimi_linear", "ernie4_5_moe", "gemma4_text", "zamba2"]
@@ -53,11 +53,11 @@ def test_a_bias_that_balances_a_router_is_not_rounded_with_the_weights(model_typ
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
-def exported_and_resumed(place: Place, folder: Path) -> list[dict[str, np.ndarray]]:
+def exported_and_resumed(world: World, folder: Path) -> list[dict[str, np.ndarray]]:
     """What is exported after every tensor has moved, and what is there after the checkpoint has been loaded again."""
-    from rlhf.learner.worker import Learner
+    from rlhf.learner.policy import Learner
 
-    learner = Learner(make_config(folder, model={"dtype": "bfloat16"}), place)
+    learner = Learner(make_config(folder, model={"dtype": "bfloat16"}), world)
     dtypes = [meta.dtype for meta in learner.metadata()]
     assert dtypes == sorted(dtypes, reverse=True)  # the bias, in float32, comes before all others
     assert set(dtypes) == {"bfloat16", "float32"}
@@ -82,10 +82,10 @@ def test_a_bias_that_balances_a_router_is_sent_saved_and_exported(tmp_path: Path
     assert (resumed[BIAS] == exported[BIAS]).all()
 
 
-def exported_class(place: Place, folder: Path) -> list[str]:
-    from rlhf.learner.worker import Learner
+def exported_class(world: World, folder: Path) -> list[str]:
+    from rlhf.learner.policy import Learner
 
-    learner = Learner(make_config(folder), place)
+    learner = Learner(make_config(folder), world)
     learner.export(str(folder / "exported"), str(folder))
     learner.close()
     names: list[str] = json.loads((folder / "exported" / "config.json").read_text())["architectures"]

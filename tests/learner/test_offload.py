@@ -14,7 +14,7 @@ from waiting import WAIT_S, eventually
 from worlds import make_config, make_groups, plan_first_epoch, random_column, run_world
 
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import Place, PolicyTargets
+from rlhf.types import PolicyTargets, World
 
 pytestmark = pytest.mark.stack
 
@@ -33,16 +33,16 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def leave_and_come_back(place: Place, model: Path, stage: int, dtype: str, output: Path) -> None:
+def leave_and_come_back(world: World, model: Path, stage: int, dtype: str, output: Path) -> None:
     from rlhf.learner.offload import gradient_buffers
-    from rlhf.learner.worker import Learner
+    from rlhf.learner.policy import Learner
 
     config = make_config(
         model, model={"dtype": dtype}, algo={"kl_coef": 0.01, "kl_place": "loss"},
         learner={"zero_stage": stage, "optimizer": {"lr": 1e-3}},
-        cluster={"device": "cpu", "learners": place.world_size},
+        cluster={"device": "cpu", "learners": world.size},
     )  # fmt: skip
-    learner = Learner(config, place)
+    learner = Learner(config, world)
     batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
     targets = PolicyTargets(broadcast_to_tokens(batch, advantages), None, random_column(batch, 1))
 
@@ -53,7 +53,7 @@ def leave_and_come_back(place: Place, model: Path, stage: int, dtype: str, outpu
 
     def save(name: str) -> dict[str, bytes]:
         folder = output / name
-        if place.rank == 0:
+        if world.rank == 0:
             folder.mkdir()
         torch.distributed.barrier()
         learner.save(str(folder))
@@ -73,7 +73,7 @@ def leave_and_come_back(place: Place, model: Path, stage: int, dtype: str, outpu
     learner.leave_gpu(True)  # a second time changes nothing
     assert not at_home.keys() & memory_in_use().keys()
     parameters = sum(tensor.numel() for tensor in learner.published.values())
-    assert sum(at_home.values()) > (4 + 4) * parameters / place.world_size  # moments, and master weights or reference
+    assert sum(at_home.values()) > (4 + 4) * parameters / world.size  # moments, and master weights or reference
     assert all(buffer.untyped_storage().nbytes() == 0 for buffer in gradient_buffers(learner.deepspeed))
     assert save("away") == saved
     assert np.array_equal(learner.canary(SEQUENCES)[0], own[0])

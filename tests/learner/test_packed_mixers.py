@@ -15,7 +15,7 @@ from rlhf.algo.packing import pack
 from rlhf.config.sections import ModelConfig
 from rlhf.learner.packed_mixers import mixers_of
 from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
-from rlhf.types import PackedTokens, Place
+from rlhf.types import PackedTokens, World
 
 pytestmark = pytest.mark.slow
 
@@ -80,17 +80,17 @@ def sequences_of(rank: int) -> list[np.ndarray]:
     return [np.arange(5, 5 + length, dtype=np.int32) for length in LENGTHS_OF_RANKS[rank]]
 
 
-def pass_of_own_row(place: Place, model: Path) -> np.ndarray:
-    from rlhf.learner.worker import Learner
+def pass_of_own_row(world: World, model: Path) -> np.ndarray:
+    from rlhf.learner.policy import Learner
 
     config = make_config(
         model,
         model={"gradient_checkpointing": True},
         learner={"zero_stage": 3, "optimizer": {"lr": 0.0}},
-        cluster={"device": "cpu", "learners": place.world_size},
+        cluster={"device": "cpu", "learners": world.size},
     )
-    learner = Learner(config, place)
-    logprobs = learner.deepspeed(DeviceTokens.of(pack(sequences_of(place.rank)), learner.device)).logprobs
+    learner = Learner(config, world)
+    logprobs = learner.deepspeed(DeviceTokens.of(pack(sequences_of(world.rank)), learner.device)).logprobs
     learner.deepspeed.backward(logprobs.sum())
     return logprobs.detach().numpy()
 

@@ -19,7 +19,7 @@ from worlds import make_config, run_world
 
 from rlhf.cluster.actors import ClusterError
 from rlhf.rollout.requests import Completion
-from rlhf.types import Place, Prompt
+from rlhf.types import Prompt, World
 
 pytestmark = [pytest.mark.stack, pytest.mark.real_model]
 
@@ -144,13 +144,13 @@ class Calls:
         return [self.answer(method, *arguments)]
 
 
-def refusals(place: Place, path: Path, dtype: str) -> dict[str, str]:
+def refusals(world: World, path: Path, dtype: str) -> dict[str, str]:
     """What the canary says of each case; "" where it is content."""
     from rlhf.cluster.canary import Canary
-    from rlhf.learner.worker import Learner
+    from rlhf.learner.policy import Learner
 
     config = make_config(path, model={"dtype": dtype}, learner={"zero_stage": 1})
-    pair: Any = Pair(Learner(config, place), path, dtype)
+    pair: Any = Pair(Learner(config, world), path, dtype)
     # In float32 an old tensor moves log-probs by hundreds of tolerances: one sequence is enough, and four times faster.
     canary = Canary(pair, prompts_of(path)[: 1 if dtype == "float32" else None], dtype=dtype, max_tokens=256)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from worlds import make_config, make_groups, plan_first_epoch, run_world, save
 
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import Place, PolicyTargets
+from rlhf.types import PolicyTargets, World
 
 pytestmark = pytest.mark.stack
 
@@ -21,13 +21,13 @@ GROUPS: dict[str, Any] = {"groups": 2, "samples": 2, "vocabulary": 250, "longest
 DECAY = {"replace": 0.0, "average": 0.75}
 
 
-def move_and_look(place: Place, model: Path, folder: Path, kind: str) -> dict[str, Any]:
+def move_and_look(world: World, model: Path, folder: Path, kind: str) -> dict[str, Any]:
     """Where the reference is after an update of the policy, after it has followed twice, and after a resume."""
-    from rlhf.learner.worker import Learner
+    from rlhf.learner.policy import Learner
 
     kl = {"kl_coef": 0.1, "kl_estimator": "k1", "kl_place": "reward"}  # in the reward, so that both passes are made
     config = make_config(model, algo={**kl, "ref_update": kind, "ref_decay": 0.75}, learner={"optimizer": {"lr": 1e-2}})
-    learner = Learner(config, place)
+    learner = Learner(config, world)
     reference = learner.reference
     assert reference is not None
     batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
@@ -81,11 +81,11 @@ def test_a_reference_stays_until_it_is_replaced_or_follows_as_an_average_and_com
     assert seen["off after a resume"] == 0.0 < 1e-3 < seen["moved after the checkpoint"]
 
 
-def resume_moving_from_fixed(place: Place, model: Path, folder: Path) -> None:
-    from rlhf.learner.worker import Learner
+def resume_moving_from_fixed(world: World, model: Path, folder: Path) -> None:
+    from rlhf.learner.policy import Learner
 
     for kind in ("fixed", "average"):
-        learner = Learner(make_config(model, algo={"kl_coef": 0.1, "ref_update": kind}), place)
+        learner = Learner(make_config(model, algo={"kl_coef": 0.1, "ref_update": kind}), world)
         if kind == "fixed":
             save(learner, folder)
     with pytest.raises(ValueError, match=r"holds no reference policy.* Resume with algo\.ref_update=fixed"):

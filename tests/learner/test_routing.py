@@ -20,7 +20,7 @@ from rlhf.learner.policy_model import DeviceTokens, PolicyModel, load_policy
 from rlhf.learner.routing import Routing
 from rlhf.learner.update import on_host, policy_microbatch
 from rlhf.log.reductions import ExpertLoad, merge_metrics, to_values
-from rlhf.types import Denominators, PackedTokens, Place, PolicyTargets
+from rlhf.types import Denominators, PackedTokens, PolicyTargets, World
 
 pytestmark = pytest.mark.slow
 
@@ -138,11 +138,11 @@ def test_the_load_of_two_layers_is_merged_before_it_is_reduced() -> None:
     assert np.isnan(ExpertLoad(np.zeros((2, 2)), "max").value())
 
 
-def load_with_a_coefficient(place: Place, model: Path) -> str:
-    from rlhf.learner.worker import Learner
+def load_with_a_coefficient(world: World, model: Path) -> str:
+    from rlhf.learner.policy import Learner
 
     with pytest.raises(ValueError, match=r"learner\.router_balance_coef") as error:
-        Learner(make_config(model, learner={"router_balance_coef": COEF}, cluster={"device": "cpu"}), place)
+        Learner(make_config(model, learner={"router_balance_coef": COEF}, cluster={"device": "cpu"}), world)
     return str(error.value)
 
 

@@ -25,7 +25,7 @@ from worlds import (
 from rlhf.config.sections import AlgoConfig
 from rlhf.step.advantages import assign_credit, penalize_kl, step_advantages
 from rlhf.step.batch import broadcast_to_tokens, make_batch
-from rlhf.types import Minibatch, Place, PolicyTargets, StepBatch
+from rlhf.types import Minibatch, PolicyTargets, StepBatch, World
 
 pytestmark = pytest.mark.stack
 
@@ -53,11 +53,11 @@ def advantages_of(config: Any, batch: StepBatch, old: np.ndarray, ref: np.ndarra
     return broadcast_to_tokens(batch, step_advantages(batch, rewards, "grpo"))
 
 
-def step_of_rank(place: Place, model: Path, program: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def step_of_rank(world: World, model: Path, program: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Weights of the moved policy, and the gradients of the first of two minibatches, by name."""
     from deepspeed.utils import safe_get_full_grad
 
-    from rlhf.learner.worker import Learner
+    from rlhf.learner.policy import Learner
 
     class Probe(Learner):
         def _apply(self) -> tuple[float, bool]:
@@ -67,14 +67,14 @@ def step_of_rank(place: Place, model: Path, program: str) -> tuple[dict[str, np.
     config = config_for(model, program)
     batch = make_batch(make_groups(**GROUPS), mask_truncated=False)
     (minibatches,) = epochs = plan_epochs(batch, config, step=0)
-    learner = Probe(config, place)
+    learner = Probe(config, world)
     learner.seen = []
     learner.perturb_weights()
     weights = {name: tensor.numpy().copy() for name, tensor in learner}
     learner.start_step(batch.tokens, epochs)
     columns = []
     for numbers in learner.logprobs():
-        column = torch.from_numpy(column_of_rank(batch, minibatches, place.rank, numbers))
+        column = torch.from_numpy(column_of_rank(batch, minibatches, world.rank, numbers))
         torch.distributed.all_reduce(column)
         columns.append(column.numpy())
     learner.update(PolicyTargets(advantages_of(config, batch, *columns, program), *columns))

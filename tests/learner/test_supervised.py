@@ -15,7 +15,7 @@ from rlhf.algo.packing import draw_minibatches, pack
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.supervised import SFTConfig, SupervisedConfig
 from rlhf.log.reductions import merge_metrics, merge_outcomes
-from rlhf.types import PackedTokens, Place
+from rlhf.types import PackedTokens, World
 
 pytestmark = pytest.mark.stack
 
@@ -35,11 +35,11 @@ def config_for(kind: str, model: Path, *, learners: int = 1, per_update: int = 6
     return schema.model_validate_json(json.dumps(values)).with_steps(ROWS)
 
 
-def trainer_of(kind: str, config: Any, place: Place) -> Any:
+def trainer_of(kind: str, config: Any, world: World) -> Any:
     from rlhf.learner.reward_trainer import RewardTrainer
     from rlhf.learner.supervised import SFTTrainer
 
-    trainer = (SFTTrainer if kind == SFT else RewardTrainer)(config, place)
+    trainer = (SFTTrainer if kind == SFT else RewardTrainer)(config, world)
     trainer.hold(examples(kind), examples(kind))
     return trainer
 
@@ -86,13 +86,13 @@ def plain(kind: str, model: Path, rows: np.ndarray, head: np.ndarray) -> tuple[f
 CASES = [{"max_tokens_per_microbatch": 128, "zero_stage": 2}, {"zero_stage": 0}, {"per_update": 1}, {"zero_stage": 3}]
 
 
-def first_updates(place: Place, kind: str, model: Path) -> list[Any]:
+def first_updates(world: World, kind: str, model: Path) -> list[Any]:
     """For each case: what the first update measured, the gradients, and the first weights of the head."""
     from deepspeed.utils import safe_get_full_grad
 
     results = []
     for case in CASES:
-        trainer = trainer_of(kind, config_for(kind, model, learners=place.world_size, **case), place)
+        trainer = trainer_of(kind, config_for(kind, model, learners=world.size, **case), world)
         gradients: dict[str, np.ndarray] = {}
         head = trainer.trained.get("score.weight", torch.zeros(0))
         with trainer.whole(head):
@@ -129,15 +129,15 @@ def test_loss_and_gradient_are_the_plain_ones_for_1_and_2_learners_any_budget_an
             assert merge_metrics(list(evaluations))["eval/loss"].value() == pytest.approx(loss, rel=1e-5)
 
 
-def train_in_two_parts(place: Place, model: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+def train_in_two_parts(world: World, model: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     config = config_for(SFT, model, schedule={"name": "cosine"}, optimizer={"lr": 1e-2})
-    whole = trainer_of(SFT, config, place)
+    whole = trainer_of(SFT, config, world)
     logged = []
     for step in range(config.steps):
         logged.append(whole.train(step).metrics)
         if step == 3:  # in the second epoch
             save(whole, folder)
-    resumed = trainer_of(SFT, config, place)
+    resumed = trainer_of(SFT, config, world)
     resumed.load(str(folder))
     for step in range(4, config.steps):
         resumed.train(step)

@@ -14,7 +14,7 @@ from worlds import column_of_rank, make_config, make_groups, plan_first_epoch, r
 
 from rlhf.log.reductions import UpdateOutcome
 from rlhf.step.batch import broadcast_to_tokens
-from rlhf.types import Place, PolicyTargets
+from rlhf.types import PolicyTargets, World
 
 pytestmark = pytest.mark.stack
 
@@ -25,7 +25,7 @@ def step(learner: Any, config: Any) -> list[UpdateOutcome]:
     """Log-prob passes and updates of one training step, as the loop makes them, on one rank."""
     batch, minibatches, advantages = plan_first_epoch(config, make_groups(**GROUPS))
     learner.start_step(batch.tokens, [minibatches])
-    old, ref = (column_of_rank(batch, minibatches, learner.place.rank, numbers) for numbers in learner.logprobs())
+    old, ref = (column_of_rank(batch, minibatches, learner.world.rank, numbers) for numbers in learner.logprobs())
     return learner.update(PolicyTargets(broadcast_to_tokens(batch, advantages), old, ref))
 
 
@@ -56,8 +56,8 @@ def save_wide_model(folder: Path) -> Path:
     return folder
 
 
-def first_step_metrics(place: Place, model: Path, checkpointing: bool) -> list[dict[str, float]]:
-    from rlhf.learner.worker import Learner
+def first_step_metrics(world: World, model: Path, checkpointing: bool) -> list[dict[str, float]]:
+    from rlhf.learner.policy import Learner
 
     config = make_config(
         model,
@@ -68,9 +68,9 @@ def first_step_metrics(place: Place, model: Path, checkpointing: bool) -> list[d
             "minibatches_per_epoch": 2,
             "optimizer": {"lr": 1e-3},
         },
-        cluster={"device": "cpu", "learners": place.world_size},
+        cluster={"device": "cpu", "learners": world.size},
     )
-    learner = Learner(config, place)
+    learner = Learner(config, world)
     return [{name: metric.value() for name, metric in update.metrics.items()} for update in step(learner, config)]
 
 
@@ -114,11 +114,11 @@ def adam_torch(weights: torch.Tensor, grads: list[torch.Tensor], *, lr: float, e
     return parameter.detach()
 
 
-def run_adam(place: Place, model: Path, variant: str, updates: int) -> dict[str, Any]:
+def run_adam(world: World, model: Path, variant: str, updates: int) -> dict[str, Any]:
     """Start and end weights and the gradients between, through ZeRO-2."""
     from deepspeed.utils import safe_get_full_grad
 
-    from rlhf.learner.worker import Learner
+    from rlhf.learner.policy import Learner
 
     class Probe(Learner):
         grads: list[dict[str, torch.Tensor]] = []  # noqa: RUF012
@@ -135,9 +135,9 @@ def run_adam(place: Place, model: Path, variant: str, updates: int) -> dict[str,
             "max_grad_norm": None,
             "optimizer": {"variant": variant, "lr": 1e-4, "eps": 1e-5, "betas": [0.9, 0.95]},
         },
-        cluster={"device": "cpu", "learners": place.world_size},
+        cluster={"device": "cpu", "learners": world.size},
     )
-    learner = Probe(config, place)
+    learner = Probe(config, world)
     names = ("model.norm.weight", "model.layers.0.self_attn.q_proj.bias", "model.layers.1.mlp.up_proj.weight")
     start = {name: learner.trained[name].detach().numpy().copy() for name in names}
     targets = start_step(learner, config)
@@ -182,8 +182,8 @@ def whole_weights(learner: Any) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy().copy() for name, tensor in learner}
 
 
-def run_with_a_poisoned_update(place: Place, model: Path, stage: int) -> dict[str, Any]:
-    from rlhf.learner.worker import Learner
+def run_with_a_poisoned_update(world: World, model: Path, stage: int) -> dict[str, Any]:
+    from rlhf.learner.policy import Learner
 
     config = make_config(
         model,
@@ -194,9 +194,9 @@ def run_with_a_poisoned_update(place: Place, model: Path, stage: int) -> dict[st
             "schedule": {"name": "cosine", "warmup_steps": 1},
             "max_tokens_per_microbatch": 300,
         },
-        cluster={"device": "cpu", "learners": place.world_size},
+        cluster={"device": "cpu", "learners": world.size},
     )
-    learner = Learner(config, place)
+    learner = Learner(config, world)
     targets = start_step(learner, config)
     advantages = targets.advantages.copy()
     advantages[np.flatnonzero(advantages)[-1]] = np.nan  # one token, on one rank
@@ -239,11 +239,11 @@ def test_a_non_finite_gradient_of_one_rank_and_a_skipped_step_consume_the_schedu
         assert run["eps"] == pytest.approx(1e-8 / math.sqrt(1 - 0.95**2))
 
 
-def weights_after_a_step_at_lr_0(place: Place, model: Path) -> bool:
-    from rlhf.learner.worker import Learner
+def weights_after_a_step_at_lr_0(world: World, model: Path) -> bool:
+    from rlhf.learner.policy import Learner
 
     config = make_config(model, learner={"optimizer": {"lr": 0.0, "weight_decay": 0.1}})
-    learner = Learner(config, place)
+    learner = Learner(config, world)
     before = {name: p.detach().clone() for name, p in learner.trained.items()}
     learner.update(start_step(learner, config))
     return all(torch.equal(before[name], p) for name, p in learner.trained.items())
@@ -268,16 +268,16 @@ def checkpoint_config(model: Path, learners: int, stage: int) -> Any:
     )
 
 
-def train_and_save(place: Place, model: Path, folder: Path) -> dict[str, np.ndarray]:
+def train_and_save(world: World, model: Path, folder: Path) -> dict[str, np.ndarray]:
     """Two updates, a checkpoint, an export, two more updates: the weights at the end."""
-    from rlhf.learner.worker import Learner
+    from rlhf.learner.policy import Learner
 
-    config = checkpoint_config(model, place.world_size, 2)
-    learner = Learner(config, place)
+    config = checkpoint_config(model, world.size, 2)
+    learner = Learner(config, world)
     targets = start_step(learner, config)
     for _ in range(2):
         learner.update(targets)
-    if place.rank == 0:
+    if world.rank == 0:
         (folder / "checkpoint").mkdir(parents=True)
     torch.distributed.barrier()
     save(learner, folder / "checkpoint")
@@ -289,13 +289,13 @@ def train_and_save(place: Place, model: Path, folder: Path) -> dict[str, np.ndar
     return {"canary": canary} | whole_weights(learner)
 
 
-def resume_and_train(place: Place, model: Path, folder: Path, stage: int) -> dict[str, np.ndarray]:
-    from rlhf.learner.worker import Learner
+def resume_and_train(world: World, model: Path, folder: Path, stage: int) -> dict[str, np.ndarray]:
+    from rlhf.learner.policy import Learner
 
-    config = checkpoint_config(model, place.world_size, stage)
-    learner = Learner(config, place)
+    config = checkpoint_config(model, world.size, stage)
+    learner = Learner(config, world)
     learner.load(str(folder / "checkpoint"))
-    again = folder / f"again-{place.world_size}-{stage}"
+    again = folder / f"again-{world.size}-{stage}"
     again.mkdir(exist_ok=True)
     save(learner, again)
     assert (learner.adam_steps, learner.updates_done) == (2, 2)
@@ -320,20 +320,20 @@ def test_a_checkpoint_continues_the_same_run_with_another_number_of_learners_and
     exported_logprobs_agree(tmp_path / "export", canary)
 
 
-def weights_after_loading(place: Place, model: Path, folder: Path, stage: int) -> dict[str, np.ndarray]:
+def weights_after_loading(world: World, model: Path, folder: Path, stage: int) -> dict[str, np.ndarray]:
     """What a learner in bfloat16 computes with after it has trained, saved, trained on, and loaded.
 
     The update after the load is the one after the save, bit for bit.
     """
-    from rlhf.learner.worker import Learner
+    from rlhf.learner.policy import Learner
 
     config = make_config(
         model,
         model={"dtype": "bfloat16"},
         learner={"zero_stage": stage, "offload_optimizer": stage == 3, "optimizer": {"lr": 1e-3}},
-        cluster={"device": "cpu", "learners": place.world_size},
+        cluster={"device": "cpu", "learners": world.size},
     )
-    learner = Learner(config, place)
+    learner = Learner(config, world)
     targets = start_step(learner, config)
     (folder / "start").mkdir(exist_ok=True)
     save(learner, folder / "start")

@@ -19,7 +19,7 @@ from rlhf.learner.update import policy_microbatch
 from rlhf.step.advantages import step_advantages
 from rlhf.step.batch import broadcast_to_tokens, make_batch
 from rlhf.step.minibatches import plan_epochs, rows_with_gradient
-from rlhf.types import Minibatch, Place, PolicyTargets, RolloutGroup, StepBatch
+from rlhf.types import Minibatch, PolicyTargets, RolloutGroup, StepBatch, World
 
 NOWHERE = Path("nowhere/model")
 VOCABULARY = 61
@@ -131,16 +131,16 @@ def test_the_gradient_is_the_same_to_the_last_digits_of_float64(policy_loss: str
         torch.testing.assert_close(of_all, of_some, rtol=1e-9, atol=1e-14)
 
 
-def steps_without_and_with_advantages(place: Place, model: Path) -> list[tuple[float, float, bool]]:
+def steps_without_and_with_advantages(world: World, model: Path) -> list[tuple[float, float, bool]]:
     """Two updates through DeepSpeed, the first without a single advantage: gradient norm, updates taken, moved."""
-    from rlhf.learner.worker import Learner
+    from rlhf.learner.policy import Learner
 
     config = make_config(
         model,
         learner={"optimizer": {"lr": 1e-3}, "max_tokens_per_microbatch": 512},
-        cluster={"device": "cpu", "learners": place.world_size},
+        cluster={"device": "cpu", "learners": world.size},
     )
-    learner = Learner(config, place)
+    learner = Learner(config, world)
     steps = []
     for equal in ((0, 1, 2, 3, 4), (1, 3)):
         planned = plan(groups_with_equal_ones(equal), config, skip=True)

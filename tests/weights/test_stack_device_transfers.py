@@ -22,7 +22,7 @@ from test_stack_families import AGREEMENT, Engine
 from waiting import STACK_WAIT_S, free_port
 from worlds import make_config, run_world
 
-from rlhf.types import Place
+from rlhf.types import World
 
 pytestmark = pytest.mark.stack
 
@@ -123,20 +123,20 @@ def serve(worker: Worker, *arguments: Any) -> None:
             worker.answers.put(traceback.format_exc())
 
 
-def learn(place: Place, folder: Path, engines: dict[str, list[Worker]]) -> dict[str, Case]:
+def learn(world: World, folder: Path, engines: dict[str, list[Worker]]) -> dict[str, Case]:
     """A learner that goes through all cases; rank 0 reports."""
-    device_stand_in.install(place.rank)
-    from rlhf.learner.worker import Learner
+    device_stand_in.install(world.rank)
+    from rlhf.learner.policy import Learner
     from rlhf.weights import transfer
     from rlhf.weights.client import EngineClient
 
     transfer.BUCKET_BYTES = BUCKET_BYTES
-    learner = Learner(make_config(folder, cluster={"device": "cpu", "learners": place.world_size}), place)
+    learner = Learner(make_config(folder, cluster={"device": "cpu", "learners": world.size}), world)
     true, found = learner.canary(SEQUENCES), {}
     for name, (backend, chosen) in CASES.items():
         groups = [engines[engine] for engine in chosen]
         ask = caller(groups)
-        if place.rank == 0:
+        if world.rank == 0:
             wait_for_all(ask(i, "use_backend", backend) for i in range(len(groups)))
         client = EngineClient(ask, engines=chosen, workers_per_engine=len(groups[0]))
         workers = sum(len(group) for group in groups)
@@ -147,7 +147,7 @@ def learn(place: Place, folder: Path, engines: dict[str, list[Worker]]) -> dict[
             expected = learner.canary(SEQUENCES)
             moved.append(difference(expected, true))
             learner.send_weights(version)
-            if place.rank == 0:
+            if world.rank == 0:
                 answers = wait_for_all(ask(i, "logprobs") for i in range(len(groups)))
                 differences += [difference(expected, own) for group in answers for own in group]
         found[name] = Case(differences, moved[0])
@@ -172,7 +172,7 @@ def difference(a: list[np.ndarray], b: list[np.ndarray]) -> float:
     return float(np.abs(np.concatenate(a) - np.concatenate(b)).mean())
 
 
-def all_processes(place: Place, folder: Path) -> dict[str, Case]:
+def all_processes(world: World, folder: Path) -> dict[str, Case]:
     """Start workers and learners as forks of a process that has imported vLLM; the report of rank 0."""
     import vllm  # noqa: F401
 
@@ -185,7 +185,7 @@ def all_processes(place: Place, folder: Path) -> dict[str, Case]:
             processes.append(FORK.Process(target=serve, args=arguments))
     reports, port = FORK.Queue(), free_port()
     for rank in range(2):
-        learner_place = Place(rank, 2, rank, "127.0.0.1", port, threads=1)
+        learner_place = World(rank, 2, rank, "127.0.0.1", port, threads=1)
         processes.append(FORK.Process(target=report, args=(reports, learner_place, folder, engines)))
     for process in processes:
         process.start()
@@ -202,9 +202,9 @@ def all_processes(place: Place, folder: Path) -> dict[str, Case]:
     return next(cases for rank, cases in found if rank == 0)
 
 
-def report(reports: Any, place: Place, *arguments: Any) -> None:
+def report(reports: Any, world: World, *arguments: Any) -> None:
     try:
-        reports.put((place.rank, learn(place, *arguments)))
+        reports.put((world.rank, learn(world, *arguments)))
     except BaseException:
         reports.put(traceback.format_exc())
 

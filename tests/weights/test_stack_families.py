@@ -16,7 +16,7 @@ import pytest
 from model_families import write_family
 from worlds import make_config, run_world
 
-from rlhf.types import Place
+from rlhf.types import World
 from rlhf.weights.client import EngineClient
 from rlhf.weights.transfer import BACKEND, RECEIVERS, WORKER_EXTENSION, Rendezvous
 
@@ -53,13 +53,13 @@ class Engine:
         return [np.array([0.0, *(row[i][int(ids[i])].logprob for i in range(1, len(ids)))]) for ids, row in rows]
 
 
-def differences(place: Place, folder: Path) -> tuple[list[float], float, list[str]]:
+def differences(world: World, folder: Path) -> tuple[list[float], float, list[str]]:
     """Engine against learner: at the start, on perturbed weights, on the true ones; what perturbing moved; and the
     tensors, one of a kind, that vLLM could lose in a later transfer without being named."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    from rlhf.learner.worker import Learner
+    from rlhf.learner.policy import Learner
 
-    learner, engine = Learner(make_config(folder), place), Engine(folder)
+    learner, engine = Learner(make_config(folder), world), Engine(folder)
     rendezvous = Rendezvous("127.0.0.1", 0, 2, 60.0, one_node=True)
     learner.connect(BACKEND, EngineClient(engine.call, engines=["engine 0"], workers_per_engine=1), rendezvous)
     rng = np.random.default_rng(0)

@@ -11,8 +11,8 @@ import ray
 from ray.util import placement_group_table
 from ray_cluster import ray_folder
 
+from rlhf.cluster.actor_start import create, create_guest, shared_gpus
 from rlhf.cluster.actors import ClusterError
-from rlhf.cluster.placement import create, create_guest, shared_gpus
 from rlhf.config.roles import CRITIC, ENGINE, LEARNER, Role, Training
 from rlhf.config.sections import ClusterConfig, TrainedConfig
 
@@ -41,7 +41,7 @@ CRITICS = Role(
 
 
 def learners(count: int) -> Role:
-    hosted = "rlhf.learner.worker:Learner"
+    hosted = "rlhf.learner.policy:Learner"
     return Role(
         LEARNER, "learner", "model.path", "m", count, cpus=1.0, gpus=1, hosted=hosted, memory="", training=TRAINING
     )

@@ -20,7 +20,7 @@ from rlhf.learner.reference import MovingCopy, make_reference
 from rlhf.learner.step import StepRank
 from rlhf.learner.update import policy_microbatch
 from rlhf.log.reductions import UpdateOutcome
-from rlhf.types import Place, PolicyTargets
+from rlhf.types import PolicyTargets, World
 from rlhf.weights.client import EngineClient
 from rlhf.weights.transfer import CPUSender, ParameterMeta, Rendezvous, VLLMSender, make_sender
 
@@ -31,9 +31,9 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per elem
 class Learner(StepRank):
     """One rank of the policy; a plain class that `rlhf.cluster.actors` hosts in a Ray actor."""
 
-    def __init__(self, config: GRPOConfig, place: Place) -> None:
+    def __init__(self, config: GRPOConfig, world: World) -> None:
         device = config.cluster.device
-        super().__init__(place, name="learner", training=config.training, model=config.model, device=device)
+        super().__init__(world, name="learner", training=config.training, model=config.model, device=device)
         self.config = config
         self._sender: CPUSender | VLLMSender | None = None
         self._client: EngineClient | None = None
@@ -110,7 +110,7 @@ class Learner(StepRank):
         if self._client is not None:  # the new engine is compared with the first ones
             client.proved = self._client.proved
         self._client = client
-        self._sender = make_sender(backend, self, client, rendezvous, rank=self.place.rank)
+        self._sender = make_sender(backend, self, client, rendezvous, rank=self.world.rank)
 
     def send_weights(self, version: int, connection: tuple[str, EngineClient, Rendezvous] | None = None) -> None:
         """Connect, if a new `connection` is given, then send the weights; no update may come between."""
@@ -158,7 +158,7 @@ class Learner(StepRank):
         whole = [(tensor.data, 0)]
         if not hasattr(tensor, "ds_id"):
             return whole
-        share = [(tensor.ds_tensor.data, self.place.rank * tensor.ds_tensor.ds_numel)]
+        share = [(tensor.ds_tensor.data, self.world.rank * tensor.ds_tensor.ds_numel)]
         return share + whole if tensor.ds_status.name == "AVAILABLE" else share
 
     # --- to disk ---
