@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 from rlhf.cluster.cluster import Cluster
+from rlhf.cluster.heartbeat import Heartbeat
+from rlhf.cluster.rank_group import RankGroup, RoleCheckpoints
 from rlhf.config.load import flat_keys
 from rlhf.config.program import TrainingProgramConfig
 from rlhf.data.model_files import load_tokenizer
@@ -32,6 +35,28 @@ LOST_SAVE_S = 15.0  # where Ray has ended: learners that still live may complete
 C = TypeVar("C", bound=TrainingProgramConfig)
 
 
+class RunCluster(Protocol):
+    """What a run asks of its cluster; tests drive a run with one that starts nothing."""
+
+    checkpoints: RoleCheckpoints
+    heartbeat: Heartbeat
+    lost: str
+
+    @property
+    def learners(self) -> RankGroup: ...
+
+    @property
+    def critics(self) -> RankGroup: ...
+
+    async def together(self, calls: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]: ...
+
+    async def load(self, folder: Path) -> None: ...
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(self, *failure: Any) -> None: ...
+
+
 class Run(Generic[C]):
     """What any training has. The constructor checks the run folder and the tokenizer; nothing is started yet.
 
@@ -39,7 +64,7 @@ class Run(Generic[C]):
 
     Args:
         resume: go on from the checkpoint with the name `start_at`, or the newest.
-        make_cluster: tests drive a run with one that starts nothing.
+        make_cluster: a Cluster, or in tests another RunCluster.
 
     Raises:
         ValueError: the folder cannot be used, or what it holds does not fit the config.
@@ -52,7 +77,7 @@ class Run(Generic[C]):
     """
 
     def __init__(
-        self, config: C, *, resume: bool, start_at: str | None = None, make_cluster: Callable[..., Any] = Cluster
+        self, config: C, *, resume: bool, start_at: str | None = None, make_cluster: Callable[..., RunCluster] = Cluster
     ) -> None:
         self.config = config
         if resume and start_at is None:
@@ -68,7 +93,7 @@ class Run(Generic[C]):
         self.diagnosis = Diagnosis(flat_keys(config.shown()))
         self.stop = Stop(config.run.grace_s, self.log.print)
         self.tokenizer = load_tokenizer(config.model)
-        self.cluster: Cluster = make_cluster(config, first_step=self.first_step, watch_stage=self.log.terminal.stage)
+        self.cluster = make_cluster(config, first_step=self.first_step, watch_stage=self.log.terminal.stage)
         self.saver = CheckpointSaver(
             config.checkpoint, self.folder, self.cluster.checkpoints, self.tokenizer, mirror, self.log.warn,
             self.log.files.check,
