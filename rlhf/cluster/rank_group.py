@@ -74,9 +74,10 @@ class RankGroup(ActorGroup):
         """The optimizer step of a supervised training after `step` others; metrics are merged over all ranks."""
         return merge_outcomes(await self.call("train", step))
 
-    async def evaluate(self) -> StepMetrics:
-        """The metrics of the held-out examples over all ranks."""
-        return merge_metrics(await self.call("evaluate"))
+    async def evaluate(self, part: int) -> StepMetrics | None:
+        """The metrics of a part of the held-out examples over all ranks; None after the last part."""
+        by_rank = await self.call("evaluate", part)
+        return None if by_rank[0] is None else merge_metrics(by_rank)
 
     async def skip_updates(self) -> list[UpdateOutcome]:
         """Count every optimizer step of the training step as skipped, on all ranks."""

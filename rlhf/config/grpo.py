@@ -8,7 +8,13 @@ from typing import ClassVar
 from rlhf.config import sections
 from rlhf.config.base import key
 from rlhf.config.data import DataConfig
-from rlhf.config.program import TrainingProgramConfig, dtype_problems, training_problems, warmup_problems
+from rlhf.config.program import (
+    TrainingProgramConfig,
+    dtype_problems,
+    profile_problems,
+    training_problems,
+    warmup_problems,
+)
 from rlhf.config.reward import RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.roles import Training
@@ -230,8 +236,7 @@ def _best_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _learner_problems(config: GRPOConfig) -> Iterator[str]:
     run, learner, algo = config.run, config.learner, config.algo
-    if later := [step for step in config.logging.profile_steps if step > run.steps]:
-        yield f"logging.profile_steps={later}: the run ends at {run.steps=}. Name steps up to that."
+    yield from profile_problems(config.logging.profile_steps, run.steps, "run.steps")
     if learner.max_tokens_per_microbatch < config.max_sequence_tokens:
         yield (
             f"{learner.max_tokens_per_microbatch=}: one sequence may have data.max_prompt_tokens + "

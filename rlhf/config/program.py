@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import ValidationInfo, model_validator
@@ -142,6 +142,12 @@ def warmup_problems(key: str, trained: sections.TrainedConfig, updates: int, cou
             f"{key}.schedule.warmup_steps={warmup}: the run has only {updates} optimizer steps ({counted_as}). Shorten "
             "the warm-up (as warmup_fraction it follows the length of the run), or run longer."
         )
+
+
+def profile_problems(profiled: Sequence[int], steps: int, counted_as: str) -> Iterator[str]:
+    """A problem if the run ends before a step whose trace is asked for."""
+    if later := [step for step in profiled if step > steps]:
+        yield f"logging.profile_steps={later}: the run ends at step {steps} ({counted_as}). Name steps up to that."
 
 
 def dtype_problems(key: str, dtype: str, device: str) -> Iterator[str]:

@@ -11,7 +11,13 @@ from pydantic import PositiveInt
 from rlhf.config import sections
 from rlhf.config.base import key
 from rlhf.config.data import DatasetConfig, DatasetsConfig, TemplateName
-from rlhf.config.program import TrainingProgramConfig, dtype_problems, training_problems, warmup_problems
+from rlhf.config.program import (
+    TrainingProgramConfig,
+    dtype_problems,
+    profile_problems,
+    training_problems,
+    warmup_problems,
+)
 
 
 class SupervisedRunConfig(sections.AnyRunConfig):
@@ -52,11 +58,12 @@ class SupervisedConfig(TrainingProgramConfig):
         """This config for so many training examples: `run.steps` is set.
 
         Raises:
-            ValueError: the warm-up is not shorter than the run.
+            ValueError: the warm-up is not shorter than the run, or a step is to be profiled after its end.
         """
         steps = self.run.steps or self.run.epochs * self.updates_per_epoch(examples)
         counted_as = "run.steps" if self.run.steps else f"run.epochs x {examples} examples by minibatches"
-        for problem in warmup_problems("learner", self.learner, steps, counted_as):
+        late = profile_problems(self.logging.profile_steps, steps, counted_as)
+        for problem in (*warmup_problems("learner", self.learner, steps, counted_as), *late):
             raise ValueError(problem)
         return self.model_copy(update={"run": self.run.model_copy(update={"steps": steps})})
 

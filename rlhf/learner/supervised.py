@@ -20,6 +20,8 @@ from rlhf.learner.update import on_host
 from rlhf.log.reductions import Perplexity, StepMetrics, Sum, UpdateOutcome, merge_metrics
 from rlhf.types import Denominators, Minibatch, PackedTokens, World
 
+EVALUATED_AT_ONCE = 32  # microbatches of each rank: a run can be asked to end between two parts of an evaluation
+
 
 class SupervisedRank(TrainedRank):
     """What the trainers of `rlhf.sft` and `rlhf.reward_model` share; `hold` comes first."""
@@ -55,11 +57,16 @@ class SupervisedRank(TrainedRank):
         return replace(outcome, metrics=outcome.metrics | counts)
 
     @torch.no_grad()
-    def evaluate(self) -> StepMetrics:
-        """The mean loss and the other metrics on all held-out examples, as this rank saw them."""
+    def evaluate(self, part: int) -> StepMetrics | None:
+        """A part of the mean loss and the other metrics on all held-out examples; None after the last part.
+
+        What the ranks return for all parts, merged, is the evaluation.
+        """
         assert self._held_out is not None
-        microbatches = self._own(self._held_out, np.arange(self._count(self._held_out)))
-        return on_host(merge_metrics([self._measured("eval", held)[1] for held in microbatches]))
+        of_part = slice(part * EVALUATED_AT_ONCE, (part + 1) * EVALUATED_AT_ONCE)
+        microbatches = self._own(self._held_out, np.arange(self._count(self._held_out)), of_part)
+        metrics = [self._measured("eval", held)[1] for held in microbatches]
+        return on_host(merge_metrics(metrics)) if metrics else None
 
     def _measured(self, prefix: str, held: HeldMicrobatch) -> tuple[Tensor, StepMetrics]:
         loss, metrics = self.loss(held)
@@ -69,15 +76,15 @@ class SupervisedRank(TrainedRank):
     def _count(self, data: PackedTokens) -> int:
         return len(data.lengths) // self.config.sequences_per_example
 
-    def _own(self, data: PackedTokens, examples: np.ndarray) -> list[HeldMicrobatch]:
-        """This rank's microbatches of a minibatch of these examples."""
+    def _own(self, data: PackedTokens, examples: np.ndarray, part: slice = slice(None)) -> list[HeldMicrobatch]:
+        """This rank's microbatches, or a part of them, of a minibatch of these examples."""
         sequences = self.config.sequences_per_example
         rows = examples[:, None] * sequences + np.arange(sequences)
         max_tokens, ranks = self.config.learner.max_tokens_per_microbatch, self.world.size
         packed = pack_microbatches(data.lengths[rows].sum(1), max_tokens=max_tokens, ranks=ranks)
         trained = data.response_mask[data.token_indices(rows.ravel())]
         minibatch = Minibatch(
-            tuple(tuple(rows[np.array(members, np.int64)].ravel() for members in rank) for rank in packed),
+            tuple(tuple(rows[np.array(members, np.int64)].ravel() for members in rank[part]) for rank in packed),
             # an example counts as a rollout
             Denominators(tokens=int(trained.sum()), rollouts=len(examples), sequences=rows.size),
         )

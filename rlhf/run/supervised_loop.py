@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.config.supervised import SupervisedConfig
 from rlhf.data.conversations import TrainEval
 from rlhf.data.read import left_out_text
-from rlhf.log.reductions import UpdateOutcome, to_values
+from rlhf.log.reductions import StepMetrics, UpdateOutcome, merge_metrics, to_values
 from rlhf.run.run import Run
 
 COLUMNS = (
@@ -96,7 +96,11 @@ class SupervisedLoop:
     async def evaluate_if_due(self, step: int) -> None:
         """Measure the held-out examples, and log that under this step; a run that is to end saves first."""
         run = self._run
-        if self._data.held_out is not None and run.evaluation_is_due(step) and not run.stop.requested:
-            with run.clock.phase("evaluation"):
-                values = to_values(await run.cluster.learners.evaluate())
-            run.log_evaluation(step, values)
+        if self._data.held_out is None or not run.evaluation_is_due(step):
+            return
+        parts: list[StepMetrics] = []
+        with run.clock.phase("evaluation"):
+            while not run.stop.requested and (of_part := await run.cluster.learners.evaluate(len(parts))) is not None:
+                parts.append(of_part)
+        if not run.stop.requested:  # else a resumed run does this evaluation
+            run.log_evaluation(step, to_values(merge_metrics(parts)))

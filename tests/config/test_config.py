@@ -317,7 +317,7 @@ CONTRADICTIONS = [
         ["data.eval={path: a.jsonl, max_response_tokens: 99}"],
         ["evaluation.max_response_tokens=99 with rollout.max_response_tokens=28", "Raise it"],
     ),
-    (["logging.profile_steps=[2,99]"], ["logging.profile_steps=[99]", "run.steps=10", "up to that"]),
+    (["logging.profile_steps=[2,99]"], ["logging.profile_steps=[99]", "step 10 (run.steps)", "up to that"]),
     (["cluster.min_engines=2"], ["cluster.min_engines=2 with cluster.engines=1", "at most cluster.engines"]),
     (
         ["cluster.placement=colocated", "cluster.device=cpu"],

@@ -104,8 +104,10 @@ def first_updates(world: World, kind: str, model: Path) -> list[Any]:
             return apply()
 
         trainer._apply = see
-        evaluated = trainer.evaluate()
-        results.append((trainer.train(0), evaluated, gradients, start))
+        evaluated: Any = []
+        while (of_part := trainer.evaluate(len(evaluated))) is not None:
+            evaluated.append(of_part)
+        results.append((trainer.train(0), merge_metrics(evaluated), gradients, start))
     return results
 
 

@@ -38,8 +38,9 @@ class Learners(FakeLearners):
         }  # fmt: skip
         return UpdateOutcome("learner", not self.diverges, metrics)
 
-    async def evaluate(self) -> StepMetrics:
-        return {"eval/loss": Sum(0.25), "eval/accuracy": Mean(3.0, 4.0)}
+    async def evaluate(self, part: int) -> StepMetrics | None:
+        self.calls.append(("evaluate", part))
+        return {"eval/loss": Sum(0.125), "eval/accuracy": Mean(1.5, 2.0)} if part < 2 else None
 
     def trained(self) -> list[int]:
         return [arguments[0] for method, *arguments in self.calls if method == "train"]
@@ -138,6 +139,30 @@ def test_a_run_that_a_signal_has_ended_goes_on_with_the_step_after_its_checkpoin
     assert [row["step"] for row in logged(config) if "eval/loss" in row] == [0, 2, 4, 6]
 
 
+def test_a_signal_ends_an_evaluation_between_two_of_its_parts_and_the_resumed_run_does_it(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config, data = prepared(SFTConfig, tiny_model_dir / "model", tmp_path)
+    run = Run(config, resume=False, make_cluster=Cluster)
+    learners: Any = run.cluster.learners
+    evaluate = learners.evaluate
+
+    async def evaluate_until_the_signal(part: int) -> StepMetrics | None:
+        if learners.trained() == [0, 1]:
+            run.stop.on_signal("SIGTERM", lambda: None)
+        metrics: StepMetrics | None = await evaluate(part)
+        return metrics
+
+    learners.evaluate = evaluate_until_the_signal
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(train(run, data))
+    run.folder.unlock()
+    parts = [arguments[0] for method, *arguments in learners.calls if method == "evaluate"]
+    assert parts == [0, 1, 2, 0]  # of the evaluation at the start, and of that of step 2
+    assert [path.name for path in drive(config, data, resume=True).cluster.loaded] == ["step-000002"]
+    assert [row["step"] for row in logged(config) if "eval/loss" in row] == [0, 2, 4, 6]
+
+
 def test_a_resumed_run_must_have_the_same_rows(tiny_model_dir: Path, tmp_path: Path) -> None:
     config, data = prepared(SFTConfig, tiny_model_dir / "model", tmp_path)
     drive(config, data, until=3)
@@ -161,6 +186,8 @@ def test_steps_are_passes_over_the_rows_unless_they_are_given(tiny_model_dir: Pa
     assert prepared(SFTConfig, tiny_model_dir / "model", tmp_path, run={"steps": 5})[0].steps == 5
     with pytest.raises(ValueError, match=r"learner\.schedule\.warmup_steps=6: the run has only 6 optimizer steps"):
         prepared(SFTConfig, tiny_model_dir / "model", tmp_path, learner={"schedule": {"warmup_steps": 6}})
+    with pytest.raises(ValueError, match=r"logging\.profile_steps=\[7\]: .* step 6 \(run\.epochs x 10 examples"):
+        prepared(SFTConfig, tiny_model_dir / "model", tmp_path, logging={"profile_steps": [6, 7]})
 
 
 @pytest.mark.parametrize(
