@@ -63,7 +63,7 @@ FAR_MISS_FRACTION = 0.25
 TRAIN_ROWS = 16_384
 TEST_ROWS = 512
 WARMUP_STEPS = 600
-WARMUP_BATCH = 64  # of configs/sft_quickstart.yaml
+WARMUP_BATCH = 64  # learner.sequences_per_update of configs/sft_quickstart.yaml; a test compares them
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     for number, columns in Source("FILE", SourceConfig(path=options.file), "train").stream():
         for key, option in ((options.response_key, "--response-key"), (options.answer_key, "--answer-key")):
-            if key and not (key in columns and _is_text(columns[key], several=key == options.answer_key)):
+            if key is not None and not (key in columns and _is_text(columns[key], several=key == options.answer_key)):
                 names = ", ".join(columns) or "no columns"
                 raise ValueError(f"{options.file}:{number}: no text in column {key!r}; it has {names}. Set {option}.")
         yield columns

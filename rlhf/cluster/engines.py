@@ -100,7 +100,7 @@ class Engines:
             try:  # a failed replacement may have left this engine paused
                 completions: list[Completion] = await self._replacements.unless_failed(call)
             except LostError as error:
-                if engine is not None or not self._replacements.take_over(chosen, error):
+                if not self._replacements.take_over(chosen, error) or engine is not None:
                     raise
             else:
                 self.meter.tokens += sum(len(completion.token_ids) for completion in completions)

@@ -120,8 +120,8 @@ class Replacements:
         return admitted
 
     def send_back(self, admitted: Mapping[int, ActorGroup]) -> None:
-        """Undo `admit`, since these engines got no weights: the next transfer admits them."""
-        self.built |= admitted
+        """Undo `admit`, since these engines got no weights: the next transfer admits those that were not lost."""
+        self.built |= {rank: group for rank, group in admitted.items() if rank not in self._engines.absent}
         self._engines.absent |= admitted.keys()
         self._joining -= admitted.keys()
 

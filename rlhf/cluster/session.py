@@ -85,7 +85,8 @@ class RaySession:
                     ray.init(address=address, **common)
                 else:
                     self._start_here(common)
-                    self._watched = {p.name(): p for p in psutil.Process().children() if p.name() in PARTS}
+                    started = [p for p in psutil.process_iter(["name", "ppid"]) if p.info["ppid"] == os.getpid()]
+                    self._watched = {p.info["name"]: p for p in started if p.info["name"] in PARTS}
         except ConnectionError as error:
             raise ValueError(
                 f"cluster.ray_address={address}: no Ray cluster answers there ({error}). Start one with `ray start "

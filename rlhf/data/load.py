@@ -190,12 +190,12 @@ def _column_value(columns: dict[str, Any], column: str) -> Any:
 def _read_answer(row: Row, column: str, answer_format: AnswerFormat, gold_answer: GoldAnswer) -> str:
     try:
         answer = extract_answer(_column_value(row.columns, column), answer_format, gold_answer)
-        check_text(answer, column)
     except ValueError as error:
         raise ValueError(
             f"no usable answer: `{column}` {error}. Correct or remove the row, name another answer_column or "
             "answer_format, or set data.answer_format=none if no reward needs answers."
         ) from None
+    check_text(answer, column)
     return answer
 
 

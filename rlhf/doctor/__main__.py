@@ -106,7 +106,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def _described(patient: Patient) -> list[str]:
     """What a reader of the results has to know about the machine and the run."""
     versions, cluster = node_report.report(), patient.config.cluster
-    gpus = [gpu for node in patient.nodes.values() for gpu in node["gpus"]]
+    gpus = [gpu for node in vars(patient).get("nodes", {}).values() for gpu in node["gpus"]]
     memory = f"{psutil.virtual_memory().total / GIB:.0f} GiB"
     return [
         ", ".join(f"{name} {version}" for name, version in versions.items() if name != "node"),

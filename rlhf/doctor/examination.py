@@ -51,9 +51,9 @@ class Patient:
 
     config: GRPOConfig
     tiny: bool = False  # the model is one that the doctor has made
-    nodes: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: `report` of the node, its `gpus`
     least_free: float = math.inf  # bytes: this machine's lowest free memory at the end of a check
     at_end: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    nodes: dict[str, dict[str, Any]] = field(init=False)  # by name: `report` of the node, its `gpus`
     prompts: list[Prompt] = field(init=False)  # the first of each source, tokenized
     engines: Engines = field(init=False)  # that have started, with the learners
     canary: Canary = field(init=False)  # one that engines and learners have passed
@@ -66,6 +66,7 @@ class Patient:
 
 
 MISSING = {
+    "nodes": "the nodes did not answer",
     "prompts": "model or data could not be loaded",
     "engines": "engines and learners did not start",
     "canary": "engines and learners do not agree",

@@ -350,7 +350,7 @@ async def check_memory(patient: Patient) -> Finding:
     if least < LITTLE_MEMORY * have:
         remedy = "the run may be killed: use fewer engines or learners, or a smaller model"
         return Finding("warn", text, remedy, numbers)
-    if patient.config.cluster.device == "cuda" and len(patient.nodes) > 1 and not unlimited:
+    if patient.config.cluster.device == "cuda" and len(vars(patient).get("nodes", ())) > 1 and not unlimited:
         remedy = "InfiniBand needs unlimited locked memory: `ulimit -l unlimited` on all nodes (docker/README.md)"
         return Finding("warn", text, remedy, numbers)
     return Finding("ok", text, numbers=numbers)

@@ -62,7 +62,12 @@ def write_model(
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("model*.safetensors"), folder / INDEX):
         old.unlink(missing_ok=True)
-    shapes = {part: meta for name, tensor in like.items() for part, meta in hub_shapes(transformer, name, tensor)}
+    # Of a tensor that is a view, the library would count the storage: an expert is a view of all experts.
+    shapes = {
+        part: torch.empty_like(meta)
+        for name, tensor in like.items()
+        for part, meta in hub_shapes(transformer, name, tensor)
+    }
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=FILE_BYTES)
     held: dict[str, dict[str, Tensor]] = {file: {} for file in split.filename_to_tensors}
     for name, tensor in tensors:

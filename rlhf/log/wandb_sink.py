@@ -56,11 +56,6 @@ class WandbSink:
             "dir": run_dir, "project": config.project, "entity": config.entity, "group": config.group,
             "name": config.name or run_dir.name, "tags": list(config.tags) or None,
             "config": {**resolved, "about": dict(about)},
-            # in a git repository, wandb would store the remote's address and every uncommitted change
-            "settings": wandb.Settings(
-                disable_git=True, silent=True, init_timeout=WANDB_START_S, finish_timeout=WANDB_FINISH_S,
-                finish_timeout_raises=True, x_graphql_timeout_seconds=ANSWER_S, x_graphql_retry_max=WANDB_RETRIES,
-            ),
         }  # fmt: skip
         run_id = config.run_id if resume is None else resume[0]
         same_run = common | {"id": run_id, "resume": "allow" if run_id else None}
@@ -68,7 +63,7 @@ class WandbSink:
         rewound = [] if resume is None else [common | {"resume_from": f"{resume[0]}?_step={resume[1]}"}]
         online = config.mode == "online" or (config.mode == "auto" and has_wandb_key())
         run = _start_online([*rewound, same_run], run_dir, warn) if online else None
-        self._run = run or wandb.init(mode="offline", **same_run)
+        self._run = run or wandb.init(mode="offline", settings=_settings(), **same_run)
         self.run_id: str = self._run.id
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
@@ -111,6 +106,15 @@ class WandbSink:
                 wandb.teardown()
 
 
+def _settings() -> wandb.Settings:
+    """New ones for each attempt, because `wandb.init` writes its arguments into them."""
+    return wandb.Settings(
+        disable_git=True,  # in a repository, wandb would store the remote's address and every uncommitted change
+        silent=True, init_timeout=WANDB_START_S, finish_timeout=WANDB_FINISH_S, finish_timeout_raises=True,
+        x_graphql_timeout_seconds=ANSWER_S, x_graphql_retry_max=WANDB_RETRIES,
+    )  # fmt: skip
+
+
 def _start_online(
     attempts: Sequence[Mapping[str, Any]], run_dir: Path, warn: Callable[[str], None]
 ) -> wandb.Run | None:
@@ -120,7 +124,7 @@ def _start_online(
     url, problem = server_problem()
     for arguments in () if problem else attempts:
         try:
-            return wandb.init(mode="online", **arguments)
+            return wandb.init(mode="online", settings=_settings(), **arguments)
         except wandb.errors.UsageError:
             raise
         except wandb.errors.Error as error:

@@ -32,6 +32,7 @@ KNOWN_MODELS = {
     "allenai/Llama-3.1-Tulu-3-8B-DPO": ("llama", 4096, 14336, 32, 32, 8, 128264, False, 131072),
 }
 
+KV_HEADS_DEFAULT = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}  # transformers' defaults
 QWEN3_HEAD_DIM = 128  # if its config.json has no head_dim
 EXPERT_SIZES = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}  # the key of I of an expert
 
@@ -172,7 +173,7 @@ def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> Model
     hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
     layers, attention_layers = _layers(config)
     sparse = kind in EXPERT_SIZES
-    expert_keys = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    expert_keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     active_keys = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
     every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     rotary = config.get("qk_rope_head_dim", 0)
@@ -185,7 +186,7 @@ def _sizes(kind: str, config: Mapping[str, Any], stored: Stored | None) -> Model
         layers=layers,
         attention_layers=attention_layers,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
+        kv_heads=config.get("num_key_value_heads") or KV_HEADS_DEFAULT.get(kind, heads),
         head_dim=latent or config.get("head_dim") or (QWEN3_HEAD_DIM if kind == "qwen3" else hidden // heads),
         intermediate=_first(
             config, "intermediate_size", missing=None if kind in USUAL_MODEL_TYPES and not sparse else 4 * hidden

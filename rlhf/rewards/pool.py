@@ -203,7 +203,9 @@ class Pool:
 
     def worker_pids(self) -> list[int]:
         """Processes that are able to take a job, spares included."""
-        return [worker.pid for worker in list(self._workers.values()) if worker.ready and not worker.doomed]
+        return [
+            worker.pid for worker in list(self._workers.values()) if worker.ready and worker.pid and not worker.doomed
+        ]
 
     def wait_full(self, seconds: float) -> int:
         """Wait until every killed worker is replaced, or `seconds` have passed; returns how many are ready."""
@@ -284,7 +286,9 @@ class Pool:
             messages, is_open = self.keeper.channel.receive()
             for message in messages:
                 self.keeper.deadline = time.monotonic() + self.keeper_silent_s
-                if worker := self._workers.get(message.get("gone")):
+                if worker := self._workers.get(message.get("forked")):
+                    worker.pid = int(message["pid"])  # not from the worker, which others' code may have taken over
+                elif worker := self._workers.get(message.get("gone")):
                     self._remove(worker)
             if not is_open:
                 self._restart_keeper()
@@ -310,12 +314,12 @@ class Pool:
                 self._postpone(worker, f"{changed} is not what the run began with.")
                 return
             self._cannot_load = ""
-            worker.ready, worker.pid, worker.watch.cpu = True, int(message["pid"]), float(message["cpu"])
+            worker.ready, worker.watch.cpu = True, float(message["cpu"])
             self.unconfined = tuple(map(str, message["unconfined"]))
             if message["waits"] and not self._queue.waiting:
                 self._queue.waiting = {name: deque() for name in message["waits"]}
                 self.full_size += self.size  # calls that wait would keep the first workers from computing
-            if not self._started.done() and len(self.worker_pids()) >= self.size:
+            if not self._started.done() and sum(each.ready for each in self._workers.values()) >= self.size:
                 self._started.set_result(None)
         elif "broken" in message:
             self._postpone(worker, str(message["broken"]))
@@ -356,7 +360,12 @@ class Pool:
             elapsed = worker.watch.elapsed()
             if not worker.ready and not worker.doomed and elapsed > START_S:
                 self._kill(worker, DIED)
-            if not worker.jobs or worker.doomed or elapsed < min(POLL_S, self._limits["wall_seconds"]):
+            if (
+                not worker.jobs
+                or worker.doomed
+                or not worker.pid
+                or elapsed < min(POLL_S, self._limits["wall_seconds"])
+            ):
                 continue
             if ":" in worker.first.request["name"] and count_below(worker.pid, MAX_PROCESSES) > MAX_PROCESSES:
                 self._kill(worker, DIED, f"over {MAX_PROCESSES} processes")

@@ -103,6 +103,7 @@ class Keeper:
         for fd in fds:
             os.close(fd)
         self._numbers[pid] = number
+        self._control.send({"forked": number, "pid": pid})
 
     def _reap_workers(self) -> None:
         ended = [pid for pid in _reap() if pid in self._numbers]
@@ -149,7 +150,7 @@ def _serve(number: int, channel: Channel, hello: dict[str, Any], pipes: list[int
         except ValueError as error:
             channel.send({"broken": str(error)})
         else:
-            about = {"pid": os.getpid(), "unconfined": unconfined, "sources": sources}
+            about = {"unconfined": unconfined, "sources": sources}
             with contextlib.suppress(OSError):  # the driver is gone
                 _answer_jobs(channel, hello, functions, about, lines)
     except Exception:

@@ -196,6 +196,8 @@ class Mirror:
         """
         seconds = self._answer_s + size / SLOWEST  # not every client has a limit of its own
         for wait_s in (*self._waits_s, None):
+            if self._closed.done():
+                raise OSError(f"checkpoint.mirror={hide(self.url)}: the run ended")
             answer = future_of(request, *arguments)
             done, _ = wait({answer, self._closed}, seconds, FIRST_COMPLETED)
             error: BaseException | None = TimeoutError(f"no answer within {seconds:.0f} s")

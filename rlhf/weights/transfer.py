@@ -109,15 +109,16 @@ class Bucket:
     def end(self) -> int:
         return self.start + sum(meta.bytes for meta in self.parameters)
 
-    def tensors_in(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name and its part of a uint8 tensor [bytes of all buckets], not a copy."""
-        flat = memory[self.start : self.end].view(self.parameters[0].torch_dtype)
+    def tensors_in(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name and its part of the bucket's bytes, uint8 [end - start], not a copy."""
+        flat = own.view(self.parameters[0].torch_dtype)
         for meta, part in zip(self.parameters, flat.split([meta.numel for meta in self.parameters]), strict=True):
             yield meta.name, part.view(meta.shape)
 
-    def broadcast(self, group: dist.ProcessGroup, memory: Tensor) -> None:
-        """Send the bucket's bytes from rank 0 of a group to the others; not every build of gloo has bfloat16."""
-        group.broadcast([memory[self.start : self.end]], dist.BroadcastOptions()).wait()
+
+def broadcast(group: dist.ProcessGroup, own: Tensor) -> None:
+    """Send a bucket's bytes from rank 0 of a group to the others; not every build of gloo has bfloat16."""
+    group.broadcast([own], dist.BroadcastOptions()).wait()
 
 
 def buckets(metadata: Iterable[ParameterMeta], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
@@ -183,9 +184,10 @@ class Inbox:
     def receive(self, number: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a bucket; they do not change until the next weights are sent."""
         bucket = self._buckets[number]
+        own = self._memory[bucket.start : bucket.end]
         if self._group is not None:
-            bucket.broadcast(self._group, self._memory)
-        yield from bucket.tensors_in(self._memory)
+            broadcast(self._group, own)
+        yield from bucket.tensors_in(own)
 
 
 class CPUSender:
@@ -198,13 +200,13 @@ class CPUSender:
         self._buckets = buckets(metadata)
         if not self._is_sender:
             return
-        size = self._buckets[-1].end
         info = vars(rendezvous) | {"rank_offset": 1, "memory": "", "parameters": [astuple(meta) for meta in metadata]}
         if info.pop("one_node"):
-            self._memory, info["memory"] = create_shared_memory(size)
+            self._memory, info["memory"] = create_shared_memory(self._buckets[-1].end)
             client.init_weight_transfer_engine(info)
             return
-        self._memory = torch.empty(size, dtype=torch.uint8)
+        largest = max(bucket.end - bucket.start for bucket in self._buckets)
+        self._memory = torch.empty(largest, dtype=torch.uint8)  # one bucket after another is in it
         with ThreadPoolExecutor(max_workers=1) as pool:
             engines_join = pool.submit(client.init_weight_transfer_engine, info)
             self._group = gloo_group(info, 0)
@@ -226,13 +228,15 @@ class CPUSender:
         torch.set_num_threads(1)
         try:
             for number, bucket in enumerate(self._buckets):
-                for announced, part in bucket.tensors_in(self._memory):
+                start = bucket.start if self._group is None else 0
+                own = self._memory[start : start + bucket.end - bucket.start]
+                for announced, part in bucket.tensors_in(own):
                     name, tensor = next(stream)
                     assert name == announced, f"the weight stream yielded {name} where {announced} was announced"
                     part.copy_(tensor)
                 loads.append(pool.submit(self._client.update_weights, {"bucket": number}))
                 if self._group is not None:
-                    bucket.broadcast(self._group, self._memory)
+                    broadcast(self._group, own)
             assert next(stream, None) is None, "the weight stream goes on after the last announced parameter"
             for load in loads:
                 load.result()

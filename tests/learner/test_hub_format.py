@@ -14,7 +14,8 @@ from worlds import make_config, run_world, save
 
 from rlhf.algo.packing import pack
 from rlhf.config.sections import ModelConfig
-from rlhf.learner.hub_format import hub_shapes, hub_tensors, state_buffers
+from rlhf.learner import hub_format
+from rlhf.learner.hub_format import empty_model, hub_shapes, hub_tensors, model_tensors, state_buffers, write_model
 from rlhf.learner.policy_model import DeviceTokens, load_policy
 from rlhf.types import World
 
@@ -80,6 +81,20 @@ def test_a_bias_that_balances_a_router_is_sent_saved_and_exported(tmp_path: Path
     assert exported.keys() == resumed.keys() == before.keys()
     assert (exported[BIAS] != before[BIAS].numpy()).any()
     assert (resumed[BIAS] == exported[BIAS]).all()
+
+
+def test_an_expert_counts_as_its_own_bytes_where_a_model_is_cut_into_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = empty_model(write_family("qwen3_moe", tmp_path / "model"), dtype="bfloat16", trust_remote_code=False)
+    tensors = model_tensors(model)
+    total = sum(2 * tensor.numel() for tensor in tensors.values())
+    monkeypatch.setattr(hub_format, "FILE_BYTES", total // 3)
+    zeros = ((name, torch.zeros_like(tensor, device="cpu")) for name, tensor in tensors.items())
+    write_model(tmp_path / "out", model, tensors, zeros)
+    index = json.loads((tmp_path / "out" / hub_format.INDEX).read_text())
+    assert index["metadata"]["total_size"] == total
+    assert len(set(index["weight_map"].values())) in (3, 4)
 
 
 def exported_class(world: World, folder: Path) -> list[str]:

@@ -13,12 +13,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import URLError
 
 import pytest
+import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
+from rlhf.config.sections import WandbConfig
+from rlhf.log import wandb_sink
 from rlhf.log.reachable import ANSWER_S, no_answer
 from rlhf.log.wandb_sink import WANDB_START_S
 
@@ -274,3 +278,30 @@ def test_a_key_is_found_for_the_server_of_wandbs_settings_alone(
     program = "from rlhf.log.wandb_sink import has_wandb_key; print(has_wandb_key())"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == str(found)
+
+
+def test_a_resume_that_the_server_cannot_rewind_is_tried_again_and_at_last_goes_on_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wandb.init` writes `resume_from` into the settings that it is given, which then allow no `resume`."""
+    tried: list[tuple[str, str | None]] = []
+    offline = SimpleNamespace(id="run-1", define_metric=lambda *_, **__: None)
+
+    def init(*, mode: str, settings: wandb.Settings, resume_from: str | None = None, **given: Any) -> Any:
+        tried.append((mode, resume_from or given["resume"]))
+        if resume_from:
+            settings.resume_from = resume_from
+        else:
+            settings.resume = given["resume"]
+        if mode == "offline":
+            return offline
+        raise wandb.errors.CommError("cannot")
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb_sink, "server_problem", lambda: ("http://server", ""))
+    warned: list[str] = []
+    config = WandbConfig(mode="online")
+    sink = wandb_sink.WandbSink(config, tmp_path, {}, {}, resume=("run-1", 7), warn=warned.append)
+    assert sink.run_id == "run-1"
+    assert tried == [("online", "run-1?_step=7"), ("online", "allow"), ("offline", "allow")]
+    assert len(warned) == 1
