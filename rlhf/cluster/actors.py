@@ -88,10 +88,14 @@ class HostedAsyncActor(HostedActor):
         await asyncio.to_thread(super().build, environment, *arguments)
 
     async def end_children(self) -> None:
-        """Kill every process that this actor started; they would outlive it."""
+        """Kill every process that this actor started; they would outlive it.
+
+        Python's resource trackers end with the last of the others, and remove what those had in shared memory.
+        """
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                if not any("multiprocessing.resource_tracker" in argument for argument in process.cmdline()):
+                    process.kill()
 
     async def call(self, method: str, *arguments: Any) -> Any:
         return await getattr(self._hosted, method)(*arguments)

@@ -20,6 +20,8 @@ from pathlib import Path
 
 LOOK_EVERY_S = 0.2
 PATIENCE_S = 60.0  # for processes that wait for a disk and cannot be killed yet
+TRACKERS_S = 5.0  # for Python's resource trackers: they remove what the others had in shared memory, and end
+TRACKER = b"multiprocessing.resource_tracker"
 SHARED_MEMORY = "/dev/shm/"
 MARK = "RLHF_RAY_FOLDER"
 
@@ -28,12 +30,16 @@ def main() -> None:
     folder, spared = sys.argv[1], {os.getpid(), os.getppid()}  # a driver that is still ending has the folder open too
     sys.stdin.buffer.read()
     shared: set[str] = set()
-    end = time.monotonic() + PATIENCE_S
-    while (members := _members(folder, spared)) and time.monotonic() < end:
+    began = time.monotonic()
+    while (members := _members(folder, spared)) and time.monotonic() < began + PATIENCE_S:
         shared.update(*map(_shared_memory, members))
         for process in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                if (
+                    time.monotonic() > began + TRACKERS_S
+                    or TRACKER not in Path(f"/proc/{process}/cmdline").read_bytes()
+                ):
+                    os.kill(process, signal.SIGKILL)
         time.sleep(LOOK_EVERY_S)
     for path in shared:
         with contextlib.suppress(OSError):

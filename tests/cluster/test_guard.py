@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,12 @@ DRIVER = (
     "import subprocess, sys; log = open(sys.argv[1] + '/driver.log', 'a')\n"
     "guard = subprocess.Popen([sys.executable, '-I', '-S', sys.argv[2], sys.argv[1]], stdin=subprocess.PIPE)\n"
     "input(); guard.communicate(); print('ended', flush=True); input()"
+)
+# a process with shared memory, and the resource tracker of Python that removes it when this process has been killed
+SHARES = (
+    "from multiprocessing import resource_tracker, shared_memory\n"
+    "memory = shared_memory.SharedMemory(create=True, size=1000)\n"
+    "print(memory.name, resource_tracker._resource_tracker._pid, flush=True); input()"
 )
 
 
@@ -83,3 +90,21 @@ def test_a_driver_that_is_killed_has_the_same_effect(
     assert worker.wait(WAIT_S) == -9
     assert eventually(lambda: not (tmp_path / "ray").exists())
     assert [other.poll() for other in others] == [None, None]
+
+
+def test_shared_memory_of_a_process_that_was_killed_before_is_removed_by_its_tracker(
+    processes: dict[str, subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    driver, worker, *_ = processes.values()
+    killed = start(SHARES, mark=tmp_path / "ray")
+    assert killed.stdout is not None
+    name, tracker = killed.stdout.readline().split()
+    os.kill(int(tracker), signal.SIGSTOP)  # on a busy machine it has not had its turn
+    killed.kill()
+    killed.communicate()
+    assert eventually(lambda: (tmp_path / "ray/worker.log").exists() and psutil.Process(driver.pid).children())
+    driver.kill()
+    assert worker.wait(WAIT_S) == -9  # the guard has looked
+    assert Path("/dev/shm", name).exists()
+    os.kill(int(tracker), signal.SIGCONT)
+    assert eventually(lambda: not Path("/dev/shm", name).exists())

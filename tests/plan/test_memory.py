@@ -108,7 +108,7 @@ def test_the_parameters_of_llama_70b_by_hand() -> None:
         ({"model_type": "mamba", **SMALL}, "model_type='mamba'"),
         ({}, "model_type=None"),
         ({"model_type": "llama", "hidden_size": 64}, "no num_attention_heads"),
-        ({"model_type": "mixtral", **SMALL}, "no num_local_experts"),
+        ({"model_type": "mixtral", **SMALL}, "no num_experts"),
     ],
 )
 def test_a_model_that_cannot_be_counted_says_why(config: dict[str, Any], message: str) -> None:
