@@ -33,13 +33,10 @@ def main() -> None:
     began = time.monotonic()
     while (members := _members(folder, spared)) and time.monotonic() < began + PATIENCE_S:
         shared.update(*map(_shared_memory, members))
-        for process in members:
-            with contextlib.suppress(OSError):
-                if (
-                    time.monotonic() > began + TRACKERS_S
-                    or TRACKER not in Path(f"/proc/{process}/cmdline").read_bytes()
-                ):
-                    os.kill(process, signal.SIGKILL)
+        late = time.monotonic() > began + TRACKERS_S
+        for process in [process for process in members if late or not _is_tracker(process)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         time.sleep(LOOK_EVERY_S)
     for path in shared:
         with contextlib.suppress(OSError):
@@ -64,6 +61,13 @@ def _members(folder: str, spared: set[int]) -> set[int]:
     while below := {process for process, parent in parents.items() if parent in members} - members:
         members |= below
     return members
+
+
+def _is_tracker(process: int) -> bool:
+    try:
+        return TRACKER in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _shared_memory(process: int) -> set[str]:

@@ -101,7 +101,7 @@ def test_shared_memory_of_a_process_that_was_killed_before_is_removed_by_its_tra
     name, tracker = killed.stdout.readline().split()
     os.kill(int(tracker), signal.SIGSTOP)  # on a busy machine it has not had its turn
     killed.kill()
-    killed.communicate()
+    killed.wait()  # not for the end of its output, which the tracker holds too
     assert eventually(lambda: (tmp_path / "ray/worker.log").exists() and psutil.Process(driver.pid).children())
     driver.kill()
     assert worker.wait(WAIT_S) == -9  # the guard has looked
