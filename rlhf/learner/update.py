@@ -38,14 +38,15 @@ def policy_microbatch(
     def column(values: np.ndarray) -> Tensor:
         return masked(torch.from_numpy(values).to(mask.device), mask)
 
+    advantages = column(targets.advantages)
+    given_logprobs = None if targets.old_logprobs is None else column(targets.old_logprobs)
+    ref_logprobs = None if targets.ref_logprobs is None else column(targets.ref_logprobs)
     rollout_logprobs = masked(tokens.rollout_logprobs, mask)
     logprobs, entropy, routing = model(tokens, for_update=True)
-    old_logprobs = logprobs.detach() if targets.old_logprobs is None else column(targets.old_logprobs)
-    ref_logprobs = None if targets.ref_logprobs is None else column(targets.ref_logprobs)
+    old_logprobs = logprobs.detach() if given_logprobs is None else given_logprobs
 
     terms = losses.policy_loss(
-        logprobs, old_logprobs=old_logprobs, advantages=column(targets.advantages),
-        response_mask=mask, cu_seqlens=tokens.cu_seqlens,
+        logprobs, old_logprobs=old_logprobs, advantages=advantages, response_mask=mask, cu_seqlens=tokens.cu_seqlens,
         kind=algo.policy_loss, clip_low=algo.clip_low, clip_high=algo.clip_high, dual_clip=algo.dual_clip,
     )  # fmt: skip
     per_token = terms.loss
