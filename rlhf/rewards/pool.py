@@ -227,14 +227,14 @@ class Pool:
             self._start_keeper()
             while not self._closing:
                 self._start_workers()
-                busy = any(worker.jobs for worker in self._workers.values())
-                for key, _ in self._selector.select(POLL_S if busy else 1.0):
-                    self._on_event(key.data)
                 while self._incoming:
                     self._queue.add(self._incoming.popleft())
                 self._dispatch()
+                busy = any(worker.jobs for worker in self._workers.values())
+                for key, _ in self._selector.select(POLL_S if busy else 1.0):
+                    self._on_event(key.data)
+                self._enforce_deadlines()  # after the replies have been read: this thread may have waited for a core
                 self.keeper.watch(ping_s=self.ping_s)
-                self._enforce_deadlines()
         except BaseException as error:
             self._broken = str(error)
             if not self._started.done():
