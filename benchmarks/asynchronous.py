@@ -104,8 +104,7 @@ async def flat_out(run: Any, loop: Any, seconds: float) -> dict[str, float]:
     transfers = []
     for _ in range(3):
         started = time.monotonic()
-        await loop.engines.send_weights(0)
-        await loop.canary.check(0)
+        await loop.publish(0)
         transfers.append(time.monotonic() - started)
     return {
         "sampling_s": groups_per_step / rate,

@@ -87,10 +87,7 @@ async def train_step(run: Run[GRPOConfig], loop: RolloutLoop[GRPOConfig], step: 
 
     loop.count(batch)
     await loop.update_reference(step + 1)
-    with clock.phase("transfer"):
-        await loop.engines.send_weights(step + 1)
-    with clock.phase("canary"):
-        canary = await loop.canary.check(step + 1)  # raises if an engine does not hold the new weights
+    canary = await loop.publish(step + 1)  # raises if an engine does not hold the new weights
     loop.buffer.begin_next_step()  # more groups may start, within rollout.max_policy_lag
     skipped_rollouts = set(batch.rollouts[batch.trained_rows & ~rows_to_compute].tolist())
     extra_metrics = {"learner/skipped_rollouts": len(skipped_rollouts), **canary}

@@ -96,10 +96,7 @@ async def train_step(run: Run[PPOConfig], loop: RolloutLoop[PPOConfig], step: in
 
     loop.count(batch)
     await loop.update_reference(step + 1)
-    with clock.phase("transfer"):
-        await loop.engines.send_weights(step + 1)
-    with clock.phase("canary"):
-        extra_metrics |= await loop.canary.check(step + 1)
+    extra_metrics |= await loop.publish(step + 1)
     loop.buffer.begin_next_step()
     taken = epochs if policy_learns else []
     loop.log_step(step + 1, groups, batch, advantages, targets, taken, updates, extra_metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,7 +94,7 @@ class Sampling(FakeEngines):
         super().__init__(everything)
         self.version = 0
         self.prompts: list[str] = []
-        self.meter = SimpleNamespace(take=lambda: (0.0, 0.0))
+        self.meter, self.joining = SimpleNamespace(take=lambda: (0.0, 0.0)), asyncio.Lock()
 
     async def __aenter__(self) -> Sampling:
         return self

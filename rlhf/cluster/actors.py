@@ -112,7 +112,10 @@ async def wait_for(
         homes: actor id -> the actor's name and node, for the message when it is gone; Ray often names neither.
     """
     try:
-        return await asyncio.wait_for(awaitable, deadline_s)
+        # asyncio.wait_for of Python 3.11 swallows a cancellation that comes with the result, and leaves the error of a
+        # cancelled gather to be printed.
+        async with asyncio.timeout(deadline_s):
+            return await awaitable
     except RayTaskError as error:  # before TimeoutError: Ray's wrapper of an actor's own time-out is one too
         cause = error.cause if isinstance(error.cause, Exception) else error
         if isinstance(cause, ValueError):

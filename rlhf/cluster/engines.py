@@ -33,19 +33,23 @@ async def started_engines(config: GRPOConfig, *, trains: bool = True) -> AsyncIt
 class Engines:
     """The engines of a cluster that has started; an async context, which connects learners and engines.
 
-    `group` has their actors, `meter` counts the tokens that they have sampled and their busy seconds.
+    Attributes:
+        group: their actors.
+        meter: counts the tokens that they have sampled and their busy seconds.
+        joining: a new engine holds it while it joins. Who trains holds it from sending weights until the canary has
+            compared them: an engine that joined between would be compared with the weights before.
     """
 
     def __init__(self, cluster: Cluster, config: GRPOConfig) -> None:
         self.cluster, self.meter = cluster, BusyMeter()
         self.group: ActorGroup = cluster.group(ENGINE)
+        self.joining = asyncio.Lock()
         self._config = config.cluster
         self._max_restarts = config.run.max_restarts
         self._in_flight = [0] * len(self.group.actors)
         self._asleep = False
         self._version = cluster.first_step  # of the weights that they have
         self._connected: list[Any] = []  # those that the learners can send to
-        self._transfer_lock = asyncio.Lock()
         self._replacements = Replacements(
             self.group, start=self._start_another, join=self._join, fewest=config.cluster.min_engines
         )
@@ -118,11 +122,10 @@ class Engines:
         """
         await self.sleep_if_colocated()
         await self._replacements.enough()
-        async with self._transfer_lock:
-            if self._asleep:
-                await self.cluster.leave_gpus()
-                await self.group.call("wake_up", ["weights"])
-            await self._transfer(version)
+        if self._asleep:
+            await self.cluster.leave_gpus()
+            await self.group.call("wake_up", ["weights"])
+        await self._transfer(version)
         self._replacements.ready()
 
     async def sleep_if_colocated(self) -> None:
@@ -200,7 +203,7 @@ class Engines:
 
     async def _join(self, rank: int) -> None:
         """Give a new engine the current weights at once, if the learners still hold them."""
-        async with self._transfer_lock:
+        async with self.joining:
             waits = rank in self._replacements.built and not self.learners.changed
             if waits and await self._transfer(self._version, unless_changed=True):
                 assert self._check_joined is not None, "only `replace_lost` lets engines be replaced"

@@ -94,7 +94,8 @@ async def call_on_node(node_id: str, function: Callable[..., Any], *arguments: A
     there: Any = ray.remote(function).options(
         num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
     )
-    return await asyncio.wait_for(there.remote(*arguments), deadline_s)
+    async with asyncio.timeout(deadline_s):
+        return await there.remote(*arguments)
 
 
 async def ask_nodes(

@@ -90,7 +90,8 @@ class Replacements:
     async def _end(self, actor: Any) -> None:
         """Kill an engine's actor, and the processes below it where the actor still answers."""
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            await asyncio.wait_for(actor.end_children.remote(), END_S)
+            async with asyncio.timeout(END_S):
+                await actor.end_children.remote()
         ray.kill(actor)
 
     async def next_engine(self, in_flight: Sequence[int]) -> int:

@@ -35,6 +35,7 @@ ERROR_LINE = re.compile(r"(?<![\w.])(?!EngineDead|RayActor|RayTask|Connection)[A
 MAX_ERROR_SHOWN = 300
 PARTS = {"gcs_server": "control service", "raylet": "node manager"}  # nothing works without them
 LOOK_EVERY_S = 0.5
+END_S = 5.0  # for the other threads of a process whose first one has ended
 CONTROL_PATIENCE_S = 30.0  # a joined cluster may start its control service again
 VARIABLES = {
     "RAY_worker_niceness": "0",  # by default 15: any other process would starve the actors
@@ -127,7 +128,7 @@ class RaySession:
                     continue
             if self.temp is None:
                 return f"Ray's {PARTS[kind]} on this machine ({kind}) has ended."
-            return f"Ray's {PARTS[kind]} ({kind}) has ended with status {exit_status(process.wait(0))}."
+            return f"Ray's {PARTS[kind]} ({kind}) has ended with status {exit_status(process.wait(END_S))}."
         return ""
 
     async def wait_until_lost(self) -> str:

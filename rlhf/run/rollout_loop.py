@@ -126,6 +126,14 @@ class RolloutLoop(Generic[C]):
         await self.canary.check_start(run.first_step)
         self.engines.replace_lost(self.canary.check_joined)
 
+    async def publish(self, version: int) -> dict[str, float]:
+        """Learners -> engines, compared by the canary, whose metrics are returned; raises as `Canary.check`."""
+        async with self.engines.joining:
+            with self._run.clock.phase("transfer"):
+                await self.engines.send_weights(version)
+            with self._run.clock.phase("canary"):
+                return await self.canary.check(version)
+
     def progress(self) -> dict[str, Any]:
         """What a checkpoint holds of the rollout side."""
         account, buffer, outstanding = self.buffer.account, self.buffer, self.buffer.outstanding()

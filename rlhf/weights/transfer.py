@@ -42,6 +42,8 @@ BACKEND = "rlhf_cpu"
 ALIGNMENT = 64  # bytes; every bucket begins at a multiple of it
 # On CPU vLLM's workers busy-wait this long after a message; its own 1 s takes half a core from the learner.
 SPIN_S = 0.002
+# Then they sleep until a notice, which is lost now and then; they look for themselves so often, vLLM's every 5 s.
+LOOK_EVERY_MS = 20
 
 # The engine's ends of the transports, in receivers.py; two of them take the place of vLLM's own.
 RECEIVERS = {BACKEND: "CPUReceiver", "nccl": "NCCLReceiver", "ipc": "IPCReceiver"}
@@ -323,6 +325,7 @@ def register_with_vllm() -> None:
     for name in RECEIVERS.values():
         with contextlib.suppress(ValueError):  # registered by an earlier call
             WeightTransferEngineFactory.register_engine(name, "rlhf.weights.receivers", name)
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = LOOK_EVERY_MS
     if current_platform.is_cpu():
         shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
         rotate_heads_on_cpu()

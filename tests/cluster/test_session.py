@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray_cluster import ray_folder
@@ -57,6 +58,20 @@ def test_after_some_tries_one_message_says_why(monkeypatch: pytest.MonkeyPatch, 
 def test_any_other_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(PermissionError):
         start(monkeypatch, tmp_path, [PermissionError("no")])
+
+
+def test_a_part_of_ray_that_is_dying_thread_by_thread_is_lost() -> None:
+    first_thread_ends = (
+        "import ctypes, os, threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.5), os._exit(3))).start()\n"
+        "ctypes.CDLL(None).pthread_exit(0)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", first_thread_ends]) as dying:
+        process, running = psutil.Process(dying.pid), RaySession()
+        running.temp, running._watched = "its folder", {"gcs_server": process}
+        while process.status() != psutil.STATUS_ZOMBIE:
+            assert running.lost() == ""
+        assert running.lost().endswith("status 3.")
 
 
 def test_ray_without_its_token_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -133,14 +133,14 @@ def test_a_timeout_names_the_limit_that_was_exceeded(pool: Pool, response: str, 
 
 def test_detached_children_of_a_killed_worker_are_killed(pool: Pool) -> None:
     assert pool.wait_full(WAIT_S) == pool.full_size
-    before = descendants()
+    before = descendants()  # a worker that an earlier test has killed may still be among them
 
     def kill() -> None:
         assert pool.submit(job("fork")).result(timeout=WAIT_S).status == "timeout"
 
     assert next_answer_is_quick_after(pool, kill)
     assert pool.wait_full(WAIT_S) == pool.full_size
-    assert eventually(lambda: len(descendants()) == len(before))
+    assert eventually(lambda: descendants() - set(pool.worker_pids()) <= before)
 
 
 def test_jobs_behind_a_killed_one_are_graded_by_another_worker(pool: Pool) -> None:
@@ -227,7 +227,7 @@ def test_hostile_functions_leave_no_process(pool: Pool) -> None:
     assert statuses["child"] == statuses["detach"] == "ok"
     assert statuses["bomb"] in ("died", "timeout")
     assert pool.wait_full(WAIT_S) == pool.full_size
-    assert eventually(lambda: descendants() - set(pool.worker_pids()) == before)
+    assert eventually(lambda: descendants() - set(pool.worker_pids()) <= before)
 
 
 def test_a_child_of_a_call_dies_with_it_and_not_with_the_worker(pool: Pool) -> None:

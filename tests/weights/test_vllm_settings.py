@@ -100,6 +100,15 @@ def test_a_deterministic_engine_computes_prompts_whole_and_refuses_a_cache_in_wh
     assert ended == [True]
 
 
+def test_a_worker_whose_notice_of_a_message_is_lost_looks_for_itself_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    monkeypatch.setattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS", 5000)
+    transfer.register_with_vllm()
+    forever: Any = shm_broadcast.MessageQueue.ReadTimeoutWithWarnings(None, should_warn=False)
+    assert forever.timeout_ms() == transfer.LOOK_EVERY_MS
+
+
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_workers_busy_wait_less_on_cpu_and_as_vllm_does_on_gpus(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
