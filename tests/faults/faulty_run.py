@@ -139,8 +139,11 @@ def signal_group(faults: Faults, name: str) -> None:
     os.killpg(command, signal.Signals[name])
 
 
-def strike(faults: Faults, command: str, name: str, index: str = "0") -> None:
-    """A signal to a process of the run: at once, or as soon as there is one of this command."""
+def strike(faults: Faults, command: str, name: str, index: str = "0", hold_s: str = "0") -> None:
+    """A signal to a process of the run: at once, or as soon as there is one of this command.
+
+    The driver is held for `hold_s`: what it does next, after its watch of Ray, is not steps later on a fast machine.
+    """
 
     def struck() -> bool:
         alive = running(below({os.getpid()}))
@@ -155,7 +158,9 @@ def strike(faults: Faults, command: str, name: str, index: str = "0") -> None:
         while time.monotonic() < end and not struck():
             time.sleep(0.02)
 
-    if not struck():  # the run's own code waits meanwhile: on a busy machine it would be steps ahead
+    if struck():
+        time.sleep(float(hold_s))
+    else:  # the run's own code waits meanwhile: on a busy machine it would be steps ahead
         threading.Thread(target=look_and_strike).start()
 
 

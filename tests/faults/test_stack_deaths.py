@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_run import Ended, Fault, run_with_faults
+from faulty_run import BETWEEN_S, Ended, Fault, run_with_faults
 from processes import outliving
 from test_stack_grpo import CANARY_BOUND, check_account, read_steps, seen_prompts, write_config
 from waiting import STACK_WAIT_S
@@ -24,8 +24,8 @@ STARTED_AGAIN = "The run goes on without this engine; it is started again."
 EITHER = (REPLACED, RESTARTED)  # an idle engine is missed by its health check, or by the next transfer
 
 
-def hit(step: int, at: str, command: str, number: str, index: int = 0) -> Fault:
-    return Fault(step, at, "strike", (command, number, str(index)))
+def hit(step: int, at: str, command: str, number: str, index: int = 0, hold_s: float = 0.0) -> Fault:
+    return Fault(step, at, "strike", (command, number, str(index), str(hold_s)))
 
 
 CORE, WORKER, ENGINE, LEARNER = "VLLM::EngineCore", "VLLM::Worker", "ray::HostedAsyncActor", "ray::HostedActor"
@@ -64,10 +64,13 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, tuple[list[Fault], tuple[str, ..
         {},
         {
             "the control service killed while the engine samples": (
-                [hit(2, ".generate", CONTROL, "SIGKILL")],
+                [hit(2, ".generate", CONTROL, "SIGKILL", hold_s=BETWEEN_S)],
                 (RESTARTED,),
             ),
-            "the raylet killed while the learner updates": ([hit(5, ".update", RAYLET, "SIGKILL")], (RESTARTED,)),
+            "the raylet killed while the learner updates": (
+                [hit(5, ".update", RAYLET, "SIGKILL", hold_s=BETWEEN_S)],
+                (RESTARTED,),
+            ),
             "the raylet killed before its shared memory is used, which ends the driver": (
                 [hit(8, "logprobs", RAYLET, "SIGKILL")],
                 (RESTARTED,),
