@@ -19,6 +19,7 @@ from rlhf.config.base import FilePath, NonNegative, Section, key
 TemplateName = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
 AnswerFormat = Literal["auto", "gsm8k", "boxed", "text", "none"]
 
+ENVIRONMENT = "environment"  # as a path: the environment makes the prompts
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip")  # files that are not read, and not hub names
 USUAL_COLUMNS = {
@@ -55,6 +56,11 @@ class SourceConfig(DatasetConfig):
     temperature: NonNegative | None = key(None, "data.eval: its own; null: evaluation.temperature")
     top_p: float | None = key(None, "data.eval: its own; null: evaluation.top_p", gt=0, le=1)
     max_response_tokens: PositiveInt | None = key(None, "data.eval: its own; null: evaluation.max_response_tokens")
+
+    @property
+    def is_environment(self) -> bool:
+        """Whether no file holds the prompts: the environment makes each one."""
+        return self.path == ENVIRONMENT
 
     @property
     def sampling(self) -> dict[str, float]:

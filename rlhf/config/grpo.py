@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from pydantic import field_validator
 
 from rlhf.config import sections
 from rlhf.config.base import key
-from rlhf.config.data import DataConfig
+from rlhf.config.data import ENVIRONMENT, DataConfig
+from rlhf.config.environment import EnvironmentConfig, tool_names
 from rlhf.config.program import (
     TrainingProgramConfig,
     dtype_problems,
@@ -33,6 +36,8 @@ class GRPOConfig(TrainingProgramConfig):
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     reward_model: RewardModelConfig | None = key(None, "a learned reward, added to `reward`; null: none")
+    environment: EnvironmentConfig = EnvironmentConfig()
+    tools: tuple[str, ...] = key((), "functions the model may call: your.module:function, calculator, python")
     rollout: sections.RolloutConfig
     algo: sections.AlgoConfig = sections.AlgoConfig()
     learner: sections.LearnerConfig = sections.LearnerConfig()
@@ -41,6 +46,24 @@ class GRPOConfig(TrainingProgramConfig):
     logging: sections.LoggingConfig = sections.LoggingConfig()
     cluster: sections.ClusterConfig = sections.ClusterConfig()
     plan: sections.PlanConfig = sections.PlanConfig()
+
+    @classmethod
+    def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Without data.train the environment makes the prompts, if there is one."""
+        data = values.get("data") or {}
+        if isinstance(data, dict) and not data.get("train") and _names_environments(values.get("environment")):
+            return {**values, "data": {**data, "train": ENVIRONMENT}}
+        return values
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _read_tools(cls, value: Any) -> Any:
+        return tool_names(value)
+
+    @property
+    def acts(self) -> bool:
+        """Whether the rollouts have an environment or tools."""
+        return bool(self.tools or self.environment.parts)
 
     @property
     def rollouts_per_step(self) -> int:
@@ -161,6 +184,7 @@ class GRPOConfig(TrainingProgramConfig):
                     "all the same, and an engine takes one. Take one sample, or a temperature."
                 )
         yield from dtype_problems("model.dtype", self.model.dtype, self.cluster.device)
+        yield from _environment_problems(self)
 
     def contradictions(self) -> Iterator[str]:
         yield from _sampling_problems(self)
@@ -186,6 +210,7 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
         yield f"rollout.dynamic_sampling=true with {rollout.samples_per_prompt=}: {reason}"
     if rollout.dynamic_sampling_part is not None:
         common_parts = config.reward.parts_of_every_source + ("reward_model",) * (reward_model is not None)
+        common_parts += ("environment",) * bool(config.environment.parts)
         given = f"{rollout.dynamic_sampling_part=!s}"
         if not rollout.dynamic_sampling:
             yield f"{given} without rollout.dynamic_sampling: nothing reads it. Set that too, or remove it."
@@ -193,7 +218,7 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
             lists = ["reward.parts", *(f"reward.by_source.{source}" for source in config.reward.by_source)]
             remedy = f"Name a part that each of them has ({', '.join(common_parts) or 'none'}), or null."
             yield f"{given}: not in all of {' and '.join(lists)}, and groups without it would all be replaced. {remedy}"
-    if config.reward.leaves_something_ungraded and reward_model is None:
+    if config.reward.leaves_something_ungraded and reward_model is None and not config.environment.parts:
         remedy = "Name a reward, such as [{name: math}], or a reward_model."
         yield f"reward=[] without a reward_model: nothing would grade the responses. {remedy}"
     if rollout.max_policy_lag > 0 and algo.importance_correction == "none":
@@ -213,6 +238,36 @@ def _sampling_problems(config: GRPOConfig) -> Iterator[str]:
         yield (
             f"run.deterministic=true with {reward_model.endpoint=!s}: nothing here can make its scores the same in a "
             "second run. Set reward_model.path instead, or deterministic=false."
+        )
+
+
+def _names_environments(environment: Any) -> bool:
+    """Whether this value of `environment`, not validated yet, names one."""
+    if isinstance(environment, dict):
+        return bool(environment.get("name") or environment.get("by_name"))
+    return isinstance(environment, str)
+
+
+def _environment_problems(config: GRPOConfig) -> Iterator[str]:
+    rollout, environment = config.rollout, config.environment
+    if not config.acts:
+        if any(source.is_environment for source in (*config.data.train, *config.data.eval)):
+            yield "data.train or data.eval is environment, without an environment: nothing makes prompts. Name one."
+        return
+    if config.tools and environment.parts:
+        yield (
+            f"tools={list(config.tools)} with environment: a rollout has one or the other. Make the functions public "
+            "methods of the environment, or remove one of the keys."
+        )
+    if rollout.stop or rollout.truncate_token is not None:
+        yield (
+            f"rollout.stop={list(rollout.stop)} and {rollout.truncate_token=!s} with an environment or tools: what "
+            "follows a turn is joined at the token with which the template ends it. Remove both keys."
+        )
+    if environment.by_name and any(source.is_environment for source in config.data.train):
+        yield (
+            "environment.by_name without data.train: no row chooses an environment. Name data with a column "
+            "`environment`, or one environment as environment.name."
         )
 
 

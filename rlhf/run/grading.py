@@ -74,8 +74,8 @@ async def normalize_scores(
     if not state.reward_scale:
         stream = PromptStream(prompts.prompts, rows_per_epoch=prompts.rows_per_epoch, seed=config.run.seed)
         drawn, settings = stream.take(config.reward_model.reference_samples), sampler.training_settings
-        rollouts = await asyncio.gather(*(sampler.rollouts(prompt, 1, settings) for prompt in drawn))
-        texts = [grading.text(rollout, settings) for (rollout,) in rollouts]
-        await client.normalize_on([conversation(p, text) for p, text in zip(drawn, texts, strict=True)])
+        sampled = await asyncio.gather(*(sampler.rollouts(prompt, 1, settings) for prompt in drawn))
+        pairs = [(prompt, grading.text(rollout, settings)) for prompt, (rollout,) in sampled]
+        await client.normalize_on([conversation(prompt, text) for prompt, text in pairs])
         state.reward_scale = {"mean": client.mean, "std": client.std}
     client.mean, client.std = state.reward_scale["mean"], state.reward_scale["std"]
