@@ -70,13 +70,17 @@ class Branches:
 
     async def answer(self, request: Mapping[str, Any]) -> Message:
         """The turn after `messages` (and `tools`) or `token_ids`; the message has finish_reason and token_ids too."""
-        why = self._over()
-        if why:
+        over = self.sampled >= self.limits.max_rollout_tokens
+        if why := "max_rollout_tokens" if over else self.played.limit(self.limits):
             self.played.end("length", why)
             return {"role": "assistant", "content": "", "finish_reason": "length", "token_ids": []}
-        turn, messages = self.played.turns, tuple(map(_comparable, request.get("messages") or ()))
+        turn = self.played.turns
         self.played.turns += 1
-        log = self._log_of(request, messages)
+        try:
+            messages = tuple(map(_comparable, request.get("messages") or ()))
+            log = self._log_of(request, messages)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FailedError(f"`generate` was called with a context that cannot be read: {error}") from None
         budget = min(request.get("max_tokens") or self.limits.max_response_tokens, self.limits.max_response_tokens)
         budget = min(budget, self.limits.max_rollout_tokens - self.sampled)
         completion = await self.generate(log.token_ids, max_tokens=budget, turn=turn)
@@ -88,18 +92,9 @@ class Branches:
         self.played.messages += [*_new_messages(request), message]
         if "token_ids" in request:
             self.contexts.append(_Context(log, len(log.token_ids), None))
-        elif log.token_ids[-1] in self.templates.stop_ids:  # messages can be joined here
+        elif self.templates.can_go_on(completion.token_ids):  # messages can be joined here
             self.contexts.append(_Context(log, len(log.token_ids), (*messages, _comparable(message))))
         return {**message, "finish_reason": completion.finish_reason, "token_ids": completion.token_ids.tolist()}
-
-    def _over(self) -> str:
-        """The limit of the rollout that is used up; "" if none is."""
-        limits, played = self.limits, self.played
-        if self.sampled >= limits.max_rollout_tokens:
-            return "max_rollout_tokens"
-        if limits.max_turns is not None and played.turns >= limits.max_turns:
-            return "max_turns"
-        return "max_rollout_s" if played.out_of_time(limits) else ""
 
     def _log_of(self, request: Mapping[str, Any], messages: tuple[str, ...]) -> TokenLog:
         """The log that the request goes on with, its ids appended up to where the engine is to go on."""
@@ -111,7 +106,8 @@ class Branches:
             more = np.asarray(request["token_ids"][context.length :], np.int32)
         else:
             new = request["messages"][len(context.messages or ()) :]
-            more = self.templates.suffix(new, request.get("tools") or ())
+            after = int(context.log.token_ids[context.length - 1])
+            more = self.templates.suffix(new, request.get("tools"), after=after) if new else np.empty(0, np.int32)
         if context.continued:
             return self._new_log(np.concatenate([context.log.token_ids[: context.length], more]))
         context.continued = True
@@ -127,7 +123,7 @@ class Branches:
     def _ids(self, request: Mapping[str, Any]) -> np.ndarray:
         if "token_ids" in request:
             return np.asarray(request["token_ids"], np.int32)
-        return self.templates.prompt(request["messages"], request.get("tools") or ())
+        return self.templates.prompt(request["messages"], request.get("tools"))
 
 
 async def play_coroutine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,14 +33,6 @@ from rlhf.types import Prompt, Rollout
 END_CHARS = 64  # last characters of a prompt in which a thought may be opened
 
 
-@dataclass(frozen=True)
-class Seeds:
-    """What the random numbers of an environment follow from: the group's place in the stream, and the sample."""
-
-    group: int
-    sample: int
-
-
 class OpenSession(Session, Protocol):
     """A session that was opened, with what its reset said; `plays` if a coroutine drives the rollout instead."""
 
@@ -56,7 +48,7 @@ class OpenSession(Session, Protocol):
 class Hosts(Protocol):
     """Opens sessions; see `environments.hosts`."""
 
-    async def open(self, row: Mapping[str, Any], seeds: Seeds) -> OpenSession:
+    async def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> OpenSession:
         """Wait for a process, and reset the environment of this row; raises CallLimitError or FailedError."""
         ...
 
@@ -111,10 +103,10 @@ class Environments:
             self.running -= 1
             await session.close()
 
-    def seeds(self, prompt: Prompt, sample: int) -> Seeds:
+    def seeds(self, prompt: Prompt, sample: int) -> dict[str, int]:
         """Those of a rollout: every member of a group starts in one state, and a resumed run repeats them."""
         key = f"{self._config.run.seed}/{prompt.epoch}/{prompt.id}"
-        return Seeds(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()), sample)
+        return {"group": int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()), "sample": sample}
 
     def opened_prompt(self, prompt: Prompt, session: OpenSession) -> Prompt:
         """The prompt with the session's tools and what its reset said; FailedError if it cannot be used."""
@@ -143,8 +135,8 @@ class Environments:
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """What `reset` gets: the columns of the row, and the messages of its prompt as `prompt`."""
-    return {**prompt.columns, "prompt": [dict(message) for message in prompt.messages]}
+    """What `reset` gets: the columns of the row, and the messages of its prompt, if it has one, as `prompt`."""
+    return {**prompt.columns, **({"prompt": list(prompt.messages)} if prompt.messages else {})}
 
 
 def opened_messages(prompt: Prompt, opening: Sequence[Message] | None, text: str, config: GRPOConfig) -> list[Message]:

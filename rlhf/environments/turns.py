@@ -17,8 +17,8 @@ Pure asyncio: the engine is a function, the environment a session, so both may b
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,7 +30,6 @@ from rlhf.types import Outcome, Prompt, Rollout, TokenSequence
 Message = dict[str, Any]
 
 CALL_LIMIT, FAILED = "call_limit", "environment_failed"  # statuses of an outcome besides `ok`
-CHARS_PER_TOKEN = 32  # a longer answer than so many per token of the rollout cannot fit; none is tokenized for nothing
 
 
 class CallLimitError(Exception):
@@ -63,12 +62,13 @@ class Session(Protocol):
 class Templates(Protocol):
     """Messages -> ids; see `data.dialogue.Dialogue`."""
 
-    @property
-    def stop_ids(self) -> Any: ...
+    def prompt(self, messages: Sequence[Message], tools: Any = None) -> np.ndarray: ...
 
-    def prompt(self, messages: Sequence[Message], tools: Any) -> np.ndarray: ...
+    def suffix(self, messages: Sequence[Message], tools: Any = None, *, after: int | None = None) -> np.ndarray: ...
 
-    def suffix(self, messages: Sequence[Message], tools: Any) -> np.ndarray: ...
+    def fit(self, messages: Sequence[Message], room: int, tools: Any = None, *, after: int | None = None) -> Any: ...
+
+    def can_go_on(self, token_ids: np.ndarray) -> bool: ...
 
 
 class NextTurn(Protocol):
@@ -103,8 +103,12 @@ class Played:
     def end(self, finish_reason: str, ended_by: str) -> None:
         self.finish_reason, self.ended_by = finish_reason, ended_by
 
-    def out_of_time(self, limits: Limits) -> bool:
-        return limits.max_rollout_s is not None and time.monotonic() - self.began > limits.max_rollout_s
+    def limit(self, limits: Limits) -> str:
+        """The limit of turns or time that is used up; "" if none is."""
+        if limits.max_turns is not None and self.turns >= limits.max_turns:
+            return "max_turns"
+        over = limits.max_rollout_s is not None and time.monotonic() - self.began > limits.max_rollout_s
+        return "max_rollout_s" if over else ""
 
     async def timed(self, answer: Awaitable[Any]) -> Any:
         """Wait for the environment."""
@@ -149,9 +153,8 @@ async def _turns(
     log: TokenLog, played: Played, session: Session, generate: NextTurn, templates: Templates, limits: Limits
 ) -> None:
     """Continue the log until the rollout ends."""
-    start = len(log.token_ids)
     while True:
-        left = limits.max_rollout_tokens - (len(log.token_ids) - start)
+        left = log.room(limits.max_rollout_tokens)
         budget = min(limits.max_response_tokens, left)
         completion = await generate(log.token_ids, max_tokens=budget, turn=played.turns)
         log.add_sampled(completion)
@@ -165,36 +168,22 @@ async def _turns(
         calls = message.get("tool_calls") or ()
         if not calls:
             return played.end("stop", "answer")
-        answers = shortened(await played.timed(session.call(calls)), limits)
+        answers: Answers = await played.timed(session.call(calls))
         played.tool_calls += len(calls)
         played.tool_errors += answers.errors
-        played.messages += answers.messages
-        if answers.done:
-            return played.end("stop", "done")
-        if limits.max_turns is not None and played.turns >= limits.max_turns:
-            return played.end("length", "max_turns")
-        if played.out_of_time(limits):
-            return played.end("length", "max_rollout_s")
-        if log.token_ids[-1] not in templates.stop_ids:
-            return played.end("length", "no_stop_token")
-        said = templates.suffix(answers.messages, session.tools)
-        if len(log.token_ids) + len(said) - start >= limits.max_rollout_tokens:
+        why = "done" if answers.done else played.limit(limits)
+        if not why and not templates.can_go_on(completion.token_ids):
+            why = "no_stop_token"
+        if why:
+            played.messages += answers.messages
+            return played.end("stop" if answers.done else "length", why)
+        room = log.room(limits.max_rollout_tokens) - 1  # for at least one token of the next turn
+        said = templates.fit(answers.messages, room, session.tools, after=log.last_id)
+        if said is None:
+            played.messages += answers.messages
             return played.end("length", "max_rollout_tokens")
-        log.add_said(said)
-
-
-def shortened(answers: Answers, limits: Limits) -> Answers:
-    """The answers, their contents cut visibly at a length at which they fit no rollout anyway."""
-    longest = CHARS_PER_TOKEN * limits.max_rollout_tokens
-    if all(len(message["content"]) <= longest for message in answers.messages):
-        return answers
-    cut = tuple(
-        {**message, "content": f"{text[:longest]}... ({len(text) - longest} more characters)"}
-        if len(text := message["content"]) > longest
-        else message
-        for message in answers.messages
-    )
-    return replace(answers, messages=cut)
+        played.messages += said.messages
+        log.add_said(said.token_ids)
 
 
 def _message(completion: Completion) -> Message:
