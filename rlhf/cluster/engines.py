@@ -88,16 +88,19 @@ class Engines:
         seed: int | None = None,
         what: str = "a request",
         engine: int | None = None,
+        prefer: int | None = None,
     ) -> list[Completion]:
         """Sample `samples` continuations of these ids [P] in one request, on the engine with the fewest requests.
 
         An engine that is lost meanwhile is replaced, and another one samples, unless `engine` names it.
 
         Args:
+            prefer: the engine of the rollout's earlier turns (`Completion.engine`), whose prefix cache holds them. It
+                samples as long as it can; another one has to compute the whole context.
             seed: of the first sample's noise; that of sample i is i more. None: the engine's own generator.
         """
         while True:
-            chosen = await self._replacements.next_engine(self._in_flight) if engine is None else engine
+            chosen = await self._replacements.next_engine(self._in_flight, prefer) if engine is None else engine
             call = self.group.call_one(chosen, "generate", token_ids, settings, samples, seed, what=f"sampling {what}")
             self._in_flight[chosen] += 1
             self.meter.begin()

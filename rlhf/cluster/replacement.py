@@ -94,13 +94,13 @@ class Replacements:
                 await actor.end_children.remote()
         ray.kill(actor)
 
-    async def next_engine(self, in_flight: Sequence[int]) -> int:
-        """The engine that can sample and has the fewest requests; waits while too few are left."""
+    async def next_engine(self, in_flight: Sequence[int], prefer: int | None = None) -> int:
+        """`prefer` if it can sample, or else the engine that has the fewest requests; waits while too few are left."""
         while True:
             self.raise_failure()
             ranks = set(range(len(in_flight))) - self._engines.absent - self._joining
             if len(ranks) >= self._fewest:
-                return min(sorted(ranks), key=in_flight.__getitem__)
+                return prefer if prefer in ranks else min(sorted(ranks), key=in_flight.__getitem__)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def enough(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from rlhf.config.base import FilePath, Fraction, NonNegative, NonNegativeInt, Section, key
+from rlhf.config.parsers import check_tool_parser
 
 KLEstimator = Literal["k1", "k2", "k3", "k4"]  # of algo/kl.py
 ModelDType = Literal["bfloat16", "float32"]
@@ -52,6 +53,7 @@ class RolloutConfig(Section):
         "response",
         "what ends at truncate_token: the response, or (if it goes on to the longest length) the text that is graded",
     )
+    tool_parser: str = key("auto", "vLLM's parser of tool calls; auto: by the chat template", min_length=1)
     non_stop_reward: float | None = key(None, "replaces the reward of a response that did not stop; null: nothing does")
     missing_eos_penalty: NonNegative = key(0.0, "subtracted from the reward of a response that did not stop")
     dynamic_sampling: bool = key(False, "replace groups whose rewards are all equal by groups of other prompts (DAPO)")
@@ -66,6 +68,12 @@ class RolloutConfig(Section):
     kv_cache_gib: PositiveFloat = key(1.0, "KV cache of an engine on CPU, GiB")
     max_concurrent_sequences: PositiveInt = key(256, "sequences that an engine runs at once")
     enforce_eager: bool = key(False, "no CUDA graphs in the engines; CPU never has them")
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _is_a_parser(cls, value: str) -> str:
+        check_tool_parser(value)
+        return value
 
 
 class AlgoConfig(Section):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.rollout import vllm_process
-from rlhf.rollout.requests import Completion, SamplingSettings, engine_arguments, engine_seed
+from rlhf.rollout.messages import MessageReader
+from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, engine_arguments, engine_seed
 from rlhf.types import VersionSpan, World
 from rlhf.weights.client import Loaded
 from rlhf.weights.transfer import RECEIVERS, WORKER_EXTENSION, backend_of
@@ -39,6 +41,8 @@ class RolloutEngine:
 
     def __init__(self, config: GRPOConfig, world: World) -> None:
         self._keep_kv = config.rollout.on_weight_update == "keep_kv"
+        self._rank = world.rank
+        self._reader: MessageReader | None = None
         self._request_ids = itertools.count()
         self._failed_update: Exception | None = None
         backend = backend_of(config.cluster.device, config.cluster.placement)
@@ -81,7 +85,11 @@ class RolloutEngine:
     async def generate(
         self, token_ids: np.ndarray, settings: SamplingSettings, samples: int, seed: int | None
     ) -> list[Completion]:
-        """Continuations of these ids [P], with log-probs, finish reasons and the weight version of every token."""
+        """Continuations of these ids [P], with log-probs, finish reasons and the weight version of every token.
+
+        Where `rollout.on_weight_update` is keep_kv or the run is deterministic there is no prefix cache: each turn of a
+        rollout then computes all of its context again.
+        """
         token = None if settings.truncate_after or settings.whole else settings.truncate_token
         params = SamplingParams(
             n=samples,
@@ -98,9 +106,21 @@ class RolloutEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         final = await self._run(token_ids, params, priority=ROLLOUT_PRIORITY)
-        completions = [settings.truncated(_completion(output)) for output in final.outputs]
+        completions = [settings.truncated(_completion(output, self._rank)) for output in final.outputs]
         assert len(completions) == samples, f"asked for {samples} samples, the engine returned {len(completions)}"
-        return completions
+        if settings.parsing is None:
+            return completions
+        reader = self._message_reader(settings.parsing)
+        return [
+            # a stop string is text; an id that stopped the response is none
+            replace(one, message=reader.message(one, token_ids, keep_last=isinstance(output.stop_reason, str)))
+            for one, output in zip(completions, final.outputs, strict=True)
+        ]
+
+    def _message_reader(self, parsing: Parsing) -> MessageReader:
+        if self._reader is None or self._reader.parsing != parsing:
+            self._reader = MessageReader(parsing, self._engine.get_tokenizer(), self._engine.model_config)
+        return self._reader
 
     async def _run(self, token_ids: np.ndarray, params: SamplingParams, *, priority: int) -> Any:
         prompt: Any = {"prompt_token_ids": token_ids.tolist()}
@@ -175,7 +195,7 @@ class RolloutEngine:
         self._engine.shutdown()
 
 
-def _completion(output: CompletionOutput) -> Completion:
+def _completion(output: CompletionOutput, engine: int) -> Completion:
     """What the engine returned for one sample; raises RuntimeError unless every token has its own log-prob."""
     logprobs: Any = output.logprobs
     token_ids, starts = np.asarray(output.token_ids, np.int32), np.asarray(logprobs.start_indices, np.int64)
@@ -193,4 +213,5 @@ def _completion(output: CompletionOutput) -> Completion:
         logprobs=np.asarray(logprobs.logprobs, np.float32)[firsts],
         finish_reason=output.finish_reason or "abort",
         version_spans=tuple(VersionSpan(span.start, span.end, version) for span, version in versions),
+        engine=engine,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,36 @@ from rlhf.types import Prompt, VersionSpan
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response: ids [R], their log-probabilities [R], and version spans over 0..R."""
+    """One sampled response: ids [R], their log-probabilities [R], and version spans over 0..R.
+
+    Attributes:
+        engine: the one that sampled it; its cache holds the beginning of what a later turn asks for.
+        message: the response as an assistant message with `content` and, where there are any, `reasoning_content` and
+            `tool_calls` (`arguments` is text, in JSON if the model wrote JSON); None unless `SamplingSettings.parsing`.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: str
     version_spans: tuple[VersionSpan, ...]
+    engine: int = 0
+    message: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Parsing:
+    """How responses become assistant messages.
+
+    Attributes:
+        tool_parser, reasoning_parser: names of vLLM's parsers (`config.parsers.parsers_of`); None: none is used.
+        tools: the JSON schemas of the tools, as the prompt's template got them.
+        template_kwargs: data.chat_template_kwargs; some parsers ask them whether the model thinks.
+    """
+
+    tool_parser: str | None
+    reasoning_parser: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -32,6 +56,7 @@ class SamplingSettings:
         whole: nothing ends a response before max_tokens, and nothing is cut: the token only says whether it stopped.
         top_p: probability of the most probable tokens that are sampled from; below 1 in evaluations alone, because the
             learner's log-probs are those of all tokens.
+        parsing: how `Completion.message` is made; None: it is not.
     """
 
     temperature: float
@@ -41,6 +66,7 @@ class SamplingSettings:
     truncate_after: int = 0
     whole: bool = False
     top_p: float = 1.0
+    parsing: Parsing | None = None
 
     def truncated(self, completion: Completion) -> Completion:
         """The completion as it is trained on: cut after its `truncate_token` (as the code of arXiv:1909.08593 does).
@@ -54,7 +80,10 @@ class SamplingSettings:
         if self.whole:
             return replace(completion, finish_reason="stop")
         spans = (VersionSpan(s, min(e, end), version) for s, e, version in completion.version_spans if s < end)
-        return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", tuple(spans))
+        token_ids, logprobs = completion.token_ids[:end], completion.logprobs[:end]
+        return replace(
+            completion, token_ids=token_ids, logprobs=logprobs, finish_reason="stop", version_spans=tuple(spans)
+        )
 
     def graded(self, token_ids: np.ndarray) -> np.ndarray:
         """The part of a trained response [R] that is graded."""

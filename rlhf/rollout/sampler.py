@@ -17,7 +17,14 @@ class Generate(Protocol):
     """One request on an engine: `samples` continuations of token ids [P]. See `cluster.engines.Engines.generate`."""
 
     def __call__(
-        self, token_ids: np.ndarray, settings: SamplingSettings, *, samples: int, seed: int | None, what: str
+        self,
+        token_ids: np.ndarray,
+        settings: SamplingSettings,
+        *,
+        samples: int,
+        seed: int | None,
+        what: str,
+        prefer: int | None = None,
     ) -> Awaitable[list[Completion]]: ...
 
 

@@ -1,0 +1,93 @@
+"""What the model said, as an assistant message: vLLM's parsers find thoughts and tool calls in a response.
+
+It runs in the engine's actor. A response that no parser can read is a message without calls: model text never ends a
+run. The parsers log a traceback for each such response, which is normal here, so their loggers are silenced.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser import ParserManager
+from vllm.renderers.chat_utils import make_tool_call_id
+
+from rlhf.rollout.requests import Completion, Parsing
+
+
+class MessageReader:
+    """Reads the responses of one model, whose tokenizer and config are vLLM's own.
+
+    Raises:
+        TypeError: vLLM does not know a parser, or the tokenizer lacks what it needs.
+    """
+
+    def __init__(self, parsing: Parsing, tokenizer: Any, model_config: Any) -> None:
+        self.parsing = parsing
+        for name in ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self._parser_class = ParserManager.get_parser(
+            tool_parser_name=parsing.tool_parser,
+            reasoning_parser_name=parsing.reasoning_parser,
+            enable_auto_tools=parsing.tool_parser is not None,
+            model_name=model_config.model,
+            is_harmony=parsing.tool_parser == "openai",
+            tokenizer=tokenizer,
+        )
+        self._tokenizer, self._model_config, self._template_kwargs = tokenizer, model_config, parsing.template_kwargs
+        self._calls_tools = parsing.tool_parser is not None
+        self._request = ChatCompletionRequest(
+            messages=[],
+            tools=list(parsing.tools) or None,
+            tool_choice="auto" if parsing.tools else "none",
+            chat_template_kwargs=parsing.template_kwargs,
+        )
+        # Some parsers look for control tokens, which are left out of the text unless they ask for them.
+        request = self._request if self._parser_class is None else self._parser().adjust_request(self._copy())
+        self._skip_special_tokens = bool(request.skip_special_tokens)
+
+    def message(self, completion: Completion, prompt_ids: np.ndarray, *, keep_last: bool = False) -> dict[str, Any]:
+        """The message of a response to these ids [P]; the id that stopped it is no text, unless `keep_last`."""
+        token_ids = completion.token_ids.tolist()
+        said = token_ids[:-1] if completion.finish_reason == "stop" and not keep_last else token_ids
+        text: str = self._tokenizer.decode(said, skip_special_tokens=self._skip_special_tokens)
+        if self._parser_class is None:
+            return {"role": "assistant", "content": text}
+        try:
+            parser = self._parser()
+            parser.set_prompt_token_ids(prompt_ids.tolist())
+            reasoning, content, calls = parser.parse(
+                text, self._copy(), enable_auto_tools=self._calls_tools, model_output_token_ids=token_ids
+            )
+        except Exception:  # whatever a parser raises, it is about what the model wrote
+            return {"role": "assistant", "content": text}
+        message: dict[str, Any] = {"role": "assistant", "content": content or ""}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id or make_tool_call_id(),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        return message
+
+    def _parser(self) -> Any:
+        """A new one: parsers are stateful."""
+        assert self._parser_class is not None
+        tools: Any = self._request.tools
+        return self._parser_class(
+            self._tokenizer,
+            tools,
+            chat_template_kwargs=dict(self._template_kwargs),
+            model_config=self._model_config,
+        )
+
+    def _copy(self) -> ChatCompletionRequest:
+        """Parsers may write into it."""
+        return self._request.model_copy()
