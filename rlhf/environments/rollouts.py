@@ -26,7 +26,7 @@ from rlhf.environments.turns import (
     failed_rollout,
     play_turns,
 )
-from rlhf.rollout.requests import Completion, SamplingSettings, request_seed
+from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, request_seed
 from rlhf.rollout.sampler import Generate
 from rlhf.types import Prompt, Rollout
 
@@ -57,11 +57,15 @@ class Environments:
     """The `play` of a Sampler whose rollouts have an environment or tools.
 
     Args:
+        parsing: how the engines read tool calls in what the model writes.
         tokenizer: decodes the end of a prompt that a reset has made.
     """
 
-    def __init__(self, config: GRPOConfig, hosts: Hosts, templates: Templates, tokenizer: Any) -> None:
+    def __init__(
+        self, config: GRPOConfig, hosts: Hosts, templates: Templates, parsing: Parsing, tokenizer: Any
+    ) -> None:
         self._config, self._hosts, self._templates, self._tokenizer = config, hosts, templates, tokenizer
+        self._parsing = parsing
         self.running = 0  # rollouts that have begun and not ended
 
     async def __call__(
@@ -83,7 +87,7 @@ class Environments:
         self, prompt: Prompt, sample: int, settings: SamplingSettings, generate: Generate
     ) -> tuple[Prompt | None, Rollout]:
         """The prompt as the reset leaves it, None if it failed, and the rollout."""
-        turns = next_turn(self._config, prompt, sample, settings, generate)
+        turns = next_turn(self._config, prompt, sample, replace(settings, parsing=self._parsing), generate)
         limits = self._limits(settings)
         self.running += 1
         try:
