@@ -38,7 +38,7 @@ STACK = {"ray", "vllm", "deepspeed"}
 LEVELS = (
     {"types"},
     {"config", "algo", "answers"},
-    {"log", "weights"},
+    {"log", "weights", "processes"},
     {"data", "rewards", "rollout", "learner", "step"},
     {"plan"},
     {"cluster"},
