@@ -98,6 +98,7 @@ class Environment:
         self.name: str = ""
         self.has_reward, self._declares_done = False, False
         self.blocking: tuple[str, ...] = ()
+        self.coroutines = any(map(inspect.iscoroutinefunction, self._functions.values()))
         if self._idle:
             self._examine(type(self._idle[0]), label)
         functions = [*self._functions.values(), *(getattr(i, name) for i in self._idle for name in self._methods)]
@@ -125,6 +126,7 @@ class Environment:
         self.name, self.has_reward = cls.__name__, "get_reward" in found
         run = ["reset", *self._methods, *(["get_reward"] if self.has_reward else [])]
         self.blocking = tuple(name for name in run if not inspect.iscoroutinefunction(found[name]))
+        self.coroutines |= len(self.blocking) < len(run)
 
     def episode(self) -> Episode:
         """One rollout, with an instance of its own. Raises what the constructor of the class raises."""
@@ -244,7 +246,9 @@ class Episode:
             except BaseException as error:  # SystemExit, and what the confinement raises; the model must see it
                 errors += 1
                 answers.append((name, self._content({"error": _text_of_error(error)})))
-        outcomes = await asyncio.gather(*(self._awaited(result, state) for _, result, state in waiting))
+        # without coroutines nothing waits, so that no event loop has to run: a blocking tool may start one of its own
+        awaited = [self._awaited(result, state) for _, result, state in waiting]
+        outcomes = await asyncio.gather(*awaited) if awaited else []
         for (name, _, _), (content, failed) in zip(waiting, outcomes):  # noqa: B905  # one of each
             errors += failed
             answers.append((name, content))

@@ -52,8 +52,8 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             )
         if play is not None:
             seeding.import_numpy()
-        made = play or Environment(part["name"], options=part["options"], tools=hello["tools"])
-        environments[value] = made
+        environments[value] = play or Environment(part["name"], options=part["options"], tools=hello["tools"])
+    asyncio.run(_close(environments))  # what an instance holds, a connection or a thread, is not shared by forks
     about = {value: _about(environment) for value, environment in environments.items()}
     return {"environments": environments, "wall_seconds": hello["wall_seconds"]}, about
 
@@ -66,6 +66,13 @@ def _coroutine(name: str | None) -> Play | None:
         found = getattr(load_module(name), name.rpartition(":")[2], None)
         return found if inspect.iscoroutinefunction(found) else None
     return None
+
+
+async def _close(environments: Mapping[str, Environment | Play]) -> None:
+    """Close every instance that no session has."""
+    for environment in environments.values():
+        if isinstance(environment, Environment):
+            await environment.close()
 
 
 def _about(environment: Environment | Play) -> dict[str, Any]:
@@ -88,7 +95,7 @@ def serve(channel: Channel, loaded: dict[str, Any]) -> None:
                     server.run_alone(message, loop)
                 else:
                     messages, is_open = loop.run_until_complete(server.run_together([message, *messages]))
-        loop.run_until_complete(server.close())
+        loop.run_until_complete(_close(loaded["environments"]))
 
 
 class Server:
@@ -227,12 +234,6 @@ class Server:
             parts = {str(name): _number(value) for name, value in result.items() if name != "score"}
             result = result["score"]
         return {"reward": None if result is None else _number(result), "parts": parts, "facts": {}, "attributes": None}
-
-    async def close(self) -> None:
-        """Close every instance, before the process ends."""
-        for environment in self._environments.values():
-            if isinstance(environment, Environment):
-                await environment.close()
 
 
 class Turn(dict[str, Any]):
