@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import PurePath
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from rlhf.config.base import FilePath, NonNegative, Section, key
+from rlhf.config.base import FilePath, NonNegative, Section, key, with_home
 
-TemplateName = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
+NamedTemplate = Literal["model", "chatml", "qwen-math", "tulu", "qa", "raw"]
+TEMPLATE_SUFFIX = ".jinja"
 AnswerFormat = Literal["auto", "gsm8k", "boxed", "text", "none"]
 
 ENVIRONMENT = "environment"  # as a path: the environment makes the prompts
@@ -29,6 +30,25 @@ USUAL_COLUMNS = {
 OPENS_THOUGHT = re.compile(  # at the end of a rendered prompt: the response begins inside a thought
     r"(?:<(?:seed:)?think(?:ing)?>|\[THINK\]|◁think▷|<\|channel\|>analysis<\|message\|>)\s*\Z"
 )
+
+
+def is_template_file(template: str) -> bool:
+    """Whether data.template is the path of a template, and not a name."""
+    return template.endswith(TEMPLATE_SUFFIX)
+
+
+def _known_template(template: str) -> str:
+    if is_template_file(template):
+        return with_home(template)
+    if template not in get_args(NamedTemplate):
+        raise ValueError(
+            f"{template!r} is no template. Use {', '.join(get_args(NamedTemplate))}, or the path of a file that ends "
+            f"with {TEMPLATE_SUFFIX}."
+        )
+    return template
+
+
+TemplateName = Annotated[str, AfterValidator(_known_template)]
 
 
 class DatasetConfig(Section):

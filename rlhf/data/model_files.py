@@ -121,6 +121,14 @@ def load_tokenizer(model: ModelConfig, *, key: str = "model.path") -> Any:
     return tokenizer
 
 
+def stop_token_ids(path: str, tokenizer: Any) -> frozenset[int]:
+    """The ids that end a response in vLLM: the tokenizer's eos, and those of the model's generation config."""
+    file = local_model_folder(path) / "generation_config.json"
+    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return frozenset([*own, *([ids] if isinstance(ids, int) else ids or [])])
+
+
 def truncate_token_id(rollout: RolloutConfig, tokenizer: Any) -> int | None:
     """The id of rollout.truncate_token; None if it is not set.
 

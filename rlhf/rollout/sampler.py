@@ -10,7 +10,8 @@ import numpy as np
 
 from rlhf.config.grpo import GRPOConfig
 from rlhf.rollout.requests import Completion, SamplingSettings, request_seed
-from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout, TokenSequence, VersionSpan
+from rlhf.rollout.token_log import TokenLog
+from rlhf.types import Prompt, Rollout, RolloutGroup, ScoredRollout
 
 
 class Generate(Protocol):
@@ -100,15 +101,10 @@ class Sampler:
 
 
 def to_rollout(prompt: Prompt, sample: int, completion: Completion) -> Rollout:
-    """Prompt and response as one sequence, id for id; nothing is tokenized again."""
-    shift, response = len(prompt.token_ids), len(completion.token_ids)
-    sequence = TokenSequence(
-        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
-        response_mask=np.concatenate([np.zeros(shift, bool), np.ones(response, bool)]),
-        rollout_logprobs=np.concatenate([np.zeros(shift, np.float32), completion.logprobs.astype(np.float32)]),
-        version_spans=tuple(VersionSpan(s + shift, e + shift, v) for s, e, v in completion.version_spans),
-    )
-    return Rollout(prompt.id, prompt.epoch, sample, (sequence,), completion.finish_reason)
+    """Prompt and response as one sequence, id for id."""
+    log = TokenLog(prompt.token_ids)
+    log.add_sampled(completion)
+    return Rollout(prompt.id, prompt.epoch, sample, (log.sequence(),), completion.finish_reason)
 
 
 def penalize_non_stop(sample: ScoredRollout, reward: float | None, penalty: float = 0.0) -> ScoredRollout:
