@@ -56,6 +56,7 @@ class Environment:
         has_reward: whether the class has `get_reward`.
         blocking: names of the functions and methods that are no coroutines; only an environment without any may share
             its process with other rollouts.
+        coroutines: the names of the others; an environment without any never waits and needs no event loop.
     """
 
     def __init__(
@@ -97,23 +98,23 @@ class Environment:
         self._methods: tuple[str, ...] = ()
         self.name: str = ""
         self.has_reward, self._declares_done = False, False
-        self.blocking: tuple[str, ...] = ()
-        self.coroutines = any(map(inspect.iscoroutinefunction, self._functions.values()))
-        if self._idle:
-            self._examine(type(self._idle[0]), label)
+        waits = self._examine(type(self._idle[0]), label) if self._idle else {}
         functions = [*self._functions.values(), *(getattr(i, name) for i in self._idle for name in self._methods)]
         self.tools = [_schema(function) for function in functions]
         offered = [tool["function"]["name"] for tool in self.tools]
         if twice := next((one for one in offered if offered.count(one) > 1), None):
             raise ValueError(f"{label}: two tools have the name {twice!r}. Rename one of them.")
-        self.blocking += tuple(n for n, f in self._functions.items() if not inspect.iscoroutinefunction(f))
+        waits = {name: inspect.iscoroutinefunction(function) for name, function in self._functions.items()} | waits
+        self.blocking = tuple(name for name in waits if not waits[name] and name != "close")
+        self.coroutines = tuple(name for name in waits if waits[name])
 
     def _add(self, function: Callable[..., Any], label: str) -> None:
         if getattr(function, "__name__", None) in (None, *self._functions):
             raise ValueError(f"{label}: a tool needs a name of its own. Use a function made by `def`.")
         self._functions[function.__name__] = function
 
-    def _examine(self, cls: type, label: str) -> None:
+    def _examine(self, cls: type, label: str) -> dict[str, bool]:
+        """Find what the class has; returns whether each method that a rollout calls is a coroutine."""
         # on the class: `getmembers` of an instance would evaluate its properties
         found = dict(inspect.getmembers(cls, inspect.isfunction))
         if "reset" not in found:
@@ -124,9 +125,8 @@ class Environment:
         )
         self._declares_done = done_method or ("done" not in found and hasattr(cls, "done"))
         self.name, self.has_reward = cls.__name__, "get_reward" in found
-        run = ["reset", *self._methods, *(["get_reward"] if self.has_reward else [])]
-        self.blocking = tuple(name for name in run if not inspect.iscoroutinefunction(found[name]))
-        self.coroutines |= len(self.blocking) < len(run)
+        called = [*self._methods, "reset", "get_reward", "close"]
+        return {name: inspect.iscoroutinefunction(found[name]) for name in called if name in found}
 
     def episode(self) -> Episode:
         """One rollout, with an instance of its own. Raises what the constructor of the class raises."""
@@ -246,10 +246,9 @@ class Episode:
             except BaseException as error:  # SystemExit, and what the confinement raises; the model must see it
                 errors += 1
                 answers.append((name, self._content({"error": _text_of_error(error)})))
-        # without coroutines nothing waits, so that no event loop has to run: a blocking tool may start one of its own
-        awaited = [self._awaited(result, state) for _, result, state in waiting]
-        outcomes = await asyncio.gather(*awaited) if awaited else []
-        for (name, _, _), (content, failed) in zip(waiting, outcomes):  # noqa: B905  # one of each
+        together = (self._awaited(result, state) for _, result, state in waiting)
+        outcomes = await asyncio.gather(*together) if waiting else []  # where nothing waits there may be no event loop
+        for (name, _, _), (content, failed) in zip(waiting, outcomes, strict=True):
             errors += failed
             answers.append((name, content))
         messages = [{"role": "tool", "name": name, "content": content} for name, content in answers]
