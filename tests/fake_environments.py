@@ -1,4 +1,4 @@
-"""Rollouts with an environment without an engine: one token per character, a script of turns, sessions in this process."""
+"""Rollouts with an environment and without an engine: a token per character, a script of turns, a session here."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ Three spellings of an environment mean the same; the fourth has several, chosen 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any, Self
 
 from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
@@ -52,7 +51,11 @@ class EnvironmentConfig(Section):
     wall_seconds: PositiveFloat = key(120.0, "seconds that one call may take by the clock")
     memory_mb: int = key(1024, "memory that a process may add to what it starts with, MiB", ge=64)
     failed_reward: float = key(0.0, "reward of a rollout whose tool call went over a limit; it is trained on")
-    max_failed_fraction: Fraction = key(0.5, "share of a step's rollouts whose environment may fail before the run ends")
+    max_failed_fraction: Fraction = key(
+        0.5, "share of a step's rollouts that may fail before the run ends"
+    )
+
+    accept_changed_code: bool = key(False, "--resume accepts environments whose code is not what the run began with")
 
     @model_validator(mode="before")
     @classmethod

@@ -254,11 +254,6 @@ def _environment_problems(config: GRPOConfig) -> Iterator[str]:
         if any(source.is_environment for source in (*config.data.train, *config.data.eval)):
             yield "data.train or data.eval is environment, without an environment: nothing makes prompts. Name one."
         return
-    if config.tools and environment.parts:
-        yield (
-            f"tools={list(config.tools)} with environment: a rollout has one or the other. Make the functions public "
-            "methods of the environment, or remove one of the keys."
-        )
     if rollout.stop or rollout.truncate_token is not None:
         yield (
             f"rollout.stop={list(rollout.stop)} and {rollout.truncate_token=!s} with an environment or tools: what "

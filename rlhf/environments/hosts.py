@@ -66,7 +66,9 @@ class Hosts(Workers):
         self, config: EnvironmentConfig, tools: Sequence[str] = (), *, say: Callable[[str], None] = to_stderr
     ) -> None:
         self.config = config
-        parts = {value: part.model_dump() for value, part in config.parts.items()} or {"": {"name": None, "options": {}}}
+        parts = {value: part.model_dump() for value, part in config.parts.items()} or {
+            "": {"name": None, "options": {}}
+        }
         hello = {"environments": parts, "tools": list(tools), "wall_seconds": config.wall_seconds}
         names = [*(part["name"] or "" for part in parts.values()), *tools]
         self._waiting: deque[_Seat] = deque()
@@ -107,7 +109,9 @@ class Hosts(Workers):
             raise FailedError(f"the row's column `environment` is {value!r}, and environment.by_name has {known}.")
         about = self.about[value]
         self._numbers += 1
-        session = HostedSession(self, self._numbers, about, {"environment": value, "row": columns, "seeds": dict(seeds)})
+        session = HostedSession(
+            self, self._numbers, about, {"environment": value, "row": columns, "seeds": dict(seeds)}
+        )
         self.call_soon(self._seat, _Seat(session.number, about["blocking"]))
         try:
             await session.begin()
@@ -293,7 +297,8 @@ class HostedSession:
     """A session in a process of `Hosts`; see `turns.Session`."""
 
     def __init__(self, hosts: Hosts, number: int, about: Mapping[str, Any], start: dict[str, Any]) -> None:
-        self.number, self.plays, self.tools = number, bool(about["plays"]), list(about["tools"])
+        self.number, self.plays = number, bool(about["plays"])
+        self.tools: list[dict[str, Any]] = list(about["tools"])
         self.opening: list[Message] | None = None
         self.text = ""
         self._hosts, self._start = hosts, start
@@ -347,5 +352,3 @@ def outcome_of(said: Mapping[str, Any]) -> Outcome:
         return Outcome("ok", reward, parts, dict(list(said["facts"].items())[:MAX_FACTS]), said["attributes"] or {})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FailedError(f"finish: its process answered something else ({error})") from None
-
-

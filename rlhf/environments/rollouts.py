@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,7 +15,6 @@ from rlhf.config.data import OPENS_THOUGHT
 from rlhf.config.grpo import GRPOConfig
 from rlhf.environments.branches import play_coroutine
 from rlhf.environments.turns import (
-    CALL_LIMIT,
     FAILED,
     CallLimitError,
     FailedError,
@@ -30,14 +30,15 @@ from rlhf.rollout.requests import Completion, Parsing, SamplingSettings, request
 from rlhf.rollout.sampler import Generate
 from rlhf.types import Prompt, Rollout
 
-END_CHARS = 64  # last characters of a prompt in which a thought may be opened
+MAX_ERRORS = 5  # distinct errors that are shown
+END_TOKENS = 64  # last tokens of a prompt in which a thought may be opened
 
 
 class OpenSession(Session, Protocol):
     """A session that was opened, with what its reset said; `plays` if a coroutine drives the rollout instead."""
 
     plays: bool
-    opening: Sequence[Message] | None  # messages that the reset made; None: those of the row
+    opening: list[Message] | None  # messages that the reset made; None: those of the row
     text: str  # of the reset, added to the last user message
 
     async def play(self, answer: Any) -> Any: ...
@@ -48,7 +49,7 @@ class OpenSession(Session, Protocol):
 class Hosts(Protocol):
     """Opens sessions; see `environments.hosts`."""
 
-    async def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> OpenSession:
+    def open(self, row: Mapping[str, Any], seeds: Mapping[str, int]) -> Awaitable[OpenSession]:
         """Wait for a process, and reset the environment of this row; raises CallLimitError or FailedError."""
         ...
 
@@ -124,7 +125,7 @@ class Environments:
                 f"the prompt has {len(token_ids)} tokens after reset, more than data.max_prompt_tokens={longest}. "
                 "Raise it, or shorten what reset says and the descriptions of the tools."
             )
-        end = self._tokenizer.decode(token_ids[-END_CHARS:].tolist(), skip_special_tokens=False)
+        end = self._tokenizer.decode(token_ids[-END_TOKENS:].tolist(), skip_special_tokens=False)
         in_thought = OPENS_THOUGHT.search(end) is not None
         return replace(prompt, messages=tuple(messages), token_ids=token_ids, in_thought=in_thought)
 
@@ -132,7 +133,7 @@ class Environments:
         rollout = self._config.rollout
         return Limits(
             max_response_tokens=settings.max_tokens,
-            max_rollout_tokens=rollout.max_rollout_tokens or rollout.max_response_tokens,
+            max_rollout_tokens=rollout.longest,
             max_turns=rollout.max_turns,
             max_rollout_s=rollout.max_rollout_s,
         )
@@ -179,9 +180,25 @@ def next_turn(
     return continue_ids
 
 
-def failures(rollouts: Sequence[Rollout]) -> list[str]:
-    """The errors of the rollouts whose environment failed."""
-    outcomes = [rollout.outcome for rollout in rollouts if rollout.outcome is not None]
-    return [outcome.error for outcome in outcomes if outcome.status == FAILED]
+class FailedEnvironments:
+    """Counts the rollouts of a step whose environment failed, by their error; `allowed_fraction` of them may."""
 
+    def __init__(self, allowed_fraction: float) -> None:
+        self._allowed_fraction = allowed_fraction
+        self._told: set[str] = set()
 
+    def of_step(self, rollouts: Sequence[Rollout]) -> tuple[list[str], str]:
+        """Warnings about errors that were not told before, at most a few; and why the run has to end, "" if not."""
+        outcomes = [rollout.outcome for rollout in rollouts if rollout.outcome is not None]
+        errors = Counter(" ".join(outcome.error.split()) for outcome in outcomes if outcome.status == FAILED)
+        new = [error for error in errors if error not in self._told][: max(0, MAX_ERRORS - len(self._told))]
+        self._told |= {*new}
+        warnings = [f"environment: {errors[error]} of {len(rollouts)} rollouts failed: {error}" for error in new]
+        if not errors or errors.total() <= self._allowed_fraction * len(rollouts):
+            return warnings, ""
+        shown = "\n".join(f"  {count} x {error}" for error, count in errors.most_common(MAX_ERRORS))
+        return warnings, (
+            f"environment: {errors.total()} of {len(rollouts)} rollouts of a step failed, more than "
+            f"environment.max_failed_fraction={self._allowed_fraction:g} allows:\n{shown}\nRepair the environment, or "
+            "raise the fraction."
+        )

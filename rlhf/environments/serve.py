@@ -290,5 +290,3 @@ def _number(value: Any) -> float:
     if isinstance(value, str | bytes) or not math.isfinite(number := float(value)):
         raise ValueError(f"the coroutine returned {attributes.plain_json(value)!r}, not a finite number.")
     return number
-
-

@@ -52,7 +52,7 @@ class Answers:
 class Session(Protocol):
     """One rollout's environment, after its reset; every method raises CallLimitError or FailedError."""
 
-    tools: Sequence[Mapping[str, Any]]  # their schemas
+    tools: list[dict[str, Any]]  # their schemas
 
     async def call(self, calls: Sequence[Mapping[str, Any]]) -> Answers: ...
 

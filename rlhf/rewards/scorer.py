@@ -109,7 +109,7 @@ class Scorer:
     ) -> tuple[ScoredRollout, ...]:
         """Grade the responses to one prompt: each by itself, or, where a part says `group`, all in one call."""
         parts = self.config.parts_of(prompt.source)
-        metadata = [_metadata(prompt, rollout.finish_reason, rollout.response_length) for rollout in rollouts]
+        metadata = [_metadata(prompt, r.finish_reason, r.response_length) | _of_turns(prompt, r) for r in rollouts]
         futures = [self._submit(part, _jobs(part, texts, prompt.answer, prompt.columns, metadata)) for part in parts]
         columns = [_of_each([await asyncio.wrap_future(future) for future in many], len(texts)) for many in futures]
         before = self.counters.copy()
@@ -306,6 +306,15 @@ def _metadata(prompt: Prompt, finish_reason: str, response_length: int) -> dict[
         "finish_reason": finish_reason,
         "response_length": response_length,
     }
+
+
+def _of_turns(prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
+    """What a rollout with an environment adds to its metadata; {} without one."""
+    if rollout.outcome is None:
+        return {}
+    written = [turn for turn in rollout.turns if turn["role"] == "assistant"]
+    in_thought = prompt.in_thought and not any(turn.get("reasoning_content") for turn in written[-1:])
+    return {"turns": rollout.turns, "facts": rollout.facts, "in_thought": in_thought}
 
 
 def _no_metadata(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:

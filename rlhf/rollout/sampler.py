@@ -75,9 +75,7 @@ class Sampler:
         prompt, rollouts = await self.rollouts(prompt, evaluation.samples_per_prompt, settings)
         return RolloutGroup(prompt, await self._grade(prompt, rollouts, settings, trains=False))
 
-    async def rollouts(
-        self, prompt: Prompt, samples: int, settings: SamplingSettings
-    ) -> tuple[Prompt, list[Rollout]]:
+    async def rollouts(self, prompt: Prompt, samples: int, settings: SamplingSettings) -> tuple[Prompt, list[Rollout]]:
         """Sample a group without grading it: in one request, or each rollout through its environment.
 
         Returns:

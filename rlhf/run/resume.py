@@ -33,6 +33,9 @@ FREE = frozenset((
     "rollout.enforce_eager",
     "reward.workers", "reward.cpu_seconds", "reward.wall_seconds", "reward.memory_mb",
     "reward.failure_fraction", "reward.failures_always_allowed", "reward.accept_changed_code",
+    "environment.processes", "environment.python", "environment.env", "environment.network", "environment.files",
+    "environment.cpu_seconds", "environment.wall_seconds", "environment.memory_mb", "environment.max_failed_fraction",
+    "environment.accept_changed_code",
     "reward_model.path", "reward_model.replicas", "reward_model.max_tokens_per_batch", "reward_model.timeout_s",
     "reward_model.retries",
     "learner.zero_stage", "learner.offload_optimizer", "learner.max_tokens_per_microbatch",
@@ -135,10 +138,19 @@ def resume_warnings(config: TrainingProgramConfig, state: RunState) -> Iterator[
 
 def check_reward_code(config: GRPOConfig, state: RunState, sources: Sources) -> Iterator[str]:
     """A warning for each changed user function; ValueError unless `reward.accept_changed_code` is true."""
-    names = changed_sources(state.rewards, sources, noun="reward")
-    changed = [f"{name} is not what the run began with." for name in names]
-    if changed and not config.reward.accept_changed_code:
-        remedy = "Resume with the same code, set reward.accept_changed_code=true, or start another run.dir."
+    yield from _changed_code("reward", state.rewards, sources, accepted=config.reward.accept_changed_code)
+
+
+def check_environment_code(config: GRPOConfig, state: RunState, sources: Sources) -> Iterator[str]:
+    """The same for environments and tools, with `environment.accept_changed_code`."""
+    accepted = config.environment.accept_changed_code
+    yield from _changed_code("environment", state.environments, sources, accepted=accepted)
+
+
+def _changed_code(noun: str, before: Sources, now: Sources, *, accepted: bool) -> Iterator[str]:
+    changed = [f"{name} is not what the run began with." for name in changed_sources(before, now, noun=noun)]
+    if changed and not accepted:
+        remedy = f"Resume with the same code, set {noun}.accept_changed_code=true, or start another run.dir."
         raise ValueError("\n".join(f"{problem} {remedy}" for problem in changed))
     yield from changed
 

@@ -13,12 +13,13 @@ from rlhf.environments.branches import play_coroutine
 from rlhf.environments.turns import FailedError, Limits
 from rlhf.types import Outcome, Rollout
 
+ROOMY = Limits(max_response_tokens=50, max_rollout_tokens=500)
 USER = {"role": "user", "content": "q"}
 Answer = Callable[[Any], Awaitable[dict[str, Any]]]
 
 
 def play(
-    coroutine: Callable[[Answer], Awaitable[Outcome]], turns: list[Any], limits: Limits = Limits(50, 500)
+    coroutine: Callable[[Answer], Awaitable[Outcome]], turns: list[Any], limits: Limits = ROOMY
 ) -> tuple[Rollout, Script]:
     script = Script(turns)
     played = play_coroutine(prompt(), 0, coroutine, generate=script, templates=Templates(), limits=limits)

@@ -205,7 +205,7 @@ def test_the_row_chooses_among_several() -> None:
     async def play(opened: Hosts) -> None:
         async with session(opened, environment="a") as one, session(opened, environment="b") as other:
             assert [each.tools[0]["function"]["name"] for each in (one, other)] == ["guess", "wait"]
-        with pytest.raises(FailedError, match="'c', and environment.by_name has a, b"):
+        with pytest.raises(FailedError, match=r"'c', and environment\.by_name has a, b"):
             await opened.open({"environment": "c"}, SEEDS)
 
     with hosts(None, **parts) as opened:

@@ -47,7 +47,7 @@ def test_several_calls_of_a_turn_are_answered_together() -> None:
 
 
 def test_an_environment_that_says_so_ends_the_rollout() -> None:
-    rollout, script = play([CALL, CALL], LocalSession(done_after=2))
+    rollout, _ = play([CALL, CALL], LocalSession(done_after=2))
     assert (rollout.finish_reason, rollout.facts["ended_by"]) == ("stop", "done")
     assert text(rollout.sequences[0].token_ids).endswith("add|")  # its last answer is read by nobody
     assert rollout.turns[-1]["role"] == "tool"
