@@ -37,6 +37,7 @@ LOST = "lost"  # what it was forked from has ended, so its work is not to blame
 
 POLL_S = 0.02  # how often limits are checked while work is done
 MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
+MAX_STARTING = 32  # fork commands at a time, so that sending them never blocks
 CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
 START_S = 120.0  # for the processes to load, other people's modules included
 RELOAD_EVERY_S = 1.0  # workers are started again so long after one could not load the code
@@ -325,6 +326,7 @@ class Workers:
             template = next((worker for worker in live if worker.is_template), None)
             forker = template.below if template else self.keeper
             missing = missing if template else 1
+        missing = min(missing, MAX_STARTING - sum(not worker.pid for worker in live))
         if forker is None:
             return
         if missing > 0 and self._cannot_load:
