@@ -175,9 +175,9 @@ class Workers:
         *,
         code: Sequence[str] = (),
         size: int,
-        cpu_seconds: float,
-        wall_seconds: float,
-        memory_mb: int,
+        cpu_seconds: float = 2.0,
+        wall_seconds: float = 10.0,
+        memory_mb: int = 1024,
         processes: int = 64,
         grants: Grants = Grants(),  # noqa: B008 - a constant
         template: bool = False,
@@ -285,7 +285,8 @@ class Workers:
             self._failed_starts = 0
         elif not self._cannot_load:
             self._failed_starts += 1
-        self.on_gone(worker, why, detail)
+        if not worker.is_template:
+            self.on_gone(worker, why, detail)
 
     def _run(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -311,9 +312,8 @@ class Workers:
 
     def _start_keeper(self) -> None:
         self.keeper = KeeperProcess(self._python, self._plan, self._environment)
-        self._selector.register(
-            self.keeper.channel.socket, selectors.EVENT_READ, partial(self._on_forker, self.keeper, None)
-        )
+        told = partial(self._on_forker, self.keeper, None)
+        self._selector.register(self.keeper.channel.socket, selectors.EVENT_READ, told)
 
     def _fork_missing(self) -> None:
         """Fork a worker for each that is missing; later, and not for ever, while new ones cannot load the code."""
@@ -327,9 +327,9 @@ class Workers:
             forker = template.below if template else self.keeper
             missing = missing if template else 1
         missing = min(missing, MAX_STARTING - sum(not worker.pid for worker in live))
-        if forker is None:
+        if missing <= 0 or forker is None:
             return
-        if missing > 0 and self._cannot_load:
+        if self._cannot_load:
             now = time.monotonic()
             if now < self._fork_after:
                 return

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf.processes.code import changed_sources, loaded_sources
 from waiting import WAIT_S, eventually, worker_pids
 from worlds import rollout_of
 
 from rlhf.config.reward import RewardConfig, RewardPart
+from rlhf.processes.code import changed_sources, loaded_sources
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.registry import load_user_function
 from rlhf.rewards.scorer import Scorer
