@@ -131,7 +131,7 @@ def test_the_comparison_of_answers_stands_alone(path: Path) -> None:
 
 
 # What the process of an environment imports: it may run under an interpreter that has no package of ours.
-IN_ANOTHER_INTERPRETER = ("attributes", "calculator", "contract", "python_tool", "schema", "seeding")
+IN_ANOTHER_INTERPRETER = ("attributes", "calculator", "contract", "python_tool", "schema", "seeding", "serve")
 
 
 @pytest.mark.parametrize("name", IN_ANOTHER_INTERPRETER)
@@ -139,8 +139,14 @@ def test_the_process_of_an_environment_needs_the_standard_library_alone(name: st
     path = PACKAGE / f"environments/{name}.py"
     assert packages(path, inside_functions=True) <= {"rlhf", *sys.stdlib_module_names}
     allowed = {"rlhf.environments", *(f"rlhf.environments.{other}" for other in IN_ANOTHER_INTERPRETER)}
-    assert own_imports(path) <= allowed
+    assert {module for module in own_imports(path) if part_of(module) != "processes"} <= allowed
     assert packages(PACKAGE / "environments/__init__.py", inside_functions=True) == set()
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "processes"], ids=name_of)
+def test_processes_need_the_standard_library_alone(path: Path) -> None:
+    assert packages(path, inside_functions=True) <= {"rlhf", "__future__", *sys.stdlib_module_names}
+    assert {part_of(module) for module in own_imports(path)} <= {"processes"}
 
 
 def test_importing_algo_imports_nothing() -> None:

@@ -37,6 +37,7 @@ LOST = "lost"  # what it was forked from has ended, so its work is not to blame
 
 POLL_S = 0.02  # how often limits are checked while work is done
 MAX_FAILED_STARTS = 5  # in a row; after more, every further start would fail too
+MAX_STARTING = 32  # fork commands at a time, so that sending them never blocks
 CLOSE_S = 5.0  # for the keeper to kill and reap every worker, before it is killed itself
 START_S = 120.0  # for the processes to load, other people's modules included
 RELOAD_EVERY_S = 1.0  # workers are started again so long after one could not load the code
@@ -174,9 +175,9 @@ class Workers:
         *,
         code: Sequence[str] = (),
         size: int,
-        cpu_seconds: float,
-        wall_seconds: float,
-        memory_mb: int,
+        cpu_seconds: float = 2.0,
+        wall_seconds: float = 10.0,
+        memory_mb: int = 1024,
         processes: int = 64,
         grants: Grants = Grants(),  # noqa: B008 - a constant
         template: bool = False,
@@ -284,7 +285,8 @@ class Workers:
             self._failed_starts = 0
         elif not self._cannot_load:
             self._failed_starts += 1
-        self.on_gone(worker, why, detail)
+        if not worker.is_template:
+            self.on_gone(worker, why, detail)
 
     def _run(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -310,9 +312,8 @@ class Workers:
 
     def _start_keeper(self) -> None:
         self.keeper = KeeperProcess(self._python, self._plan, self._environment)
-        self._selector.register(
-            self.keeper.channel.socket, selectors.EVENT_READ, partial(self._on_forker, self.keeper, None)
-        )
+        told = partial(self._on_forker, self.keeper, None)
+        self._selector.register(self.keeper.channel.socket, selectors.EVENT_READ, told)
 
     def _fork_missing(self) -> None:
         """Fork a worker for each that is missing; later, and not for ever, while new ones cannot load the code."""
@@ -325,9 +326,10 @@ class Workers:
             template = next((worker for worker in live if worker.is_template), None)
             forker = template.below if template else self.keeper
             missing = missing if template else 1
-        if forker is None:
+        missing = min(missing, MAX_STARTING - sum(not worker.pid for worker in live))
+        if missing <= 0 or forker is None:
             return
-        if missing > 0 and self._cannot_load:
+        if self._cannot_load:
             now = time.monotonic()
             if now < self._fork_after:
                 return

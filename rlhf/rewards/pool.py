@@ -55,17 +55,17 @@ class Pool(Workers):
 
     Args:
         user_functions: parts of the reward, all with the same grants, whose functions every worker imports first.
+        limits: `cpu_seconds` and `memory_mb` of `Workers`.
     """
 
     def __init__(
         self,
         *,
         workers: int,
-        cpu_seconds: float = 2.0,
-        wall_seconds: float = 10.0,
-        memory_mb: int = 1024,
         user_functions: Sequence[RewardPart] = (),
+        wall_seconds: float = 10.0,
         say: Callable[[str], None] = to_stderr,
+        **limits: Any,
     ) -> None:
         self._computing = workers
         self._concurrency = {part.name: part.concurrency for part in user_functions}
@@ -79,11 +79,10 @@ class Pool(Workers):
             {"user_functions": [part.model_dump() for part in user_functions], "wall_seconds": wall_seconds},
             code=[part.name for part in user_functions],
             size=workers,
-            cpu_seconds=cpu_seconds,
             wall_seconds=wall_seconds,
-            memory_mb=memory_mb,
             grants=grants,
             say=say,
+            **limits,
         )
 
     def submit(self, request: dict[str, Any]) -> Future[Grade]:

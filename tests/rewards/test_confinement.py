@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rlhf.processes.confinement import ABI_SCOPES, CREATE_RULESET, MACHINES, NO_FILE, NO_NETWORK, NO_SHARED_MEMORY
-from rlhf.processes.outside import children_of
 from waiting import WAIT_S
 
 from rlhf.config.reward import RewardConfig
+from rlhf.processes.confinement import ABI_SCOPES, CREATE_RULESET, MACHINES, NO_FILE, NO_NETWORK, NO_SHARED_MEMORY
+from rlhf.processes.outside import children_of
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.registry import load_user_function

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf.processes.output import MAX_LINE, MAX_LINES, OutputPipe, PrintedLines
 from waiting import WAIT_S, eventually
 
 from rlhf.config.printing import to_stderr
 from rlhf.config.reward import RewardPart
+from rlhf.processes.output import MAX_LINE, MAX_LINES, OutputPipe, PrintedLines
 from rlhf.rewards.grade import Grade
 from rlhf.rewards.pool import Pool
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf.processes.outside import children_of
 from waiting import WAIT_S, eventually, wait_full, worker_pids
 
 from rlhf.config.reward import RewardPart
+from rlhf.processes.outside import children_of
 from rlhf.rewards.pool import Pool
 
 pytestmark = pytest.mark.slow
@@ -261,7 +261,7 @@ def test_every_process_ends_with_a_driver_that_is_killed_by_sigkill(tmp_path: Pa
     )
     before = descendants()
     driver = subprocess.Popen([sys.executable, str(script)])
-    grown = eventually(lambda: len(descendants() - before) >= 6)  # driver, keeper, two workers, a spare and a fork
+    grown = eventually(lambda: len(descendants() - before) >= 6)  # driver, keeper, two workers and two forks
     group = descendants() - before
     assert grown, group
     driver.kill()

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rlhf.rewards.refusal import RefusedError, refusing_side_effects
 from waiting import WAIT_S
+
+from rlhf.rewards.refusal import RefusedError, refusing_side_effects
 
 TOUCH = "__import__('os').system('touch CANARY')"
 PAYLOADS = [

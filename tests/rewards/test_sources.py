@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf.processes.code import changed_sources, loaded_sources
 from waiting import WAIT_S, eventually, worker_pids
 from worlds import rollout_of
 
 from rlhf.config.reward import RewardConfig, RewardPart
+from rlhf.processes.code import changed_sources, loaded_sources
 from rlhf.rewards.pool import Pool
 from rlhf.rewards.registry import load_user_function
 from rlhf.rewards.scorer import Scorer
@@ -182,10 +182,17 @@ def test_the_code_of_a_module_is_its_package_as_far_as_it_is_imported(folder: Pa
 
 def test_a_function_is_changed_if_its_file_or_one_that_is_loaded_again_is_another() -> None:
     before = {"m.py:f": {"m.py": "1", "a.py": "1", "b.py": "2"}, "gone.py:f": {"gone.py": "1"}}
-    assert list(changed_sources(before, {"m.py:f": {"m.py": "1", "c.py": "2"}, "new.py:f": {"new.py": "1"}}, noun="reward")) == []
+    assert (
+        list(
+            changed_sources(before, {"m.py:f": {"m.py": "1", "c.py": "2"}, "new.py:f": {"new.py": "1"}}, noun="reward")
+        )
+        == []
+    )
     (changed,) = changed_sources(before, {"m.py:f": {"m.py": "3", "a.py": "1", "b.py": "3"}}, noun="reward")
     assert changed == "reward name='m.py:f': b.py, m.py"
-    (changed,) = changed_sources(before, {"m.py:f": {"__init__.py": "1", "a.py": "1"}}, noun="reward")  # a package in its place
+    (changed,) = changed_sources(
+        before, {"m.py:f": {"__init__.py": "1", "a.py": "1"}}, noun="reward"
+    )  # a package in its place
     assert changed == "reward name='m.py:f': __init__.py"
 
 
@@ -200,9 +207,15 @@ def test_functions_that_move_to_another_pool_are_the_same_code(folder: Path) -> 
 
     together, apart = loaded(*names), loaded(names[0], {"name": names[1], "network": True})
     assert sorted(apart[names[0]]) == ["helper.py", "mine.py"]
-    assert list(changed_sources(together, apart, noun="reward")) == list(changed_sources(apart, together, noun="reward")) == []
+    assert (
+        list(changed_sources(together, apart, noun="reward"))
+        == list(changed_sources(apart, together, noun="reward"))
+        == []
+    )
     (folder / "helper.py").write_text("VALUE = 2.0\n")
-    assert len(list(changed_sources(together, loaded(names[0], {"name": names[1], "network": True}), noun="reward"))) == 2
+    assert (
+        len(list(changed_sources(together, loaded(names[0], {"name": names[1], "network": True}), noun="reward"))) == 2
+    )
 
 
 MAKES_UP_A_FILE = """import standard, sys, types
