@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
@@ -49,6 +50,28 @@ def _known_template(template: str) -> str:
 
 
 TemplateName = Annotated[str, AfterValidator(_known_template)]
+TEMPLATE_CHOICES = "chat template: model (its own), chatml, qwen-math, tulu, a .jinja file; or plain text: qa, raw"
+PLAIN = ("raw", "qa")  # templates without turns
+
+
+def _no_argument_of_ours(arguments: dict[str, Any]) -> dict[str, Any]:
+    if ours := sorted(OUR_ARGUMENTS & arguments.keys()):
+        raise ValueError(f"{', '.join(ours)}: rlhf passes it itself. Remove it.")
+    return arguments
+
+
+OUR_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt", "chat_template", "tokenize"}
+OUR_ARGUMENTS |= {"continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding"}
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_no_argument_of_ours)]
+
+
+def argument_problems(template: str | None, arguments: dict[str, Any]) -> Iterator[str]:
+    """A problem if arguments are set for a template that is plain text."""
+    if arguments and template in PLAIN:
+        yield (
+            f"data.chat_template_kwargs with data.template={template}: plain text takes no arguments. Remove them, or "
+            "name a chat template."
+        )
 
 
 class DatasetConfig(Section):
@@ -139,7 +162,8 @@ class DataConfig(DatasetsConfig[SourceConfig]):
     answer_format: AnswerFormat = key(
         "auto", "where in its column: the first that fits, after the last ####, in the last box, all of it, or nowhere"
     )
-    template: TemplateName = key("model", "the tokenizer's chat template (model), or another; qa: Question:/Answer:")
+    template: TemplateName = key("model", TEMPLATE_CHOICES)
+    chat_template_kwargs: TemplateArguments = key({}, "what the chat template is given, {enable_thinking: false}")
     system_prompt: str | None = key(None, "system message for prompts that have none; null: none", min_length=1)
     prompt_suffix: str | None = key(None, "text added to the prompt on a line of its own; null: none", min_length=1)
     max_prompt_tokens: PositiveInt = key(1024, "longest prompt with its template, tokens; longer ones are left out")

@@ -9,7 +9,7 @@ from pydantic import field_validator
 
 from rlhf.config import sections
 from rlhf.config.base import key
-from rlhf.config.data import ENVIRONMENT, DataConfig
+from rlhf.config.data import ENVIRONMENT, DataConfig, argument_problems
 from rlhf.config.environment import EnvironmentConfig, tool_names
 from rlhf.config.program import (
     TrainingProgramConfig,
@@ -84,12 +84,11 @@ class GRPOConfig(TrainingProgramConfig):
 
     @property
     def max_sequence_tokens(self) -> int:
-        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return self.data.max_prompt_tokens + self.rollout.longest
 
     @property
     def sequence_keys(self) -> str:
-        prompt, response = self.data.max_prompt_tokens, self.rollout.max_response_tokens
-        return f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
+        return f"data.max_prompt_tokens={self.data.max_prompt_tokens} + {self.rollout.longest_key}"
 
     @property
     def evaluations(self) -> dict[str, sections.EvaluationConfig]:
@@ -172,6 +171,12 @@ class GRPOConfig(TrainingProgramConfig):
                 "responses go on to max_response_tokens, and the text that is graded ends at that token alone. Name a "
                 "token and no stop strings, or set truncate=response."
             )
+        if rollout.longest < limit:
+            yield (
+                f"{rollout.max_rollout_tokens=} with {rollout.max_response_tokens=}: one turn may be longer than the "
+                "whole rollout. Raise the former to at least the latter, or set it to null."
+            )
+        yield from argument_problems(self.data.template, self.data.chat_template_kwargs)
         for evaluation in self.evaluations.values() or [self.evaluation]:
             if (evaluation.max_response_tokens or 0) > rollout.max_response_tokens:
                 yield (
@@ -289,9 +294,8 @@ def _learner_problems(config: GRPOConfig) -> Iterator[str]:
     yield from profile_problems(config.logging.profile_steps, run.steps, "run.steps")
     if learner.max_tokens_per_microbatch < config.max_sequence_tokens:
         yield (
-            f"{learner.max_tokens_per_microbatch=}: one sequence may have data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {config.max_sequence_tokens} tokens. Raise the budget to at least that, or "
-            "shorten prompts or responses."
+            f"{learner.max_tokens_per_microbatch=}: one sequence may have {config.sequence_keys}: "
+            f"{config.max_sequence_tokens} tokens. Raise the budget to at least that, or shorten prompts or responses."
         )
     for role, training in config.trained_roles():
         if training.minibatches_per_epoch > config.rollouts_per_step:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf.config.data import TemplateName
+from rlhf.config.data import PLAIN, TemplateName
 from rlhf.data.control_tokens import without_marks
-from rlhf.data.templates import PLAIN, chat_text, check_has_template, render, safe_messages, safe_tools, tokenize
+from rlhf.data.templates import chat_text, check_has_template, render, safe_messages, safe_tools, tokenize
 
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None
@@ -137,6 +137,7 @@ class Dialogue:
         warned = False
         for kind, messages in kinds.items():
             warned |= self._check_kind(kind, messages, tools)
+        self._check_control_tokens(tools)
         return [REWRITES.format(key=KEY, template=self._template)] if warned else []
 
     def _check_kind(self, kind: str, messages: list[Message], tools: Tools) -> bool:
@@ -151,12 +152,23 @@ class Dialogue:
         if lost := [message["content"] for message in messages if message["content"] not in written]:
             raise ValueError(f"{KEY}={self._template}: {kind} is not written: {lost[0]!r} is missing in {written!r}.")
         before, after = self._texts(opening, messages, tools)
-        head, turn = before.split(ASKED, 1)
-        new_head, new_turn = after.split(ASKED, 1) if ASKED in after else (after, "")
+        (head, _, turn), (new_head, _, new_turn) = before.partition(ASKED), after.partition(ASKED)
         if head != new_head:
             ids = (tokenize([text], self._template, self._tokenizer)[0] for text in (head, new_head))
             self._refuse(f"the beginning of the conversation is written otherwise when {kind} follows", *ids)
         return not new_turn.startswith(turn.rstrip())
+
+    def _check_control_tokens(self, tools: Tools) -> None:
+        """Raise ValueError if the text of a stop token in a content becomes that token, or is not kept."""
+        text = " ".join(self._tokenizer.convert_ids_to_tokens(sorted(self.stop_ids)))
+        harmless, hostile = (self.suffix([_user(content)], tools) for content in (SAID, text))
+        stops = [int(np.isin(ids, list(self.stop_ids)).sum()) for ids in (harmless, hostile)]
+        written = self._tokenizer.decode(hostile.tolist())
+        if stops[0] != stops[1] or text not in written:
+            raise ValueError(
+                f"{KEY}={self._template}: the tokenizer writes the text {text!r} as {written!r}, with "
+                f"{stops[1] - stops[0]} stop tokens: what tools say could end a turn. Use another tokenizer."
+            )
 
     def _refuse(self, problem: str, was: np.ndarray, now: np.ndarray) -> None:
         overlap = min(len(was), len(now))

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlhf.config.data import OPENS_THOUGHT, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
+from rlhf.config.data import OPENS_THOUGHT, PLAIN, USUAL_COLUMNS, AnswerFormat, DataConfig, SourceConfig
 from rlhf.data.answers import GoldAnswer, extract_answer
-from rlhf.data.read import Row, Source, check_text, config_sources, read_messages, rows_per_epoch
+from rlhf.data.read import Row, Source, check_text, config_sources, read_messages, read_tools, rows_per_epoch
 from rlhf.data.templates import ROLES, render, tokenize
 from rlhf.types import Prompt
 
@@ -103,6 +103,18 @@ def first_usable(
             yield f"row {row.number} of {key}={settings.path}", prompt
 
 
+def read_first_prompt(config: DataConfig, tokenizer: Any, gold_answer: GoldAnswer) -> Prompt:
+    """The first prompt of data.train, of whose rows only the first are read.
+
+    Raises:
+        ValueError: none of them can be used.
+    """
+    key, settings = next(iter(config_sources(config, "train").items()))
+    source = Source(key, settings, "train", skip=True)
+    rows = [*islice(source.stream(), FIRST_ROWS)]
+    return _make_prompts(config, source, rows, tokenizer, gold_answer)[0]
+
+
 def leave_out(
     config: DataConfig, which: Literal["train", "eval"], loaded: LoadedPrompts, ids: set[str]
 ) -> LoadedPrompts:
@@ -149,7 +161,11 @@ def _make_prompts(
 ) -> list[Prompt]:
     """The prompts of the rows that can be used. Raises ValueError: one cannot, and is not left out; or none can."""
     usable = _usable_rows(config, source, rows, gold_answer, acts=acts)
-    texts = [render(messages, config.template, tokenizer) if messages else "" for _, messages, _ in usable]
+    texts = []
+    for row, messages, _ in usable:
+        tools = None if config.template in PLAIN else read_tools(row.columns)
+        how = {"tools": tools, "arguments": config.chat_template_kwargs}
+        texts.append(render(messages, config.template, tokenizer, **how) if messages else "")
     token_ids, label = tokenize(texts, config.template, tokenizer), source.settings.label
     prompts = []
     for (row, messages, answer), text, ids in zip(usable, texts, token_ids, strict=True):
@@ -179,6 +195,8 @@ def _usable_rows(
     for row in rows:
         with source.leave_out(row):
             messages = _read_prompt(config, row, prompt_column) if prompt_column else ()
+            if config.template not in PLAIN:
+                read_tools(row.columns)
             if answer_column:
                 answer = _read_answer(row, answer_column, answer_format, gold_answer)
             usable.append((row, messages, answer))

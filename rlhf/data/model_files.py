@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.base import first_line
-from rlhf.config.data import TemplateName
+from rlhf.config.data import NamedTemplate
 from rlhf.config.model_folder import local_model_folder, looks_local
 from rlhf.config.reward_model import RewardModelConfig, reward_model_record
 from rlhf.config.sections import ModelConfig, RolloutConfig
@@ -92,10 +92,10 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted({file for pattern in patterns for file in folder.glob(pattern)})
 
 
-def reward_template(config: RewardModelConfig) -> TemplateName:
+def reward_template(config: RewardModelConfig) -> NamedTemplate:
     """The template in which conversations are written for a reward model."""
     assert config.path is not None, "an endpoint writes them itself"
-    recorded: TemplateName | None = reward_model_record(config.path).get("template")
+    recorded: NamedTemplate | None = reward_model_record(config.path).get("template")
     return config.template or recorded or "model"
 
 

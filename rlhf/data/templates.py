@@ -6,6 +6,7 @@ A chat template itself writes bos if its model needs it, so no special token is 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.config.data import TemplateName, is_template_file
+from rlhf.config.data import PLAIN, TemplateName, is_template_file
 from rlhf.config.grpo import GRPOConfig
-from rlhf.data.control_tokens import MARK, control_tokens, split
+from rlhf.data.control_tokens import MARK, control_tokens, split, without_marks
 from rlhf.data.model_files import reward_template
 
 ROLES = ("system", "user", "assistant")
@@ -40,7 +41,6 @@ TULU = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 CHAT_TEMPLATES = {"chatml": CHATML, "qwen-math": QWEN_MATH, "tulu": TULU}
-PLAIN = ("raw", "qa")
 
 
 def render(
@@ -81,7 +81,7 @@ def safe_messages(
     Args:
         by_model: False: what the assistant says stays as it is.
     """
-    control = control_tokens(tokenizer, _source(template, tokenizer))
+    control = control_tokens(tokenizer, template_source(template, tokenizer))
 
     def safe(message: dict[str, Any]) -> dict[str, Any]:
         assistant = message["role"] == "assistant"
@@ -94,10 +94,10 @@ def safe_messages(
 
 def safe_tools(tools: Any, template: TemplateName, tokenizer: Any) -> Any:
     """The schemas of tools with control tokens as text."""
-    return control_tokens(tokenizer, _source(template, tokenizer)).as_text(tools) if tools else None
+    return control_tokens(tokenizer, template_source(template, tokenizer)).as_text(tools) if tools else None
 
 
-def _source(template: TemplateName, tokenizer: Any) -> str:
+def template_source(template: TemplateName, tokenizer: Any) -> str:
     """The source of a chat template, of all of them if a tokenizer has several."""
     source = chat_template(template) or tokenizer.chat_template or ""
     return source if isinstance(source, str) else "".join(source.values())
@@ -167,6 +167,27 @@ def chat_text(
         ) from error
 
 
+def tagged_ids(
+    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, key: str, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ids [L] int32 of a conversation, and a mask [L] that is True inside the template's {% generation %} tags."""
+    if MARK not in json.dumps([messages, options], ensure_ascii=False, default=str):
+        whole = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = chat_text(messages, template, tokenizer, key, **options, **whole)
+        return np.array(encoded["input_ids"], np.int32), np.array(encoded["assistant_masks"], bool)
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text = chat_text(messages, template, tokenizer, key, **options)
+    source = tokenizer.get_chat_template(chat_template(template), tools=options["tools"])
+    arguments = {**tokenizer.special_tokens_map, **options, "return_assistant_tokens_mask": True}
+    rendered: Any = render_jinja_template([list(messages)], chat_template=source, **arguments)
+    spans = rendered[1][0]
+    ids, characters = _encode_pieces(text, tokenizer, with_places=True)
+    bounds = [[len(without_marks(text[:place])) for place in span] for span in spans]
+    inside = [any(start <= place < end for start, end in bounds) for place in characters]
+    return np.array(ids, np.int32), np.array(inside, bool)
+
+
 def check_has_template(template: TemplateName, tokenizer: Any, key: str) -> None:
     """Raise a ValueError if the template is to be the tokenizer's own, and it has none."""
     if template == "model" and not tokenizer.chat_template:
@@ -188,18 +209,26 @@ def tokenize(texts: Sequence[str], template: TemplateName, tokenizer: Any) -> li
         rows = encoded["input_ids"]
         if not plain:
             rows = [
-                _ids_of_pieces(text, tokenizer) if MARK in text else ids for text, ids in zip(batch, rows, strict=True)
+                _encode_pieces(text, tokenizer)[0] if MARK in text else ids
+                for text, ids in zip(batch, rows, strict=True)
             ]
         token_ids += [np.array([bos] * begins_with_bos + ids, dtype=np.int32) for ids in rows]
     return token_ids
 
 
-def _ids_of_pieces(text: str, tokenizer: Any) -> list[int]:
-    """The ids of a rendered text with marks. After the first piece none begins as a text does (with a space)."""
-    first, *rest = split(text)
-    ids = list(tokenizer(first, add_special_tokens=False)["input_ids"])
-    end = tokenizer.eos_token or ""
-    shift = len(tokenizer(end, add_special_tokens=False)["input_ids"])
-    for piece in rest:
-        ids += tokenizer(end + piece, add_special_tokens=False)["input_ids"][shift:]
-    return ids
+def _encode_pieces(text: str, tokenizer: Any, *, with_places: bool = False) -> tuple[list[int], list[int]]:
+    """The ids of a rendered text with marks; if asked, the place of each in the text without them, in characters.
+
+    A piece is tokenized after an end token, which is then taken off: no piece but the first begins as a text does, for
+    which some tokenizers add a space.
+    """
+    ids, places, length = list[int](), list[int](), 0
+    for number, piece in enumerate(split(text)):
+        before = tokenizer.eos_token if number and tokenizer.eos_token else ""
+        encoded = tokenizer(before + piece, add_special_tokens=False, return_offsets_mapping=with_places)
+        skipped = 1 if before else 0
+        ids += encoded["input_ids"][skipped:]
+        if with_places:
+            places += [length + start - len(before) for start, _ in encoded["offset_mapping"][skipped:]]
+        length += len(piece)
+    return ids, places
