@@ -245,10 +245,14 @@ class Episode:
                 raise
             except BaseException as error:  # SystemExit, and what the confinement raises; the model must see it
                 errors += 1
-                answers.append((name, self._content({"error": _text_of_error(error)})))
+                answers.append((name, self._error(error)))
         together = (self._awaited(result, state) for _, result, state in waiting)
-        outcomes = await asyncio.gather(*together) if waiting else []  # where nothing waits there may be no event loop
-        for (name, _, _), (content, failed) in zip(waiting, outcomes, strict=True):
+        # where nothing waits there may be no event loop; a coroutine that cancels itself is an exception like any other
+        outcomes = await asyncio.gather(*together, return_exceptions=True) if waiting else []
+        for (name, _, _), outcome in zip(waiting, outcomes, strict=True):
+            if isinstance(outcome, MemoryError):
+                raise outcome
+            content, failed = (self._error(outcome), True) if isinstance(outcome, BaseException) else outcome
             errors += failed
             answers.append((name, content))
         messages = [{"role": "tool", "name": name, "content": content} for name, content in answers]
@@ -308,7 +312,10 @@ class Episode:
         except (MemoryError, asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:
-            return self._content({"error": _text_of_error(error)}), True
+            return self._error(error), True
+
+    def _error(self, error: BaseException) -> str:
+        return self._text({"error": _text_of_error(error)})
 
     def _content(self, result: Any) -> Any:
         """What the message says of a result: a list that JSON can say stays a list, all else is text."""
@@ -316,11 +323,12 @@ class Episode:
             with contextlib.suppress(TypeError, ValueError, RecursionError):
                 if len(written := json.dumps(result)) <= self._environment.max_characters:
                     return _printable_list(json.loads(written))
-        return printable(self._cut(str(result)))
+        return self._text(result)
 
-    def _cut(self, text: str) -> str:
-        limit = self._environment.max_characters
-        return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters were cut]"
+    def _text(self, result: Any) -> str:
+        text, limit = str(result), self._environment.max_characters
+        cut = len(text) - limit
+        return printable(text if cut <= 0 else f"{text[:limit]}\n[{cut} more characters were cut]")
 
     def _number(self, value: Any) -> float:
         if isinstance(value, str | bytes):
@@ -373,7 +381,7 @@ def _arguments(written: Any) -> Any:
 
 def _text_of_error(error: BaseException) -> str:
     try:
-        return str(error)
+        return str(error) if not isinstance(error, asyncio.CancelledError) else type(error).__name__
     except Exception:
         return type(error).__name__
 
