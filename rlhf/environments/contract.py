@@ -93,7 +93,7 @@ class Environment:
             self._factory = lambda: factory(**(options or {}))
             try:
                 self._idle.append(self._factory())
-            except Exception as error:
+            except BaseException as error:  # SystemExit, and what the confinement raises
                 raise ValueError(f"{label}: it cannot be made: {type(error).__name__}: {error}") from error
         self._methods: tuple[str, ...] = ()
         self.name: str = ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,7 @@ def test_a_program_returns_what_it_prints_with_its_errors_and_without_the_folder
     assert said.startswith("before\nTraceback")
     assert '  File "main.py", line 2, in <module>' in said
     assert said.endswith("ZeroDivisionError: division by zero\n")
+    assert run("import os; print(os.getcwd())") == ".\n"
     assert run("import sys; sys.exit(3)") == "[exit status 3]"
     assert run("pass") == ""
     assert "EOFError" in run("input()")
@@ -90,6 +93,18 @@ def test_time_and_memory_end_a_program_and_all_that_it_started() -> None:
         "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
     ))  # fmt: skip
     eventually(lambda: not is_running(pid))
+
+
+def test_a_program_runs_where_the_limits_are_lower_than_its_own() -> None:
+    script = """
+import asyncio, resource
+from rlhf.environments.python_tool import python_tool
+for limit in (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
+    resource.setrlimit(limit, (3 if limit == resource.RLIMIT_CPU else 500 * 2**20,) * 2)
+print(asyncio.run(python_tool(memory_mb=9000)("print(1 + 1)")))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "2\n\n", done.stderr
 
 
 def test_many_programs_run_at_the_same_time_in_one_process() -> None:

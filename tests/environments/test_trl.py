@@ -112,7 +112,7 @@ SCRIPTS: dict[str, list[list[Turn]]] = {
         [[("buy", {"drink": "milk"}), ("buy", {"drink": "coffee", "count": 9}), ("_check", {}), ("reset", {})], "End."],
     ],
     "Slow": [
-        [[("note", {"text": "abc"}), ("count", {}), ("note", {"text": ""}), ("no", {}), ("note", {"text": "b"})], "End."],
+        [[("note", {"text": "abc"}), ("count", {}), ("note", {"text": ""}), ("no", {}), ("note", {"text": "b"})], "."],
         ["Nothing to note."],
     ],
 }  # fmt: skip
