@@ -96,11 +96,10 @@ class Environment:
             except BaseException as error:  # SystemExit, and what the confinement raises
                 raise ValueError(f"{label}: it cannot be made: {type(error).__name__}: {error}") from error
         self._methods: tuple[str, ...] = ()
-        self.name: str = ""
-        self.has_reward, self._declares_done = False, False
+        self.name, self.has_reward, self._declares_done = "", False, False
         waits = self._examine(type(self._idle[0]), label) if self._idle else {}
-        functions = [*self._functions.values(), *(getattr(i, name) for i in self._idle for name in self._methods)]
-        self.tools = [_schema(function) for function in functions]
+        methods = [getattr(self._idle[0], method) for method in self._methods]
+        self.tools = [_schema(function) for function in (*self._functions.values(), *methods)]
         offered = [tool["function"]["name"] for tool in self.tools]
         if twice := next((one for one in offered if offered.count(one) > 1), None):
             raise ValueError(f"{label}: two tools have the name {twice!r}. Rename one of them.")
@@ -200,7 +199,7 @@ class Episode:
             return {**nothing, "text": printable(result)}
         if isinstance(result, list) and result and all(isinstance(item, Mapping) for item in result):
             if all(isinstance(item.get("role"), str) and "content" in item for item in result):
-                return {**nothing, "messages": json.loads(json.dumps(result))}
+                return {**nothing, "messages": _printable_json(json.loads(json.dumps(result)))}
             if all(item.get("type") == "text" and isinstance(item.get("text"), str) for item in result):
                 return {**nothing, "text": printable("".join(item["text"] for item in result))}
         raise TypeError(
@@ -284,7 +283,7 @@ class Episode:
             reward = None if result is None else self._number(result)
         with state:
             given = getattr(self._instance, "facts", None)
-            facts = attributes.plain_json(given) if isinstance(given, Mapping) else {}
+            facts = _printable_json(attributes.plain_json(given)) if isinstance(given, Mapping) else {}
             said = attributes.said(self._instance)
         return {"reward": reward, "parts": parts, "facts": facts, "attributes": said}
 
@@ -322,7 +321,7 @@ class Episode:
         if isinstance(result, list):
             with contextlib.suppress(TypeError, ValueError, RecursionError):
                 if len(written := json.dumps(result)) <= self._environment.max_characters:
-                    return _printable_list(json.loads(written))
+                    return _printable_json(json.loads(written))
         return self._text(result)
 
     def _text(self, result: Any) -> str:
@@ -353,13 +352,13 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _printable_list(value: Any) -> Any:
+def _printable_json(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
-        return [_printable_list(item) for item in value]
+        return [_printable_json(item) for item in value]
     if isinstance(value, dict):
-        return {printable(key): _printable_list(item) for key, item in value.items()}
+        return {printable(key): _printable_json(item) for key, item in value.items()}
     return value
 
 

@@ -256,7 +256,7 @@ class Env:
 def test_get_reward_may_give_named_numbers_and_facts_are_told(made: Callable[..., Environment]) -> None:
     environment = made("""
 class Env:
-    def reset(self, result): self.result, self.facts = result, {"way": (1, 2), 3: {4}}
+    def reset(self, result): self.result, self.facts = result, {"way": (1, 2), 3: {4}, "text": chr(0xD800)}
     def get_reward(self): return eval(self.result)
 """)
 
@@ -266,7 +266,7 @@ class Env:
     assert finished("{'score': True, 'speed': 2}")["reward"] == 1.0
     assert finished("{'score': 1, 'speed': 2}")["parts"] == {"speed": 2.0}
     assert finished("None")["reward"] is None
-    assert finished("1")["facts"] == {"way": [1, 2], "3": [4]}
+    assert finished("1")["facts"] == {"way": [1, 2], "3": [4], "text": "\\ud800"}
     for result, error in [
         ("'1'", TypeError),
         ("float('nan')", ValueError),
