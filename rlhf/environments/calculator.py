@@ -60,6 +60,8 @@ def compute(expression: str) -> str:
 
 def _value(node: ast.expr) -> Fraction:
     match node:
+        case ast.Constant(value=float() as number) if math.isinf(number):
+            raise OverflowError
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return _bounded(Fraction(repr(number)) if isinstance(number, float) else Fraction(number))
         case ast.UnaryOp(op=ast.USub()):

@@ -93,14 +93,13 @@ class Environment:
             self._factory = lambda: factory(**(options or {}))
             try:
                 self._idle.append(self._factory())
-            except Exception as error:
+            except BaseException as error:  # SystemExit, and what the confinement raises
                 raise ValueError(f"{label}: it cannot be made: {type(error).__name__}: {error}") from error
         self._methods: tuple[str, ...] = ()
-        self.name: str = ""
-        self.has_reward, self._declares_done = False, False
+        self.name, self.has_reward, self._declares_done = "", False, False
         waits = self._examine(type(self._idle[0]), label) if self._idle else {}
-        functions = [*self._functions.values(), *(getattr(i, name) for i in self._idle for name in self._methods)]
-        self.tools = [_schema(function) for function in functions]
+        methods = [getattr(self._idle[0], method) for method in self._methods]
+        self.tools = [_schema(function) for function in (*self._functions.values(), *methods)]
         offered = [tool["function"]["name"] for tool in self.tools]
         if twice := next((one for one in offered if offered.count(one) > 1), None):
             raise ValueError(f"{label}: two tools have the name {twice!r}. Rename one of them.")
@@ -200,7 +199,7 @@ class Episode:
             return {**nothing, "text": printable(result)}
         if isinstance(result, list) and result and all(isinstance(item, Mapping) for item in result):
             if all(isinstance(item.get("role"), str) and "content" in item for item in result):
-                return {**nothing, "messages": json.loads(json.dumps(result))}
+                return {**nothing, "messages": _printable_json(json.loads(json.dumps(result)))}
             if all(item.get("type") == "text" and isinstance(item.get("text"), str) for item in result):
                 return {**nothing, "text": printable("".join(item["text"] for item in result))}
         raise TypeError(
@@ -245,10 +244,14 @@ class Episode:
                 raise
             except BaseException as error:  # SystemExit, and what the confinement raises; the model must see it
                 errors += 1
-                answers.append((name, self._content({"error": _text_of_error(error)})))
+                answers.append((name, self._error(error)))
         together = (self._awaited(result, state) for _, result, state in waiting)
-        outcomes = await asyncio.gather(*together) if waiting else []  # where nothing waits there may be no event loop
-        for (name, _, _), (content, failed) in zip(waiting, outcomes, strict=True):
+        # where nothing waits there may be no event loop; a coroutine that cancels itself is an exception like any other
+        outcomes = await asyncio.gather(*together, return_exceptions=True) if waiting else []
+        for (name, _, _), outcome in zip(waiting, outcomes, strict=True):
+            if isinstance(outcome, MemoryError):
+                raise outcome
+            content, failed = (self._error(outcome), True) if isinstance(outcome, BaseException) else outcome
             errors += failed
             answers.append((name, content))
         messages = [{"role": "tool", "name": name, "content": content} for name, content in answers]
@@ -280,7 +283,7 @@ class Episode:
             reward = None if result is None else self._number(result)
         with state:
             given = getattr(self._instance, "facts", None)
-            facts = attributes.plain_json(given) if isinstance(given, Mapping) else {}
+            facts = _printable_json(attributes.plain_json(given)) if isinstance(given, Mapping) else {}
             said = attributes.said(self._instance)
         return {"reward": reward, "parts": parts, "facts": facts, "attributes": said}
 
@@ -308,19 +311,23 @@ class Episode:
         except (MemoryError, asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:
-            return self._content({"error": _text_of_error(error)}), True
+            return self._error(error), True
+
+    def _error(self, error: BaseException) -> str:
+        return self._text({"error": _text_of_error(error)})
 
     def _content(self, result: Any) -> Any:
         """What the message says of a result: a list that JSON can say stays a list, all else is text."""
         if isinstance(result, list):
             with contextlib.suppress(TypeError, ValueError, RecursionError):
                 if len(written := json.dumps(result)) <= self._environment.max_characters:
-                    return _printable_list(json.loads(written))
-        return printable(self._cut(str(result)))
+                    return _printable_json(json.loads(written))
+        return self._text(result)
 
-    def _cut(self, text: str) -> str:
-        limit = self._environment.max_characters
-        return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters were cut]"
+    def _text(self, result: Any) -> str:
+        text, limit = str(result), self._environment.max_characters
+        cut = len(text) - limit
+        return printable(text if cut <= 0 else f"{text[:limit]}\n[{cut} more characters were cut]")
 
     def _number(self, value: Any) -> float:
         if isinstance(value, str | bytes):
@@ -345,13 +352,13 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _printable_list(value: Any) -> Any:
+def _printable_json(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
-        return [_printable_list(item) for item in value]
+        return [_printable_json(item) for item in value]
     if isinstance(value, dict):
-        return {printable(key): _printable_list(item) for key, item in value.items()}
+        return {printable(key): _printable_json(item) for key, item in value.items()}
     return value
 
 
@@ -373,7 +380,7 @@ def _arguments(written: Any) -> Any:
 
 def _text_of_error(error: BaseException) -> str:
     try:
-        return str(error)
+        return str(error) if not isinstance(error, asyncio.CancelledError) else type(error).__name__
     except Exception:
         return type(error).__name__
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 # the shell's own limits: memory in KiB, CPU seconds, files in blocks of 512 bytes; no core file
 LIMITED = 'ulimit -v "$1"; ulimit -t "$2"; ulimit -f "$3"; ulimit -c 0; shift 3; exec "$@"'
+KIB, BLOCK, MIB = 1 << 10, 512, 1 << 20
 READ_BYTES = 1 << 16
 MAX_FILE_MB = 64
 
@@ -65,7 +67,11 @@ def python_tool(
 
 async def _run(code: str, folder: Path, seconds: float, memory_mb: int, max_output_characters: int) -> str:
     (folder / "main.py").write_bytes(code.encode("utf-8", "backslashreplace"))
-    limits = [str(memory_mb * 1024), str(int(seconds) + 1), str(MAX_FILE_MB * 2048)]
+    limits = [
+        _limit(resource.RLIMIT_AS, memory_mb * MIB, unit=KIB),
+        _limit(resource.RLIMIT_CPU, int(seconds) + 1, unit=1),
+        _limit(resource.RLIMIT_FSIZE, MAX_FILE_MB * MIB, unit=BLOCK),
+    ]
     variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     variables |= {"HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     variables |= {"PYTHONIOENCODING": "utf-8:backslashreplace", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -90,7 +96,7 @@ async def _run(code: str, folder: Path, seconds: float, memory_mb: int, max_outp
                 os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         output.read()  # what is in the pipe already
-    text = output.data.decode("utf-8", "backslashreplace").replace(f"{folder}/", "")
+    text = output.data.decode("utf-8", "backslashreplace").replace(f"{folder}/", "").replace(str(folder), ".")
     if len(text) > max_output_characters or output.dropped:
         text = f"{text[:max_output_characters]}\n[output cut after {max_output_characters} characters]"
     match status:
@@ -101,6 +107,12 @@ async def _run(code: str, folder: Path, seconds: float, memory_mb: int, max_outp
         case _ if status < 0:
             return f"{text}\n[ended by signal {-status}]".lstrip("\n")
     return text or f"[exit status {status}]"
+
+
+def _limit(kind: int, wanted: int, *, unit: int) -> str:
+    """What the shell is told; it gives up when it is told to go above a limit that it has already."""
+    hard = resource.getrlimit(kind)[1]
+    return str((wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)) // unit)
 
 
 class _Output:
