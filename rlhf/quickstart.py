@@ -25,7 +25,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf.config.cli import check_new_folder, config_folder, parser_of, run_program
 from rlhf.config.load import load_config, merged
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
     from rlhf.config.supervised import SFTConfig
+
+P = TypeVar("P", "Problem", "Product")
 
 END_TOKEN = "<|end|>"
 PAD_TOKEN = "<|pad|>"
@@ -48,6 +50,23 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
+# With tools: `<|tools|>` names them, and a call has the form of Hermes and Qwen, which vLLM's parser `hermes` reads.
+TOOL_ROLE_TOKENS = ("<|tools|>", "<|tool|>")
+TOOL_CHAT_TEMPLATE = (
+    "{%- if tools -%}<|tools|>{{- tools | map(attribute='function.name') | join(' ') -}}<|end|>{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{{- '<|' + message['role'] + '|>' + (message['content'] or '') -}}"
+    "{%- for call in message.tool_calls or [] -%}"
+    """{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' -}}"""
+    "{{- call.function.arguments | tojson + '}\n</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+# The fixed text around the expression is two tokens, so that a call costs its digits and not eighty bytes of JSON.
+CALL_TOKENS = ('<tool_call>\n{"name": "calculator", "arguments": {"expression": "', '"}}\n</tool_call>')
+
 CONTEXT_TOKENS = 2048
 
 INITIAL_WEIGHT_STD = 0.05  # measured: the warm-up converges sooner than from the 0.02 of full-size models
@@ -59,6 +78,8 @@ SLIP_FRACTION = 0.12  # columns that are off by one
 # Share of rejected responses that no pupil would write; without them a policy finds responses that the reward model
 # has never seen.
 FAR_MISS_FRACTION = 0.25
+
+CALL_FRACTION = 0.15  # of the demonstrations with tools, which ask the calculator
 
 TRAIN_ROWS = 16_384
 TEST_ROWS = 512
@@ -94,6 +115,33 @@ class Problem:
             carry = sums[-1] // 10
         boxed = str(sums[-1]) + "".join(str(total % 10) for total in reversed(sums[:-1]))
         return " ".join(f"{total:02d}" for total in sums) + f" {BOX_TOKEN}{boxed}}}"
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of two numbers of `COLUMNS` digits, which a model of this size cannot learn to work out."""
+
+    left: int
+    right: int
+
+    @property
+    def question(self) -> str:
+        return f"What is {self.left} * {self.right}?"
+
+    @property
+    def answer(self) -> str:
+        return str(self.left * self.right)
+
+    def talk(self, *, calls: bool) -> list[dict[str, Any]]:
+        """The conversation of someone who asks the calculator, or who answers at once."""
+        function = {"name": "calculator", "arguments": {"expression": f"{self.left} * {self.right}"}}
+        asks = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        answers = {"role": "tool", "name": "calculator", "content": self.answer}
+        return [
+            {"role": "user", "content": self.question},
+            *((asks, answers) if calls else ()),
+            {"role": "assistant", "content": f"{BOX_TOKEN}{self.answer}}}"},
+        ]
 
 
 def near_miss(problem: Problem, rng: random.Random) -> str:
@@ -133,19 +181,23 @@ def make_pairs(problems: list[Problem], seed: int) -> list[dict[str, str]]:
     return pairs
 
 
-def make_problems(count: int, seed: int) -> list[Problem]:
+def make_problems(count: int, seed: int, kind: type[P] = Problem) -> list[P]:  # type: ignore[assignment]
     """`count` problems in seeded order; no two have the same operands, in either order."""
     low, high = 10 ** (COLUMNS - 1), 10**COLUMNS
     rng = random.Random(f"problems {seed}")
-    problems: dict[frozenset[int], Problem] = {}
+    problems: dict[frozenset[int], P] = {}
     while len(problems) < count:
         left, right = rng.randrange(low, high), rng.randrange(low, high)
-        problems.setdefault(frozenset((left, right)), Problem(left, right))
+        problems.setdefault(frozenset((left, right)), kind(left, right))
     return list(problems.values())
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level tokenizer (256 bytes, a few markers) with a chat template; it encodes any text, after NFC."""
+def make_tokenizer(*, tools: bool = False) -> Qwen2Tokenizer:
+    """A byte-level tokenizer (256 bytes, a few markers) with a chat template; it encodes any text, after NFC.
+
+    Args:
+        tools: the template also writes tools, calls and their answers.
+    """
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer
 
@@ -156,23 +208,30 @@ def make_tokenizer() -> Qwen2Tokenizer:
         unk_token=None,  # type: ignore[arg-type]  # every byte is known; the default would add a token
         eos_token=END_TOKEN,
         pad_token=PAD_TOKEN,
-        extra_special_tokens=list(ROLE_TOKENS),
-        chat_template=CHAT_TEMPLATE,
+        extra_special_tokens=[*ROLE_TOKENS, *(TOOL_ROLE_TOKENS if tools else ())],
+        chat_template=TOOL_CHAT_TEMPLATE if tools else CHAT_TEMPLATE,
         model_max_length=CONTEXT_TOKENS,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.add_tokens([AddedToken(BOX_TOKEN, special=False, normalized=False)])
+    texts = (BOX_TOKEN, *(CALL_TOKENS if tools else ()))
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in texts])
     return tokenizer
 
 
 def make_model(
-    *, hidden_size: int = 128, num_layers: int = 3, num_heads: int = 4, tie_embeddings: bool = True, seed: int = 0
+    *,
+    hidden_size: int = 128,
+    num_layers: int = 3,
+    num_heads: int = 4,
+    tie_embeddings: bool = True,
+    tools: bool = False,
+    seed: int = 0,
 ) -> Qwen2ForCausalLM:
     """An untrained float32 Qwen2 for the vocabulary of `make_tokenizer`; vLLM on CPU needs heads of 32 or more."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(tools=tools)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -203,6 +262,14 @@ def make_demonstrations(problems: list[Problem], count: int, seed: int) -> list[
     drawn = [rng.choice(problems) for _ in range(count)]
     turns = [(("user", problem.question), ("assistant", problem.worked(rng))) for problem in drawn]
     return [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in turns]
+
+
+def make_tool_demonstrations(problems: list[Product], count: int, seed: int) -> list[dict[str, Any]]:
+    """Conversations of which a share asks the calculator; the others answer at once, as if they knew."""
+    rng = random.Random(f"demonstrations {seed}")
+    tools = [{"type": "function", "function": {"name": "calculator"}}]
+    talks = (rng.choice(problems).talk(calls=rng.random() < CALL_FRACTION) for _ in range(count))
+    return [{"messages": talk, "tools": tools} for talk in talks]
 
 
 def warmup_config(folder: Path, *, seed: int) -> SFTConfig:
@@ -272,8 +339,12 @@ def write_quickstart(
     train_rows: int = TRAIN_ROWS,
     test_rows: int = TEST_ROWS,
     model_options: dict[str, Any] | None = None,
+    tools: bool = False,
 ) -> None:
     """Write `model`, `train.jsonl`, `test.jsonl` and preference pairs for both; with a warm-up, what it began with.
+
+    Args:
+        tools: products and a calculator, in place of sums; there are no pairs of these.
 
     Raises:
         ValueError: `output` already holds files, or the number of steps is negative.
@@ -284,15 +355,17 @@ def write_quickstart(
         raise ValueError(f"warmup_steps={warmup_steps}: must not be negative. Use 0 for an untrained model, or more.")
     partial = output.with_name(f"{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    problems = make_problems(train_rows + test_rows, seed)
+    problems: Any = make_problems(train_rows + test_rows, seed, Product if tools else Problem)
     model = "untrained" if warmup_steps else "model"
-    save_model(make_model(seed=seed, **(model_options or {})), make_tokenizer(), partial / model)
+    untrained = make_model(seed=seed, tools=tools, **(model_options or {}))
+    save_model(untrained, make_tokenizer(tools=tools), partial / model)
     for name, rows in (("train", problems[:train_rows]), ("test", problems[train_rows:])):
         write_rows(partial / f"{name}.jsonl", [{"question": row.question, "answer": row.answer} for row in rows])
-        write_rows(partial / f"pairs_{name}.jsonl", make_pairs(rows, seed))
+        if not tools:
+            write_rows(partial / f"pairs_{name}.jsonl", make_pairs(rows, seed))
     if warmup_steps:
-        demonstrations = make_demonstrations(problems[:train_rows], warmup_steps * WARMUP_BATCH, seed)
-        write_rows(partial / "demonstrations.jsonl", demonstrations)
+        make = make_tool_demonstrations if tools else make_demonstrations
+        write_rows(partial / "demonstrations.jsonl", make(problems[:train_rows], warmup_steps * WARMUP_BATCH, seed))
         warm_up(partial, seed=seed)
     partial.rename(output)
 
@@ -307,14 +380,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, weights and warm-up (default 0)")
     warmup = f"supervised updates; 0 leaves the model untrained (default {WARMUP_STEPS})"
     parser.add_argument("--warmup-steps", type=int, default=WARMUP_STEPS, help=warmup)
+    task = "sums: worked by hand; tools: products, for which the model can ask a calculator (default sums)"
+    parser.add_argument("--task", choices=("sums", "tools"), default="sums", help=task)
     options = parser.parse_args(arguments)
     began = time.monotonic()
     try:
-        write_quickstart(options.output, seed=options.seed, warmup_steps=options.warmup_steps)
+        tools = options.task == "tools"
+        write_quickstart(options.output, seed=options.seed, warmup_steps=options.warmup_steps, tools=tools)
     except OSError as error:
         raise ValueError(f"--output={options.output}: {error}. Name another folder.") from None
     took = f"{time.monotonic() - began:.0f} s"
-    say(f"wrote model, train.jsonl, test.jsonl and preference pairs to {options.output} in {took}")
+    pairs = "" if tools else " and preference pairs"
+    say(f"wrote model, train.jsonl, test.jsonl{pairs} to {options.output} in {took}")
 
 
 if __name__ == "__main__":

@@ -14,28 +14,37 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.parser import ParserManager
 from vllm.renderers.chat_utils import make_tool_call_id
 
+from rlhf.config.data import OPENS_THOUGHT
 from rlhf.rollout.requests import Completion, Parsing
+
+PROMPT_END = 16  # tokens that hold the mark of a thought
 
 
 class MessageReader:
     """Reads the responses of one model, whose tokenizer and config are vLLM's own.
 
     Raises:
-        TypeError: vLLM does not know a parser, or the tokenizer lacks what it needs.
+        ValueError: the tokenizer lacks what a parser needs.
     """
 
     def __init__(self, parsing: Parsing, tokenizer: Any, model_config: Any) -> None:
         self.parsing = parsing
         for name in ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._parser_class = ParserManager.get_parser(
-            tool_parser_name=parsing.tool_parser,
-            reasoning_parser_name=parsing.reasoning_parser,
-            enable_auto_tools=parsing.tool_parser is not None,
-            model_name=model_config.model,
-            is_harmony=parsing.tool_parser == "openai",
-            tokenizer=tokenizer,
-        )
+        try:
+            self._parser_class = ParserManager.get_parser(
+                tool_parser_name=parsing.tool_parser,
+                reasoning_parser_name=parsing.reasoning_parser,
+                enable_auto_tools=parsing.tool_parser is not None,
+                model_name=model_config.model,
+                is_harmony=parsing.tool_parser == "openai",
+                tokenizer=tokenizer,
+            )
+        except TypeError as error:
+            raise ValueError(
+                f"rollout.tool_parser: vLLM's parser {parsing.tool_parser} does not fit this model: {error}. "
+                "Name the parser of the model's own form of tool calls."
+            ) from error
         self._tokenizer, self._model_config, self._template_kwargs = tokenizer, model_config, parsing.template_kwargs
         self._calls_tools = parsing.tool_parser is not None
         self._request = ChatCompletionRequest(
@@ -44,9 +53,10 @@ class MessageReader:
             tool_choice="auto" if parsing.tools else "none",
             chat_template_kwargs=parsing.template_kwargs,
         )
-        # Some parsers look for control tokens, which are left out of the text unless they ask for them.
+        # Marks of calls and thoughts may be control tokens, which remain in the text where a parser looks for them. Not
+        # every parser of thoughts asks for them.
         request = self._request if self._parser_class is None else self._parser().adjust_request(self._copy())
-        self._skip_special_tokens = bool(request.skip_special_tokens)
+        self._skip_special_tokens = bool(request.skip_special_tokens) and parsing.reasoning_parser is None
 
     def message(self, completion: Completion, prompt_ids: np.ndarray, *, keep_last: bool = False) -> dict[str, Any]:
         """The message of a response to these ids [P]; the id that stopped it is no text, unless `keep_last`."""
@@ -63,6 +73,8 @@ class MessageReader:
             )
         except Exception:  # whatever a parser raises, it is about what the model wrote
             return {"role": "assistant", "content": text}
+        if reasoning and not (content or calls) and reasoning.strip() == text.strip() and not self._thinks(prompt_ids):
+            content, reasoning = text, None  # some parsers take every text without a mark for a thought that was cut
         message: dict[str, Any] = {"role": "assistant", "content": content or ""}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -76,6 +88,10 @@ class MessageReader:
                 for call in calls
             ]
         return message
+
+    def _thinks(self, prompt_ids: np.ndarray) -> bool:
+        """Whether the prompt ends inside a thought."""
+        return bool(OPENS_THOUGHT.search(self._tokenizer.decode(prompt_ids[-PROMPT_END:].tolist())))
 
     def _parser(self) -> Any:
         """A new one: parsers are stateful."""

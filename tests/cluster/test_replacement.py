@@ -91,6 +91,25 @@ def test_the_others_sample_while_a_lost_engine_is_replaced_and_a_new_one_only_wi
     play(scenario)
 
 
+def test_a_rollout_stays_with_its_engine_while_that_can_sample_and_nothing_else_changes_by_it() -> None:
+    async def scenario() -> None:
+        world = World(3)
+        choose = world.replacements.next_engine
+        assert await choose([4, 9, 2], 1) == 1
+        assert await choose([4, 9, 2]) == 2  # requests that prefer none go where the fewest are
+        assert world.replacements.take_over(1, LOST)
+        assert await choose([4, 0, 2], 1) == 2
+        world.build.set()
+        while not world.joined:
+            await asyncio.sleep(0)
+        world.replacements.admit()
+        assert await choose([4, 0, 2], 1) == 2  # it has not the current weights yet
+        world.replacements.ready()
+        assert await choose([4, 9, 2], 1) == 1
+
+    play(scenario)
+
+
 @pytest.mark.parametrize(("engines", "fewest"), [(1, 1), (2, 2)])
 def test_sampling_and_transfers_wait_for_a_replacement_where_too_few_are_left(engines: int, fewest: int) -> None:
     async def scenario() -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from worlds import make_config
 
-from rlhf.rollout.requests import SamplingSettings
+from rlhf.quickstart import make_tokenizer
+from rlhf.rollout.requests import Completion, Parsing, SamplingSettings
 from rlhf.rollout.sampler import to_rollout
 from rlhf.types import Prompt, Rollout
 
@@ -32,6 +33,7 @@ class Sampled(NamedTuple):
     old: list[np.ndarray]
     new: list[np.ndarray]
     by_settings: list[list[list[int]]]  # token ids for each of ASKED, before
+    spoken: list[Completion]  # with messages
 
 
 async def sample_across_an_update(config: Any) -> Sampled:
@@ -41,6 +43,8 @@ async def sample_across_an_update(config: Any) -> Sampled:
     async with started_engines(config) as engines:
         await engines.send_weights(0)
         groups = [await engines.generate(prompt.token_ids, settings, samples=samples) for samples, settings in ASKED]
+        parsed = replace(LATER, parsing=Parsing("hermes"))
+        spoken = await engines.generate(prompt.token_ids, parsed, samples=4, prefer=0)
         await engines.learners.call("perturb_weights")  # of the learner's; the engine samples with the old ones
         settings = SamplingSettings(1.0, LONGEST)
         sampling = asyncio.ensure_future(engines.generate(prompt.token_ids, settings, samples=SAMPLES))
@@ -52,7 +56,9 @@ async def sample_across_an_update(config: Any) -> Sampled:
         (new,) = await engines.learners.call("canary", sequences)
         await engines.learners.call("restore_weights")
         (old,) = await engines.learners.call("canary", sequences)
-    return Sampled(rollouts, old, new, [[completion.token_ids.tolist() for completion in group] for group in groups])
+    by_settings = [[completion.token_ids.tolist() for completion in group] for group in groups]
+    assert all(completion.message is None for group in groups for completion in group)
+    return Sampled(rollouts, old, new, by_settings, spoken)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep_kv"])
@@ -62,9 +68,12 @@ def test_a_response_continues_with_new_weights_and_every_token_has_its_version(t
         rollout={"max_response_tokens": LONGEST, "max_policy_lag": 1, "on_weight_update": mode},
         learner={"max_tokens_per_microbatch": 2048},
     )
-    rollouts, old, new, (greedy, small_top_p, whole) = asyncio.run(sample_across_an_update(config))
+    rollouts, old, new, (greedy, small_top_p, whole), spoken = asyncio.run(sample_across_an_update(config))
     assert small_top_p == greedy * 4  # only the most probable token
     assert len({tuple(ids) for ids in whole}) == 4
+    for said in spoken:  # the engine's own parsers have read it
+        text = make_tokenizer().decode(said.token_ids[: -1 if said.finish_reason == "stop" else None].tolist())
+        assert (said.message, said.engine) == ({"role": "assistant", "content": text}, 0)
     partial = [i for i, rollout in enumerate(rollouts) if len(rollout.version_spans) == 2]
     assert partial, "no response was under way when the weights changed"
     before, after, foreign = [], [], []

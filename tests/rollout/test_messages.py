@@ -1,0 +1,131 @@
+"""A response becomes an assistant message by vLLM's parsers, whatever the model wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf.quickstart import make_tokenizer
+from rlhf.rollout.requests import Completion, Parsing
+
+pytestmark = pytest.mark.slow
+
+ADD = {"type": "integer"}
+TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": ADD, "b": ADD}, "required": ["a", "b"]}}
+THINK = ("<think>", "</think>")
+CALL = ("<tool_call>", "</tool_call>")
+GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|tool_response>", "<|turn>", "<turn|>")
+HERMES_CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+Say = Callable[..., dict[str, Any]]
+
+
+def speaker(tools: str | None, reasoning: str | None = None, marks: tuple[str, ...] = ()) -> Say:
+    """A function from text to its message; the marks are control tokens, as the tokens of turns are."""
+    from tokenizers import AddedToken
+
+    from rlhf.rollout.messages import MessageReader
+
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    parsing = Parsing(tools, reasoning, ({"type": "function", "function": TOOL},))
+    config = SimpleNamespace(model="model", hf_config=SimpleNamespace(model_type="qwen2"))
+    reader = MessageReader(parsing, tokenizer, config)
+
+    def say(text: str, *, prompt: str = "<|assistant|>", finish_reason: str = "stop", **options: Any) -> dict[str, Any]:
+        ids, prompt_ids = (np.array(tokenizer(each)["input_ids"], np.int32) for each in (text, prompt))
+        return reader.message(Completion(ids, np.zeros(len(ids)), finish_reason, ()), prompt_ids, **options)
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("parsers", "text", "reasoning", "content"),
+    [
+        (("hermes",), f"I add. {HERMES_CALL}<|end|>", None, "I add. "),
+        (("hermes", "qwen3", THINK + CALL), f"<think>Add!</think>{HERMES_CALL}<|end|>", "Add!", ""),
+        (
+            ("qwen3_coder", "qwen3", THINK + CALL),
+            "<think>Add!</think>\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n"
+            "</parameter>\n</function>\n</tool_call><|end|>",
+            "Add!",
+            "",
+        ),
+        (
+            ("gemma4", "gemma4", GEMMA),
+            "<|channel>thought\nAdd!<channel|><|tool_call>call:add{a:1,b:2}<tool_call|><|end|>",
+            "Add!",
+            "",
+        ),
+        (
+            ("llama3_json", None, ("<|python_tag|>",)),
+            '{"name": "add", "parameters": {"a": 1, "b": 2}}<|end|>',
+            None,
+            "",
+        ),
+        (("pythonic",), "[add(a=1, b=2)]<|end|>", None, ""),
+    ],
+    ids=["hermes", "qwen3", "qwen3.5", "gemma4", "llama3", "pythonic"],
+)
+def test_calls_and_thoughts_are_found_though_their_marks_are_control_tokens(
+    parsers: Any, text: str, reasoning: str | None, content: str
+) -> None:
+    message = speaker(*parsers)(text)
+    (call,) = message.pop("tool_calls")
+    assert (call["type"], call["function"]["name"]) == ("function", "add")
+    assert call["id"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+    thought = {} if reasoning is None else {"reasoning_content": reasoning}
+    assert message == {"role": "assistant", "content": content, **thought}
+
+
+def test_several_calls_have_different_ids() -> None:
+    calls = speaker("hermes")(f"{HERMES_CALL}\n{HERMES_CALL}<|end|>")["tool_calls"]
+    assert len({call["id"] for call in calls}) == 2
+
+
+@pytest.mark.parametrize("text", ["It is 3.", '<tool_call>{"name": "add", "argum', "<tool_call>[]</tool_call>", ""])
+def test_text_that_is_no_call_is_the_content(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert speaker("hermes")(text + "<|end|>") == {"role": "assistant", "content": text}
+    assert not caplog.records  # vLLM would log a traceback for each
+
+
+def test_a_parser_that_raises_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+
+    def fail(*_: Any) -> Any:
+        raise IndexError("list index out of range")
+
+    say = speaker("hermes")
+    monkeypatch.setattr(Hermes2ProToolParser, "extract_tool_calls", fail)
+    assert say(f"{HERMES_CALL}<|end|>") == {"role": "assistant", "content": HERMES_CALL}
+
+
+def test_without_parsers_the_text_is_the_content() -> None:
+    assert speaker(None)(f"{HERMES_CALL}<|end|>") == {"role": "assistant", "content": HERMES_CALL}
+
+
+def test_text_is_a_thought_only_where_one_was_begun() -> None:
+    say = speaker(None, "deepseek_r1", THINK)
+    assert say("It is 3.<|end|>") == {"role": "assistant", "content": "It is 3."}
+    cut = say("It is", prompt="<|assistant|><think>\n", finish_reason="length")
+    assert cut == {"role": "assistant", "content": "", "reasoning_content": "It is"}
+    whole = say("1 + 2</think>It is 3.<|end|>", prompt="<|assistant|><think>\n")
+    assert whole == {"role": "assistant", "content": "It is 3.", "reasoning_content": "1 + 2"}
+
+
+def test_the_id_that_stops_a_response_is_no_text_but_a_stop_string_is() -> None:
+    say = speaker("hermes")
+    assert say("3;", keep_last=True)["content"] == "3;"
+    assert say("3;")["content"] == "3"
+    assert say("3;", finish_reason="length")["content"] == "3;"
+
+
+def test_a_parser_that_needs_other_control_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.tool_parser: vLLM's parser llama3_json does not fit this model: "):
+        speaker("llama3_json")
