@@ -121,6 +121,24 @@ class Hostile:
         return 1.0
 
 
+class NeverScored:
+    """A game whose score is never there."""
+
+    def reset(self, **_: Any) -> str:
+        return "guess"
+
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: The guess.
+        """
+        return "no"
+
+    def get_reward(self) -> float:
+        raise KeyError("score")
+
+
 async def debate(row: dict[str, Any], generate: Any) -> dict[str, float]:
     """Two turns, and a branch of the second."""
     question = {"role": "user", "content": row.get("question", "q")}
