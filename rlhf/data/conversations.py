@@ -149,7 +149,7 @@ class SFTEncoder:
 
     def _text(self, messages: list[Message], tools: Any, template: TemplateName, **options: Any) -> Any:
         """A conversation in a chat template; control tokens are text, but for those that the assistant is to learn."""
-        messages = safe_messages(messages, template, self.tokenizer, by_model=False)
+        messages = safe_messages(messages, template, self.tokenizer, keep_assistant=True)
         options |= {"tools": safe_tools(tools, template, self.tokenizer), **(self.arguments or {})}
         return chat_text(messages, template, self.tokenizer, KEY, **options)
 
@@ -167,7 +167,7 @@ class SFTEncoder:
         return self._differences(tokenize(texts, template, self.tokenizer), template)
 
     def _tagged(self, messages: list[Message], given: int, tools: Any, template: TemplateName) -> MaskedTokens:
-        messages = safe_messages(messages, template, self.tokenizer, by_model=False)
+        messages = safe_messages(messages, template, self.tokenizer, keep_assistant=True)
         options = {"tools": safe_tools(tools, template, self.tokenizer), **(self.arguments or {})}
         ids, trained = tagged_ids(messages, template, self.tokenizer, KEY, **options)
         trained[1:] |= trained[:-1] & (ids[1:] == self.tokenizer.eos_token_id)

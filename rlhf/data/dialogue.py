@@ -17,8 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf.config.data import PLAIN, TemplateName
-from rlhf.data.control_tokens import without_marks
-from rlhf.data.templates import chat_text, check_has_template, render, safe_messages, safe_tools, tokenize
+from rlhf.data.templates import (
+    chat_text,
+    check_has_template,
+    render,
+    safe_messages,
+    safe_tools,
+    template_source,
+    tokenize,
+)
 
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None
@@ -74,7 +81,7 @@ class Dialogue:
 
         A model may stop with another of its ids than the template writes there. Where the template ends every turn
         with one id, that id only closes a turn, any other stop does too, and the suffix follows what was sampled. Where
-        an id opens what follows (Gemma 4's <|tool_response>), it is put before the suffix.
+        an id opens what follows (Gemma 4's <|tool_response>, GLM's <|user|>), it is put before the suffix.
 
         Args:
             messages: none of the assistant's. Tool messages answer its calls in order.
@@ -156,7 +163,15 @@ class Dialogue:
         if head != new_head:
             ids = (tokenize([text], self._template, self._tokenizer)[0] for text in (head, new_head))
             self._refuse(f"the beginning of the conversation is written otherwise when {kind} follows", *ids)
-        return not new_turn.startswith(turn.rstrip())
+        return not new_turn.startswith(turn.rstrip()) or self._drops_thoughts(opening, messages, tools)
+
+    def _drops_thoughts(self, opening: list[Message], messages: list[Message], tools: Tools) -> bool:
+        """Whether a thought of the turn is gone when more follows, in any of the forms that the template may know."""
+        question, turn = opening
+        forms = [turn] if "reasoning_content" in template_source(self._template, self._tokenizer) else []
+        if "tool_calls" not in turn:
+            forms.append({"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{REPLIED}"})
+        return any(THOUGHT not in self._texts([question, form], messages, tools)[1] for form in forms)
 
     def _check_control_tokens(self, tools: Tools) -> None:
         """Raise ValueError if the text of a stop token in a content becomes that token, or is not kept."""
@@ -205,21 +220,31 @@ class Dialogue:
         raise ValueError(f"{KEY}={self._template}: {errors[0]}") from errors[0]
 
     def _after_turn(self, opening: list[Message], messages: Sequence[Message], tools: Tools) -> tuple[int, np.ndarray]:
-        """The stop id with which the opening ends, and the ids [N] of what the template writes after it."""
+        """The stop id with which the opening's turn ends, and the ids [N] of what the template writes after it.
+
+        It is the last stop of the opening, if nothing but spaces follows there; or else the first one of the new
+        messages, if they begin with it (GLM's <|user|> and <|observation|>).
+        """
         assert all(message["role"] != "assistant" for message in messages), "the assistant's turns are sampled"
         before, whole = self._texts(opening, messages, tools)
         ids, longer = tokenize([before, whole], self._template, self._tokenizer)
         stops, longer_stops = (np.flatnonzero(np.isin(each, list(self.stop_ids))) for each in (ids, longer))
-        rest = self._tokenizer.decode(ids[stops[-1] + 1 :].tolist()) if len(stops) else without_marks(before)
-        if rest.strip() or len(longer_stops) < len(stops):
+        count = len(stops)
+        turn = self._tokenizer.decode(ids[stops[-1] + 1 if count else 0 :].tolist()).rstrip()
+        if turn and len(longer_stops) > count:
+            start = longer_stops[count - 1] + 1 if count else 0
+            opened = self._tokenizer.decode(longer[start : longer_stops[count]].tolist()).rstrip()
+            if opened.endswith(turn[-len(REPLIED) :]):
+                turn, count = "", count + 1
+        if turn or not 0 < count <= len(longer_stops):
             known = ", ".join(repr(self._tokenizer.convert_ids_to_tokens(each)) for each in sorted(self.stop_ids))
             raise ValueError(
                 f"{KEY}={self._template}: a turn of the assistant does not end with a token that ends a response "
-                f"({known}): {rest[-80:]!r}. Correct eos_token_id in the model's generation_config.json, or use "
+                f"({known}): {turn[-80:]!r}. Correct eos_token_id in the model's generation_config.json, or use "
                 "another template."
             )
-        cut = int(longer_stops[len(stops) - 1])
-        return int(ids[stops[-1]]), longer[cut + 1 :]
+        cut = int(longer_stops[count - 1])
+        return int(longer[cut]), longer[cut + 1 :]
 
     def _closing(self, tools: Tools, *, of_tools: bool) -> int:
         """The stop id that the template writes before answers of tools, or before other messages."""

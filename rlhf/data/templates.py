@@ -72,20 +72,20 @@ def render(
 
 
 def safe_messages(
-    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, *, by_model: bool = True
+    messages: Sequence[dict[str, Any]], template: TemplateName, tokenizer: Any, *, keep_assistant: bool = False
 ) -> list[dict[str, Any]]:
     """The messages with the control tokens in their contents as text (see `control_tokens`).
 
     What the assistant says may hold the marks of thoughts and calls, which are not special.
 
     Args:
-        by_model: False: what the assistant says stays as it is.
+        keep_assistant: what the assistant says stays as it is: the model is to learn it.
     """
     control = control_tokens(tokenizer, template_source(template, tokenizer))
 
     def safe(message: dict[str, Any]) -> dict[str, Any]:
         assistant = message["role"] == "assistant"
-        if assistant and not by_model:
+        if assistant and keep_assistant:
             return message
         return {**control.as_text(message, special_only=assistant), "role": message["role"]}
 

@@ -144,6 +144,22 @@ def test_a_stop_token_that_opens_the_answer_is_written_where_the_policy_stopped_
     assert text_of(talk, say("user", "go on"), after="<r>") == "<b>\n<a>user\ngo on<b>\n<a>assistant\n"
 
 
+# As GLM: a turn ends where the next role begins.
+ROLES = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{{ '<a>' if m.role == 'assistant' else '<b>' if m.role == "
+    "'user' else '<r>' }}{{ m.content }}{{ 'add()' if m.tool_calls }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def test_a_turn_may_end_with_the_token_that_opens_the_next_message() -> None:
+    talk = dialogue(ROLES, stop=("<b>", "<r>"))
+    talk.check(TOOLS)
+    assert text_of(talk, say("tool", "3"), say("tool", "4"), after="<r>") == "3<r>4<a>"
+    assert text_of(talk, say("tool", "3"), after="<b>") == "<r>3<a>"
+    assert text_of(talk, say("user", "go on")) == "go on<a>"
+
+
 def test_a_template_that_takes_one_call_in_a_turn_may_get_several_answers() -> None:
     one = "{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
     talk = dialogue(TEMPLATE.replace("<a>{{ m.role }}", one + "<a>{{ m.role }}"))
