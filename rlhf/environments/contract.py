@@ -59,6 +59,8 @@ class Environment:
         coroutines: the names of the others; an environment without any never waits and needs no event loop.
     """
 
+    _methods: tuple[str, ...] = ()
+
     def __init__(
         self,
         name: str | None = None,
@@ -95,7 +97,6 @@ class Environment:
                 self._idle.append(self._factory())
             except BaseException as error:  # SystemExit, and what the confinement raises
                 raise ValueError(f"{label}: it cannot be made: {type(error).__name__}: {error}") from error
-        self._methods: tuple[str, ...] = ()
         self.name, self.has_reward, self._declares_done = "", False, False
         waits = self._examine(type(self._idle[0]), label) if self._idle else {}
         methods = [getattr(self._idle[0], method) for method in self._methods]
