@@ -11,6 +11,7 @@ QUICK ?=
 suffix := $(if $(filter-out 0,$(SEED)),-seed$(SEED))
 quickstart_data := runs/quickstart-data$(suffix)
 quickstart_run := runs/quickstart$(suffix)
+tools_data := runs/tools-quickstart-data$(suffix)
 real_model := runs/real-model-data/SmolLM2-135M-Instruct
 real_task := runs/real-model-data/task$(suffix)
 bench_options := --device $(DEVICE) $(if $(QUICK),--quick)
@@ -19,7 +20,7 @@ shell_scripts = $(shell git ls-files '*.sh' '*.sbatch' .ci/run)
 export VENV
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-gpu setup-bench environment quickstart real-model test test-fast test-faults soak test-gpu bench bench-training studies upgrade-check lint format clean
+.PHONY: help setup setup-gpu setup-bench environment quickstart tools-quickstart real-model test test-fast test-faults soak test-gpu bench bench-training studies upgrade-check lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +53,18 @@ quickstart: environment $(quickstart_data)/test.jsonl  ## learn three-digit addi
 	echo "  $$run/rollouts/       every response trained on, with its reward and advantage"; \
 	echo "  $$run/model/          the trained model, for transformers and vllm"; \
 	echo "  configs/quickstart.yaml, README.md: change the run, write your own"
+
+tools-quickstart: environment $(tools_data)/test.jsonl  ## learn to ask a calculator on the whole stack; SEED=1 for another draw
+	@run=runs/tools-quickstart$(suffix); n=1; \
+	while [ -e "$$run" ]; do n=$$((n + 1)); run=runs/tools-quickstart$(suffix)-$$n; done; \
+	set -e; \
+	$(PY) -m rlhf.grpo --config configs/tools_quickstart.yaml run.dir="$$run" run.seed=$(SEED) \
+	    model.path=$(tools_data)/model data.train=$(tools_data)/train.jsonl data.eval=$(tools_data)/test.jsonl; \
+	echo "$(PY) -m rlhf.show $$run  shows what the model asked and was answered"
+
+$(tools_data)/test.jsonl: rlhf/quickstart.py | environment
+	@rm -rf $(tools_data)
+	@$(PY) -m rlhf.quickstart --task tools --output $(tools_data) --seed $(SEED)
 
 # Remade when rlhf/quickstart.py changes.
 $(quickstart_data)/test.jsonl: rlhf/quickstart.py | environment

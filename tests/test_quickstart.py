@@ -17,14 +17,17 @@ from worlds import run_world
 
 from rlhf import quickstart
 from rlhf.config.cli import run_program
+from rlhf.config.grpo import GRPOConfig
 from rlhf.config.load import load_config
+from rlhf.config.parsers import parsers_of
 from rlhf.config.ppo import PPOConfig
 from rlhf.config.reward_model import RewardTrainingConfig
 from rlhf.config.supervised import SFTConfig
-from rlhf.quickstart import Problem
+from rlhf.quickstart import Problem, Product
 from rlhf.types import World
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+SFT_TOKENS = 64  # data.max_tokens of configs/sft_quickstart.yaml
 TINY = {"hidden_size": 32, "num_layers": 1, "num_heads": 1}
 
 GSM8K_ROW = (
@@ -228,6 +231,62 @@ def test_a_demonstration_is_what_the_careless_pupil_says_to_a_question() -> None
     said = [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
     assert len({question for question, _ in said}) == 20
     assert 0.2 < sum(quickstart.boxed(work) == answers[question] for question, work in said) / 4000 < 0.5
+
+
+# --- the task with tools ---
+
+
+def test_a_call_has_the_form_of_hermes_and_costs_its_expression_and_two_tokens() -> None:
+    tokenizer = quickstart.make_tokenizer(tools=True)
+    talk = Product(347, 285).talk(calls=True)
+    tools = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
+    text = tokenizer.apply_chat_template(talk, tools=tools, tokenize=False)
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "347 * 285"}}\n</tool_call>'
+    assert text == (
+        f"<|tools|>calculator<|end|><|user|>What is 347 * 285?<|end|><|assistant|>{call}<|end|><|tool|>98895<|end|>"
+        "<|assistant|>\\boxed{98895}<|end|>"
+    )
+    assert len(tokenizer.encode(call)) == len("347 * 285") + 2
+    assert parsers_of(tokenizer.chat_template, "auto") == ("hermes", None)
+    config = load_config(GRPOConfig, [str(CONFIGS / "tools_quickstart.yaml")])
+    most = Product(999, 998)  # the longest numbers
+    ids = tokenizer.encode(tokenizer.apply_chat_template(most.talk(calls=True), tools=tools, tokenize=False))
+    assert len(ids) <= SFT_TOKENS
+    assert len(tokenizer.encode(call)) + 1 <= config.rollout.max_response_tokens
+
+
+def test_without_tools_the_template_writes_what_that_of_the_sums_does() -> None:
+    talk = [{"role": "user", "content": "What is 1 + 2?"}, {"role": "assistant", "content": "3"}]
+    texts = [
+        quickstart.make_tokenizer(tools=tools).apply_chat_template(talk, tokenize=False) for tools in (True, False)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_share_of_the_demonstrations_asks_the_calculator_and_all_answers_are_right() -> None:
+    problems = quickstart.make_problems(50, 0, Product)
+    rows = quickstart.make_tool_demonstrations(problems, 4000, seed=0)
+    answers = {problem.question: problem.answer for problem in problems}
+    for row in rows:
+        first, *_, last = row["messages"]
+        assert last["content"] == f"\\boxed{{{answers[first['content']]}}}"
+    share = sum(len(row["messages"]) == 4 for row in rows) / len(rows)
+    assert share == pytest.approx(quickstart.CALL_FRACTION, abs=0.02)
+
+
+def test_the_files_of_the_task_with_tools_fit_its_config(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    output = tmp_path / "made"
+    quickstart.write_quickstart(output, warmup_steps=0, train_rows=300, test_rows=100, model_options=TINY, tools=True)
+    assert sorted(path.name for path in output.iterdir()) == ["model", "test.jsonl", "train.jsonl"]
+    for row in read_rows(output / "test.jsonl"):
+        left, right = row["question"].removeprefix("What is ").rstrip("?").split(" * ")
+        assert row["answer"] == str(int(left) * int(right))
+    model = AutoTokenizer.from_pretrained(output / "model")
+    assert model.get_vocab() == quickstart.make_tokenizer(tools=True).get_vocab()
+    config = load_config(GRPOConfig, [str(CONFIGS / "tools_quickstart.yaml")])
+    assert not list(config.warnings())
 
 
 def test_the_warm_up_is_that_of_the_config() -> None:

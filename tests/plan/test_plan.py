@@ -513,6 +513,8 @@ OWN_CONFIGS = [
     ["quickstart.yaml"],
     ["quickstart.yaml", "cpu.yaml"],
     ["real_model_cpu.yaml"],
+    ["tools_quickstart.yaml"],
+    ["python_tool_math.yaml"],
 ]
 HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "datasets", "numpy")
 
