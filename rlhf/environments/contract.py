@@ -36,7 +36,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from rlhf.environments import attributes, seeding
+from rlhf.environments import seeding
+from rlhf.processes import attributes
 from rlhf.environments.calculator import calculator
 from rlhf.environments.python_tool import python_tool
 from rlhf.environments.schema import json_schema

@@ -70,6 +70,7 @@ class Pool(Workers):
         self._computing = workers
         self._concurrency = {part.name: part.concurrency for part in user_functions}
         self._waits: frozenset[str] = frozenset()  # names of functions that wait; only the workers know which do
+        self.groups: frozenset[str] = frozenset()  # names of functions in TRL's signature, which take a group
         self._queues: dict[str, deque[Job]] = {}  # by name
         self._numbers_of_jobs = itertools.count()
         (grants,) = {grants_of(part) for part in user_functions} or {Grants()}
@@ -102,7 +103,7 @@ class Pool(Workers):
             self._queues.setdefault(job.name, deque()).append(job)
 
     def on_ready(self, worker: Worker, about: Any) -> None:
-        self._waits = frozenset(about["waits"])
+        self._waits, self.groups = frozenset(about["waits"]), frozenset(about["groups"])
         self.size = self._computing * (2 if self._waits else 1)
 
     def on_message(self, worker: Worker, message: Any) -> None:

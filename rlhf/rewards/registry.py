@@ -14,13 +14,15 @@ from typing import Any
 
 from rlhf.answers.extract import alternatives, gold_answer
 from rlhf.config.reward import OPTIONS_OF_REWARD
+from rlhf.processes.attributes import EnvironmentView
 from rlhf.processes.code import load_module
 from rlhf.processes.confinement import remedy
-from rlhf.rewards.grade import FAILED, OK, TIMEOUT, UNSCORABLE, Grade
+from rlhf.rewards.grade import FAILED, NOT_JUDGED, OK, TIMEOUT, UNSCORABLE, Grade
 from rlhf.rewards.math import check_gold, math_reward
 from rlhf.rewards.refusal import refusing_side_effects
 from rlhf.rewards.shaping import length_reward, repetition_reward
 from rlhf.rewards.simple import exact_reward, f1_reward, format_reward, gsm8k_reward, multiple_choice_reward
+from rlhf.rewards.trl_rewards import Judged, as_completion, judge, takes_a_group_as_trl_does
 
 # name -> function(job, options)
 REWARDS: dict[str, Callable[[dict[str, Any], Any], Grade]] = {
@@ -38,6 +40,7 @@ NO_DEBUGGER = (
     "A grading process has no terminal, so no debugger can run in it. Call the function from a script of your own, or "
     "print(): the lines reach the log. `rlhf score FILE --reward NAME` tries it on a file"
 )
+OURS = {"columns", "metadata"}  # arguments that TRL has not
 AS_GROUP = "Set `group: true` next to its name if it takes all responses to a prompt and returns a list, as TRL's do"
 
 
@@ -103,17 +106,16 @@ def load_user_function(part: dict[str, Any]) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"reward name={name!r}: {module_name} has no function {attribute}. Correct the name.")
+    if is_of_trl(function):
+        return function
     try:
         signature = inspect.signature(function)
-        if "completions" in signature.parameters and not part["group"]:
-            raise TypeError("it takes `completions`, as TRL's functions do, which is a list")
         signature.bind("", answer="", columns={}, metadata={}, **part["options"])
     except TypeError as error:
         first = "responses" if part["group"] else "response"
         raise ValueError(
             f"reward name={name!r}: {attribute}{inspect.signature(function)} cannot be called: {error}. It gets "
             f"({', '.join([first, 'answer=, columns=, metadata=', *part['options']])}); add **_ for what it ignores."
-            + (f" {AS_GROUP}." if not part["group"] and "completions" in str(error) else "")
         ) from None
     except ValueError:  # a function in C without a signature
         pass
@@ -128,14 +130,47 @@ def waits(function: Callable[..., Any]) -> bool:
 
 
 def _start(function: Callable[..., Any], job: dict[str, Any]) -> Any:
+    if is_of_trl(function):
+        return _judge(function, job)
     given = {name: job[name] for name in ("answer", "columns", "metadata")}
     return function(job["responses"] if "responses" in job else job["response"], **given, **job["options"])
+
+
+def is_of_trl(function: Callable[..., Any]) -> bool:
+    """Whether a function has TRL's signature, and not ours with a first argument of that name."""
+    return takes_a_group_as_trl_does(function) and not OURS & inspect.signature(function).parameters.keys()
+
+
+def _judge(function: Callable[..., Any], job: dict[str, Any]) -> Any:
+    """A call for a group in TRL's signature, as a coroutine."""
+    metadata, answered = job["metadata"], zip(job["responses"], job["metadata"], strict=True)
+    said = [about.get("turns") or [{"role": "assistant", "content": text}] for text, about in answered]
+    views = [EnvironmentView(about["attributes"]) for about in metadata if about.get("attributes")]
+    return judge(
+        function,
+        prompts=[about["messages"] for about in metadata],
+        completions=[as_completion(turns) for turns in said],
+        completion_ids=[about.get("completion_ids", ()) for about in metadata],
+        rows=[job["columns"]] * len(metadata),
+        environments=views if len(views) == len(metadata) else None,
+    )
+
+
+def _end(coroutine: Any) -> Any:
+    """The result of a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    coroutine.close()
+    raise RuntimeError("it waits. Write `async def`.")
 
 
 def call_user_function(function: Callable[..., Any], job: dict[str, Any]) -> Grade:
     """Call `function(response, answer=, columns=, metadata=, **options)` and check what it returns."""
     try:
-        return _grade(function, _start(function, job), job)
+        result = _start(function, job)
+        return _grade(function, _end(result) if inspect.iscoroutine(result) else result, job)
     except MemoryError:
         raise
     except BaseException as error:
@@ -164,6 +199,10 @@ def _grade(function: Callable[..., Any], result: Any, job: dict[str, Any]) -> Gr
     """The grade of what a function returned for one response, or for a group."""
     if "responses" not in job:
         return _grade_of_one(function, result)
+    if isinstance(result, Judged):
+        logged = {name: sum(values) / len(values) for name, values in result.metrics.items() if values}
+        one = [Grade(value, NOT_JUDGED if value is None else OK, metrics=logged) for value in result.rewards]
+        return Grade(None, OK, group=tuple(one))
     if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != len(job["responses"]):
         returned = f"{len(result)} values" if isinstance(result, Sequence) else type(result).__name__
         return _failed(function, f"returned {returned} for a group of {len(job['responses'])}")

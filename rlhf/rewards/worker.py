@@ -32,7 +32,8 @@ def load(hello: dict[str, Any]) -> tuple[Grader, dict[str, Any]]:
         with printing_as(part["name"]):
             functions[part["name"]] = registry.load_user_function(part)
     grader = Grader(functions, hello["wall_seconds"])
-    return grader, {"waits": grader.waits}
+    groups = [name for name, function in functions.items() if registry.is_of_trl(function)]
+    return grader, {"waits": grader.waits, "groups": groups}
 
 
 def serve(channel: Channel, grader: Grader) -> None:

@@ -13,7 +13,7 @@ from rlhf.config.roles import REWARD_MODEL
 from rlhf.data.load import LoadedPrompts
 from rlhf.data.order import PromptStream
 from rlhf.environments.turns import CALL_LIMIT
-from rlhf.rewards.grade import OK
+from rlhf.rewards.grade import NOT_JUDGED, OK
 from rlhf.rewards.model_client import Conversation, RewardModelClient, conversation, endpoint_scorer
 from rlhf.rewards.scorer import Scorer
 from rlhf.rollout.requests import SamplingSettings
@@ -58,7 +58,10 @@ class Grading:
         parts: dict[str, float | None] = dict(graded.reward_parts)
         parts |= {} if outcome.reward is None else {ENVIRONMENT: outcome.reward}
         own = environment.weight * (outcome.reward or 0.0)
-        reward = None if graded.reward is None or not parts else graded.reward + own
+        given = graded.reward
+        if graded.status == NOT_JUDGED and outcome.reward is not None:  # its environment alone judges it
+            given, graded = 0.0, dataclasses.replace(graded, status=OK)
+        reward = None if given is None or not parts else given + own
         parts |= {f"{ENVIRONMENT}/{name}": value for name, value in outcome.parts.items()}
         return dataclasses.replace(graded, reward=reward, reward_parts=parts)
 

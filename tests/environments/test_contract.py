@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.environments.attributes import EnvironmentView
+from rlhf.processes.attributes import EnvironmentView
 from rlhf.environments.contract import Environment, Episode, content_text
 
 ROOT = Path(__file__).parents[2]
@@ -522,7 +522,7 @@ def test_the_process_of_an_environment_needs_nothing_but_the_standard_library(py
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import asyncio
-from rlhf.environments.attributes import EnvironmentView
+from rlhf.processes.attributes import EnvironmentView
 from rlhf.environments.contract import Environment
 environment = Environment({str(tmp_path / "game.py:Env")!r}, tools=["calculator", "python"])
 def call(name, arguments): return {{"type": "function", "function": {{"name": name, "arguments": arguments}}}}

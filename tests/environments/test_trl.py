@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from byte_tokenizer import byte_tokenizer
 
-from rlhf.environments.attributes import EnvironmentView
+from rlhf.processes.attributes import EnvironmentView
 from rlhf.environments.contract import Environment
-from rlhf.environments.trl_rewards import Judged, as_completion, judge, takes_a_group_as_trl_does
+from rlhf.rewards.trl_rewards import Judged, as_completion, judge, takes_a_group_as_trl_does
 
 CLASSES = Path(__file__).parent / "trl_classes.py"
 ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "a", "answer": 1}]
