@@ -28,6 +28,8 @@ NAMES_ELSEWHERE = {
     "batch_size": "rollout.prompts_per_step",
     "num_generations": "rollout.samples_per_prompt",
     "max_completion_length": "rollout.max_response_tokens",
+    "max_tool_calling_iterations": "rollout.max_turns",
+    "chat_template_path": "data.template",
     "max_prompt_length": "data.max_prompt_tokens",
     "num_iterations": "learner.epochs_per_step",
     "num_train_epochs": "run.steps",

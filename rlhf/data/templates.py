@@ -112,14 +112,14 @@ def chat_template(template: TemplateName) -> str | None:
     if not is_template_file(template):
         return CHAT_TEMPLATES.get(template)
     try:
-        return _read_template(template)
+        return _read_template(Path(template).absolute())
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"data.template={template}: the file cannot be read ({error}). Correct the path.") from None
 
 
 @lru_cache
-def _read_template(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8")
+def _read_template(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def reward_input(config: GRPOConfig) -> Callable[..., np.ndarray]:

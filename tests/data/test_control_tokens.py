@@ -74,6 +74,22 @@ def test_pieces_of_text_that_a_tokenizer_keeps_as_added_tokens_are_no_control_to
     assert ControlTokens(own, "<h1>" + TURNS).as_text("<h1>") == f"<{MARK}h1>"
 
 
+@pytest.mark.parametrize("scheme", ["first", "never"])
+def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_before_a_piece(scheme: str) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = ["</s>", "\u2581", *map(chr, range(33, 127))]
+    fast = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    fast.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    (ids,) = tokenize([render([{"role": "user", "content": "a</s>b c"}], "model", tokenizer)], "model", tokenizer)
+    text = "a</s>b\u2581c" if scheme == "never" else "\u2581a</s>b\u2581c"
+    assert tokenizer.convert_ids_to_tokens(ids.tolist()) == [*text, "</s>"]
+
+
 def test_marks_within_texts_lists_and_schemas_are_taken_out_again() -> None:
     control = ControlTokens(TOKENIZER, TURNS)
     value = {"content": [{"type": "text", "text": f"<|a|>{MARK}"}], "number": 3, "none": None}
