@@ -51,9 +51,7 @@ class EnvironmentConfig(Section):
     wall_seconds: PositiveFloat = key(120.0, "seconds that one call may take by the clock")
     memory_mb: int = key(1024, "memory that a process may add to what it starts with, MiB", ge=64)
     failed_reward: float = key(0.0, "reward of a rollout whose tool call went over a limit; it is trained on")
-    max_failed_fraction: Fraction = key(
-        0.5, "share of a step's rollouts that may fail before the run ends"
-    )
+    max_failed_fraction: Fraction = key(0.5, "share of a step's rollouts that may fail before the run ends")
 
     accept_changed_code: bool = key(False, "--resume accepts environments whose code is not what the run began with")
 

@@ -103,16 +103,18 @@ def first_usable(
             yield f"row {row.number} of {key}={settings.path}", prompt
 
 
-def read_first_prompt(config: DataConfig, tokenizer: Any, gold_answer: GoldAnswer) -> Prompt:
-    """The first prompt of data.train, of whose rows only the first are read.
+def read_first_prompt(config: DataConfig, tokenizer: Any, gold_answer: GoldAnswer, *, acts: bool = False) -> Prompt:
+    """The first prompt of data.train, of whose rows only the first are read; `acts` as in `load_prompts`.
 
     Raises:
         ValueError: none of them can be used.
     """
     key, settings = next(iter(config_sources(config, "train").items()))
+    if settings.is_environment:
+        return _made_prompts(config, "train", settings)[0]
     source = Source(key, settings, "train", skip=True)
     rows = [*islice(source.stream(), FIRST_ROWS)]
-    return _make_prompts(config, source, rows, tokenizer, gold_answer)[0]
+    return _make_prompts(config, source, rows, tokenizer, gold_answer, acts=acts)[0]
 
 
 def leave_out(
@@ -164,7 +166,7 @@ def _make_prompts(
     texts = []
     for row, messages, _ in usable:
         tools = None if config.template in PLAIN else read_tools(row.columns)
-        how = {"tools": tools, "arguments": config.chat_template_kwargs}
+        how: dict[str, Any] = {"tools": tools, "arguments": config.chat_template_kwargs}
         texts.append(render(messages, config.template, tokenizer, **how) if messages else "")
     token_ids, label = tokenize(texts, config.template, tokenizer), source.settings.label
     prompts = []

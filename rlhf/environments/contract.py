@@ -37,10 +37,10 @@ from types import ModuleType
 from typing import Any
 
 from rlhf.environments import seeding
-from rlhf.processes import attributes
 from rlhf.environments.calculator import calculator
 from rlhf.environments.python_tool import python_tool
 from rlhf.environments.schema import json_schema
+from rlhf.processes import attributes
 
 # name -> what makes the tool, from options
 BUILT_IN: dict[str, Callable[..., Callable[..., Any]]] = {"calculator": lambda: calculator, "python": python_tool}

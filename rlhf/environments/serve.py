@@ -23,8 +23,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from rlhf.environments import seeding
-from rlhf.processes import attributes
 from rlhf.environments.contract import BUILT_IN, Environment
+from rlhf.processes import attributes
 from rlhf.processes.channel import Channel
 from rlhf.processes.code import load_module
 

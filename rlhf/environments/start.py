@@ -86,6 +86,7 @@ class StartedEnvironments(Environments):
             return prompt
         return replace(prompt, token_ids=self.dialogue.prompt([{"role": "user", "content": "Begin."}]).astype(np.int32))
 
+    @property
     def processes(self) -> dict[str, int]:
         """Name -> process id of the keeper of the processes."""
         return {"environments": self.hosts.keeper.pid}

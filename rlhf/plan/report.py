@@ -45,8 +45,9 @@ def print_plan(config: GRPOConfig, *, plan: bool = True, whole_config: bool = Fa
 
 def first_prompt_text(config: GRPOConfig) -> str:
     """The first prompt as the model will be given it; "" where its model or its data is not on this machine."""
-    path = local_path(config.data.train[0])
-    if local_model_config(config.model.path) is None or path is None or not path.exists():
+    first, path = config.data.train[0], local_path(config.data.train[0])
+    is_here = first.is_environment or (path is not None and path.exists())
+    if local_model_config(config.model.path) is None or not is_here:
         return ""
     from rlhf.answers.extract import gold_answer
     from rlhf.data.load import read_first_prompt, show_prompt
@@ -54,7 +55,14 @@ def first_prompt_text(config: GRPOConfig) -> str:
 
     try:
         tokenizer = load_tokenizer(config.model)
-        text = show_prompt(read_first_prompt(config.data, tokenizer, gold_answer), tokenizer)
+        prompt = read_first_prompt(config.data, tokenizer, gold_answer, acts=config.acts)
+        if config.acts:
+            from rlhf.config.cli import run_async
+            from rlhf.environments.start import StartedEnvironments
+
+            with StartedEnvironments(config, tokenizer) as environments:
+                prompt = run_async(environments.first_prompt(prompt))
+        text = show_prompt(prompt, tokenizer)
     except ValueError as error:
         text = f"none: {error}"
     return f"\nFirst prompt\n{text}\n"

@@ -86,7 +86,7 @@ class RunState:
     def from_json(cls, text: str) -> Self:
         """The state that `to_json` wrote; ValueError if a key is missing, is unknown or has another type.
 
-        Earlier versions did not write `program`, `reward_scale`, `rewards` and `environments`; others may not be missing.
+        Only `program`, `reward_scale`, `rewards` and `environments` may be missing: earlier versions lack them.
         """
         optional = {"program", "reward_scale", "rewards", "environments"}
         if missing := [f.name for f in fields(cls) if f.name not in optional | json.loads(text).keys()]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from rlhf.processes.attributes import EnvironmentView
 from rlhf.environments.contract import Environment, Episode, content_text
+from rlhf.processes.attributes import EnvironmentView
 
 ROOT = Path(__file__).parents[2]
 CLASSES = str(Path(__file__).parent / "trl_classes.py")

@@ -90,9 +90,7 @@ CALL = {"content": "add", "tool_calls": [call("add")]}
 def test_a_group_is_played_with_the_prompt_that_reset_leaves(tmp_path: Path) -> None:
     config = config_of(tmp_path, rollout={"samples_per_prompt": 2})
     tools = [{"type": "function", "function": {"name": "add"}}]
-    sessions = [
-        LocalSession(outcome=Outcome(reward=float(i), parts={"x": 2.0}), text="!", tools=tools) for i in (1, 3)
-    ]
+    sessions = [LocalSession(outcome=Outcome(reward=float(i), parts={"x": 2.0}), text="!", tools=tools) for i in (1, 3)]
     hosts, engine = Hosts(*sessions), Engine(CALL, "end")
     group = play(config, hosts, engine, prompt("hi", level=4))
     assert hosts.rows[0] == {"level": 4, "prompt": [{"role": "user", "content": "hi"}]}

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from byte_tokenizer import byte_tokenizer
 
-from rlhf.processes.attributes import EnvironmentView
 from rlhf.environments.contract import Environment
+from rlhf.processes.attributes import EnvironmentView
 from rlhf.rewards.trl_rewards import Judged, as_completion, judge, takes_a_group_as_trl_does
 
 CLASSES = Path(__file__).parent / "trl_classes.py"

@@ -32,7 +32,11 @@ def config_of(model: Path, run: Path, name: str, /, **environment: Any) -> GRPOC
     return make_config(
         model,
         run={"dir": str(run), "steps": 3},
-        data={"train": [{"path": "environment"}], "eval": [{"path": "environment", "rows": 2}], "max_prompt_tokens": 200},
+        data={
+            "train": [{"path": "environment"}],
+            "eval": [{"path": "environment", "rows": 2}],
+            "max_prompt_tokens": 200,
+        },
         environment={"name": f"{FILE}:{name}", "processes": 4, **environment},
         reward={"parts": []},
         rollout={"prompts_per_step": 2, "samples_per_prompt": 2, "max_rollout_tokens": 200, "max_turns": 2},

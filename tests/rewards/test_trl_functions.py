@@ -14,7 +14,7 @@ from rlhf.processes.attributes import said
 from rlhf.rewards.scorer import Scorer
 from rlhf.types import Outcome, Prompt, Rollout, ScoredRollout, TokenSequence, VersionSpan
 
-FUNCTIONS = '''
+FUNCTIONS = """
 def length(completions, prompts, level, **kwargs):
     assert [len(prompt) for prompt in prompts] == [1, 1]
     assert level == [3, 3]
@@ -32,7 +32,7 @@ async def waiting(completion_ids, **kwargs):
 
 def ours(completions, answer, columns, metadata):
     return [float(len(text)) for text in completions]
-'''
+"""
 
 
 class Game:
