@@ -33,7 +33,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 from rlhf.environments import seeding
@@ -70,7 +70,10 @@ class Environment:
         tools: Sequence[str] = (),
         max_characters: int = MAX_CHARACTERS,
     ) -> None:
-        """Import everything and make the first instance.
+        """Import everything and check it.
+
+        No instance of a class is made here: processes are forked from one that has an Environment, and must not share
+        the connections and threads of an instance. A function that makes instances has to be called once.
 
         Args:
             name: `module:Class`, `path/to/file.py:Class` (or a function that returns an instance), `calculator`,
@@ -91,17 +94,13 @@ class Environment:
         label = f"environment name={name!r}"
         if name in BUILT_IN:
             self._add(_tool(name, options or {}, label), label)
-        elif name is not None:
+        self.name, self.has_reward, self._declares_done = "", False, False
+        self.tools = [_schema(function) for function in self._functions.values()]
+        waits: dict[str, bool] = {}
+        if name is not None and name not in BUILT_IN:
             factory = _imported(name, label)
             self._factory = lambda: factory(**(options or {}))
-            try:
-                self._idle.append(self._factory())
-            except BaseException as error:  # SystemExit, and what the confinement raises
-                raise ValueError(f"{label}: it cannot be made: {type(error).__name__}: {error}") from error
-        self.name, self.has_reward, self._declares_done = "", False, False
-        waits = self._examine(type(self._idle[0]), label) if self._idle else {}
-        methods = [getattr(self._idle[0], method) for method in self._methods]
-        self.tools = [_schema(function) for function in (*self._functions.values(), *methods)]
+            waits = self._examine(_class_of(factory, options or {}, label), label)
         offered = [tool["function"]["name"] for tool in self.tools]
         if twice := next((one for one in offered if offered.count(one) > 1), None):
             raise ValueError(f"{label}: two tools have the name {twice!r}. Rename one of them.")
@@ -126,6 +125,9 @@ class Environment:
         )
         self._declares_done = done_method or ("done" not in found and hasattr(cls, "done"))
         self.name, self.has_reward = cls.__name__, "get_reward" in found
+        for name in self._methods:
+            is_static = isinstance(inspect.getattr_static(cls, name), staticmethod)
+            self.tools.append(_schema(found[name] if is_static else MethodType(found[name], cls)))
         called = [*self._methods, "reset", "get_reward", "close"]
         return {name: inspect.iscoroutinefunction(found[name]) for name in called if name in found}
 
@@ -385,6 +387,19 @@ def _text_of_error(error: BaseException) -> str:
         return str(error) if not isinstance(error, asyncio.CancelledError) else type(error).__name__
     except Exception:
         return type(error).__name__
+
+
+def _class_of(factory: Callable[..., Any], options: Mapping[str, Any], label: str) -> type:
+    """The class of the instances that a class or a function makes from these options."""
+    try:
+        if inspect.isclass(factory):
+            inspect.signature(factory).bind(**options)
+            return factory
+        instance = factory(**options)
+    except BaseException as error:  # SystemExit, and what the confinement raises
+        raise ValueError(f"{label}: it cannot be made: {type(error).__name__}: {error}") from error
+    asyncio.run(_close(instance))
+    return type(instance)
 
 
 async def _close(instance: Any) -> None:

@@ -23,10 +23,8 @@ def said(instance: Any) -> dict[str, Any]:
     """Attributes and properties: {"class": [module, name], "values": {name: value}, "unsaid": {name: reason}}."""
     values: dict[str, Any] = {}
     unsaid: dict[str, str] = {}
-    for name, reason in _names(instance).items():
+    for name in _names(instance):
         try:
-            if reason:
-                raise TypeError(reason)
             value = as_json(getattr(instance, name))
             if len(json.dumps(value)) > MAX_CHARACTERS:
                 raise TypeError(f"it has over {MAX_CHARACTERS} characters as JSON")
@@ -38,15 +36,15 @@ def said(instance: Any) -> dict[str, Any]:
     return {"class": [type(instance).__module__, type(instance).__qualname__], "values": values, "unsaid": unsaid}
 
 
-def _names(instance: Any) -> dict[str, str]:
-    """The names to read, with the reason where one has no value to say."""
-    names: dict[str, str] = {}
+def _names(instance: Any) -> dict[str, None]:
+    """The names of attributes and properties, in order; those of the class, which may be defaults, too."""
+    names: dict[str, None] = {}
     for cls in reversed(type(instance).__mro__[:-1]):
         for name, value in vars(cls).items():
-            if not (name.startswith("__") and name.endswith("__")):
-                method = isinstance(value, classmethod | staticmethod) or inspect.isroutine(value)
-                names[name] = "it is a method, and only attributes get here" if method else ""
-    return names | dict.fromkeys(getattr(instance, "__dict__", ()), "")
+            is_method = isinstance(value, classmethod | staticmethod) or inspect.isroutine(value)
+            if not is_method and not (name.startswith("__") and name.endswith("__")):
+                names[name] = None
+    return names | dict.fromkeys(getattr(instance, "__dict__", ()))
 
 
 def as_json(value: Any) -> Any:
@@ -113,7 +111,7 @@ class EnvironmentView:
 
     def __getattr__(self, name: str) -> Any:
         class_name = self.__dict__["__of"][1]
-        reason = self.__dict__["__unsaid"].get(name, "there was no such attribute at the end of the rollout")
+        reason = self.__dict__["__unsaid"].get(name, "it is a method, or there was no such attribute at the end")
         raise AttributeError(
             f"{class_name}.{name} cannot be read here: {reason}. Keep what the reward needs in attributes that are "
             "numbers, text, lists or dictionaries."

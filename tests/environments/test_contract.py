@@ -279,25 +279,57 @@ class Env:
 
 def test_close_is_no_tool_and_is_called_at_the_end_and_for_a_broken_instance(made: Callable[..., Environment]) -> None:
     environment = made("""
-closed = []
 class Env:
+    closed = 0
     def reset(self): pass
-    async def close(self): closed.append(self)
+    async def close(self): Env.closed += 1
 """)
     assert environment.tools == []
     assert environment.coroutines == ("close",)
 
+    async def closed() -> int:
+        episode = environment.episode()
+        counted = (await episode.finish())["attributes"]["values"]["closed"]
+        await episode.close()
+        return counted
+
     async def rollouts() -> list[int]:
-        closed = sys.modules[type(environment._idle[0]).__module__].closed
         first, second = environment.episode(), environment.episode()
         await first.close(broken=True)
-        counts = [len(closed)]
         await second.close()
-        counts.append(len(closed))
+        counts = [await closed()]
         await environment.close()
-        return [*counts, len(closed)]
+        return [*counts, await closed()]
 
-    assert asyncio.run(rollouts()) == [1, 1, 2]
+    assert asyncio.run(rollouts()) == [1, 2]
+
+
+def test_an_instance_of_a_class_is_made_for_the_first_rollout_and_one_of_a_function_is_tried(
+    made: Callable[..., Environment],
+) -> None:
+    source = """
+class Env:
+    alive = 0
+    def __init__(self): Env.alive += 1
+    def reset(self): pass
+    def close(self): Env.alive -= 1
+    @staticmethod
+    def double(x: int) -> int:
+        '''Double.
+
+        Args:
+            x: A number.
+        '''
+        return 2 * x
+def make(): return Env()
+"""
+    for name in ("Env", "make"):
+        environment = made(source, name)
+        assert [tool["function"]["name"] for tool in environment.tools] == ["double"]
+        said, finished = run(environment, [call("double", {"x": 2})])[1:]
+        assert (contents(said), finished["attributes"]["values"]["alive"]) == (["4"], 1)
+    with pytest.raises(ValueError, match="cannot be made: TypeError: got an unexpected keyword argument 'level'"):
+        made(source, options={"level": 3})
 
 
 def test_only_an_environment_of_coroutines_may_share_its_process(made: Callable[..., Environment]) -> None:
