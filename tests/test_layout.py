@@ -30,6 +30,7 @@ ON_THE_STACK = {
     "learner/deepspeed_settings.py": "deepspeed",
     "learner/rank.py": "deepspeed",
     "rollout/engine.py": "vllm",
+    "rollout/messages.py": "vllm",
     "weights/receivers.py": "vllm",
 }
 STACK = {"ray", "vllm", "deepspeed"}

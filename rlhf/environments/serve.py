@@ -54,7 +54,6 @@ def load(hello: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if play is not None:
             seeding.import_numpy()
         environments[value] = play or Environment(part["name"], options=part["options"], tools=hello["tools"])
-    asyncio.run(_close(environments))  # what an instance holds, a connection or a thread, is not shared by forks
     about = {value: _about(environment) for value, environment in environments.items()}
     return {"environments": environments, "wall_seconds": hello["wall_seconds"]}, about
 

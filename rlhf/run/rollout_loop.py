@@ -62,7 +62,7 @@ async def rollout_loop(run: Run[C], *, make_engines: Callable[..., Engines] = En
             with run.log.terminal.stage("grader"):
                 scorer = Scorer(config.reward, say=partial(say, wrap=False))
                 exit_stack.callback(scorer.close)
-                others = [scorer, *([environments] if environments else [])]
+                others: list[Scorer | StartedEnvironments] = [scorer, *([environments] if environments else [])]
                 # before its first look at the memory
                 run.cluster.heartbeat.others = lambda: {k: v for each in others for k, v in each.processes.items()}
                 scorer.restore(run.state.reward_status)
