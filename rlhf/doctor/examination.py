@@ -54,7 +54,8 @@ class Patient:
     least_free: float = math.inf  # bytes: this machine's lowest free memory at the end of a check
     at_end: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     nodes: dict[str, dict[str, Any]] = field(init=False)  # by name: `report` of the node, its `gpus`
-    prompts: list[Prompt] = field(init=False)  # the first of each source, tokenized
+    prompts: list[Prompt] = field(init=False)  # the first of each source, tokenized, as an environment leaves them
+    rows: list[Prompt] = field(init=False)  # the same as the data has them
     engines: Engines = field(init=False)  # that have started, with the learners
     canary: Canary = field(init=False)  # one that engines and learners have passed
     targets: PolicyTargets = field(init=False)  # of the step that the learners hold

@@ -68,13 +68,14 @@ async def check_responses(patient: Patient) -> Finding:
     """Sample and grade eight prompts as a step would, judge them by the rules of the diagnosis, and show two."""
     engines, config = patient.engines, patient.config
     _ = patient.canary  # without agreement there is nothing to learn from the answers
-    prompts = patient.prompts[:: max(1, len(patient.prompts) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]  # of all sources
+    rows = patient.rows if config.acts else patient.prompts
+    prompts = rows[:: max(1, len(rows) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]  # of all sources
     tokenizer = await in_thread(load_tokenizer, config.model)
     with contextlib.ExitStack() as exit_stack:
         scorer = exit_stack.enter_context(await in_thread(Scorer, config.reward))
-        play = (
-            exit_stack.enter_context(await in_thread(StartedEnvironments, config, tokenizer)) if config.acts else None
-        )
+        play = None
+        if config.acts:
+            play = exit_stack.enter_context(await in_thread(StartedEnvironments, config, tokenizer))
         grading = Grading(config, scorer, tokenizer, reward_model_client(config, engines.cluster))
         sampler = Sampler(config, truncate_token_id(config.rollout, tokenizer), engines.generate, grading, play)
         groups = await asyncio.gather(*map(sampler.for_training, prompts))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from rlhf.cluster.node_report import plugin_is_installed
 from rlhf.data.load import load_prompts
 from rlhf.data.model_files import load_tokenizer
 from rlhf.doctor.examination import Finding, Patient, Status, in_process
+from rlhf.environments.start import StartedEnvironments
 from rlhf.plan import joins_a_cluster, start_problems, visible_gpus
 from rlhf.plan.memory import GIB
 from rlhf.plan.start_checks import existing_folder, run_bytes
@@ -94,8 +97,13 @@ async def check_config(patient: Patient) -> Finding:
     problems = await in_thread(start_problems, config)
     try:
         tokenizer = await in_thread(load_tokenizer, config.model)
-        prompts = (await in_thread(load_prompts, config.data, "train", tokenizer, gold_answer)).prompts
-        patient.prompts = [prompt for rows in prompts.values() for prompt in rows[:PROMPTS_PER_SOURCE]]
+        load = partial(load_prompts, config.data, "train", tokenizer, gold_answer, acts=config.acts)
+        prompts = (await in_thread(load)).prompts
+        patient.rows = [prompt for rows in prompts.values() for prompt in rows[:PROMPTS_PER_SOURCE]]
+        patient.prompts = patient.rows
+        if config.acts and not problems:
+            with await in_thread(StartedEnvironments, config, tokenizer) as environments:
+                patient.prompts = await asyncio.gather(*map(environments.first_prompt, patient.rows))
     except (OSError, ValueError) as error:
         problems = problems or [str(error)]
     if problems:

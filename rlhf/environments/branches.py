@@ -79,7 +79,7 @@ class Branches:
         try:
             messages = tuple(map(_comparable, request.get("messages") or ()))
             log = self._log_of(request, messages)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except Exception as error:  # the context is the coroutine's, and a template may raise anything about it
             raise FailedError(f"`generate` was called with a context that cannot be read: {error}") from None
         budget = min(request.get("max_tokens") or self.limits.max_response_tokens, self.limits.max_response_tokens)
         budget = min(budget, self.limits.max_rollout_tokens - self.sampled)

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
 import os
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.config.environment import EnvironmentConfig
 from rlhf.environments.contract import content_text
 from rlhf.environments.turns import Answers, CallLimitError, FailedError, Message
+from rlhf.processes.channel import as_json
 from rlhf.processes.confinement import Grants
 from rlhf.processes.workers import DIED, TIMEOUT, Worker, Workers
 from rlhf.types import Outcome
@@ -112,7 +115,11 @@ class Hosts(Workers):
         session = HostedSession(
             self, self._numbers, about, {"environment": value, "row": columns, "seeds": dict(seeds)}
         )
-        self.call_soon(self._seat, _Seat(session.number, about["blocking"]))
+        try:
+            json.dumps(columns, default=as_json)
+            self.call_soon(self._seat, _Seat(session.number, about["blocking"]))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise FailedError(f"open: {error}") from None
         try:
             await session.begin()
         except BaseException:
@@ -137,11 +144,11 @@ class Hosts(Workers):
         """From now on `answer` gives the turns that the coroutine of this session asks for."""
         self._answers[session] = answer
 
-    def leave(self, session: int) -> None:
-        """End a session."""
+    def leave(self, session: int, *, broken: bool) -> None:
+        """End a session; `broken`: something failed in it, so its instance and its own process are not used again."""
         self._answers.pop(session, None)
         with contextlib.suppress(RuntimeError):
-            self.call_soon(self._leave, session)
+            self.call_soon(self._leave, session, broken)
 
     # --- in the thread of the workers ---
 
@@ -150,9 +157,9 @@ class Hosts(Workers):
         self._waiting.append(seat)
 
     def _ask(self, session: int, message: dict[str, Any], future: asyncio.Future[Any]) -> None:
-        seat = self._seats[session]
-        if seat.lost is not None:
-            self._resolve(future, seat.lost)
+        seat = self._seats.get(session)
+        if seat is None or seat.lost is not None:
+            self._resolve(future, FailedError("the session has ended") if seat is None else seat.lost)
             return
         seat.asked[message["id"]] = message["do"], future
         self._deliver(seat, message)
@@ -164,18 +171,19 @@ class Hosts(Workers):
         seat.worker.watch.start(seat.worker.pid)
         self.send(seat.worker, message)
 
-    def _leave(self, session: int) -> None:
+    def _leave(self, session: int, broken: bool) -> None:
         seat = self._seats.pop(session)
+        broken = broken or bool(seat.asked)  # it was cancelled in the middle of a call
         if seat in self._waiting:
             self._waiting.remove(seat)
         worker = seat.worker
         if worker is None or worker.doomed:
             return
         del worker.work[session]
-        if seat.asked and seat.blocking:  # it was cancelled in the middle of a call
+        if broken and seat.blocking:  # it may compute for ever, or hold memory for good
             self.kill(worker, DIED)
             return
-        self.send(worker, {"session": session, "do": "close", "broken": bool(seat.asked)})
+        self.send(worker, {"session": session, "do": "close", "broken": broken})
         self._rest(worker)
 
     def _rest(self, worker: Worker) -> None:
@@ -230,7 +238,9 @@ class Hosts(Workers):
                 self._loop.call_soon_threadsafe(self._answer, session, number, request)
 
     def _answered(self, worker: Worker, message: dict[str, Any]) -> None:
-        seat = next(seat for seat in worker.work.values() if message["id"] in seat.asked)
+        seat = next((seat for seat in worker.work.values() if message["id"] in seat.asked), None)
+        if seat is None:
+            return  # it has left meanwhile
         do, future = seat.asked.pop(message["id"])
         if "error" not in message:
             self._resolve(future, message["result"])
@@ -302,21 +312,34 @@ class HostedSession:
         self.opening: list[Message] | None = None
         self.text = ""
         self._hosts, self._start = hosts, start
+        self._broken = False
 
     async def begin(self) -> None:
         """Reset the environment; a coroutine begins when it is played."""
         if self.plays:
             return
-        said = await self._hosts.ask(self.number, {"do": "open", **self._start})
-        self.opening, self.text = said["messages"], said["text"] or ""
+        said = await self._ask({"do": "open", **self._start})
+        with _checked("open"):
+            self.text = str(said["text"] or "")
+            self.opening = None if said["messages"] is None else [_plain(message) for message in said["messages"]]
 
     async def call(self, calls: Sequence[Mapping[str, Any]]) -> Answers:
-        said = await self._hosts.ask(self.number, {"do": "call", "calls": list(calls)})
-        messages = [{**message, "content": content_text(message["content"])} for message in said["answers"]]
-        return Answers(tuple(messages), done=bool(said["done"]), errors=int(said["errors"]))
+        said = await self._ask({"do": "call", "calls": list(calls)})
+        with _checked("call"):
+            messages = [
+                {**_plain(message), "role": "tool", "name": str(message["name"])} for message in said["answers"]
+            ]
+            return Answers(tuple(messages), done=bool(said["done"]), errors=int(said["errors"]))
 
     async def finish(self) -> Outcome:
-        return outcome_of(await self._hosts.ask(self.number, {"do": "finish"}))
+        return outcome_of(await self._ask({"do": "finish"}))
+
+    async def _ask(self, message: dict[str, Any]) -> Any:
+        try:
+            return await self._hosts.ask(self.number, message)
+        except (CallLimitError, FailedError):
+            self._broken = True
+            raise
 
     async def play(self, answer: Answer) -> Outcome:
         """Run the coroutine to its end; `answer` gives it the turns that it asks for."""
@@ -331,7 +354,7 @@ class HostedSession:
                 raise
 
         self._hosts.answers(self.number, answer_or_fail)
-        ended = asyncio.ensure_future(self._hosts.ask(self.number, {"do": "play", **self._start}))
+        ended = asyncio.ensure_future(self._ask({"do": "play", **self._start}))
         try:
             await asyncio.wait({ended, failed}, return_when=asyncio.FIRST_COMPLETED)
             return outcome_of((failed if failed.done() else ended).result())
@@ -340,15 +363,33 @@ class HostedSession:
             failed.cancel()
 
     async def close(self) -> None:
-        """Give the process back, or have it killed if it still computes."""
-        self._hosts.leave(self.number)
+        """Give the process back, or have it killed if it still computes or something failed in it."""
+        self._hosts.leave(self.number, broken=self._broken)
+
+
+@contextlib.contextmanager
+def _checked(do: str) -> Iterator[None]:
+    """A context that reads what a process says; FailedError if it is not what our code sends."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FailedError(f"{do}: its process answered something else ({error})") from None
+
+
+def _plain(message: Mapping[str, Any]) -> Message:
+    """A message whose content is text."""
+    return {**message, "role": str(message["role"]), "content": content_text(message["content"])}
 
 
 def outcome_of(said: Mapping[str, Any]) -> Outcome:
-    """What a process says of a finished rollout; FailedError if it is not what our code sends."""
-    try:
-        reward = None if said["reward"] is None else float(said["reward"])
-        parts = {str(name): float(value) for name, value in list(said["parts"].items())[:MAX_PARTS]}
+    """What a process says of a finished rollout."""
+    with _checked("finish"):
+        reward = None if said["reward"] is None else _finite(said["reward"])
+        parts = {str(name): _finite(value) for name, value in list(said["parts"].items())[:MAX_PARTS]}
         return Outcome("ok", reward, parts, dict(list(said["facts"].items())[:MAX_FACTS]), said["attributes"] or {})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FailedError(f"finish: its process answered something else ({error})") from None
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{number} is no reward")
+    return number

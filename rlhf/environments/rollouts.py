@@ -118,7 +118,7 @@ class Environments:
         messages = opened_messages(prompt, session.opening, session.text, self._config)
         try:
             token_ids = self._templates.prompt(messages, session.tools)
-        except ValueError as error:
+        except Exception as error:  # a template may raise anything about a message
             raise FailedError(f"the prompt that reset has made cannot be rendered: {error}") from None
         if len(token_ids) > (longest := self._config.data.max_prompt_tokens):
             raise FailedError(

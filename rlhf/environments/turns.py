@@ -178,7 +178,10 @@ async def _turns(
             played.messages += answers.messages
             return played.end("stop" if answers.done else "length", why)
         room = log.room(limits.max_rollout_tokens) - 1  # for at least one token of the next turn
-        said = templates.fit(answers.messages, room, session.tools, after=log.last_id)
+        try:
+            said = templates.fit(answers.messages, room, session.tools, after=log.last_id)
+        except Exception as error:  # a template may raise anything about a message
+            raise FailedError(f"the answers cannot be rendered: {error}") from None
         if said is None:
             played.messages += answers.messages
             return played.end("length", "max_rollout_tokens")

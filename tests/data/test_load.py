@@ -424,3 +424,26 @@ def test_bad_rows_are_left_out_and_counted_where_the_config_says_so(folder: Path
     (folder / "train.jsonl").write_text('{"question": "", "answer": "1"}\n' * 3)
     with pytest.raises(ValueError, match=r"data\.train=train\.jsonl: no row .*\brow 1 "):
         load(tokenizer, on_bad_row="skip")
+
+
+# --- prompts that an environment makes ---
+
+
+def test_an_environment_makes_prompts_that_have_other_ids_in_an_evaluation(folder: Path, tokenizer: Any) -> None:
+    train = load(tokenizer, train=[{"path": "environment", "rows": 3}])
+    held_out = load(tokenizer, "eval", train="a.jsonl", eval=[{"path": "environment", "rows": 2, "source": "games"}])
+    assert [prompt.id for prompt in train.prompts["environment"]] == ["environment/1", "environment/2", "environment/3"]
+    assert [prompt.id for prompt in held_out.prompts["games"]] == ["games/eval/1", "games/eval/2"]
+    first = train.prompts["environment"][0]
+    assert (first.messages, len(first.token_ids), train.rows_per_epoch) == ((), 0, {"environment": 3})
+
+
+def test_rows_without_a_prompt_are_read_for_an_environment_alone(folder: Path, tokenizer: Any) -> None:
+    write_jsonl(folder / "games.jsonl", [{"level": 1}, {"level": 2}])
+    config = DataConfig(train="games.jsonl", template="raw")
+    loaded = load_prompts(config, "train", tokenizer, gold_answer, acts=True)
+    assert [(prompt.columns, prompt.messages) for prompt in loaded.prompts["games"]] == [
+        ({"level": 1}, ()), ({"level": 2}, ()),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="prompt_column is not set"):
+        load_prompts(config, "train", tokenizer, gold_answer)

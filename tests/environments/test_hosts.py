@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import venv
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -209,6 +210,44 @@ def test_the_row_chooses_among_several() -> None:
             await opened.open({"environment": "c"}, SEEDS)
 
     with hosts(None, **parts) as opened:
+        asyncio.run(play(opened))
+
+
+def test_another_interpreter_runs_them(tmp_path: Path) -> None:
+    """One without any package: what runs there needs the standard library alone."""
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+
+    async def play(opened: Hosts) -> Any:
+        async with session(opened) as one:
+            await one.call([call("guess", number=1)])
+            return await one.finish()
+
+    with hosts("Guess", python=str(tmp_path / "venv/bin/python")) as opened:
+        assert asyncio.run(play(opened)).reward == 0.0
+
+
+def test_what_cannot_be_sent_costs_its_rollout_and_not_the_processes() -> None:
+    async def play(opened: Hosts) -> None:
+        with pytest.raises(FailedError, match="open: keys must be"):
+            await opened.open({"column": {(1, 2): 3}}, SEEDS)
+        async with session(opened) as one:
+            await one.call([call("guess", number=1)])
+
+    with hosts("Guess") as opened:
+        asyncio.run(play(opened))
+
+
+def test_an_answer_that_comes_after_its_rollout_was_cancelled_harms_nobody() -> None:
+    async def play(opened: Hosts) -> None:
+        async with session(opened) as other:
+            for _ in range(5):
+                async with session(opened) as one:
+                    task = asyncio.ensure_future(one.call([call("wait")]))
+                    await asyncio.sleep(0.01)
+                    task.cancel()
+                assert (await other.call([call("wait")])).messages
+
+    with hosts("Slow") as opened:
         asyncio.run(play(opened))
 
 
