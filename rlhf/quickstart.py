@@ -79,7 +79,7 @@ SLIP_FRACTION = 0.12  # columns that are off by one
 # has never seen.
 FAR_MISS_FRACTION = 0.25
 
-CALL_FRACTION = 0.15  # of the demonstrations with tools, which ask the calculator
+CALL_FRACTION = 0.12  # of the demonstrations with tools, which ask the calculator
 
 TRAIN_ROWS = 16_384
 TEST_ROWS = 512
